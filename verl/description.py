@@ -1,0 +1,142 @@
+"""Descriptions: what a component is, checked when made, built in the process that owns the device.
+
+A `_target_` in the configuration names a description. It is a frozen keyword-only dataclass, so a config key can be
+checked against its fields, it travels to workers as it is, and its hash is the component's identity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildContext:
+    """What a description may need to know of the process it is built in.
+
+    Attributes:
+        device: torch device string of this process.
+        seed: run seed; everything random derives from it.
+        rank, world_size: place of this process among the data-parallel ones.
+        tokenizer: the actor's tokenizer, once it is loaded.
+        run_dir: where results are written, or None.
+    """
+
+    device: str = "cpu"
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
+    tokenizer: Any = None
+    run_dir: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """Base of every description.
+
+    Subclasses add fields, yield what is wrong with them in `faults`, and make the running thing in `build`. A pure
+    component, such as a loss, is its own running thing and inherits `build`.
+
+    Raises:
+        ConfigError: on construction, with every fault of type or value, each opening with its field's name.
+    """
+
+    def __post_init__(self):
+        faults = []
+        for name, annotation in field_types(type(self)).items():
+            value = getattr(self, name)
+            if isinstance(value, list) and typing.get_origin(annotation) is tuple:
+                value = tuple(value)
+                object.__setattr__(self, name, value)
+            if (expected := type_fault(value, annotation)) is not None:
+                faults.append(f"{name} is {value!r}: expected {expected}.")
+        faults = faults or list(self.faults())
+        if faults:
+            raise ConfigError(faults)
+
+    def faults(self) -> Iterator[str]:
+        """Yield one sentence per fault, opening with the field: `lam is 1.5: must lie in [0, 1].`"""
+        yield from ()
+
+    def build(self, context: BuildContext) -> Any:
+        """Make the running thing in the process that owns the device."""
+        return self
+
+    def identity(self) -> str:
+        """A short hash of what this is: equal for equal fields, in any process, on any machine."""
+        text = json.dumps(as_plain(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def as_plain(value: Any) -> Any:
+    """The JSON form of a description: nested dicts, each with its `_target_`."""
+    if isinstance(value, Description):
+        kind = type(value)
+        fields = {f.name: as_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **fields}
+    if isinstance(value, dict):
+        return {str(key): as_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+@functools.cache
+def field_types(kind: type[Description]) -> dict[str, Any]:
+    """The resolved annotation of every field of a description class, in order."""
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+
+
+def type_fault(value: Any, annotation: Any) -> str | None:
+    """What was expected, in words, where `value` is not of the annotated type; None where it is."""
+    return None if _fits(value, annotation) else _in_words(annotation)
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is typing.Literal:
+        return any(value == arg and type(value) is type(arg) for arg in args)
+    if origin in (tuple, list):
+        return isinstance(value, origin) and all(_fits(item, args[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(k, args[0]) and _fits(v, args[1]) for k, v in value.items())
+    if annotation in (None, type(None)):
+        return value is None
+    if annotation is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, origin or annotation)
+
+
+_WORDS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false", type(None): "null"}
+
+
+def _in_words(annotation: Any) -> str:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_in_words(arg) for arg in args)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(str(arg) for arg in args)
+    if origin in (tuple, list):
+        return f"a list in which each item is {_in_words(args[0])}"
+    if origin is dict:
+        return f"a mapping in which each value is {_in_words(args[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, Description):
+        return f"a component with _target_ of kind {annotation.__name__}"
+    return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))

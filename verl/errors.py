@@ -1,0 +1,65 @@
+"""Every error that verl raises on purpose; each also inherits the standard exception a caller would expect.
+
+VerlError
+├── ConfigError (ValueError)                  a fault in the configuration, by config path
+├── DataProtoValidationError (ValueError)     a field breaks its contract; names the function that produced it
+├── RewardError (ValueError)                  a reward function raised, or returned something that is no reward
+└── WorkerError (RuntimeError)                a role failed in another process; carries that process's traceback
+    └── WorkerDied                            the process itself is gone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class VerlError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(VerlError, ValueError):
+    """One or more faults in a configuration.
+
+    Args:
+        faults: one sentence each, opening with the field or config path it speaks of.
+    """
+
+    def __init__(self, faults: Sequence[str] | str):
+        self.faults = [faults] if isinstance(faults, str) else list(faults)
+        count = len(self.faults)
+        lines = self.faults if count == 1 else [f"{count} faults in the configuration:", *(f"  {f}" for f in self.faults)]
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self):
+        return type(self), (self.faults,)
+
+
+class DataProtoValidationError(VerlError, ValueError):
+    """A field of a DataProto breaks its contract."""
+
+
+class RewardError(VerlError, ValueError):
+    """A reward function raised, or returned something that is no reward."""
+
+
+class WorkerError(VerlError, RuntimeError):
+    """A role failed in another process.
+
+    Args:
+        rank: the process that failed.
+        call: role and method, such as `actor.update`.
+        step: the training step during which it failed, or None outside of one.
+        detail: the worker's own traceback.
+    """
+
+    def __init__(self, rank: int, call: str, step: int | None, detail: str):
+        self.rank, self.call, self.step, self.detail = rank, call, step, detail
+        when = "" if step is None else f" at step {step}"
+        super().__init__(f"rank {rank} failed in {call}{when}:\n{detail.rstrip()}")
+
+    def __reduce__(self):
+        return type(self), (self.rank, self.call, self.step, self.detail)
+
+
+class WorkerDied(WorkerError):
+    """A worker process ended without answering."""
