@@ -55,7 +55,7 @@ class Description:
         faults = []
         for name, annotation in field_types(type(self)).items():
             value = getattr(self, name)
-            if isinstance(value, list) and typing.get_origin(annotation) is tuple:
+            if isinstance(value, list) and not _fits(value, annotation):
                 value = tuple(value)
                 object.__setattr__(self, name, value)
             if (expected := type_fault(value, annotation)) is not None:

@@ -4,6 +4,7 @@ VerlError
 ├── ConfigError (ValueError)                  a fault in the configuration, by config path
 ├── DataProtoValidationError (ValueError)     a field breaks its contract; names the function that produced it
 ├── RewardError (ValueError)                  a reward function raised, or returned something that is no reward
+├── NonFiniteError (FloatingPointError)       a loss or a gradient is not a finite number
 └── WorkerError (RuntimeError)                a role failed in another process; carries that process's traceback
     └── WorkerDied                            the process itself is gone
 """
@@ -40,6 +41,10 @@ class DataProtoValidationError(VerlError, ValueError):
 
 class RewardError(VerlError, ValueError):
     """A reward function raised, or returned something that is no reward."""
+
+
+class NonFiniteError(VerlError, FloatingPointError):
+    """A loss or a gradient is not a finite number; the weights were left as they were."""
 
 
 class WorkerError(VerlError, RuntimeError):

@@ -1,0 +1,1 @@
+"""One process's share of a model in training: forward, loss, step."""

@@ -1,0 +1,1 @@
+"""Language models: where they come from, heads on them, adapters in them."""

@@ -1,0 +1,140 @@
+"""The training engine: inference and optimizer steps over micro-batches, equal to one big batch.
+
+A role gives the engine a function from (model, micro-batch) to tensors or to a loss; the engine decides how rows
+become micro-batches, and takes sums with its sibling processes. Nothing that a role computes depends on that cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.engines.micro import MicroBatch, cut_into_micro_batches
+from verl.engines.optim import AdamW
+from verl.engines.sharding import Parallel
+from verl.errors import NonFiniteError
+from verl.ops.aggregate import Totals
+from verl.ops.logprobs import response_positions
+from verl.protocol import DataProto
+
+Compute = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
+Loss = Callable[[nn.Module, MicroBatch, Totals], tuple[Tensor, dict[str, Tensor]]]
+
+
+class TrainingEngine:
+    """One process's share of a model: all of it, unless a sharding says otherwise.
+
+    Args:
+        model: called by the functions that roles give.
+        parallel: this process among its siblings.
+        micro_batch_tokens: padding included, per forward pass.
+        optimizer: None for a model that only infers.
+        total_updates: of the whole run, for the schedule of the learning rate.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parallel: Parallel,
+        micro_batch_tokens: int,
+        optimizer: AdamW | None = None,
+        total_updates: int = 0,
+    ):
+        self.model = model
+        self.parallel = parallel
+        self.micro_batch_tokens = micro_batch_tokens
+        self.updates = 0
+        self.total_updates = total_updates
+        self.recipe = optimizer
+        self.optimizer = None if optimizer is None else optimizer.attach(model.parameters())
+        self.device = next(model.parameters()).device
+
+    @torch.no_grad()
+    def infer(self, batch: DataProto, compute: Compute) -> dict[str, Tensor]:
+        """Run a function of the model over a batch without gradients.
+
+        Args:
+            batch: see `cut_into_micro_batches`.
+            compute: gives per-token tensors [b t] for a micro-batch.
+        Returns:
+            The same names with tensors [B T], zero where the response mask is off, on the batch's device.
+        """
+        self.model.eval()
+        mask = batch.batch["response_mask"]
+        results: dict[str, Tensor] = {}
+        for micro in cut_into_micro_batches(batch.to(self.device), self.micro_batch_tokens):
+            for name, x in compute(self.model, micro).items():
+                x = x.masked_fill(~micro.tensors["response_mask"], 0.0).to(mask.device)
+                whole = results.setdefault(name, x.new_zeros(mask.shape))
+                whole[micro.rows.to(mask.device), : x.shape[1]] = x
+        return results
+
+    def update(self, batch: DataProto, loss: Loss) -> dict[str, float]:
+        """One optimizer step on a batch, which is this process's share of the rows.
+
+        Args:
+            batch: see `cut_into_micro_batches`; it may have no rows if a sibling has some.
+            loss: the micro-batch's share of the loss and of each metric, both normalised by the totals it is given;
+                the shares of all micro-batches of all processes add up to the loss and the metrics.
+        Returns:
+            Metrics of the whole batch, with `loss`, `grad_norm` (before clipping) and `lr`.
+        Raises:
+            NonFiniteError: the loss or the gradient is not finite; the weights are as they were.
+        """
+        assert self.recipe is not None and self.optimizer is not None, "this engine only infers"
+        totals = self._totals(batch)
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        shares: dict[str, Tensor] = {}
+        for micro in cut_into_micro_batches(batch.to(self.device), self.micro_batch_tokens):
+            value, stats = loss(self.model, micro, totals)
+            value.backward()
+            for name, x in {"loss": value, **stats}.items():
+                shares[name] = shares.get(name, 0.0) + x.detach().double()
+        self.parallel.sum_gradients(self.model.parameters())
+        metrics = self.parallel.sums({name: float(x) for name, x in shares.items()})
+        grad_norm = self._clip()
+        if not (torch.isfinite(grad_norm) and all(map(_is_finite, metrics.values()))):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteError(f"loss {metrics.get('loss')}, gradient norm {float(grad_norm)}: not finite.")
+        lr = self.recipe.learning_rate(self.updates, self.total_updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.updates += 1
+        return {**metrics, "grad_norm": float(grad_norm), "lr": lr}
+
+    def _totals(self, batch: DataProto) -> Totals:
+        own = Totals.of(batch.batch["response_mask"])
+        summed = self.parallel.sums({"tokens": own.tokens, "sequences": own.sequences})
+        return Totals(tokens=summed["tokens"], sequences=summed["sequences"])
+
+    def _clip(self) -> Tensor:
+        assert self.recipe is not None
+        limit = self.recipe.max_grad_norm
+        return nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit)
+
+
+def forward_logits(model: Any, micro: MicroBatch) -> Tensor:
+    """The logits that predict each response token, [b t V], from any Hugging Face causal language model.
+
+    Only the last T + 1 positions pass through the output head where the model allows it.
+    """
+    x = micro.tensors
+    t = micro.response_width
+    logits = model(
+        input_ids=x["input_ids"],
+        attention_mask=x["attention_mask"],
+        position_ids=x["position_ids"],
+        use_cache=False,
+        logits_to_keep=t + 1,
+    ).logits
+    return response_positions(logits, t)
+
+
+def _is_finite(value: float) -> bool:
+    return value - value == 0.0
+

@@ -1,0 +1,69 @@
+"""The optimizer and its learning-rate schedule, as one description."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from verl.description import Description
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Description):
+    """Adam with decoupled weight decay, and a learning rate that is a pure function of the number of updates made.
+
+    Source: Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2.
+
+    Args:
+        lr: the peak learning rate.
+        betas, eps, weight_decay: as in the paper; weight decay acts on matrices only.
+        max_grad_norm: gradients of a greater global L2 norm are scaled down to it; null leaves them.
+        schedule: the course of the learning rate after the warm-up, over all updates of the run.
+        warmup_updates: the rate rises linearly over so many updates.
+        final_fraction: the share of `lr` reached at the last update under `linear` and `cosine`.
+    """
+
+    lr: float
+    betas: tuple[float, ...] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_updates: int = 0
+    final_fraction: float = 0.0
+
+    def faults(self) -> Iterator[str]:
+        if self.lr < 0:
+            yield f"lr is {self.lr}: must not be negative."
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            yield f"betas is {list(self.betas)}: expected two numbers in [0, 1)."
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            yield f"max_grad_norm is {self.max_grad_norm}: must be above 0, or null for no clipping."
+        if self.warmup_updates < 0:
+            yield f"warmup_updates is {self.warmup_updates}: must not be negative."
+        if not 0 <= self.final_fraction <= 1:
+            yield f"final_fraction is {self.final_fraction}: must lie in [0, 1]."
+
+    def learning_rate(self, update: int, total: int) -> float:
+        """The rate of update number `update` (from 0) out of `total`."""
+        if update < self.warmup_updates:
+            return self.lr * (update + 1) / self.warmup_updates
+        done = min(1.0, (update - self.warmup_updates) / max(1, total - self.warmup_updates))
+        falling = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[self.schedule]
+        floor = 1.0 if self.schedule == "constant" else self.final_fraction
+        return self.lr * (floor + (1.0 - floor) * falling)
+
+    def attach(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+        """The optimizer over those of the parameters that train."""
+        trained = [p for p in parameters if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        return torch.optim.AdamW(groups, lr=self.lr, betas=(self.betas[0], self.betas[1]), eps=self.eps, fused=True)

@@ -1,0 +1,64 @@
+"""A value head on any backbone: the critic's model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from verl.models.pretrained import VALUE_HEAD_FILE
+
+
+@dataclass(frozen=True)
+class ValueOutput:
+    """What a critic returns.
+
+    Attributes:
+        values: [B S] the value of the text up to and including each position.
+    """
+
+    values: Tensor
+
+
+class ValueModel(nn.Module):
+    """A backbone and a linear head that reads one value from each hidden state.
+
+    The head starts at zero, so an untrained critic predicts no reward anywhere and its first advantages are the plain
+    returns. It is kept in float32 at least, whatever the backbone's dtype.
+    """
+
+    def __init__(self, backbone: Any):
+        super().__init__()
+        config = backbone.config.get_text_config()
+        dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
+        self.backbone = backbone
+        self.head = nn.Linear(config.hidden_size, 1, device=backbone.device, dtype=dtype)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    @property
+    def config(self) -> Any:
+        return self.backbone.config
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> ValueOutput:
+        """Values of each position, [B S]."""
+        hidden = self.backbone(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
+        return ValueOutput(values=self.head(hidden.to(self.head.weight.dtype)).squeeze(-1))
+
+    def gradient_checkpointing_enable(self, **options: Any) -> None:
+        self.backbone.gradient_checkpointing_enable(**options)
+
+    def load_head(self, file: Path) -> None:
+        """Take the head from a file that `save_pretrained` wrote."""
+        self.head.load_state_dict(load_file(file))
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write the backbone as a Hugging Face directory and the head beside it."""
+        self.backbone.save_pretrained(directory)
+        save_file({name: p.detach().cpu().contiguous() for name, p in self.head.state_dict().items()}, directory / VALUE_HEAD_FILE)

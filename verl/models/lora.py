@@ -1,0 +1,62 @@
+"""Low-rank adapters through peft: few trained parameters, and the frozen model for free."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from verl.description import Description
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA(Description):
+    """A low-rank update W + (alpha / rank) B A of each chosen linear layer, with only A and B trained.
+
+    Source: Hu et al. 2021, arXiv:2106.09685, eq. 3.
+
+    Args:
+        rank: of the update.
+        alpha: its scale is alpha / rank.
+        target_modules: names of layers, or `all-linear` alone for every linear layer but the output head.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    target_modules: tuple[str, ...] = ("all-linear",)
+
+    def faults(self) -> Iterator[str]:
+        if self.rank < 1:
+            yield f"rank is {self.rank}: must be at least 1."
+        if not self.target_modules:
+            yield "target_modules is empty: name layers, or give [all-linear]."
+
+    def apply(self, model: Any, *, causal_lm: bool) -> Any:
+        """Put the adapter into a model; A is random by the global seed, B is zero, so nothing changes yet.
+
+        Raises:
+            ConfigError: no layer has one of the names.
+        """
+        from peft import LoraConfig, get_peft_model
+
+        from verl.errors import ConfigError
+
+        targets = "all-linear" if self.target_modules == ("all-linear",) else list(self.target_modules)
+        config = LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,
+            target_modules=targets,
+            task_type="CAUSAL_LM" if causal_lm else "FEATURE_EXTRACTION",
+        )
+        try:
+            return get_peft_model(model, config)
+        except ValueError as error:
+            raise ConfigError(f"lora.target_modules is {list(self.target_modules)}: {error}") from error
+
+
+@contextlib.contextmanager
+def adapter_off(model: Any) -> Iterator[None]:
+    """Run the model as it was before its adapter: the reference policy without a second copy."""
+    with model.disable_adapter():
+        yield

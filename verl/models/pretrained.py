@@ -1,0 +1,103 @@
+"""Any Hugging Face model, from a directory or from the hub."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from verl.models.source import ModelSource, without_dropout
+
+WARM_START = "warm-start://"
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained(ModelSource):
+    """A model written by `save_pretrained`, or one on the Hugging Face hub.
+
+    Args:
+        path: a directory that holds config.json, a hub name such as `Qwen/Qwen2-0.5B`, or `warm-start://NAME`: the
+            output of `python main_sft.py experiment=NAME`, which is made on first use and kept.
+        attention: the attention implementation of transformers.
+        tokenizer_path: where the tokenizer lies, if not with the model.
+        revision: branch, tag or commit on the hub.
+        trust_remote_code: run the model code that a hub repository brings. Off, since it runs anything.
+    """
+
+    path: str
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    tokenizer_path: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def faults(self) -> Iterator[str]:
+        yield from _path_faults("path", self.path)
+        if self.tokenizer_path is not None and _is_local(self.tokenizer_path) and not Path(self.tokenizer_path).is_dir():
+            yield f"tokenizer_path is {self.tokenizer_path!r}: no such directory."
+
+    def load_causal_lm(self, device: str) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return self._load(AutoModelForCausalLM, device)
+
+    def load_backbone(self, device: str) -> Any:
+        from transformers import AutoModel
+
+        return self._load(AutoModel, device)
+
+    def load_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        path = self.tokenizer_path or self.path
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=self.revision, trust_remote_code=self.trust_remote_code, padding_side="left"
+        )
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+
+    def max_positions(self) -> int | None:
+        config = _read_config(self.path)
+        return config.get("max_position_embeddings") or config.get("n_positions")
+
+    def value_head(self) -> Path | None:
+        file = Path(self.path) / VALUE_HEAD_FILE
+        return file if file.is_file() else None
+
+    def _load(self, auto_class: Any, device: str) -> Any:
+        import torch
+
+        model = auto_class.from_pretrained(
+            self.path,
+            dtype=getattr(torch, self.dtype),
+            attn_implementation=self.attention,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+        )
+        return without_dropout(model).to(device).eval()
+
+
+def _is_local(path: str) -> bool:
+    """Whether a path means this machine: it exists, or is not of the form `name` or `owner/name`."""
+    return Path(path).exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1
+
+
+def _path_faults(field: str, path: str) -> Iterator[str]:
+    if path.startswith(WARM_START) or not _is_local(path):
+        return
+    directory = Path(path)
+    if not directory.is_dir():
+        yield f"{field} is {path!r}: no such directory. Give a directory made by save_pretrained, or a hub name."
+    elif not any((directory / name).is_file() for name in ("config.json", "adapter_config.json")):
+        found = ", ".join(sorted(item.name for item in directory.iterdir())[:5]) or "nothing"
+        yield f"{field} is {path!r}: not a model directory, it has no config.json (found: {found})."
+
+
+@functools.cache
+def _read_config(path: str) -> dict[str, Any]:
+    file = Path(path) / "config.json"
+    return json.loads(file.read_text()) if file.is_file() else {}

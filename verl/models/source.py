@@ -1,0 +1,60 @@
+"""What every description of a model offers: a causal language model, a bare backbone, a tokenizer, its context length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from verl.description import Description
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource(Description):
+    """Where a language model comes from.
+
+    Dropout is switched off in every model: the ratio pi_new / pi_old of policy-gradient methods compares two forward
+    passes of the same text, and dropout would make them differ with no change of weights.
+
+    Args:
+        dtype: of the parameters.
+    """
+
+    dtype: Dtype = "float32"
+
+    def load_causal_lm(self, device: str) -> PreTrainedModel:
+        """The model with its language-model head, on `device`, in evaluation mode."""
+        raise NotImplementedError
+
+    def load_backbone(self, device: str) -> PreTrainedModel:
+        """The model without a head: token ids in, hidden states [B S D] out."""
+        raise NotImplementedError
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, padding on the left, with a pad token."""
+        raise NotImplementedError
+
+    def max_positions(self) -> int | None:
+        """The context length in tokens, or None where it cannot be known without loading."""
+        raise NotImplementedError
+
+    def value_head(self) -> Path | None:
+        """The file of a trained value head that lies with the weights, or None."""
+        return None
+
+
+def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    """Set every dropout probability of a model to zero."""
+    import torch
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model
