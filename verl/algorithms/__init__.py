@@ -1,0 +1,1 @@
+"""What makes one algorithm differ from another: advantages, policy and value losses, and the KL to the reference."""

@@ -1,0 +1,63 @@
+"""Sums, means and whitening over the True entries of a mask.
+
+Whatever stands off the mask, NaN included, never reaches a result. Dtypes are kept: float64 in, float64 out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of `x` where `mask` is True, over `dim` or over everything; 0 where the mask is empty.
+
+    Args:
+        x: any shape.
+        mask: bool, the same shape.
+        dim: the dim to sum over; None sums all of them to a scalar.
+    """
+    kept = torch.where(mask, x, x.new_zeros(()))
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of `x` where `mask` is True, over `dim` or over everything; 0 where the mask is empty.
+
+    Shapes as in `masked_sum`.
+    """
+    count = mask.sum() if dim is None else mask.sum(dim)
+    return masked_sum(x, mask, dim) / count.clamp(min=1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
+    """Shift and scale `x` to mean 0 and variance 1 over the True entries of `mask`; 0 off the mask.
+
+        (x - mean) / sqrt(variance + epsilon), the variance divided by n
+
+    Degenerate: a single entry, or entries that are all equal, give exact zeros; an empty mask gives zeros.
+
+    Args:
+        x: any shape.
+        mask: bool, the same shape.
+        epsilon: keeps differences that are only rounding from being blown up to size 1.
+    """
+    # Measured from the smallest entry, equal entries are exactly 0 and so is their mean.
+    lowest = torch.where(mask, x, torch.inf).amin() if x.numel() else x.new_zeros(())
+    shifted = torch.where(mask, x - lowest, x.new_zeros(()))
+    centred = torch.where(mask, shifted - masked_mean(shifted, mask), x.new_zeros(()))
+    variance = masked_mean(centred.square(), mask)
+    return centred * torch.rsqrt(variance + epsilon)
+
+
+def last_true(mask: Tensor) -> Tensor:
+    """Index of the last True of each row, -1 for a row without one.
+
+    Args:
+        mask: [B, T] bool.
+    Returns:
+        [B] int64.
+    """
+    positions = torch.arange(mask.shape[-1], device=mask.device)
+    before_first = torch.full((*mask.shape[:-1], 1), -1, dtype=torch.int64, device=mask.device)
+    return torch.cat([before_first, torch.where(mask, positions, -1)], dim=-1).amax(dim=-1)

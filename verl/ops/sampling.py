@@ -1,0 +1,92 @@
+"""From logits and one uniform number per row to a token: top-k, top-p and the inverse of the cumulative sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Widths in which the nucleus is looked for before all V entries are sorted; the first nearly always does.
+_NUCLEUS_WIDTHS = (256, 4096)
+
+
+def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Set what lies outside the top-k and the nucleus to -inf.
+
+    The nucleus is the smallest set of most likely tokens whose mass reaches top_p, taken within the top-k and with
+    its mass renormalised (Holtzman et al. 2020, arXiv:1904.09751, sec. 3.1). Both cut by value: all tokens tied with
+    the last one kept are kept too, so the outcome depends neither on the order of tokens nor on the device. The most
+    likely token is always kept.
+
+    Args:
+        logits: [B, V], already divided by the temperature.
+        top_k: number of tokens to keep; 0, or V and more, keeps all.
+        top_p: mass to keep, in (0, 1]; 1 keeps all.
+    Returns:
+        [B, V] of the same dtype; `logits` itself if nothing is to be cut.
+    Raises:
+        ValueError: top_k below 0, or top_p outside (0, 1].
+    """
+    if top_k < 0:
+        raise ValueError(f"top_k is {top_k}: must be 0 (keep all) or more.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p is {top_p}: must lie in (0, 1].")
+    if 0 < top_k < logits.shape[-1]:
+        logits = _cut_below(logits, logits, logits.topk(top_k, dim=-1).values[:, -1:])
+    if top_p < 1:
+        probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        logits = _cut_below(logits, probs, _nucleus_floor(probs, top_p))
+    return logits
+
+
+def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
+    """The first index whose cumulative sum exceeds u * total: one draw per row for u uniform in [0, 1).
+
+    Never an index of probability zero, for u = 0 and for u just below 1 included. Sums run in float64.
+
+    Args:
+        probs: [B, V], not negative; need not sum to 1.
+        u: [B] in [0, 1).
+    Returns:
+        [B] int64.
+    Raises:
+        ValueError: a row whose mass is zero, infinite or NaN.
+    """
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, _below(total, u), right=True).clamp(max=probs.shape[-1] - 1)
+    is_sound = (probs.gather(-1, index) > 0) & torch.isfinite(total)
+    if bool(is_sound.all()):
+        return index.squeeze(-1)
+    return _inverse_cdf_by_scan(probs, cumulative, u)
+
+
+def _inverse_cdf_by_scan(probs: Tensor, cumulative: Tensor, u: Tensor) -> Tensor:
+    """The same where a parallel sum on an accelerator rounded an entry of probability zero above its neighbour."""
+    cumulative = cumulative.masked_fill(probs == 0, 0.0)
+    total = cumulative.amax(-1, keepdim=True)
+    is_mass = (torch.isfinite(total) & (total > 0)).squeeze(-1)
+    if not bool(is_mass.all()):
+        rows = (~is_mass).nonzero().squeeze(-1).tolist()
+        raise ValueError(f"probs has no positive finite mass in rows {rows}: the logits were NaN, inf or all -inf.")
+    return (cumulative > _below(total, u)).to(torch.uint8).argmax(-1)
+
+
+def _below(total: Tensor, u: Tensor) -> Tensor:
+    """u * total, [B, 1], kept below total: the product can round up to it, and nothing exceeds that."""
+    return torch.minimum(u.to(torch.float64).unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
+
+
+def _nucleus_floor(probs: Tensor, top_p: float) -> Tensor:
+    """[B, 1]: the smallest probability inside the nucleus."""
+    vocabulary = probs.shape[-1]
+    for width in (*(width for width in _NUCLEUS_WIDTHS if width < vocabulary), vocabulary):
+        best = probs.topk(width).values if width < vocabulary else probs.sort(-1, descending=True).values
+        mass = best.cumsum(-1, dtype=torch.float64)
+        if width == vocabulary or bool((mass[:, -1] >= top_p).all()):
+            break
+    last = (mass < top_p).sum(-1, keepdim=True).clamp(max=width - 1)
+    return best.gather(-1, last)
+
+
+def _cut_below(logits: Tensor, ranked: Tensor, floor: Tensor) -> Tensor:
+    return logits.masked_fill(ranked < floor, -torch.inf)
