@@ -1,0 +1,183 @@
+"""Strict checks of what the fields of a batch hold: finite values, masks against lengths, padding rules, identities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+
+from verl.fields import FIELDS, Bound
+from verl.source import Source, contract_error
+
+Tensors = Mapping[str, torch.Tensor]
+# (field at fault, what was expected, the offending places [B ...])
+Offence = tuple[str, str, torch.Tensor]
+
+_COUNTS = {
+    "prompts",
+    "input_ids",
+    "responses",
+    "prompt_ids",
+    "sample_ids",
+    "group_ids",
+    "policy_version",
+    "position_ids",
+}
+
+
+def check_content(
+    batch: Tensors, bound: Bound, sources: Mapping[str, Source], new: Collection[str] | None = None
+) -> None:
+    """Check the content of a batch whose shapes and dtypes are known to be right.
+
+    Args:
+        new: check the rules that touch these fields; None checks all.
+    Raises:
+        DataProtoValidationError: naming the field, its first offending row and its producer.
+    """
+    new = batch.keys() if new is None else new
+    for name in batch:
+        if name in new and (found := _own_offence(name, batch[name])) is not None:
+            _raise(found, batch, sources)
+    for needs, rule in _RULES:
+        touched = all(name in batch for name in needs) and any(name in new for name in needs)
+        if touched and (found := rule(batch, bound)) is not None:
+            _raise(found, batch, sources)
+    if "response_mask" in batch:
+        for name in batch:
+            if (name in new or "response_mask" in new) and (found := _off_mask(name, batch)) is not None:
+                _raise(found, batch, sources)
+
+
+def _raise(offence: Offence, batch: Tensors, sources: Mapping[str, Source]) -> None:
+    name, expected, bad = offence
+    place = bad.nonzero()[0].tolist()
+    found = f"{batch[name][tuple(place)].tolist()} at {place}, {int(bad.sum())} such of {bad.numel()}"
+    raise contract_error(name, expected, found, sources.get(name), row=place[0])
+
+
+def _own_offence(name: str, tensor: torch.Tensor) -> Offence | None:
+    if tensor.is_floating_point():
+        # a sum is finite where all is, at a fraction of the cost; it may overflow, so it only ever acquits
+        tensor = tensor.detach()
+        if not torch.isfinite(tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)):
+            return _where(name, "finite numbers", ~torch.isfinite(tensor))
+    elif name in _COUNTS:
+        return _where(name, "no negative number", tensor < 0)
+    elif name == "attention_mask":
+        return _where(name, "0 or 1", (tensor != 0) & (tensor != 1))
+    return None
+
+
+def _off_mask(name: str, batch: Tensors) -> Offence | None:
+    field = FIELDS.get(name)
+    if field is None or field.dims != ("B", "T") or field.dtype != "float" or field.pad != 0:
+        return None
+    return _where(name, "0 wherever response_mask is False", (batch[name].detach() != 0) & ~batch["response_mask"])
+
+
+def _where(name: str, expected: str, bad: torch.Tensor) -> Offence | None:
+    return (name, expected, bad) if bool(bad.any()) else None
+
+
+_RULES: list[tuple[tuple[str, ...], Callable[[Tensors, Bound], Offence | None]]] = []
+
+
+def _rule(*needs: str):
+    """Run the function below wherever a batch has all of these fields and one of them is new."""
+
+    def add(rule: Callable[[Tensors, Bound], Offence | None]):
+        _RULES.append((needs, rule))
+        return rule
+
+    return add
+
+
+@_rule("prompt_mask")
+def _prompts_padded_left(batch: Tensors, bound: Bound) -> Offence | None:
+    mask = batch["prompt_mask"]
+    return _where("prompt_mask", "padding on the left of the prompt alone", _falls(mask))
+
+
+@_rule("attention_mask")
+def _attention_in_one_piece(batch: Tensors, bound: Bound) -> Offence | None:
+    if "P" not in bound and "T" not in bound:
+        return None
+    mask, prompt = batch["attention_mask"].bool(), _prompt_length(bound)
+    bad = torch.zeros_like(mask)
+    bad[:, :prompt] = _falls(mask[:, :prompt])
+    bad[:, prompt:] = _rises(mask[:, prompt:])
+    return _where("attention_mask", "padding left of the prompt and right of the response alone", bad)
+
+
+@_rule("response_mask", "attention_mask")
+def _chosen_tokens_attended(batch: Tensors, bound: Bound) -> Offence | None:
+    mask = batch["response_mask"]
+    bad = mask & ~batch["attention_mask"][:, _prompt_length(bound) :].bool()
+    return _where("response_mask", "False wherever attention_mask is 0: the policy chose no padding", bad)
+
+
+@_rule("prompt_mask", "attention_mask")
+def _prompt_masks_agree(batch: Tensors, bound: Bound) -> Offence | None:
+    mask = batch["prompt_mask"]
+    return _where(
+        "prompt_mask",
+        "the first P places of attention_mask",
+        mask != batch["attention_mask"][:, : mask.shape[1]].bool(),
+    )
+
+
+@_rule("prompts", "input_ids")
+def _prompts_are_the_input(batch: Tensors, bound: Bound) -> Offence | None:
+    prompts = batch["prompts"]
+    return _where("prompts", "the first P places of input_ids", prompts != batch["input_ids"][:, : prompts.shape[1]])
+
+
+@_rule("responses", "input_ids")
+def _responses_are_the_input(batch: Tensors, bound: Bound) -> Offence | None:
+    responses, ids = batch["responses"], batch["input_ids"]
+    return _where(
+        "responses", "the last T places of input_ids", responses != ids[:, ids.shape[1] - responses.shape[1] :]
+    )
+
+
+@_rule("position_ids", "attention_mask")
+def _positions_count_tokens(batch: Tensors, bound: Bound) -> Offence | None:
+    mask = batch["attention_mask"]
+    bad = (batch["position_ids"] != mask.cumsum(1) - 1) & mask.bool()
+    return _where("position_ids", "0, 1, 2, ... over the tokens of each row, padding not counted", bad)
+
+
+@_rule("group_ids", "prompt_ids")
+def _groups_share_a_prompt(batch: Tensors, bound: Bound) -> Offence | None:
+    groups, prompts = batch["group_ids"], batch["prompt_ids"]
+    order = torch.argsort(groups, stable=True)
+    sorted_groups, sorted_prompts = groups[order], prompts[order]
+    differs = (sorted_groups[1:] == sorted_groups[:-1]) & (sorted_prompts[1:] != sorted_prompts[:-1])
+    bad = torch.zeros_like(groups, dtype=torch.bool)
+    bad[order[1:]] = differs
+    return _where("group_ids", "one prompt_ids value within a group", bad)
+
+
+@_rule("loss_mask", "attention_mask")
+def _learned_tokens_attended(batch: Tensors, bound: Bound) -> Offence | None:
+    bad = batch["loss_mask"] & ~batch["attention_mask"].bool()
+    return _where("loss_mask", "False wherever attention_mask is 0", bad)
+
+
+def _prompt_length(bound: Bound) -> int:
+    return bound["P"][0] if "P" in bound else bound["S"][0] - bound["T"][0]
+
+
+def _falls(mask: torch.Tensor) -> torch.Tensor:
+    """[B L] bool: True at each place that is False after a True."""
+    bad = torch.zeros_like(mask)
+    bad[:, 1:] = mask[:, :-1] & ~mask[:, 1:]
+    return bad
+
+
+def _rises(mask: torch.Tensor) -> torch.Tensor:
+    """[B L] bool: True at each place that is True after a False."""
+    bad = torch.zeros_like(mask)
+    bad[:, 1:] = ~mask[:, :-1] & mask[:, 1:]
+    return bad

@@ -1,0 +1,204 @@
+"""The table of batch fields: what each is called, its dims, dtype, unit, meaning, producer and padding.
+
+Dims: B responses, P prompt length, T response length, S = P + T. `[b, t]` always belongs to response token t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from verl.errors import DataProtoValidationError
+from verl.source import Source, contract_error
+
+DIMS = {"B": "responses", "P": "prompt length", "T": "response length", "S": "P + T, prompt and response"}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {"int64": (torch.int64,), "bool": (torch.bool,), "float": _FLOATS}
+
+# dim -> (size, the field that bound it)
+Bound = dict[str, tuple[int, str]]
+
+
+@dataclass(frozen=True)
+class Field:
+    """The contract of one field.
+
+    Args:
+        name: its key in a batch.
+        dims: letters of `DIMS`, the first of them B.
+        dtype: `int64`, `bool`, or `float` for any floating dtype.
+        unit: such as `nats`; empty where there is none.
+        meaning: one phrase for the glossary.
+        producer: who makes it, for the glossary.
+        pad: what fills the places added when batches of other lengths are joined: a number, or `pad_token` for
+            `meta_info["pad_token_id"]` (0 where a batch does not say).
+    Raises:
+        DataProtoValidationError: dims or dtype that do not exist.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    dtype: str
+    unit: str = ""
+    meaning: str = ""
+    producer: str = ""
+    pad: float | bool | str = 0
+
+    def __post_init__(self):
+        dims = tuple(self.dims)
+        if dims[:1] != ("B",) or not set(dims) <= set(DIMS) or len(set(dims)) < len(dims):
+            raise DataProtoValidationError(
+                f"dims of `{self.name}` are {dims}: expected B first, then different ones of P, T, S."
+            )
+        if self.dtype not in DTYPES:
+            raise DataProtoValidationError(
+                f"dtype of `{self.name}` is {self.dtype!r}: expected one of {', '.join(DTYPES)}."
+            )
+        if isinstance(self.pad, str) and self.pad != "pad_token":
+            raise DataProtoValidationError(f"pad of `{self.name}` is {self.pad!r}: expected a number or `pad_token`.")
+        object.__setattr__(self, "dims", dims)
+
+    @property
+    def shape(self) -> str:
+        """The dims as written everywhere: `[B T]`."""
+        return f"[{' '.join(self.dims)}]"
+
+
+_TABLE: dict[str, Field] = {}
+FIELDS: Mapping[str, Field] = MappingProxyType(_TABLE)
+
+
+def register(field: Field) -> Field:
+    """Add a field of your own, so that it is checked and re-padded as verl's own are.
+
+    Raises:
+        DataProtoValidationError: the name is taken by a different contract.
+    """
+    if (known := _TABLE.setdefault(field.name, field)) != field:
+        raise DataProtoValidationError(
+            f"`{field.name}` is registered already, as {known.shape} {known.dtype}: choose another name."
+        )
+    return field
+
+
+def check_tensor(name: str, tensor: Any, bound: Bound, sources: Mapping[str, Source]) -> None:
+    """Check type, dtype kind and dims of one field, and bind the dims seen for the first time into `bound`.
+
+    An unregistered field needs B as its first dim and is free otherwise.
+
+    Raises:
+        DataProtoValidationError: naming the field, what was expected and found, and who made it.
+    """
+    field = _TABLE.get(name)
+    if not isinstance(tensor, torch.Tensor):
+        raise contract_error(name, "a torch.Tensor", f"{type(tensor).__name__}{_hint(tensor)}", sources.get(name))
+    shape = tensor.shape
+    if field is None:
+        if not shape:
+            raise contract_error(name, "a tensor whose first dim is B", "a tensor without dims", sources.get(name))
+        dims: tuple[str, ...] = ("B",)
+    else:
+        dims = field.dims
+        if len(shape) != len(dims):
+            raise contract_error(name, f"shape {_expected(dims, bound)}", f"shape {list(shape)}", sources.get(name))
+        if tensor.dtype not in DTYPES[field.dtype]:
+            raise contract_error(name, f"dtype {field.dtype}", f"dtype {_dtype(tensor)}", sources.get(name))
+    for letter, size in zip(dims, shape):
+        if (holder := bound.get(letter)) is None:
+            bound[letter] = (size, name)
+            if letter != "B":
+                _check_sum(name, bound, sources)
+        elif holder[0] != size:
+            raise _size_error(name, dims, letter, list(shape), bound, sources)
+
+
+def check_rows(name: str, rows: int, bound: Bound, sources: Mapping[str, Source]) -> None:
+    """Check and bind B for a field that is no tensor."""
+    if bound.setdefault("B", (rows, name))[0] != rows:
+        raise _size_error(name, ("B",), "B", [rows], bound, sources)
+
+
+def _size_error(
+    name: str, dims: tuple[str, ...], letter: str, shape: list[int], bound: Bound, sources: Mapping[str, Source]
+):
+    size, holder = bound[letter]
+    origin = f" by {sources[holder]}" if holder in sources else ""
+    expected = f"shape {_expected(dims, bound)}; {letter} = {size} was bound by `{holder}`, made{origin}"
+    return contract_error(name, expected, f"shape {shape}", sources.get(name))
+
+
+def _check_sum(name: str, bound: Bound, sources: Mapping[str, Source]) -> None:
+    if not ("P" in bound and "T" in bound and "S" in bound):
+        return
+    (p, of_p), (t, of_t), (s, of_s) = bound["P"], bound["T"], bound["S"]
+    if s != p + t:
+        makers = ", ".join(
+            f"`{holder}` by {sources[holder]}" for holder in dict.fromkeys((of_p, of_t, of_s)) if holder in sources
+        )
+        found = f"P = {p} of `{of_p}`, T = {t} of `{of_t}`, S = {s} of `{of_s}`" + (f" ({makers})" if makers else "")
+        raise contract_error(name, f"S = P + T, {s} = {p} + {t}", found, sources.get(name))
+
+
+def _expected(dims: tuple[str, ...], bound: Bound) -> str:
+    sizes = " ".join(str(bound[letter][0]) if letter in bound else letter for letter in dims)
+    letters = " ".join(dims)
+    return f"[{letters}]" if sizes == letters else f"[{letters}] = [{sizes}]"
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _hint(value: Any) -> str:
+    return " (a column that is no tensor belongs in non_tensors)" if type(value).__name__ in ("ndarray", "list") else ""
+
+
+def _add(
+    names: str, dims: str, dtype: str, unit: str, meaning: str, producer: str, pad: float | bool | str = 0
+) -> None:
+    register(Field(names, tuple(dims), dtype, unit, meaning, producer, pad))
+
+
+_add("prompts", "BP", "int64", "token id", "prompt tokens, left-padded", "data", "pad_token")
+_add("prompt_mask", "BP", "bool", "", "True on prompt tokens, False on their padding", "data", False)
+_add("prompt_ids", "B", "int64", "", "stable identity of the data row; keys the sampling noise", "data")
+_add(
+    "input_ids",
+    "BS",
+    "int64",
+    "token id",
+    "left-padded prompt, then right-padded response",
+    "rollout, SFT data",
+    "pad_token",
+)
+_add("attention_mask", "BS", "int64", "", "1 on prompt and response tokens, 0 on padding", "rollout, SFT data")
+_add("position_ids", "BS", "int64", "", "place of a token in its row, counted without padding", "rollout, SFT data")
+_add("responses", "BT", "int64", "token id", "the response part of input_ids", "rollout", "pad_token")
+_add(
+    "response_mask",
+    "BT",
+    "bool",
+    "",
+    "tokens the policy chose, end token included; the only loss mask of PPO",
+    "rollout",
+    False,
+)
+_add("sample_ids", "B", "int64", "", "index of the response within its group", "rollout")
+_add("group_ids", "B", "int64", "", "which responses share a prompt", "rollout")
+_add("policy_version", "B", "int64", "optimizer step", "the step whose weights sampled the row", "rollout")
+_add("rollout_log_probs", "BT", "float", "nats", "log-probability by the engine that sampled", "rollout")
+_add("old_log_probs", "BT", "float", "nats", "log-probability by the trainer's weights before the update", "actor")
+_add("ref_log_probs", "BT", "float", "nats", "log-probability by the frozen reference", "reference")
+_add("log_probs", "BT", "float", "nats", "log-probability by the weights being updated; carries gradient", "actor")
+_add("entropies", "BT", "float", "nats", "entropy of the distribution that each token was drawn from", "actor")
+_add("values", "BT", "float", "reward", "the critic's estimate before token t is chosen", "critic")
+_add("token_level_scores", "BT", "float", "reward", "raw score, placed on the token that earned it", "reward")
+_add("token_level_rewards", "BT", "float", "reward", "score less the KL penalty", "KL control")
+_add("returns", "BT", "float", "reward", "what the value of token t should have been", "advantage estimator")
+_add("advantages", "BT", "float", "reward", "how much better token t was than expected", "advantage estimator")
+_add("labels", "BS", "int64", "token id", "the token to learn at each place; -100 is ignored", "SFT data", -100)
+_add("loss_mask", "BS", "bool", "", "places that count in the SFT loss", "SFT data", False)

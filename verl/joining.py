@@ -1,0 +1,124 @@
+"""How the fields of several batches become one: equality, re-padding, and facts that must agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.errors import DataProtoValidationError
+from verl.fields import FIELDS, Bound
+from verl.source import Source, contract_error
+
+_ANY = object()
+
+
+def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal dtype, shape and values; NaN equals NaN."""
+    if left is right:
+        return True
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    right = right.to(left.device)
+    return torch.equal(left, right) or (
+        left.is_floating_point() and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+    )
+
+
+def same_value(left: Any, right: Any) -> bool:
+    """Equality that also holds for tensors, arrays and what contains them."""
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return same_tensor(left, right)
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        if left.shape != right.shape:
+            return False
+        return all(map(same_value, left.flat, right.flat)) if left.dtype == object else np.array_equal(left, right)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same_value(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(same_value, left, right))
+    if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
+        return math.isnan(right)
+    return bool(np.all(left == right))
+
+
+def merged_meta(metas: Sequence[Mapping[str, Any]], verb: str) -> dict[str, Any]:
+    """All facts of all batches.
+
+    Raises:
+        DataProtoValidationError: two batches hold different values under one key.
+    """
+    merged: dict[str, Any] = {}
+    for meta in metas:
+        for key, value in meta.items():
+            if not same_value(merged.setdefault(key, value), value):
+                raise DataProtoValidationError(
+                    f"meta_info `{key}` is {merged[key]!r} in one batch of this {verb} and {value!r} in another: pop it from one of them."
+                )
+    return merged
+
+
+def lengths_of(bound: Bound) -> tuple[int, int]:
+    """(P, T) of a batch; where one is not bound it is what S leaves, so rows without a prompt are all response."""
+    p, t, s = (bound[letter][0] if letter in bound else None for letter in "PTS")
+    if p is None:
+        p = 0 if s is None or t is None else s - t
+    if t is None:
+        t = 0 if s is None else s - p
+    return p, t
+
+
+def join_tensors(
+    name: str,
+    columns: Sequence[tuple[torch.Tensor, Source | None]],
+    lengths: Sequence[tuple[int, int]],
+    meta_info: Mapping[str, Any],
+) -> torch.Tensor:
+    """The rows of one field from all parts, re-padded to the longest P and the longest T.
+
+    Args:
+        columns: the field and its producer in each part.
+        lengths: (P, T) of each part.
+    """
+    field, (first, maker) = FIELDS.get(name), columns[0]
+    dims = field.dims if field else ("B",) + (_ANY,) * (first.ndim - 1)
+    prompt, response = max(p for p, _ in lengths), max(t for _, t in lengths)
+    for tensor, source in columns[1:]:
+        alike = tensor.ndim == first.ndim and (field is not None or tensor.shape[1:] == first.shape[1:])
+        if tensor.dtype != first.dtype or not alike:
+            by = f" by {maker}" if maker else ""
+            raise contract_error(name, f"{_kind(first)} as in another part{by}", _kind(tensor), source)
+    if all(tensor.shape[1:] == first.shape[1:] for tensor, _ in columns) and len(set(lengths)) == 1 or dims == ("B",):
+        return torch.cat([tensor for tensor, _ in columns])
+    sizes = {"B": sum(len(tensor) for tensor, _ in columns), "P": prompt, "T": response, "S": prompt + response}
+    shape = [first.shape[place] if letter is _ANY else sizes[letter] for place, letter in enumerate(dims)]
+    joined = torch.full(shape, _pad_value(field, meta_info), dtype=first.dtype, device=first.device)
+    row = 0
+    for (tensor, _), (p, _) in zip(columns, lengths):
+        place = [slice(row, row + len(tensor))]
+        for letter, size in zip(dims[1:], tensor.shape[1:]):
+            start = prompt - p if letter in ("P", "S") else 0
+            place.append(slice(start, start + size))
+        joined[tuple(place)] = tensor
+        row += len(tensor)
+    return joined
+
+
+def join_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The rows of one column from all parts."""
+    return np.concatenate(arrays)
+
+
+def _pad_value(field, meta_info: Mapping[str, Any]):
+    if field is None:
+        return 0
+    return meta_info.get("pad_token_id", 0) if field.pad == "pad_token" else field.pad
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,0 +1,486 @@
+"""DataProto: the one carrier of data between roles, a batch whose every field is checked and knows who made it.
+
+    experience = rollout.union(scores).union(values)      joined, checked, none of the three changed
+    experience["advantages"]                              a tensor; experience.batch is a read-only view of all of them
+    DataProto.concat(experience.chunk(2))                 the same rows again
+
+Shape letters: B responses, P prompt length, T response length, S = P + T. A batch binds each the first time it sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl import config
+from verl.content import check_content
+from verl.errors import DataProtoValidationError
+from verl.fields import FIELDS, Bound, check_rows, check_tensor
+from verl.joining import join_arrays, join_tensors, lengths_of, merged_meta, same_tensor, same_value
+from verl.source import Source, contract_error, source_of, source_of_caller
+from verl.storing import pack, read, unpack, write
+
+Indices = int | slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
+
+
+class ReadOnlyFields(dict):
+    """The fields of a batch by name: reads like a dict, refuses every change."""
+
+    def _refuse(self, *args, **kwargs):
+        raise DataProtoValidationError(
+            "The fields of a DataProto are read-only: add or replace them with data.union(DataProto.from_dict({...})), "
+            "which checks them and returns a new batch; drop them with data.select(...) or data.pop(...)."
+        )
+
+    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse
+
+    def __missing__(self, name):
+        raise _absent(name, self)
+
+    def __reduce__(self):
+        return dict, (dict(self),)
+
+
+class DataProto:
+    """Rows of tensors and of Python objects, under checked names, and facts about all of them.
+
+    Made with `from_dict`. Presence, type, dtype and dims are checked when a batch is made and when two are joined;
+    with `VERL_STRICT_DATA_CHECK=1` or `verl.config.strict_data_check` the content is too. Methods return new batches
+    that share memory where they can, so fields received are to be read, not written. `pop` alone changes its batch.
+
+    Attributes:
+        batch: tensors by name, read-only.
+        non_tensor_batch: object arrays `[B]` by name, read-only.
+        meta_info: a dict of what holds for the whole batch.
+    """
+
+    __slots__ = ("_arrays", "_bound", "_sources", "_tensors", "meta_info")
+
+    def __init__(self):
+        self._fill({}, {}, {}, {}, {})
+
+    def _fill(
+        self, tensors: dict, arrays: dict, meta_info: dict, sources: dict[str, Source], bound: Bound
+    ) -> DataProto:
+        self._tensors, self._arrays = ReadOnlyFields(tensors), ReadOnlyFields(arrays)
+        self.meta_info, self._sources, self._bound = meta_info, sources, bound
+        return self
+
+    # Making
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        non_tensors: Mapping[str, np.ndarray | Sequence] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        producer: Callable | None = None,
+    ) -> DataProto:
+        """A checked batch.
+
+        Args:
+            tensors: registered fields with the dims of `verl.fields.FIELDS`; any other name with B first.
+            non_tensors: one Python object per row; numeric arrays become objects too.
+            producer: the function to name in errors; by default the one that calls this.
+        Raises:
+            DataProtoValidationError: a field breaks its contract.
+        """
+        source = source_of_caller() if producer is None else source_of(producer)
+        return cls()._made(dict(tensors or {}), dict(non_tensors or {}), dict(meta_info or {}), source)
+
+    @classmethod
+    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
+        """A checked batch of tensors and arrays that come in one dict."""
+        tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
+        others = {name: value for name, value in data.items() if name not in tensors}
+        return cls()._made(tensors, others, dict(meta_info or {}), source_of_caller())
+
+    def _made(self, tensors: dict, columns: dict, meta_info: dict, source: Source) -> DataProto:
+        sources, bound = dict.fromkeys([*tensors, *columns], source), {}
+        for name, tensor in tensors.items():
+            check_tensor(name, tensor, bound, sources)
+        arrays = {}
+        for name, column in columns.items():
+            if name in tensors or name in FIELDS:
+                raise contract_error(
+                    name, "a tensor" if name in FIELDS else "one kind of field", "a column that is no tensor", source
+                )
+            arrays[name] = _object_array(name, column, source)
+            check_rows(name, len(arrays[name]), bound, sources)
+        if config.strict_data_check:
+            check_content(tensors, bound, sources)
+        return self._fill(tensors, arrays, meta_info, sources, bound)
+
+    # Reading
+
+    @property
+    def batch(self) -> Mapping[str, torch.Tensor]:
+        return self._tensors
+
+    @property
+    def non_tensor_batch(self) -> Mapping[str, np.ndarray]:
+        return self._arrays
+
+    def __len__(self) -> int:
+        return self._bound["B"][0] if "B" in self._bound else 0
+
+    def __bool__(self) -> bool:
+        return True  # zero rows are a batch too
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors or name in self._arrays
+
+    def __getitem__(self, key: str | Indices) -> Any:
+        """A field by its name, or the rows by an index, a slice, a list of indices or a bool mask `[B]`.
+
+        Raises:
+            DataProtoValidationError: no such field, or a mask of another length.
+            IndexError: a row outside the batch.
+        """
+        if isinstance(key, str):
+            return (
+                self._tensors[key]
+                if key in self._tensors
+                else self._arrays[key]
+                if key in self._arrays
+                else self._missing(key)
+            )
+        if isinstance(key, (int, np.integer)):
+            row = key + len(self) if key < 0 else key
+            if not 0 <= row < len(self):
+                raise IndexError(f"row {key} of a batch of {len(self)} rows")
+            key = slice(row, row + 1)
+        if isinstance(key, slice) and (key.step is None or key.step > 0):
+            return self._rows(lambda tensor: tensor[key], lambda array: array[key], len(range(*key.indices(len(self)))))
+        return self._take(_row_indices(key, len(self)))
+
+    def __setitem__(self, name: str, value: Any):
+        self._tensors._refuse()
+
+    def __repr__(self) -> str:
+        tensors = [f"{name} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in self._tensors.items()]
+        return f"DataProto({len(self)} rows: {', '.join([*tensors, *self._arrays]) or 'no fields'})"
+
+    def producer(self, name: str) -> Source:
+        """Who made a field: function, line and file."""
+        return self._sources[name] if name in self else self._missing(name)
+
+    def check(self, strict: bool = False) -> DataProto:
+        """Check every field again, with its content where `strict` or the process setting says so, and return self.
+
+        Raises:
+            DataProtoValidationError: naming field, expected, found, the first offending row and the producer.
+        """
+        bound: Bound = {}
+        for name, tensor in self._tensors.items():
+            check_tensor(name, tensor, bound, self._sources)
+        for name, array in self._arrays.items():
+            check_rows(name, len(array), bound, self._sources)
+        if strict or config.strict_data_check:
+            check_content(self._tensors, bound, self._sources)
+        return self
+
+    # Choosing and joining fields
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> DataProto:
+        """The named fields alone; None keeps all of that kind."""
+        tensors, arrays = _only(self._tensors, batch_keys), _only(self._arrays, non_tensor_batch_keys)
+        return self._with_fields(tensors, arrays, _only(self.meta_info, meta_info_keys))
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] = (),
+        non_tensor_batch_keys: Sequence[str] = (),
+        meta_info_keys: Sequence[str] = (),
+    ) -> DataProto:
+        """Take the named fields out of this batch and return them as one of their own."""
+        popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        rest = self._with_fields(
+            {name: tensor for name, tensor in self._tensors.items() if name not in popped._tensors},
+            {name: array for name, array in self._arrays.items() if name not in popped._arrays},
+            {key: value for key, value in self.meta_info.items() if key not in popped.meta_info},
+        )
+        self._fill(rest._tensors, rest._arrays, rest.meta_info, rest._sources, rest._bound)
+        return popped
+
+    def rename(self, old: str | Sequence[str], new: str | Sequence[str]) -> DataProto:
+        """The same fields, `old` called `new`; its producer stays."""
+        olds, news = ([old], [new]) if isinstance(old, str) else (list(old), list(new))
+        for name in olds:
+            self.producer(name)  # refuses what is not there
+        names = {name: name for name in (*self._tensors, *self._arrays)} | dict(zip(olds, news, strict=True))
+        if len(set(names.values())) < len(names):
+            raise DataProtoValidationError(
+                f"rename of {olds} to {news}: two fields would have one name. Fields: {', '.join(names)}."
+            )
+        renamed = DataProto()._fill(
+            {names[name]: tensor for name, tensor in self._tensors.items()},
+            {names[name]: array for name, array in self._arrays.items()},
+            dict(self.meta_info),
+            {names[name]: source for name, source in self._sources.items()},
+            {},
+        )
+        renamed.check()
+        return renamed._with_fields(renamed._tensors, renamed._arrays, renamed.meta_info)
+
+    def union(self, other: DataProto) -> DataProto:
+        """The fields of both, checked against each other; neither is changed.
+
+        A name in both is fine where the values are equal.
+
+        Raises:
+            DataProtoValidationError: a field of `other` breaks its contract or contradicts one of this batch; both
+                producers are named.
+        """
+        tensors, arrays, bound = dict(self._tensors), dict(self._arrays), dict(self._bound)
+        sources = {**other._sources, **self._sources}
+        theirs = {**self._sources, **other._sources} if tensors.keys() & other._tensors.keys() else sources
+        for name, tensor in other._tensors.items():
+            check_tensor(name, tensor, bound, theirs)
+            if name not in tensors:
+                tensors[name] = tensor
+            elif not same_tensor(tensors[name], tensor):
+                raise self._conflict(name, other)
+        for name, array in other._arrays.items():
+            check_rows(name, len(array), bound, sources)
+            if not same_value(arrays.setdefault(name, array), array) or name in tensors:
+                raise self._conflict(name, other)
+        meta_info = merged_meta([self.meta_info, other.meta_info], "union")
+        if config.strict_data_check:
+            check_content(tensors, bound, sources, new=other._tensors.keys() - self._tensors.keys())
+        return DataProto()._fill(tensors, arrays, meta_info, sources, bound)
+
+    # Choosing and joining rows
+
+    def reorder(self, indices: Indices) -> DataProto:
+        """The rows in another order.
+
+        Raises:
+            DataProtoValidationError: `indices` is no permutation of the rows.
+        """
+        order = _row_indices(indices, len(self))
+        if not torch.equal(order.sort().values, torch.arange(len(self))):
+            raise DataProtoValidationError(
+                f"reorder needs each of the {len(self)} rows once, got {len(order)} indices. Use data[indices]."
+            )
+        return self._take(order)
+
+    def repeat(self, n: int, interleave: bool = True) -> DataProto:
+        """Each row n times: `a a b b` interleaved, `a b a b` otherwise."""
+        rows = torch.arange(len(self))
+        return self._take(rows.repeat_interleave(n) if interleave else rows.repeat(n))
+
+    def chunk(self, k: int) -> list[DataProto]:
+        """Exactly k parts in order, whose row counts differ by one at most; parts may have zero rows."""
+        if k < 1:
+            raise DataProtoValidationError(f"chunk({k}): expected at least 1 part.")
+        base, longer = divmod(len(self), k)
+        starts = [part * base + min(part, longer) for part in range(k + 1)]
+        return [self[start:end] for start, end in pairwise(starts)]
+
+    def split(self, size: int) -> list[DataProto]:
+        """Parts of `size` rows in order, the last one with what is left."""
+        if size < 1:
+            raise DataProtoValidationError(f"split({size}): expected at least 1 row per part.")
+        return [self[start : start + size] for start in range(0, max(len(self), 1), size)]
+
+    @staticmethod
+    def concat(parts: Iterable[DataProto]) -> DataProto:
+        """The rows of all parts, with differing lengths re-padded: P on the left, T on the right, S on both sides.
+
+        Parts without rows add none and need no fields. Added places hold each field's own padding.
+
+        Raises:
+            DataProtoValidationError: nothing to join, or fields, dtypes, free dims or meta_info that differ.
+        """
+        parts = list(parts)
+        if not parts:
+            raise DataProtoValidationError("concat needs at least one part.")
+        filled = [part for part in parts if len(part)] or parts[:1]
+        meta_info, first = merged_meta([part.meta_info for part in parts], "concat"), filled[0]
+        for part in filled[1:]:
+            first._same_fields(part)
+        if len(filled) == 1:
+            return first._with_fields(first._tensors, first._arrays, meta_info)
+        lengths = [lengths_of(part._bound) for part in filled]
+        tensors, bound = {}, {}
+        for name in first._tensors:
+            columns = [(part._tensors[name], part._sources.get(name)) for part in filled]
+            tensors[name] = join_tensors(name, columns, lengths, meta_info)
+            check_tensor(name, tensors[name], bound, first._sources)
+        arrays = {name: join_arrays([part._arrays[name] for part in filled]) for name in first._arrays}
+        for name, array in arrays.items():
+            check_rows(name, len(array), bound, first._sources)
+        return DataProto()._fill(tensors, arrays, meta_info, dict(first._sources), bound)
+
+    def make_iterator(
+        self, mini_batch_size: int, epochs: int = 1, seed: int | None = None, shuffle: bool | None = None
+    ) -> Iterator[DataProto]:
+        """Mini-batches of the rows, `epochs` times over; the last of an epoch may be smaller.
+
+        Args:
+            seed: of the permutations; each epoch has its own, and no global generator is touched.
+            shuffle: None shuffles where a seed is given.
+        """
+        shuffle = seed is not None if shuffle is None else shuffle
+        if mini_batch_size < 1 or (shuffle and seed is None):
+            raise DataProtoValidationError(
+                f"make_iterator(mini_batch_size={mini_batch_size}, seed={seed}, shuffle={shuffle}): expected at least 1 row, and a seed to shuffle."
+            )
+        generator = torch.Generator().manual_seed(seed) if shuffle else None
+        return self._mini_batches(mini_batch_size, epochs, generator)
+
+    def _mini_batches(self, size: int, epochs: int, generator: torch.Generator | None) -> Iterator[DataProto]:
+        for _ in range(epochs):
+            rows = None if generator is None else torch.randperm(len(self), generator=generator)
+            for start in range(0, len(self), size):
+                yield self[start : start + size] if rows is None else self._take(rows[start : start + size])
+
+    # Moving and keeping
+
+    def to(self, device: str | torch.device) -> DataProto:
+        """The same batch with its tensors on `device`."""
+        return self._rows(lambda tensor: tensor.to(device), lambda array: array, len(self))
+
+    def save(self, path: str | Path) -> None:
+        """Write one file: tensors as safetensors, all else as JSON within it, no pickle. Gradients are not kept.
+
+        Raises:
+            DataProtoValidationError: a column or `meta_info` holds what JSON cannot.
+        """
+        write(Path(path), self._tensors, self._arrays, self.meta_info, self._sources)
+
+    @staticmethod
+    def load(path: str | Path) -> DataProto:
+        """What `save` wrote, on the CPU, checked. Tuples come back as lists.
+
+        Raises:
+            DataProtoValidationError: no such file, or not one that `save` wrote.
+        """
+        tensors, arrays, meta_info, sources = read(Path(path))
+        loaded = DataProto()._fill(tensors, arrays, meta_info, sources, {}).check()
+        return loaded._with_fields(tensors, arrays, meta_info)
+
+    def __getstate__(self):
+        return pack(self._tensors), dict(self._arrays), self.meta_info, self._sources, self._bound
+
+    def __setstate__(self, state):
+        packed, arrays, meta_info, sources, bound = state
+        self._fill(unpack(packed), arrays, meta_info, sources, bound)
+
+    # Inner steps
+
+    def _with_fields(self, tensors: Mapping, arrays: Mapping, meta_info: Mapping) -> DataProto:
+        """These fields of this batch, with the dims that they alone bind."""
+        bound: Bound = {}
+        for name, tensor in tensors.items():
+            check_tensor(name, tensor, bound, self._sources)
+        for name, array in arrays.items():
+            check_rows(name, len(array), bound, self._sources)
+        sources = {name: source for name, source in self._sources.items() if name in tensors or name in arrays}
+        return DataProto()._fill(dict(tensors), dict(arrays), dict(meta_info), sources, bound)
+
+    def _rows(self, of_tensor: Callable, of_array: Callable, count: int) -> DataProto:
+        """The same fields, each through a function that leaves `count` rows."""
+        bound = {**self._bound, "B": (count, self._bound["B"][1])} if "B" in self._bound else {}
+        tensors = {name: of_tensor(tensor) for name, tensor in self._tensors.items()}
+        arrays = {name: of_array(array) for name, array in self._arrays.items()}
+        return DataProto()._fill(tensors, arrays, dict(self.meta_info), self._sources, bound)
+
+    def _take(self, rows: torch.Tensor) -> DataProto:
+        """Copies of the rows with these indices, int64 on the CPU, all within the batch."""
+        on = {device: rows.to(device) for device in {tensor.device for tensor in self._tensors.values()}}
+        positions = rows.numpy()
+        return self._rows(lambda t: t.index_select(0, on[t.device]), lambda array: array[positions], len(rows))
+
+    def _missing(self, name: str) -> Any:
+        raise _absent(name, {**self._tensors, **self._arrays})
+
+    def _conflict(self, name: str, other: DataProto) -> DataProtoValidationError:
+        mine, theirs = self._describe(name), other._describe(name)
+        hint = "To replace a field, pop it first."
+        return contract_error(
+            name, f"the values it has already: {mine}", f"other values: {theirs}. {hint}", other._sources.get(name)
+        )
+
+    def _describe(self, name: str) -> str:
+        value, source = self[name], self._sources.get(name)
+        kind = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        return f"{kind} by {source}" if source else kind
+
+    def _same_fields(self, other: DataProto) -> None:
+        if differing := sorted(
+            (self._tensors.keys() ^ other._tensors.keys()) | (self._arrays.keys() ^ other._arrays.keys())
+        ):
+            name = differing[0]
+            holder = self if name in self else other
+            raise contract_error(
+                name, "the same fields in every part of a concat", "missing in one of them", holder._sources.get(name)
+            )
+
+
+def pad_to_divisor(data: DataProto, k: int) -> tuple[DataProto, int]:
+    """Repeat rows from the first on until k divides their number; returns the batch and how many were added."""
+    pad_size = -len(data) % k
+    rows = torch.arange(len(data) + pad_size) % max(len(data), 1)
+    return (data._take(rows) if pad_size else data), pad_size
+
+
+def unpad(data: DataProto, pad_size: int) -> DataProto:
+    """Drop the rows that `pad_to_divisor` added."""
+    return data[: len(data) - pad_size]
+
+
+def _only(fields: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
+    if names is None:
+        return dict(fields)
+    if absent := [name for name in names if name not in fields]:
+        raise _absent(absent[0], fields)
+    return {name: value for name, value in fields.items() if name in set(names)}
+
+
+def _absent(name: str, fields: Mapping[str, Any]) -> DataProtoValidationError:
+    return DataProtoValidationError(
+        f"There is no `{name}` in this batch, which has: {', '.join(fields) or 'no fields'}."
+    )
+
+
+def _object_array(name: str, column: Any, source: Source) -> np.ndarray:
+    """One Python object per row."""
+    if isinstance(column, np.ndarray) and column.ndim:
+        column = column if column.dtype == object and column.ndim == 1 else column.tolist()
+    elif not isinstance(column, (list, tuple)):
+        raise contract_error(name, "a list or an array with one entry per row", type(column).__name__, source)
+    return column if isinstance(column, np.ndarray) else np.fromiter(column, dtype=object, count=len(column))
+
+
+def _row_indices(key: Indices, rows: int) -> torch.Tensor:
+    """Any index of several rows as int64 on the CPU, within [0, rows)."""
+    if isinstance(key, slice):
+        return torch.tensor(range(*key.indices(rows)), dtype=torch.int64)
+    index = torch.as_tensor(key).detach().cpu() if len(key) else torch.zeros(0, dtype=torch.int64)
+    if index.dtype == torch.bool:
+        if index.shape != (rows,):
+            raise DataProtoValidationError(
+                f"A mask of shape {list(index.shape)} chooses among rows: expected [{rows}]."
+            )
+        return index.nonzero().flatten()
+    if index.ndim != 1 or index.is_floating_point() or index.is_complex():
+        raise DataProtoValidationError(
+            f"Rows are chosen by whole numbers in one dim, not {list(index.shape)} {index.dtype}."
+        )
+    index = index.to(torch.int64)
+    outside = (index < -rows) | (index >= rows)
+    if outside.any():
+        raise IndexError(f"row {int(index[outside][0])} of a batch of {rows} rows")
+    return torch.where(index < 0, index + rows, index)
