@@ -1,0 +1,167 @@
+"""Advantage estimators: how the reward of a response is credited to its tokens.
+
+    token_level_rewards, response_mask (, values | group_ids)  ->  estimator  ->  advantages, returns
+
+B responses, T response length. An estimator runs on the whole batch of a step, before it is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from verl.description import Description
+from verl.ops.masking import masked_sum, masked_whiten
+from verl.protocol import DataProto
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageEstimator(Description):
+    """Base of the estimators; a subclass declares what it needs and computes two fields.
+
+    Attributes:
+        needs_values: reads `values`, so that the run needs a critic.
+        needs_groups: compares responses of one prompt through `group_ids`, so that a prompt needs several.
+    """
+
+    needs_values: ClassVar[bool] = False
+    needs_groups: ClassVar[bool] = False
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        """Credit a batch.
+
+        Args:
+            batch: holds token_level_rewards [B, T], response_mask [B, T] and whatever is declared as needed.
+        Returns:
+            A new DataProto of `advantages` and `returns`, [B, T], 0 off the mask; `batch` is left as it is.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GAE(AdvantageEstimator):
+    """Generalised advantage estimation.
+
+        delta_t  = r_t + gamma * V_{t+1} - V_t
+        A_t      = delta_t + gamma * lam * A_{t+1}
+        return_t = A_t + V_t
+
+    Source: Schulman et al. 2015, arXiv:1506.02438, eq. 11-16.
+    Differs: t+1 is the next token on the mask; masked tokens (tool output) are skipped, not treated as zero-reward
+    steps. A response cut at its length limit ends like any other, with a next value of 0. Whitening is over all
+    tokens of the batch and touches the advantages only: returns are made from those before it.
+    Degenerate: a row with an empty mask gives zeros; with one token A = r - V; whitening a single token gives 0.
+
+    Args:
+        gamma: discount per token, in [0, 1].
+        lam: in [0, 1]; 1 is Monte Carlo, 0 is TD(0).
+        whiten: bring the advantages to mean 0 and variance 1.
+    Raises:
+        ConfigError: gamma or lam outside [0, 1].
+    """
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    whiten: bool = True
+
+    needs_values: ClassVar[bool] = True
+
+    def faults(self) -> Iterator[str]:
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                yield f"{name} is {getattr(self, name)}: must lie in [0, 1]."
+
+    @torch.no_grad()
+    def __call__(self, batch: DataProto) -> DataProto:
+        mask, rewards, values = batch["response_mask"], batch["token_level_rewards"], batch["values"]
+        delta = rewards + self.gamma * _next_on_mask(values, mask) - values
+        advantages = _discounted_sums(delta, mask, self.gamma * self.lam)
+        returns = torch.where(mask, advantages + values, 0.0)
+        if self.whiten:
+            advantages = masked_whiten(advantages, mask)
+        return DataProto.from_dict({"advantages": advantages, "returns": returns})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRelative(AdvantageEstimator):
+    """The advantage of GRPO with outcome rewards: a response against its siblings.
+
+        R_i    = sum of the rewards of response i
+        A_it   = (R_i - mean of the group) / (std of the group + epsilon), the same for each token t
+        return = R_i at each token
+
+    Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2.
+    Differs: the paper does not say which std; this is the sample one (divided by n - 1, as torch.std) with epsilon.
+    Degenerate: a group of one, or of equal rewards, gives exact zeros. A row with an empty mask gives zeros and does
+    not count as a member of its group.
+
+    Args:
+        normalize_std: divide by the std of the group; False leaves the difference to the mean.
+        epsilon: added to the std, above 0.
+    Raises:
+        ConfigError: epsilon not above 0.
+    """
+
+    normalize_std: bool = True
+    epsilon: float = 1e-6
+
+    needs_groups: ClassVar[bool] = True
+
+    def faults(self) -> Iterator[str]:
+        if not self.epsilon > 0:
+            yield f"epsilon is {self.epsilon}: must be above 0."
+
+    @torch.no_grad()
+    def __call__(self, batch: DataProto) -> DataProto:
+        mask, rewards = batch["response_mask"], batch["token_level_rewards"]
+        scores = masked_sum(rewards, mask, dim=-1)
+        centred, std = _within_groups(scores, batch["group_ids"], is_member=mask.any(dim=-1))
+        advantages = centred / (std + self.epsilon) if self.normalize_std else centred
+        return DataProto.from_dict(
+            {
+                "advantages": torch.where(mask, advantages.unsqueeze(-1), 0.0),
+                "returns": torch.where(mask, scores.unsqueeze(-1), 0.0),
+            }
+        )
+
+
+def _next_on_mask(values: Tensor, mask: Tensor) -> Tensor:
+    """[B, T]: the value at the next token on the mask, 0 where there is none."""
+    rows, length = values.shape
+    padded = torch.cat([values, values.new_zeros(rows, 1)], dim=-1)
+    positions = torch.arange(length, device=mask.device)
+    own_or_later = torch.where(mask, positions, length).flip(-1).cummin(dim=-1).values.flip(-1)
+    later = torch.cat([own_or_later[:, 1:], own_or_later.new_full((rows, min(length, 1)), length)], dim=-1)
+    return padded.gather(-1, later)
+
+
+def _discounted_sums(delta: Tensor, mask: Tensor, decay: float) -> Tensor:
+    """[B, T]: x_t = delta_t + decay * x_{t+1} along the tokens on the mask, 0 off it."""
+    # Off the mask x_t = 0 + 1 * x_{t+1} carries the running sum over.
+    steps = torch.where(mask, delta, 0.0).t().contiguous()
+    decays = torch.where(mask, delta.new_tensor(decay), 1.0).t().contiguous()
+    sums = torch.empty_like(steps)
+    running = delta.new_zeros(delta.shape[0])
+    for t in reversed(range(delta.shape[1])):
+        running = torch.addcmul(steps[t], decays[t], running, out=sums[t])
+    return torch.where(mask, sums.t(), 0.0)
+
+
+def _within_groups(scores: Tensor, group_ids: Tensor, is_member: Tensor) -> tuple[Tensor, Tensor]:
+    """Each score less the mean of its group, and the sample std of that group: [B] and [B]; 0 for non-members."""
+    labels, group = torch.unique(group_ids, return_inverse=True)
+    zeros = scores.new_zeros(len(labels))
+    # Measured from the lowest of the group, equal scores are exactly 0 and so is their mean.
+    lowest = torch.full_like(zeros, torch.inf).scatter_reduce(
+        0, group, scores.masked_fill(~is_member, torch.inf), "amin"
+    )
+    shifted = torch.where(is_member, scores - lowest[group], 0.0)
+    size = zeros.index_add(0, group, is_member.to(scores.dtype))
+    mean = zeros.index_add(0, group, shifted) / size.clamp(min=1)
+    centred = torch.where(is_member, shifted - mean[group], 0.0)
+    variance = zeros.index_add(0, group, centred.square()) / (size - 1).clamp(min=1)
+    return centred, variance.sqrt()[group]

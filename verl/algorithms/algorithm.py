@@ -1,0 +1,63 @@
+"""An algorithm: an advantage estimator, a policy loss, a value loss and a KL choice, and how they are applied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from verl.algorithms.advantages import AdvantageEstimator
+from verl.algorithms.kl import KLControl, NoKL
+from verl.algorithms.policy_losses import PolicyLoss
+from verl.algorithms.value_losses import ClippedValueLoss, ValueLoss
+from verl.description import Description
+from verl.ops.aggregate import Aggregation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(Description):
+    """What is done with a batch of scored responses; the loop asks it, and never its name, what a run needs.
+
+    Args:
+        advantage: credits rewards to tokens.
+        policy_loss: per token.
+        value_loss: per token; used only if the estimator needs values.
+        kl: how the reference holds the policy.
+        entropy_coef: loss per nat of entropy, at least 0: the entropy of each token is rewarded by it.
+        aggregation: how losses per token become one, see verl.ops.aggregate.
+        epochs: passes over the batch of a step.
+        mini_batches: optimizer steps per pass.
+    Raises:
+        ConfigError: a number outside its range.
+    """
+
+    advantage: AdvantageEstimator
+    policy_loss: PolicyLoss
+    value_loss: ValueLoss = field(default_factory=ClippedValueLoss)
+    kl: KLControl = field(default_factory=NoKL)
+    entropy_coef: float = 0.0
+    aggregation: Aggregation = "token-mean"
+    epochs: int = 1
+    mini_batches: int = 1
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether the run needs a critic."""
+        return self.advantage.needs_values
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether a prompt needs more than one response."""
+        return self.advantage.needs_groups
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the run needs a reference."""
+        return self.kl.needs_reference
+
+    def faults(self) -> Iterator[str]:
+        if not 0 <= self.entropy_coef < math.inf:
+            yield f"entropy_coef is {self.entropy_coef}: must be a finite number, at least 0."
+        for name in ("epochs", "mini_batches"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}: must be at least 1."

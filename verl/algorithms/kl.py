@@ -1,0 +1,143 @@
+"""How the policy is kept near the reference: not at all, through the reward, or through the loss.
+
+B responses, T response length. All KLs are of the policy to the reference, KL(pi || ref), in nats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.description import Description
+from verl.ops.kl_estimators import ESTIMATORS, Estimator
+from verl.ops.masking import masked_mean, masked_sum
+from verl.protocol import DataProto
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLControl(Description):
+    """Base of the KL controls; by itself it changes neither reward nor loss."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the batch must hold ref_log_probs."""
+        return False
+
+    def shape_rewards(self, batch: DataProto) -> tuple[Tensor, dict[str, float]]:
+        """The rewards that advantages are made from.
+
+        Args:
+            batch: token_level_scores, response_mask, old_log_probs, [B, T]; ref_log_probs if a reference is needed.
+        Returns:
+            token_level_rewards [B, T], 0 off the mask, and metrics.
+        """
+        return torch.where(batch["response_mask"], batch["token_level_scores"], 0.0), {}
+
+    def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """The term to add to the policy loss of each token, coefficient included.
+
+        Args:
+            log_probs: [B, T] nats, under the weights being updated; carries gradient.
+            batch: response_mask and ref_log_probs, [B, T].
+        Returns:
+            [B, T], 0 off the mask; None if nothing is to be added.
+        """
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoKL(KLControl):
+    """No reference, no penalty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WeightedKL(KLControl):
+    coef: float
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.coef > 0
+
+    def faults(self) -> Iterator[str]:
+        if not 0 <= self.coef < math.inf:
+            yield f"coef is {self.coef}: must be a finite number, at least 0."
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLInReward(_WeightedKL):
+    """Each token pays for its distance to the reference out of its reward.
+
+        r_t = score_t - coef * estimate(log pi_old(y_t), log ref(y_t))
+
+    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2, whose log ratio is k1.
+    Degenerate: coef 0 needs no reference and leaves the scores as they are.
+
+    Metrics: `kl/reference_nats`, mean of the estimate over the tokens of the batch; `kl/penalty_mean`, mean over
+    the responses of what was taken from their reward.
+
+    Args:
+        coef: reward per nat, at least 0.
+        estimator: k1, k2 or k3, see verl.ops.kl_estimators.
+    Raises:
+        ConfigError: coef below 0 or not finite.
+    """
+
+    estimator: Estimator = "k1"
+
+    def shape_rewards(self, batch: DataProto) -> tuple[Tensor, dict[str, float]]:
+        scores, metrics = super().shape_rewards(batch)
+        if not self.needs_reference:
+            return scores, metrics
+        mask = batch["response_mask"]
+        kl = _estimate(self.estimator, batch["old_log_probs"], batch["ref_log_probs"], mask)
+        penalties = masked_sum(self.coef * kl, mask, dim=-1)
+        metrics = {
+            "kl/reference_nats": masked_mean(kl, mask).item(),
+            "kl/penalty_mean": masked_mean(penalties, mask.any(dim=-1)).item(),
+        }
+        return scores - self.coef * kl, metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLInLoss(_WeightedKL):
+    """A term of the loss pulls the policy to the reference, and the reward stays what was scored.
+
+        L_t = coef * estimate(log pi(y_t), log ref(y_t))
+
+    Source: Shao et al. 2024, arXiv:2402.03300, eq. 3 and 4, with k3.
+    Degenerate: coef 0 needs no reference and adds nothing. The mean gradient of k1 is zero on tokens of the current
+    policy, so as a loss it only adds noise.
+
+    Metrics: `kl/reference_nats`, mean of the estimate over the tokens of the batch, before the update.
+
+    Args:
+        coef: loss per nat, at least 0.
+        estimator: k1, k2 or k3, see verl.ops.kl_estimators.
+    Raises:
+        ConfigError: coef below 0 or not finite.
+    """
+
+    estimator: Estimator = "k3"
+
+    def shape_rewards(self, batch: DataProto) -> tuple[Tensor, dict[str, float]]:
+        scores, metrics = super().shape_rewards(batch)
+        if self.needs_reference:
+            mask = batch["response_mask"]
+            kl = _estimate(self.estimator, batch["old_log_probs"], batch["ref_log_probs"], mask)
+            metrics = {"kl/reference_nats": masked_mean(kl, mask).item()}
+        return scores, metrics
+
+    def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> Tensor | None:
+        if not self.needs_reference:
+            return None
+        return self.coef * _estimate(self.estimator, log_probs, batch["ref_log_probs"], batch["response_mask"])
+
+
+def _estimate(estimator: Estimator, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] nats, 0 and without gradient off the mask."""
+    kept, kept_ref = torch.where(mask, log_probs, 0.0), torch.where(mask, ref_log_probs, 0.0)
+    return ESTIMATORS[estimator](kept, kept_ref)
