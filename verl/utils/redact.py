@@ -34,7 +34,7 @@ _VOCABULARY = _names(
     "total think prompt response additional each every bad single one a the this of"
 )
 _PLACES = _names("path file dir folder name type length size count index")
-_QUERY_ONLY = frozenset(("key", "sig", "code", "awsaccesskeyid", "googleaccessid", "ossaccesskeyid"))
+_QUERY_ONLY = frozenset(("key", "sig", "awsaccesskeyid", "googleaccessid", "ossaccesskeyid"))
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _NAME = re.compile(r"""(?<![\w.\-])(?P<name>[A-Za-z_][\w.\-]*)(?P<sign>["']?\s*[=:]\s*)(?P<quote>["']?)""")

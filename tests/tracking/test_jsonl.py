@@ -1,0 +1,93 @@
+"""metrics.jsonl holds every number as valid JSON, whole lines only, and says where it could not write."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from verl.tracking.jsonl import JsonLinesTracker
+from verl.tracking.trackers import TrackerSet
+
+
+def running(run_dir: Path) -> JsonLinesTracker:
+    tracker = JsonLinesTracker()
+    tracker.start("run", {}, run_dir, None)
+    return tracker
+
+
+def lines(path: Path) -> list[dict]:
+    def refuse(constant: str):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_each_step_is_on_disk_when_the_call_returns(tmp_path):
+    tracker = running(tmp_path)
+    for step in range(3):
+        tracker.log({"reward/mean": step / 3, "rollout/rows": 7}, step)
+        assert len(lines(tmp_path / "metrics.jsonl")) == step + 1
+    tracker.evaluation({"eval/accuracy": 0.5}, 3)
+    found = lines(tmp_path / "metrics.jsonl")
+    assert list(found[1]) == ["step", "time_s", "reward/mean", "rollout/rows"]
+    assert found[1]["reward/mean"] == 1 / 3
+    assert (found[3]["step"], found[3]["eval/accuracy"]) == (3, 0.5)
+    assert [line["time_s"] for line in found] == sorted(line["time_s"] for line in found)
+    tracker.close("finished")
+
+
+def test_numbers_that_are_not_finite_are_texts_that_float_reads_back(tmp_path):
+    tracker = running(tmp_path)
+    tracker.log({"a": math.nan, "b": math.inf, "c": -math.inf}, 1)
+    found = lines(tmp_path / "metrics.jsonl")[0]
+    assert (found["a"], found["b"], found["c"]) == ("nan", "inf", "-inf")
+    assert math.isnan(float(found["a"]))
+
+
+def test_samples_of_any_kind_are_rows_of_the_steps_file(tmp_path):
+    tracker = running(tmp_path)
+    rows = [{"prompt": "1+1=\n\ud800é\u2028", "score": np.float32(0.5), "ids": torch.tensor([1, 2]), "path": Path("x")}]
+    tracker.samples(rows, 4, "eval")
+    tracker.samples([{"prompt": "b"}], 4, "train")
+    found = lines(tmp_path / "samples" / "step_4.jsonl")
+    assert found == [
+        {"table": "eval", "prompt": "1+1=\n\ud800é\u2028", "score": 0.5, "ids": [1, 2], "path": "x"},
+        {"table": "train", "prompt": "b"},
+    ]
+
+
+def test_a_step_that_another_run_sampled_is_replaced(tmp_path):
+    running(tmp_path).samples([{"prompt": "old"}], 4, "eval")
+    running(tmp_path).samples([{"prompt": "new"}], 4, "eval")
+    assert [row["prompt"] for row in lines(tmp_path / "samples" / "step_4.jsonl")] == ["new"]
+
+
+def test_half_a_line_of_a_killed_run_is_not_joined(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    running(tmp_path).log({"a": 1.0}, 2)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[2])["step"] == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device that is always full")
+def test_a_full_disk_is_reported_with_the_path_and_training_goes_on(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    trackers = TrackerSet({"jsonl": JsonLinesTracker()})
+    trackers.start("run", {}, tmp_path, 2)
+    trackers.log({"a": 1.0}, 1)
+    trackers.log({"a": 1.0}, 2)
+    trackers.close()
+    assert "tracker.jsonl FAILED" in caplog.text
+    assert str(tmp_path / "metrics.jsonl") in caplog.text
+    assert "No space left" in caplog.text
+    assert caplog.text.count("FAILED") == 1
+
+
+def test_a_run_directory_that_cannot_hold_the_file_is_an_error_at_start(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"metrics\.jsonl"):
+        running(tmp_path)

@@ -1,0 +1,138 @@
+"""All trackers of a run as one: text is redacted once, and a tracker that fails while training stops nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.description import BuildContext, Description
+from verl.errors import ConfigError
+from verl.tracking.tracker import Tracker, metrics_line, stage_line
+from verl.utils.redact import redact, redact_tree
+
+_log = logging.getLogger(__name__)
+_TO_FILE_ONLY = {"console": False}  # the console tracker shows these lines itself; run.log needs them too
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trackers(Description):
+    """Where a run's numbers go; null leaves a place out.
+
+    Args:
+        console, jsonl, tensorboard, wandb, curves: description of one tracker each.
+    """
+
+    console: Description | None = None
+    jsonl: Description | None = None
+    tensorboard: Description | None = None
+    wandb: Description | None = None
+    curves: Description | None = None
+
+    def build(self, context: BuildContext) -> TrackerSet:
+        # The console starts last and closes last: it shows what the others have to say.
+        names = ("jsonl", "tensorboard", "wandb", "curves", "console")
+        described = {name: getattr(self, name) for name in names}
+        return TrackerSet({name: kind.build(context) for name, kind in described.items() if kind is not None})
+
+
+class TrackerSet(Tracker):
+    """The running trackers of one run. `close` may be called any number of times; later calls of all kinds do nothing.
+
+    A tracker that fails in `start` is an error. One that fails afterwards is named once in a warning and training
+    goes on; it is called again all the same, so that a disk which has room again is written to again.
+
+    Args:
+        trackers: running trackers by the name under which the configuration knows them.
+    """
+
+    def __init__(self, trackers: Mapping[str, Tracker]):
+        self._trackers = dict(trackers)
+        self._lost: dict[str, int] = {}  # failed calls by tracker
+
+    def start(self, run_name: str, config: dict[str, Any], run_dir: Path | str, total_steps: int | None) -> None:
+        """Start every tracker.
+
+        Args:
+            run_name: shown to people.
+            config: the composed configuration as plain dicts, lists and scalars.
+            run_dir: where files go; made if it is not there.
+            total_steps: training steps of the whole run, or None where that is not known.
+        Raises:
+            ConfigError: a tracker could not start; those already started have been closed again.
+        """
+        run_dir, config = Path(run_dir), redact_tree(config)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        started: dict[str, Tracker] = {}
+        for name, tracker in self._trackers.items():
+            try:
+                started[name] = tracker
+                tracker.start(redact(run_name), config, run_dir, total_steps)
+            except BaseException as error:
+                self._trackers = started
+                self.close("failed")
+                if not isinstance(error, Exception):
+                    raise
+                cause = redact(f"{type(error).__name__}: {error}")
+                raise ConfigError(
+                    f"tracker.{name} could not start: {cause}. Mend it, or set tracker.{name}=null."
+                ) from error
+
+    def stage(self, name: str, seconds: float, note: str = "") -> None:
+        note = redact(note)
+        _log.info("%s", stage_line(name, seconds, note), extra=_TO_FILE_ONLY)
+        self._each(lambda tracker: tracker.stage(name, seconds, note))
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        numbers = _numbers(metrics)
+        _log.info("step %d  %s", step, metrics_line(numbers), extra=_TO_FILE_ONLY)
+        self._each(lambda tracker: tracker.log(numbers, step))
+
+    def evaluation(self, metrics: Mapping[str, Any], step: int) -> None:
+        numbers = _numbers(metrics)
+        _log.info("evaluation after step %d  %s", step, metrics_line(numbers), extra=_TO_FILE_ONLY)
+        self._each(lambda tracker: tracker.evaluation(numbers, step))
+
+    def samples(self, rows: list[dict[str, Any]], step: int, name: str = "samples") -> None:
+        rows = redact_tree(rows)
+        self._each(lambda tracker: tracker.samples(rows, step, name))
+
+    def message(self, text: str) -> None:
+        text = redact(text)
+        _log.info("%s", text, extra=_TO_FILE_ONLY)
+        self._each(lambda tracker: tracker.message(text))
+
+    def close(self, status: str = "finished") -> None:
+        trackers, self._trackers = self._trackers, {}
+        for name, tracker in trackers.items():
+            try:
+                tracker.close(status)
+            except Exception as error:  # noqa: BLE001 - the others still have to be released
+                text = redact(f"{type(error).__name__}: {error}")
+                _log.warning("tracker.%s failed while closing: %s", name, text)
+        for name, calls in self._lost.items():
+            _log.warning("tracker.%s lost %d records of this run.", name, calls)
+        self._lost = {}
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in self._trackers.items():
+            try:
+                call(tracker)
+            except Exception as error:  # noqa: BLE001 - numbers that cannot be shown are no reason to lose a training run
+                if name not in self._lost:
+                    text = redact(f"{type(error).__name__}: {error}")
+                    _log.warning("tracker.%s FAILED, training goes on without its records: %s", name, text)
+                self._lost[name] = self._lost.get(name, 0) + 1
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Plain ints and floats, whatever kind of scalar came in."""
+    numbers = {}
+    for key, value in metrics.items():
+        try:
+            numbers[key] = value if type(value) is int else float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"metric {key} is {value!r}: must be one number.") from error
+    return numbers
