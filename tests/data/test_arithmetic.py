@@ -1,0 +1,133 @@
+"""Addition problems: held-out ones stay out of training, and every way to get them gives the same rows."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from verl.data.arithmetic import ArithmeticPrompts, ArithmeticSFT, _shuffled
+from verl.data.files import PromptFiles, SFTFiles
+from verl.data.rows import read_rows
+from verl.description import BuildContext
+from verl.errors import ConfigError
+from verl.models.tiny_tokenizer import character_tokenizer
+
+main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "make_arithmetic.py"))["main"]
+CONTEXT = BuildContext(tokenizer=character_tokenizer())
+
+
+def summands(row):
+    return tuple(sorted(int(number) for number in row["prompt"].rstrip("=").split("+")))
+
+
+def test_every_answer_is_the_sum_and_no_problem_comes_twice():
+    data = ArithmeticPrompts()
+    rows = data.rows("train") + data.rows("eval")
+    assert all(int(row["answer"]) == sum(summands(row)) for row in rows)
+    assert len({row["prompt"] for row in rows}) == len(rows)
+    assert len(data.rows("eval")) == 500
+
+
+@pytest.mark.parametrize("digits, held_out, seed", [(1, 20, 0), (2, 500, 0), (2, 500, 7), (2, 3000, 1)])
+def test_held_out_problems_are_not_in_training_in_either_order_of_their_summands(digits, held_out, seed):
+    data = ArithmeticPrompts(digits=digits, held_out=held_out, seed=seed)
+    assert not {summands(row) for row in data.rows("train")} & {summands(row) for row in data.rows("eval")}
+
+
+def test_everything_that_is_not_held_out_is_trained_on_by_default():
+    data = ArithmeticPrompts()
+    everything = {(a, b) for a in range(100) for b in range(a, 100)}
+    seen = {summands(row) for row in data.rows("train")} | {summands(row) for row in data.rows("eval")}
+    assert seen == everything
+
+
+def test_supervised_and_reinforcement_data_hold_out_the_same_problems_by_default():
+    assert ArithmeticSFT().rows("eval") == ArithmeticPrompts().rows("eval")
+    assert ArithmeticSFT(train_size=50).rows("eval") == ArithmeticPrompts().rows("eval")
+
+
+def test_train_size_takes_the_first_problems_of_the_same_order():
+    assert ArithmeticPrompts(train_size=40).rows("train") == ArithmeticPrompts().rows("train")[:40]
+
+
+def test_another_seed_holds_out_other_problems():
+    assert ArithmeticPrompts(seed=1).rows("eval") != ArithmeticPrompts().rows("eval")
+
+
+def test_the_problems_of_a_seed_never_change():
+    assert [row["prompt"] for row in ArithmeticPrompts().rows("eval")[:3]] == GOLDEN
+
+
+GOLDEN = ["84+44=", "75+79=", "42+6="]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_visits_every_number_once(seed):
+    order = list(_shuffled(200, seed))
+    assert sorted(order) == list(range(200))
+    assert order != list(range(200))
+
+
+def test_a_million_problems_are_not_listed_to_take_a_few():
+    rows = ArithmeticPrompts(digits=6, train_size=10, held_out=10).rows("train")
+    assert len(rows) == 10
+    assert max(len(row["prompt"]) for row in rows) == 14
+
+
+def test_prompts_carry_their_answers_and_a_sequence_learns_the_answer_and_eos():
+    tokenizer = CONTEXT.tokenizer
+    splits = ArithmeticPrompts().build(CONTEXT)
+    batch = splits.train.collate([5, 0])
+    rows = ArithmeticPrompts().rows("train")
+    assert list(batch["prompt_text"]) == [rows[5]["prompt"], rows[0]["prompt"]]
+    assert list(batch["answer"]) == [rows[5]["answer"], rows[0]["answer"]]
+    assert len(splits.eval) == 500
+    learned = ArithmeticSFT().build(CONTEXT).train.collate([5])
+    taught = learned["input_ids"][0][learned["loss_mask"][0]]
+    assert tokenizer.decode(taught) == rows[5]["answer"] + "<eos>"
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_the_script_writes_the_rows_that_the_description_makes(tmp_path, capsys, suffix):
+    assert main([str(tmp_path / "new"), "--format", suffix, "--train-size", "300", "--held-out", "40"]) == 0
+    data = ArithmeticPrompts(train_size=300, held_out=40)
+    train, test = tmp_path / "new" / f"train.{suffix}", tmp_path / "new" / f"test.{suffix}"
+    assert read_rows([train]).values == data.rows("train")
+    assert read_rows([test]).values == data.rows("eval")
+    assert f"{train}: 300 rows" in capsys.readouterr().out
+
+
+def test_files_from_the_script_give_the_batches_of_the_description(tmp_path):
+    main([str(tmp_path), "--train-size", "300", "--held-out", "40"])
+    files = {"train_files": [str(tmp_path / "train.parquet")], "eval_files": [str(tmp_path / "test.parquet")]}
+    for split in ("train", "eval"):
+        read = getattr(PromptFiles(**files).build(CONTEXT), split).collate(range(40))
+        made = getattr(ArithmeticPrompts(train_size=300, held_out=40).build(CONTEXT), split).collate(range(40))
+        assert all((read[name] == made[name]).all() for name in ("prompts", "prompt_mask", "prompt_ids", "answer"))
+        read = getattr(SFTFiles(**files, completion_key="answer").build(CONTEXT), split).collate(range(40))
+        made = getattr(ArithmeticSFT(train_size=300, held_out=40).build(CONTEXT), split).collate(range(40))
+        assert all((read[name] == made[name]).all() for name in ("input_ids", "loss_mask"))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"digits": 0}, "digits is 0: must lie in [1, 6]."),
+        ({"held_out": 0}, "held_out is 0: must be at least 1."),
+        ({"digits": 1}, "held_out is 500: leaves nothing to train on, 100 problems exist. Set it below 50."),
+        ({"digits": 3, "train_size": None}, "train_size is null: 1000000 problems of 3 digits exist."),
+        ({"train_size": 9001}, "train_size is 9001: must lie in [1, 9000] with held_out 500."),
+        ({"max_prompt_length": 5}, "max_prompt_length is 5: a problem of 2 digits has 6 characters."),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_when_described(fields, message):
+    with pytest.raises(ConfigError) as refused:
+        ArithmeticPrompts(**fields)
+    assert str(refused.value).startswith(message)
+
+
+def test_an_unknown_split_is_refused():
+    with pytest.raises(ConfigError, match="split is 'test': expected one of train, eval"):
+        ArithmeticPrompts().rows("test")

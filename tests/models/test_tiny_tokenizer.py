@@ -1,0 +1,73 @@
+"""The character tokenizer: one id per character, the same for ever, and nothing lost on the way back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, Qwen2Config
+
+from verl.models.tiny_tokenizer import CHARACTERS, character_tokenizer
+
+TOKENIZER = character_tokenizer()
+
+
+def test_ids_are_few_and_fixed():
+    assert len(TOKENIZER) == 6 + len(CHARACTERS) == 102
+    assert (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, TOKENIZER.unk_token_id) == (0, 1, 2)
+    assert TOKENIZER("37+58=\n")["input_ids"] == [11, 15, 80, 13, 16, 6 + CHARACTERS.index("="), 6]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.text(alphabet=CHARACTERS))
+def test_any_text_of_known_characters_comes_back(text):
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", ["  two  spaces ", " ,.!?'s n't", "a\n\n b", "95<eos>", "1 - 2 * 3 = -5"])
+def test_spaces_and_punctuation_are_left_alone(text):
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+def test_each_character_is_one_token():
+    assert [len(TOKENIZER.encode(character)) for character in CHARACTERS] == [1] * len(CHARACTERS)
+    assert len(TOKENIZER.encode("hello there\n")) == 12
+
+
+def test_a_run_of_unknown_characters_becomes_one_unk():
+    assert TOKENIZER.encode("1é2") == TOKENIZER.encode("1日本2") == [9, 2, 10]
+
+
+def test_special_tokens_are_left_out_of_decoded_text_on_request():
+    assert TOKENIZER.decode([0, 0, 11, 1, 0], skip_special_tokens=True) == TOKENIZER.decode([11])
+
+
+def test_padding_goes_to_the_left():
+    batch = TOKENIZER(["1", "123"], padding=True)
+    assert batch["input_ids"][0][:2] == [TOKENIZER.pad_token_id] * 2
+    assert batch["attention_mask"] == [[0, 0, 1], [1, 1, 1]]
+
+
+def test_chat_messages_are_told_apart_by_tokens_of_their_roles():
+    messages = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+    ]
+    text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<system>Add.<eos><user>1+1=<eos><assistant>2<eos><assistant>"
+    assert len(TOKENIZER.encode(text)) == 4 + 4 + 1 + 3 * 2 + 1
+
+
+@pytest.mark.parametrize("beside_a_model", [False, True])
+def test_it_comes_back_from_a_directory_as_it_was(tmp_path, beside_a_model):
+    if beside_a_model:
+        Qwen2Config(vocab_size=102).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    text = "37+58=95, \n said  he's 'quoted'\n\n  <eos>" + CHARACTERS
+    assert loaded.encode(text) == TOKENIZER.encode(text)
+    assert loaded.decode(loaded.encode("a  b ,c\n")) == "a  b ,c\n"
+    assert loaded.get_vocab() == TOKENIZER.get_vocab()
+    assert (loaded.padding_side, loaded.pad_token_id, loaded.eos_token_id) == ("left", 0, 1)
+    assert loaded.chat_template == TOKENIZER.chat_template

@@ -1,0 +1,149 @@
+"""Addition problems such as `37+58=`, made in memory, with held-out ones that training never sees."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.data.sft_dataset import SFTDataset
+from verl.data.splits import Splits
+from verl.description import BuildContext, Description
+from verl.errors import ConfigError
+
+MAX_ROWS_WITHOUT_SIZE = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic(Description):
+    """All sums of two numbers below `10**digits`, in a seeded order, divided into training and held-out problems.
+
+    The first `held_out` problems of the order are for evaluation. A training problem is neither one of them nor one of
+    them with its summands exchanged. Sets with equal `digits`, `held_out` and `seed` hold out the same problems,
+    whatever their `train_size`: a policy warmed up on one is evaluated fairly on the other.
+
+    Args:
+        digits: digits of the larger summands, from 1 to 6.
+        held_out: number of problems to evaluate on.
+        seed: order of the problems.
+        train_size: number of training problems, the first of the order; None takes all that are left.
+    """
+
+    digits: int = 2
+    held_out: int = 500
+    seed: int = 0
+    train_size: int | None = None
+
+    def faults(self) -> Iterator[str]:
+        if not 1 <= self.digits <= 6:
+            yield f"digits is {self.digits}: must lie in [1, 6]."
+            return
+        total = 100**self.digits
+        # Each held-out problem can take its mirror image out of training too.
+        available = total - 2 * self.held_out
+        if self.held_out < 1:
+            yield f"held_out is {self.held_out}: must be at least 1."
+        elif available < 1:
+            yield f"held_out is {self.held_out}: leaves nothing to train on, {total} problems exist. Set it below {total // 2}."
+        elif self.train_size is None and total > MAX_ROWS_WITHOUT_SIZE:
+            yield f"train_size is null: {total} problems of {self.digits} digits exist. Set how many to train on."
+        elif self.train_size is not None and not 1 <= self.train_size <= available:
+            yield f"train_size is {self.train_size}: must lie in [1, {available}] with held_out {self.held_out}."
+
+    def rows(self, split: Literal["train", "eval"]) -> list[dict[str, str]]:
+        """The problems of a split: `{"prompt": "37+58=", "answer": "95"}`.
+
+        Raises:
+            ConfigError: another split is asked for.
+        """
+        if split not in ("train", "eval"):
+            raise ConfigError(f"split is {split!r}: expected one of train, eval.")
+        order = _shuffled(100**self.digits, self.seed)
+        held_out = [next(order) for _ in range(self.held_out)]
+        if split == "eval":
+            return [self._row(problem) for problem in held_out]
+        excluded = set(held_out) | {self._mirror(problem) for problem in held_out}
+        rows = []
+        for problem in order:
+            if len(rows) == self.train_size:
+                break
+            if problem not in excluded:
+                rows.append(self._row(problem))
+        return rows
+
+    def _row(self, problem: int) -> dict[str, str]:
+        left, right = divmod(problem, 10**self.digits)
+        return {"prompt": f"{left}+{right}=", "answer": str(left + right)}
+
+    def _mirror(self, problem: int) -> int:
+        left, right = divmod(problem, 10**self.digits)
+        return right * 10**self.digits + left
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArithmeticPrompts(Arithmetic):
+    """Prompts for reinforcement learning, with the column `answer` for the reward.
+
+    Args:
+        max_prompt_length: most tokens of a prompt; must hold the longest problem, one token a character.
+    """
+
+    max_prompt_length: int = 16
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        longest = 2 * self.digits + 2
+        if self.max_prompt_length < longest:
+            yield (
+                f"max_prompt_length is {self.max_prompt_length}: a problem of {self.digits} digits has {longest} "
+                f"characters. Set it to {longest} or more."
+            )
+
+    def build(self, context: BuildContext) -> Splits:
+        config = {"max_prompt_length": self.max_prompt_length}
+        return Splits(
+            train=RLHFDataset.from_rows(self.rows("train"), tokenizer=context.tokenizer, config=config),
+            eval=RLHFDataset.from_rows(self.rows("eval"), tokenizer=context.tokenizer, config=config),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArithmeticSFT(Arithmetic):
+    """Problems with their answers for supervised fine-tuning; each answer ends with the tokenizer's EOS.
+
+    Args:
+        max_length: most tokens of problem, answer and EOS together.
+    """
+
+    max_length: int = 32
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        longest = 3 * self.digits + 4
+        if self.max_length < longest:
+            yield (
+                f"max_length is {self.max_length}: a problem of {self.digits} digits, its answer and EOS have {longest} "
+                f"characters. Set it to {longest} or more."
+            )
+
+    def build(self, context: BuildContext) -> Splits:
+        config = {"max_length": self.max_length, "completion_key": "answer"}
+        return Splits(
+            train=SFTDataset.from_rows(self.rows("train"), tokenizer=context.tokenizer, config=config),
+            eval=SFTDataset.from_rows(self.rows("eval"), tokenizer=context.tokenizer, config=config),
+        )
+
+
+def _shuffled(total: int, seed: int) -> Iterator[int]:
+    """Yield 0 to total - 1 in a seeded order without listing them all first.
+
+    A Fisher-Yates shuffle that remembers only the places it has exchanged, drawn with `random()`, the one method whose
+    sequence Python keeps the same across versions.
+    """
+    draw, moved = random.Random(seed), {}
+    for place in range(total):
+        other = place + int(draw.random() * (total - place))
+        yield moved.get(other, other)
+        moved[other] = moved.pop(place, place)

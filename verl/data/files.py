@@ -1,0 +1,68 @@
+"""Data sets that lie in files of the user: prompts for reinforcement learning, and sequences to imitate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from verl.data.options import PromptOptions, SFTOptions
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.data.rows import file_faults, read_rows
+from verl.data.sft_dataset import SFTDataset
+from verl.data.splits import Splits
+from verl.description import BuildContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptFiles(PromptOptions):
+    """Prompts from parquet and JSONL files.
+
+    Args:
+        train_files: paths whose rows are trained on, in order.
+        eval_files: paths whose rows are evaluated on; none for no evaluation.
+    """
+
+    train_files: tuple[str, ...]
+    eval_files: tuple[str, ...] = ()
+
+    def faults(self) -> Iterator[str]:
+        yield from _split_faults(self)
+        yield from super().faults()
+
+    def build(self, context: BuildContext) -> Splits:
+        return _build(self, context, RLHFDataset, PromptOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTFiles(SFTOptions):
+    """Prompts with their completions from parquet and JSONL files.
+
+    Args:
+        train_files: paths whose rows are trained on, in order.
+        eval_files: paths whose rows are evaluated on; none for no evaluation.
+    """
+
+    train_files: tuple[str, ...]
+    eval_files: tuple[str, ...] = ()
+
+    def faults(self) -> Iterator[str]:
+        yield from _split_faults(self)
+        yield from super().faults()
+
+    def build(self, context: BuildContext) -> Splits:
+        return _build(self, context, SFTDataset, SFTOptions)
+
+
+def _split_faults(files: PromptFiles | SFTFiles) -> Iterator[str]:
+    if not files.train_files:
+        yield "train_files is empty: name at least one file."
+    yield from file_faults("train_files", files.train_files)
+    yield from file_faults("eval_files", files.eval_files)
+
+
+def _build(files: PromptFiles | SFTFiles, context: BuildContext, dataset: type, options: type) -> Splits:
+    config = options(**{field.name: getattr(files, field.name) for field in fields(options)})
+    made = {}
+    for name, paths in (("train", files.train_files), ("eval", files.eval_files)):
+        made[name] = dataset.from_rows(read_rows(paths, f"{name}_files"), context.tokenizer, config) if paths else None
+    return Splits(**made)

@@ -1,0 +1,78 @@
+"""The settings of the data sets, as one frozen description each."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from verl.description import Description
+from verl.errors import ConfigError
+
+Truncation = Literal["error", "left", "right", "drop"]
+Options = TypeVar("Options", bound=Description)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions(Description):
+    """How rows become prompts.
+
+    Args:
+        prompt_key: the column that holds a text or a list of chat messages.
+        max_prompt_length: most tokens of a prompt.
+        truncation: what happens to a longer prompt. `error` refuses the data set and counts them; `left` and `right`
+            cut that end; `drop` leaves the row out. The default refuses, because a cut prompt asks another question
+            than the one its answer belongs to, and that shows only as a reward that stays low.
+        chat_template: a Jinja template to use in place of the tokenizer's own; for chat messages alone.
+    """
+
+    prompt_key: str = "prompt"
+    max_prompt_length: int = 512
+    truncation: Truncation = "error"
+    chat_template: str | None = None
+
+    def faults(self) -> Iterator[str]:
+        if self.max_prompt_length < 1:
+            yield f"max_prompt_length is {self.max_prompt_length}: must be at least 1."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTOptions(Description):
+    """How rows become sequences to imitate.
+
+    Args:
+        prompt_key: the column that holds a text or a list of chat messages.
+        completion_key: the column that holds the text to learn; None takes `completion` or else `response`.
+        max_length: most tokens of prompt, completion and EOS together.
+        truncation: what happens to a longer sequence. `error` refuses the data set and counts them; `left` cuts the
+            start of the prompt, `right` the end of the completion with its EOS; `drop` leaves the row out.
+        chat_template: a Jinja template to use in place of the tokenizer's own; for chat messages alone.
+    """
+
+    prompt_key: str = "prompt"
+    completion_key: str | None = None
+    max_length: int = 512
+    truncation: Truncation = "error"
+    chat_template: str | None = None
+
+    def faults(self) -> Iterator[str]:
+        if self.max_length < 2:
+            yield f"max_length is {self.max_length}: must be at least 2, a token of the prompt and one to learn."
+
+
+def read_options(kind: type[Options], config: Mapping[str, Any] | None) -> Options:
+    """The options that a mapping sets, the others at their defaults.
+
+    Raises:
+        ConfigError: a key is unknown (names the nearest known one), or a value is wrong.
+    """
+    known, faults = [field.name for field in fields(kind)], []
+    for key in config or {}:
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"Did you mean {nearest[0]}?" if nearest else f"Known keys: {', '.join(known)}."
+            faults.append(f"config.{key} is not a known key. {hint}")
+    if faults:
+        raise ConfigError(faults)
+    return kind(**dict(config or {}))

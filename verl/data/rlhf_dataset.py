@@ -1,0 +1,118 @@
+"""Prompts for reinforcement learning, tokenised once and padded on the left when a batch is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.data.options import PromptOptions, read_options
+from verl.data.rows import Rows, read_rows
+from verl.data.tokens import RaggedTokens, cut, fit_lengths, object_array, pad_id_of, render_prompts
+from verl.errors import ConfigError
+from verl.fields import FIELDS
+from verl.protocol import DataProto
+
+RESERVED_COLUMNS = frozenset({"prompt_text", "response_text", "score"})
+
+
+class RLHFDataset:
+    """Prompts from parquet or JSONL files, with every other column of their rows beside them.
+
+    The identity of a row, `prompt_ids`, is its index over all files in order. It does not change when other rows are
+    dropped for their length, so the sampling noise that it keys stays with the prompt.
+
+    Args:
+        data_files: one path or several, ending in `.parquet` or `.jsonl`.
+        tokenizer: a Hugging Face tokenizer.
+        config: keys of `PromptOptions`.
+    Raises:
+        ConfigError: a file is missing, empty or unreadable; the prompt column is absent; a prompt is null, no text or
+            too long; a column takes a name that the batch needs; a key of `config` is unknown.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Path | Sequence[str | Path],
+        tokenizer: Any,
+        config: Mapping[str, Any] | PromptOptions | None = None,
+    ):
+        options = config if isinstance(config, PromptOptions) else read_options(PromptOptions, config)
+        files = [data_files] if isinstance(data_files, (str, Path)) else list(data_files)
+        self._prepare(read_rows(files), tokenizer, options)
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Sequence[Mapping[str, Any]] | Rows,
+        tokenizer: Any,
+        config: Mapping[str, Any] | PromptOptions | None = None,
+    ) -> RLHFDataset:
+        """The same from rows in memory, each a mapping of columns."""
+        options = config if isinstance(config, PromptOptions) else read_options(PromptOptions, config)
+        if not len(rows):
+            raise ConfigError("rows is []: the data set is empty.")
+        dataset = cls.__new__(cls)
+        dataset._prepare(rows if isinstance(rows, Rows) else Rows(list(rows)), tokenizer, options)
+        return dataset
+
+    def _prepare(self, rows: Rows, tokenizer: Any, options: PromptOptions):
+        self.options = options
+        self._pad_id = pad_id_of(tokenizer)
+        columns = _columns_beside(rows, options.prompt_key)
+        texts, tokens = render_prompts(rows, options.prompt_key, tokenizer, options.chat_template)
+        lengths = [len(ids) for ids in tokens]
+        limit = options.max_prompt_length
+        kept = fit_lengths(lengths, limit, "max_prompt_length", options.truncation, rows.place)
+        for index in kept:
+            if lengths[index] > limit:
+                tokens[index] = cut(tokens[index], limit, options.truncation)
+                texts[index] = tokenizer.decode(tokens[index])
+        self._tokens = RaggedTokens([tokens[index] for index in kept])
+        self._prompt_ids = torch.tensor(kept, dtype=torch.int64)
+        self._columns = {name: object_array([rows.values[index].get(name) for index in kept]) for name in columns}
+        self._columns["prompt_text"] = object_array([texts[index] for index in kept])
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that travel with a prompt, `prompt_text` included."""
+        return list(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._prompt_ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One row, not padded: `prompts` [P] int64, `prompt_ids` as a number, `prompt_text` and the other columns."""
+        place = range(len(self))[index]
+        row = {"prompts": self._tokens[place], "prompt_ids": int(self._prompt_ids[place])}
+        return row | {name: values[place] for name, values in self._columns.items()}
+
+    def collate(self, indices: Sequence[int]) -> DataProto:
+        """A batch of the rows at `indices`, padded on the left to the longest of them.
+
+        Returns:
+            prompts [B P] int64, prompt_mask [B P] bool, prompt_ids [B] int64, and in `non_tensor_batch` the text of
+            each prompt as `prompt_text` beside the row's other columns.
+        """
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        prompts, mask = self._tokens.padded(chosen, self._pad_id, left=True)
+        return DataProto.from_dict(
+            tensors={"prompts": prompts, "prompt_mask": mask, "prompt_ids": self._prompt_ids[chosen]},
+            non_tensors={name: values[chosen.numpy()] for name, values in self._columns.items()},
+            meta_info={"pad_token_id": self._pad_id},
+        )
+
+
+def _columns_beside(rows: Rows, prompt_key: str) -> list[str]:
+    """Every column but the prompt's, in the order in which the rows first name them."""
+    columns = [name for name in dict.fromkeys(key for row in rows.values for key in row) if name != prompt_key]
+    faults = [
+        f"column {name!r} has the name of a field that verl makes itself. Rename it in the data."
+        for name in columns
+        if name in FIELDS or name in RESERVED_COLUMNS
+    ]
+    if faults:
+        raise ConfigError(faults)
+    return columns

@@ -1,0 +1,32 @@
+"""What a data description builds: the rows to train on and the rows to evaluate on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from verl.protocol import DataProto
+
+
+class Dataset(Protocol):
+    """Rows that were tokenised once and can be joined into a batch in any order."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    def collate(self, indices: Sequence[int]) -> DataProto:
+        """The rows at `indices`, padded to the longest of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Attributes:
+    train: the rows to learn from.
+    eval: rows that are never trained on, or None where there are none.
+    """
+
+    train: Dataset
+    eval: Dataset | None = None

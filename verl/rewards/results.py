@@ -1,0 +1,96 @@
+"""Check what a reward function returned, and say which sample it got wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.errors import RewardError
+from verl.source import source_of
+
+
+def checked_scores(result: Any, prompts: Sequence[str], responses: Sequence[str], function: Callable) -> np.ndarray:
+    """The result of a reward function as B float64.
+
+    Args:
+        result: what it returned: a sequence, array or tensor of B finite numbers; truth values count as 1 and 0.
+        function: who returned it, for the message.
+    Raises:
+        RewardError: it is anything else. Names what was expected and found, the first sample at fault with its texts,
+            and the line where the function is defined.
+    """
+    count = len(responses)
+    expected = f"{count} finite numbers, one for each response"
+    items = _items(result)
+    if isinstance(items, str):
+        raise reward_error(expected, items, function)
+    if len(items) != count:
+        # The first sample that went without a score is the best place to look.
+        sample = len(items) if len(items) < count else None
+        raise reward_error(expected, f"{len(items)} items", function, prompts, responses, sample)
+    scores = np.empty(count, dtype=np.float64)
+    for index, item in enumerate(items):
+        number = _number(item)
+        if number is None or not np.isfinite(number):
+            found = f"{_shortened(item)}{f' of type {type(item).__name__}' if number is None else ''}"
+            raise reward_error(expected, found, function, prompts, responses, index)
+        scores[index] = number
+    return scores
+
+
+def reward_error(
+    expected: str,
+    found: str,
+    function: Callable,
+    prompts: Sequence[str] = (),
+    responses: Sequence[str] = (),
+    sample: int | None = None,
+) -> RewardError:
+    """The error for a reward function that gave something that is no reward."""
+    source = source_of(function)
+    lines = [f"The reward function {source.function}() failed.", f"  Expected: {expected}", f"  Found: {found}"]
+    if sample is not None:
+        lines.append(
+            f"  Sample: {sample}, prompt {_shortened(prompts[sample])}, response {_shortened(responses[sample])}"
+        )
+    lines.append(f"  Source: {source}")
+    return RewardError("\n".join(lines))
+
+
+def _items(result: Any) -> list | str:
+    """The items of a result, or in words what it is instead."""
+    if isinstance(result, torch.Tensor):
+        if result.dim() != 1:
+            return f"a tensor of shape {list(result.shape)}"
+        result = result.detach().cpu()
+        return (result.double() if result.is_floating_point() else result).tolist()
+    if result is None:
+        return "None"
+    if isinstance(result, (str, bytes, dict, set)):
+        return f"a {type(result).__name__}, {_shortened(result)}"
+    if hasattr(result, "__array__"):
+        array = np.asarray(result)
+        return array.tolist() if array.ndim == 1 else f"an array of shape {list(array.shape)}"
+    if isinstance(result, Sequence):
+        return list(result)
+    return f"{_shortened(result)} of type {type(result).__name__}"
+
+
+def _number(item: Any) -> float | None:
+    """The item as a float, or None where it is no single real number."""
+    if isinstance(item, (bool, int, float, np.bool_, np.integer, np.floating)):
+        try:
+            return float(item)
+        except OverflowError:
+            return float("inf")
+    if isinstance(item, (torch.Tensor, np.ndarray)) and item.ndim == 0:
+        return _number(item.item())
+    return None
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:80]} ... {text[-30:]}"
