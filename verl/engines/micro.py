@@ -45,7 +45,7 @@ def cut_into_micro_batches(batch: DataProto, token_budget: int) -> Iterator[Micr
     prompt_lengths = attention[:, :prompt_width].sum(dim=1)
     response_lengths = attention[:, prompt_width:].sum(dim=1)
     for rows in micro_batches(prompt_lengths + response_lengths, token_budget):
-        p, t = int(prompt_lengths[rows].max()), int(response_lengths[rows].max())
+        p, t = max(1, int(prompt_lengths[rows].max())), int(response_lengths[rows].max())
         windows = {
             "P": slice(prompt_width - p, prompt_width),
             "T": slice(0, t),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,7 +52,11 @@ class TorchParallel(Parallel):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         dist.init_process_group(
-            backend="nccl" if self.device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s)
+            backend="nccl" if self.device.type == "cuda" else "gloo",
+            init_method=os.environ.get("VERL_RENDEZVOUS", "env://"),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout_s),
         )
         self.dist = dist
 

@@ -1,0 +1,1 @@
+"""Prompts in; responses and their log-probabilities out."""

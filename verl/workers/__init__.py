@@ -1,0 +1,1 @@
+"""What each role does with a DataProto, in whatever process it lives."""

@@ -1,0 +1,31 @@
+"""Roles in the driver's own process: a call is a call."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+from verl.cluster.base import HostDescription
+from verl.description import BuildContext
+
+
+class InProcess:
+    """Every role in this process. Calls are carried out at once; an error is raised where the result is asked for."""
+
+    world_size = 1
+
+    def __init__(self, host: HostDescription, context: BuildContext):
+        self.step: int | None = None
+        self._host = host.build(context)
+
+    def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(self._host.call(role, method, args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None:
+        """Let go of the models."""
+        self._host.close()

@@ -1,0 +1,114 @@
+"""A worker process: `python -m verl.cluster.worker`, started by `verl.cluster.processes` and by nobody else.
+
+It connects back to the driver, builds its roles, and carries out one call after another until the driver hangs up.
+Started this way, and not by multiprocessing's spawn, it never imports the driver's main script.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Start:
+    """First message to a worker.
+
+    Attributes:
+        sys_path: the driver's, so that user code that can be imported there can be imported here.
+        payload: pickled (host description, build context); opened after `sys_path` is in place.
+        num_threads: that torch may use.
+    """
+
+    sys_path: tuple[str, ...]
+    payload: bytes
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method of a role, to be carried out."""
+
+    number: int
+    role: str
+    method: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a call; `error` is the traceback if it failed."""
+
+    number: int
+    result: Any = None
+    error: str | None = None
+
+
+READY = -1  # the number of the answer to Start
+
+
+def serve(connection: Connection) -> None:
+    """Build the roles and answer calls until the driver hangs up."""
+    host = None
+    try:
+        start: Start = connection.recv()
+        try:
+            host = _build(start)
+        except Exception:
+            connection.send(Answer(READY, error=traceback.format_exc()))
+            return
+        connection.send(Answer(READY))
+        while (call := connection.recv()) is not None:
+            connection.send(_carry_out(host, call))
+    except (EOFError, ConnectionError):
+        pass  # the driver is gone: nobody is left to answer
+    finally:
+        if host is not None:
+            host.close()
+
+
+def _build(start: Start) -> Any:
+    sys.path[:] = [*start.sys_path, *(path for path in sys.path if path not in start.sys_path)]
+    import torch
+
+    torch.set_num_threads(start.num_threads)
+    host, context = pickle.loads(start.payload)
+    return host.build(context)
+
+
+def _carry_out(host: Any, call: Call) -> Answer:
+    try:
+        return Answer(call.number, host.call(call.role, call.method, call.args))
+    except Exception:
+        return Answer(call.number, error=traceback.format_exc())
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after the driver has ended, even in the middle of a computation."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the driver, which ends its workers
+    parent = int(os.environ["VERL_WORKER_PARENT"])
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    key = bytes.fromhex(os.environ.pop("VERL_WORKER_KEY"))
+    with Client(os.environ["VERL_WORKER_ADDRESS"], authkey=key) as connection:
+        connection.send(int(os.environ["RANK"]))
+        serve(connection)
+
+
+if __name__ == "__main__":
+    from verl.cluster.worker import main as imported_main  # so that messages are of the importable module's classes
+
+    imported_main()

@@ -1,0 +1,124 @@
+"""What every rollout engine takes and gives: a request, and rows of prompts with their responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from verl.description import Description
+from verl.protocol import DataProto
+
+TRAINING, EVALUATION = 0, 1  # streams of noise that never meet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Description):
+    """How responses are drawn, by any engine.
+
+    Recorded log-probabilities are log_softmax(logits / temperature) over the whole vocabulary, whatever is cut off
+    by `top_k`, `top_p` or `min_new_tokens` when drawing.
+
+    Args:
+        temperature: divides the logits; above 0. Greedy responses are asked for per request, not by 0 here.
+        top_k: draw among the k likeliest tokens; 0 for all.
+        top_p: draw among the likeliest tokens that hold this share of the probability.
+        max_new_tokens: a response is cut after so many tokens.
+        min_new_tokens: no stop token is drawn before so many tokens.
+        stop_token_ids: end a response beside the model's own end-of-text tokens; they belong to the response.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def faults(self) -> Iterator[str]:
+        if self.temperature <= 0:
+            yield f"temperature is {self.temperature}: must be above 0."
+        if self.top_k < 0:
+            yield f"top_k is {self.top_k}: must be at least 1, or 0 for all tokens."
+        if not 0 < self.top_p <= 1:
+            yield f"top_p is {self.top_p}: must lie in (0, 1]."
+        if self.max_new_tokens < 1:
+            yield f"max_new_tokens is {self.max_new_tokens}: must be at least 1."
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            yield f"min_new_tokens is {self.min_new_tokens}: must lie between 0 and max_new_tokens {self.max_new_tokens}."
+
+    def attach(self, model: Any, tokenizer: Any, seed: int) -> RolloutEngine:
+        """The engine, sampling from `model` with noise that derives from `seed`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call for responses.
+
+    Attributes:
+        step: training step; keys the noise together with prompt and sample numbers.
+        num_samples: responses per prompt.
+        greedy: take the likeliest token instead of drawing.
+        stream: TRAINING or EVALUATION.
+    """
+
+    step: int
+    num_samples: int = 1
+    greedy: bool = False
+    stream: int = TRAINING
+
+
+class RolloutEngine(Protocol):
+    """An engine needs two things: to generate, and to take new weights."""
+
+    def generate(self, prompts: DataProto, request: Request) -> DataProto:
+        """Rows of responses, `num_samples` for each prompt in the order of the prompts; see `assemble`."""
+        ...
+
+    def sync(self) -> str:
+        """Take over the trainer's weights; says what was done."""
+        ...
+
+
+def stop_tokens(model: Any, tokenizer: Any, extra: tuple[int, ...]) -> Tensor:
+    """The ids that end a response: the model's, the tokenizer's and the run's own, sorted."""
+    configured = model.generation_config.eos_token_id
+    ids = {tokenizer.eos_token_id, *extra}
+    ids |= set(configured if isinstance(configured, list) else [configured])
+    return torch.tensor(sorted(i for i in ids if i is not None), dtype=torch.int64)
+
+
+def assemble(
+    prompts: DataProto, num_samples: int, responses: Tensor, mask: Tensor, log_probs: Tensor, pad_id: int
+) -> DataProto:
+    """Join prompts and their responses into the rows that training reads.
+
+    Args:
+        prompts: `prompts`, `prompt_mask` [b P], `prompt_ids`, `group_ids` [b].
+        responses, mask, log_probs: [b * num_samples, T], a prompt's samples side by side.
+        pad_id: fills responses off the mask.
+    Returns:
+        B = b * num_samples rows with the fields of prompts, and `sample_ids`, `input_ids`, `attention_mask`,
+        `position_ids`, `responses`, `response_mask`, `rollout_log_probs`; T is the longest response.
+    """
+    width = int(mask.sum(dim=1).max()) if mask.numel() else 0
+    mask = mask[:, :width]
+    responses = responses[:, :width].masked_fill(~mask, pad_id)
+    rows = prompts.select(["prompts", "prompt_mask", "prompt_ids", "group_ids"]).repeat(num_samples)
+    attention = torch.cat([rows.batch["prompt_mask"], mask], dim=1).long()
+    made = DataProto.from_dict(
+        {
+            "sample_ids": torch.arange(num_samples).repeat(len(prompts)),
+            "input_ids": torch.cat([rows.batch["prompts"], responses], dim=1),
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0),
+            "responses": responses,
+            "response_mask": mask,
+            "rollout_log_probs": log_probs[:, :width].masked_fill(~mask, 0.0),
+        }
+    )
+    return rows.union(made)

@@ -1,0 +1,72 @@
+"""Responses that are given beforehand: for tests, and for replaying text that another system wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.ops.logprobs import log_probs_of, response_positions
+from verl.protocol import DataProto
+from verl.rollout.base import Request, Rollout, assemble, stop_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scripted(Rollout):
+    """Answer from a list; the log-probabilities are the model's own for that text.
+
+    Sample i of the prompt with id p takes entry (p * num_samples + i) of the list, counted round and round.
+
+    Args:
+        texts: the responses; each is ended by the end-of-text token unless it fills `max_new_tokens`.
+    """
+
+    texts: tuple[str, ...]
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        if not self.texts:
+            yield "texts is empty: give at least one response."
+
+    def attach(self, model: Any, tokenizer: Any, seed: int) -> ScriptedSampler:
+        return ScriptedSampler(self, model, tokenizer)
+
+
+class ScriptedSampler:
+    """The running engine of `Scripted`."""
+
+    def __init__(self, options: Scripted, model: Any, tokenizer: Any):
+        self.options, self.model = options, model
+        self.pad_id = tokenizer.pad_token_id
+        end = [int(stop_tokens(model, tokenizer, ())[0])]
+        limit = options.max_new_tokens
+        self.script = [(tokenizer(text, add_special_tokens=False).input_ids + end)[:limit] for text in options.texts]
+
+    def sync(self) -> str:
+        return "one set of weights: nothing to move"
+
+    @torch.no_grad()
+    def generate(self, prompts: DataProto, request: Request) -> DataProto:
+        """See `RolloutEngine.generate`."""
+        self.model.eval()
+        n = request.num_samples
+        entries = (prompts.batch["prompt_ids"][:, None] * n + torch.arange(n)).flatten() % len(self.script)
+        lines = [torch.tensor(self.script[entry]) for entry in entries.tolist()]
+        width = max((len(line) for line in lines), default=0)
+        responses = torch.full((len(lines), width), self.pad_id)
+        mask = torch.zeros_like(responses, dtype=torch.bool)
+        for row, line in enumerate(lines):
+            responses[row, : len(line)] = line
+            mask[row, : len(line)] = True
+        rows = assemble(prompts, n, responses, mask, torch.zeros(responses.shape), self.pad_id)
+        return assemble(prompts, n, responses, mask, self._log_probs(rows), self.pad_id)
+
+    def _log_probs(self, rows: DataProto) -> Tensor:
+        device = self.model.device
+        fields = {name: rows.batch[name].to(device) for name in ("input_ids", "attention_mask", "position_ids")}
+        responses = rows.batch["responses"].to(device)
+        logits = response_positions(self.model(**fields, use_cache=False).logits, responses.shape[1])
+        return log_probs_of(logits, responses, self.options.temperature).cpu()

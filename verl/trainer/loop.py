@@ -1,0 +1,130 @@
+"""The loop around every trainer: data order, evaluation, progress, saving, and an orderly end.
+
+    evaluate ── [ step ── log ── evaluate every eval_interval steps ] × num_steps ── save ── close
+                  ^ one batch of the sampler's order
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl.data.sampler import EpochSampler
+from verl.data.splits import Dataset
+from verl.protocol import DataProto
+from verl.tracking.trackers import TrackerSet
+from verl.trainer.settings import LoopSettings
+from verl.trainer.stages import Stages
+
+_log = logging.getLogger(__name__)
+
+
+class Trainer(Protocol):
+    """What the loop needs of a trainer."""
+
+    settings: LoopSettings
+    tracker: TrackerSet
+    stages: Stages
+    train_data: Dataset
+    sampler: EpochSampler
+    num_steps: int
+    run_dir: Path
+    description: Any  # the run's description, written beside the results
+
+    def step(self, batch: DataProto, step: int) -> dict[str, float]:
+        """One training step, number `step` from 1; returns its metrics."""
+        ...
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of the weights after `step` steps."""
+        ...
+
+    def save(self, directory: Path) -> list[Path]:
+        """Write the weights below `directory`; returns the directories written."""
+        ...
+
+
+@dataclass
+class Result:
+    """What a run came to.
+
+    Attributes:
+        status: `finished`, `interrupted` or `failed`.
+        steps: made in full.
+        evaluations: step -> metrics; step 0 is before training.
+        wall_s: from the first evaluation to the last.
+        train_s: of that, spent in training steps.
+        saved: directories of weights.
+    """
+
+    run_dir: Path
+    status: str = "failed"
+    steps: int = 0
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    last_metrics: dict[str, float] = field(default_factory=dict)
+    wall_s: float = 0.0
+    train_s: float = 0.0
+    saved: list[Path] = field(default_factory=list)
+
+    def write(self) -> None:
+        """Write `summary.json` into the run's directory."""
+        plain = {**vars(self), "run_dir": str(self.run_dir), "saved": [str(path) for path in self.saved]}
+        (self.run_dir / "summary.json").write_text(json.dumps(plain, indent=2) + "\n")
+
+
+def fit(trainer: Trainer, config: dict[str, Any]) -> Result:
+    """Train to the end.
+
+    On Ctrl-C, what is finished is written (weights, metrics, curves, summary) before KeyboardInterrupt goes on its way.
+    """
+    result = Result(run_dir=trainer.run_dir)
+    settings, started = trainer.settings, time.perf_counter()
+    name = f"{settings.project_name}/{settings.experiment_name}"
+    trainer.tracker.start(name, config, trainer.run_dir, trainer.num_steps)
+    try:
+        _train(trainer, result)
+        result.status = "finished"
+    except KeyboardInterrupt:
+        result.status = "interrupted"
+        trainer.tracker.message(f"Interrupted after step {result.steps}: writing what is finished.")
+        raise
+    finally:
+        result.wall_s = time.perf_counter() - started
+        if result.status != "failed" and result.steps and settings.save_final:
+            with trainer.stages.stage("save") as note:
+                result.saved = trainer.save(trainer.run_dir)
+                note.say(", ".join(str(path) for path in result.saved))
+        result.write()
+        trainer.tracker.close(result.status)
+    return result
+
+
+def _train(trainer: Trainer, result: Result) -> None:
+    settings = trainer.settings
+    if settings.eval_before:
+        _evaluate(trainer, 0, result)
+    for step in range(1, trainer.num_steps + 1):
+        started = time.perf_counter()
+        batch = trainer.train_data.collate(trainer.sampler.next_batch())
+        metrics = trainer.step(batch, step)
+        took = time.perf_counter() - started
+        metrics |= {**trainer.stages.take(), "timing/step_s": took, "perf/samples_per_s": metrics["perf/samples"] / took}
+        trainer.tracker.log(metrics, step)
+        result.steps, result.last_metrics = step, metrics
+        result.train_s += took
+        if step == trainer.num_steps or (settings.eval_interval and step % settings.eval_interval == 0):
+            _evaluate(trainer, step, result)
+
+
+def _evaluate(trainer: Trainer, step: int, result: Result) -> None:
+    with trainer.stages.stage("eval") as note:
+        metrics = trainer.evaluate(step)
+        note.say(", ".join(f"{name.split('/')[-1]} {value:.4g}" for name, value in metrics.items()))
+    if metrics:
+        result.evaluations[step] = metrics
+        trainer.tracker.evaluation(metrics, step)
+    trainer.stages.take()

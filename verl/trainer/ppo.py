@@ -1,0 +1,278 @@
+"""Policy optimisation: the algorithm, as it stands in the papers, for PPO, GRPO and their kin.
+
+    generate ──> score ──> assign_credit ──> update ──> sync
+    y ~ pi(.|x)  reward,    KL, advantages,  critic,    the sampler
+                 old, ref,  returns          actor      follows
+                 values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.algorithms.algorithm import Algorithm
+from verl.cluster.base import role_handles
+from verl.data.sampler import EpochSampler
+from verl.description import BuildContext, Description, as_plain
+from verl.engines.sharding import Sharding
+from verl.errors import ConfigError
+from verl.ops.masking import masked_mean
+from verl.protocol import DataProto
+from verl.rollout.base import EVALUATION, Request, Rollout
+from verl.tracking.trackers import Trackers
+from verl.trainer.loop import Result, fit
+from verl.trainer.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
+from verl.trainer.settings import PPOSettings
+from verl.trainer.setup import ProcessState, prepare_context, sharding_faults, start_cluster
+from verl.trainer.stages import Stages
+from verl.utils.seeding import derive_seed
+from verl.workers.actor import Actor
+from verl.workers.critic import Critic
+from verl.workers.hosts import RLHost, with_tokenizer
+from verl.workers.reference import Reference
+
+PROMPT_FIELDS = ["prompts", "prompt_mask", "prompt_ids", "group_ids"]
+SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPORun(Description):
+    """Everything that one policy-gradient run is made of: the root of `conf/ppo.yaml`.
+
+    A role that the algorithm does not need (a critic for GRPO, a reference without KL) is not built.
+    """
+
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+    reward: Description
+    rollout: Rollout
+    sharding: Sharding
+    algorithm: Algorithm
+    data: Description
+    trainer: PPOSettings
+    tracker: Trackers
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong between components, each by its full config path."""
+        settings, algorithm = self.trainer, self.algorithm
+        estimator = type(algorithm.advantage).__name__
+        if algorithm.needs_groups and settings.group_size < 2:
+            yield (
+                f"trainer.group_size is {settings.group_size}: {estimator} compares a response with its siblings. "
+                "Set trainer.group_size >= 2, or algorithm=ppo."
+            )
+        if algorithm.needs_values and self.critic is None:
+            yield f"critic is null: {estimator} needs values. Set critic=tiny or another critic, or algorithm=grpo."
+        if algorithm.needs_reference and self.reference is None:
+            yield "reference is null: algorithm.kl needs one. Set reference=same_as_actor, or algorithm.kl.coef=0."
+        rows = settings.prompts_per_step * settings.group_size
+        if rows % algorithm.mini_batches:
+            fitting = [n for n in range(1, rows + 1) if rows % n == 0]
+            near = min(fitting, key=lambda n: abs(n - algorithm.mini_batches))
+            yield (
+                f"algorithm.mini_batches is {algorithm.mini_batches}: it does not divide the {rows} responses of a step "
+                f"(trainer.prompts_per_step {settings.prompts_per_step} x trainer.group_size {settings.group_size}); "
+                f"{near} would."
+            )
+        yield from sharding_faults(self.sharding, settings)
+        yield from self._context_faults()
+
+    def _context_faults(self) -> Iterator[str]:
+        prompt, response = getattr(self.data, "max_prompt_length", None), self.rollout.max_new_tokens
+        for role in ("actor", "critic"):
+            described = getattr(self, role)
+            limit = None if described is None else described.model.max_positions()
+            if limit is None or prompt is None or prompt + response <= limit:
+                continue
+            yield (
+                f"data.max_prompt_length is {prompt}: with rollout.max_new_tokens {response} that makes "
+                f"{prompt + response} tokens, and {role}.model holds {limit}. Lower one of them."
+            )
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.algorithm.epochs * self.algorithm.mini_batches
+
+    def build(self, context: BuildContext) -> PPOTrainer:
+        """Load data and weights, and start the processes that the sharding asks for."""
+        return PPOTrainer(self, context)
+
+
+class PPOTrainer:
+    """The running trainer. `close` it, or use it as a context manager.
+
+    Attributes:
+        actor, critic, reference: handles to the roles, wherever they live; None where a role is not needed.
+    """
+
+    def __init__(self, run: PPORun, context: BuildContext):
+        self.description, self.settings, self.algorithm = run, run.trainer, run.algorithm
+        self._state = ProcessState(run.trainer)
+        self._cluster = None
+        try:
+            context = with_tokenizer(prepare_context(context, run.trainer), run.actor)
+            assert context.run_dir is not None
+            self.run_dir, self.tokenizer = context.run_dir, context.tokenizer
+            splits = run.data.build(context)
+            self.train_data, self.eval_data = splits.train, splits.eval
+            self.sampler = self._make_sampler(len(self.train_data))
+            self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
+            self.reward = run.reward.build(context)
+            self.tracker = run.tracker.build(context)
+            self.stages = Stages(self.tracker)
+            self._start_roles(run, context)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_sampler(self, size: int) -> EpochSampler:
+        wanted = self.settings.prompts_per_step
+        if wanted > size:
+            raise ConfigError(f"trainer.prompts_per_step is {wanted}: the data has {size} training prompts. Set it to at most that.")
+        return EpochSampler(size, wanted, derive_seed(self.settings.seed, "data order"))
+
+    def _start_roles(self, run: PPORun, context: BuildContext) -> None:
+        host = RLHost(
+            actor=run.actor,
+            critic=run.critic if run.algorithm.needs_values else None,
+            reference=run.reference if run.algorithm.needs_reference else None,
+            rollout=run.rollout,
+            algorithm=run.algorithm,
+            sharding=run.sharding,
+            total_updates=self.num_steps * run.updates_per_step,
+        )
+        self._cluster = start_cluster(host, run.sharding, run.trainer, context)
+        roles = role_handles(self._cluster, host)
+        self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
+
+    # The algorithm
+
+    def step(self, batch: DataProto, step: int) -> dict[str, float]:
+        """One iteration on a batch of prompts [B P]; returns its metrics."""
+        self._cluster.step = step
+        rollout = self.generate(batch, Request(step, self.settings.group_size))
+        scored = self.score(rollout)
+        experience, metrics = self.assign_credit(scored)
+        metrics |= self.update(experience, step)
+        self.sync()
+        return {**experience_metrics(experience), **metrics}
+
+    def generate(self, prompts: DataProto, request: Request) -> DataProto:
+        """Draw responses y ~ pi(. | x): rows of prompts with their responses, [B S], and their texts."""
+        with self.stages.stage("gen") as note:
+            rows = self._respond(prompts, request)
+            tokens = int(rows["response_mask"].sum())
+            note.say(f"{len(rows)} responses to {len(prompts)} prompts, {tokens} tokens")
+        return rows
+
+    def score(self, rollout: DataProto) -> DataProto:
+        """Add what is known of each response: its reward, log-probs under pi_old and pi_ref, values."""
+        with self.stages.stage("reward") as note:
+            rollout = rollout.union(self.reward.score(rollout))
+            note.say(f"mean {float(np.mean(rollout['score'].astype(float))):.4f}")
+        sequences = rollout.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[])
+        with self.stages.stage("old") as note:
+            rollout = rollout.union(self.actor.compute_log_probs(sequences).result())
+            note.say("log-probs of the responses under the present policy")
+        if self.reference is not None:
+            with self.stages.stage("ref") as note:
+                rollout = rollout.union(self.reference.compute_log_probs(sequences).result())
+                note.say("log-probs of the responses under the reference")
+        if self.critic is not None:
+            with self.stages.stage("values") as note:
+                rollout = rollout.union(self.critic.compute_values(sequences).result())
+                note.say(f"mean value {float(masked_mean(rollout['values'], rollout['response_mask'])):.4f}")
+        return rollout
+
+    def assign_credit(self, scored: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """From scores to advantages: subtract the KL penalty, and credit the rewards to tokens."""
+        with self.stages.stage("adv") as note:
+            rewards, metrics = self.algorithm.kl.shape_rewards(scored)
+            scored = scored.union(DataProto.from_dict({"token_level_rewards": rewards}))
+            experience = scored.union(self.algorithm.advantage(scored))
+            note.say(type(self.algorithm.advantage).__name__)
+        return experience, metrics
+
+    def update(self, experience: DataProto, step: int) -> dict[str, float]:
+        """Ascend the clipped objective on shuffled mini-batches: the critic, then the actor."""
+        metrics: dict[str, float] = {}
+        rows = experience.select([name for name in experience.batch if name not in PROMPT_FIELDS], [])
+        for name, role in (("critic", self.critic), ("actor", self.actor)):
+            if role is None:
+                continue
+            with self.stages.stage(f"update_{name}") as note:
+                updates = [role.update(batch).result() for batch in self._mini_batches(rows, step)]
+                metrics |= {f"{name}/{key}": value for key, value in mean_of(updates).items()}
+                note.say(f"{len(updates)} optimizer steps, loss {metrics[f'{name}/loss']:.4f}")
+        return metrics
+
+    def sync(self) -> None:
+        """The sampler follows the trained weights."""
+        with self.stages.stage("sync") as note:
+            note.say(self.actor.sync().result())
+
+    # Around it
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Greedy accuracy on the held-out prompts, and mean@k, best@k of k drawn responses."""
+        if self.eval_data is None:
+            return {}
+        prompts = self.eval_data.collate(range(len(self.eval_data)))
+        greedy = self._judge(prompts, Request(step, greedy=True, stream=EVALUATION))
+        self.tracker.samples(sample_rows(greedy, self.settings.sample_rows), step, "eval")
+        k = self.settings.eval_samples
+        drawn = self._judge(prompts, Request(step, num_samples=k, stream=EVALUATION)) if k else None
+        return evaluation_metrics(greedy, drawn, k, self.settings.success_score)
+
+    def save(self, directory: Path) -> list[Path]:
+        """Write `actor/`, and `critic/` if there is one, as Hugging Face directories below `directory`."""
+        paths = []
+        for name, role in (("actor", self.actor), ("critic", self.critic)):
+            if role is not None:
+                role.save(directory / name).result()
+                paths.append(directory / name)
+        return paths
+
+    def fit(self) -> Result:
+        """Train to the end; see `verl.trainer.loop.fit`."""
+        return fit(self, as_plain(self.description))
+
+    def close(self) -> None:
+        """End the workers, let go of the weights, and put back what the run changed in this process."""
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+        self._state.restore()
+
+    def __enter__(self) -> PPOTrainer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _judge(self, prompts: DataProto, request: Request) -> DataProto:
+        rows = self._respond(prompts, request)
+        return rows.union(self.reward.score(rows))
+
+    def _respond(self, prompts: DataProto, request: Request) -> DataProto:
+        """Rows with responses, the columns of the data, and the response as text."""
+        prompts = prompts.union(DataProto.from_dict({"group_ids": torch.arange(len(prompts))}))
+        rows = self.actor.generate(prompts.select(PROMPT_FIELDS, []), request).result()
+        tokens = [r[m].tolist() for r, m in zip(rows["responses"], rows["response_mask"], strict=True)]
+        texts: Any = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        columns = prompts.select([], list(prompts.non_tensor_batch)).repeat(request.num_samples)
+        return rows.union(columns).union(DataProto.from_dict(non_tensors={"response_text": texts}))
+
+    def _mini_batches(self, rows: DataProto, step: int) -> Iterator[DataProto]:
+        size = len(rows) // self.algorithm.mini_batches
+        for epoch in range(self.algorithm.epochs):
+            generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "mini-batches", step, epoch))
+            order = torch.randperm(len(rows), generator=generator)
+            yield from (rows[part] for part in order.split(size))

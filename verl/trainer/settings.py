@@ -1,0 +1,100 @@
+"""The settings of a run that belong to no single component: how long, how often, how many, where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from verl.description import Description
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings(Description):
+    """What PPO and SFT share.
+
+    Args:
+        project_name, experiment_name: names of the run; part of its directory.
+        seed: everything random derives from it.
+        device: `auto` takes a GPU where there is one; or a torch device such as `cpu` or `cuda:1`.
+        num_threads: that torch may use on the CPU, over all processes; null leaves torch's choice.
+        n_gpus_per_node: processes on this machine, each with a GPU where there are GPUs; 1 with sharding=none.
+        nnodes: machines.
+        total_epochs: passes over the training data.
+        total_steps: ends the run earlier or, over several epochs, later than `total_epochs`; null counts epochs.
+        eval_before: evaluate the weights before the first step.
+        eval_interval: steps between evaluations; 0 for none but the last.
+        sample_rows: rows kept in each table of samples.
+        strict_data_check: check the content of every batch, as VERL_STRICT_DATA_CHECK=1 does.
+        save_final: write the weights at the end as Hugging Face directories.
+    """
+
+    project_name: str = "verl"
+    experiment_name: str = "default"
+    seed: int = 0
+    device: str = "auto"
+    num_threads: int | None = None
+    n_gpus_per_node: int = 1
+    nnodes: int = 1
+    total_epochs: int = 1
+    total_steps: int | None = None
+    eval_before: bool = True
+    eval_interval: int = 0
+    sample_rows: int = 32
+    strict_data_check: bool = False
+    save_final: bool = True
+
+    def faults(self) -> Iterator[str]:
+        for name in ("n_gpus_per_node", "nnodes", "total_epochs", "total_steps", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                yield f"{name} is {value}: must be at least 1."
+        for name in ("eval_interval", "sample_rows", "seed"):
+            if getattr(self, name) < 0:
+                yield f"{name} is {getattr(self, name)}: must not be negative."
+        if self.nnodes > 1:
+            yield f"nnodes is {self.nnodes}: this version runs on one machine. Set nnodes=1."
+
+    def num_steps(self, steps_per_epoch: int) -> int:
+        """Steps of the whole run."""
+        return self.total_steps if self.total_steps is not None else self.total_epochs * steps_per_epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOSettings(LoopSettings):
+    """Settings of a policy-gradient run. See `LoopSettings` for the others.
+
+    Args:
+        prompts_per_step: different prompts of a step.
+        group_size: responses to each of them.
+        eval_samples: k of mean@k and best@k, drawn at the rollout's temperature; 0 evaluates greedily only.
+        success_score: a response with at least this score counts as right in `eval/accuracy`.
+    """
+
+    prompts_per_step: int = 64
+    group_size: int = 8
+    eval_samples: int = 0
+    success_score: float = 1.0
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        for name in ("prompts_per_step", "group_size"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}: must be at least 1."
+        if self.eval_samples < 0:
+            yield f"eval_samples is {self.eval_samples}: must not be negative."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTSettings(LoopSettings):
+    """Settings of supervised fine-tuning. See `LoopSettings` for the others.
+
+    Args:
+        batch_size: sequences of one optimizer step.
+    """
+
+    batch_size: int = 64
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        if self.batch_size < 1:
+            yield f"batch_size is {self.batch_size}: must be at least 1."

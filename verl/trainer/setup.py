@@ -1,0 +1,86 @@
+"""What every trainer sets up before its first step, and puts back after its last: device, seeds, threads, roles."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from verl import config
+from verl.cluster.base import Cluster, HostDescription
+from verl.cluster.in_process import InProcess
+from verl.cluster.processes import Processes
+from verl.description import BuildContext
+from verl.engines.sharding import Sharding
+from verl.errors import ConfigError
+from verl.trainer.settings import LoopSettings
+from verl.utils.seeding import derive_seed, seed_everything
+
+
+class ProcessState:
+    """Settings of this process that a run changes, and `restore` puts back."""
+
+    def __init__(self, settings: LoopSettings):
+        self._threads = torch.get_num_threads()
+        self._strict = config.strict_data_check, os.environ.get("VERL_STRICT_DATA_CHECK")
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
+        if settings.num_threads is not None:
+            torch.set_num_threads(settings.num_threads)
+        if settings.strict_data_check:
+            config.strict_data_check = True
+            os.environ["VERL_STRICT_DATA_CHECK"] = "1"  # workers read it
+        seed_everything(derive_seed(settings.seed, "driver"))
+
+    def restore(self) -> None:
+        torch.set_num_threads(self._threads)
+        torch.use_deterministic_algorithms(self._deterministic)
+        config.strict_data_check, variable = self._strict
+        if variable is None:
+            os.environ.pop("VERL_STRICT_DATA_CHECK", None)
+        else:
+            os.environ["VERL_STRICT_DATA_CHECK"] = variable
+
+
+def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildContext:
+    """The context of the driver: the run's seed, its device, and a directory for results.
+
+    Raises:
+        ConfigError: the device is not there.
+    """
+    device = settings.device
+    if device == "auto":
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    elif device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"trainer.device is {device!r}: torch finds no GPU here. Set trainer.device=auto.")
+    run_dir = context.run_dir or Path("outputs") / settings.project_name / settings.experiment_name
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return replace(context, device=device, seed=settings.seed, run_dir=run_dir)
+
+
+def start_cluster(
+    host: HostDescription, sharding: Sharding, settings: LoopSettings, context: BuildContext
+) -> Cluster:
+    """Build the roles where the sharding wants them.
+
+    Raises:
+        ConfigError: more processes with a GPU each are asked for than there are GPUs.
+    """
+    if not sharding.needs_processes:
+        return InProcess(host, context)
+    world_size = settings.n_gpus_per_node * settings.nnodes
+    if context.device.startswith("cuda") and torch.cuda.device_count() < world_size:
+        raise ConfigError(
+            f"trainer.n_gpus_per_node is {world_size}: this machine has {torch.cuda.device_count()} GPUs. "
+            "Set it lower, or trainer.device=cpu."
+        )
+    return Processes(host, context, world_size, num_threads=max(1, torch.get_num_threads() // world_size))
+
+
+def sharding_faults(sharding: Sharding, settings: LoopSettings) -> list[str]:
+    """What is wrong between sharding and the number of processes."""
+    count = settings.n_gpus_per_node * settings.nnodes
+    if count > 1 and not sharding.needs_processes:
+        return [f"trainer.n_gpus_per_node is {count}: sharding=none runs in one process. Set it to 1, or sharding=ddp."]
+    return []

@@ -1,0 +1,116 @@
+"""Supervised fine-tuning: the likelihood of given completions, in the same loop as PPO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.cluster.base import role_handles
+from verl.data.sampler import EpochSampler
+from verl.description import BuildContext, Description, as_plain
+from verl.engines.sharding import Sharding
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.tracking.trackers import Trackers
+from verl.trainer.loop import Result, fit
+from verl.trainer.settings import SFTSettings
+from verl.trainer.setup import ProcessState, prepare_context, sharding_faults, start_cluster
+from verl.trainer.stages import Stages
+from verl.utils.seeding import derive_seed
+from verl.workers.actor import Actor
+from verl.workers.hosts import SFTHost, with_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTRun(Description):
+    """Everything that one run of supervised fine-tuning is made of: the root of `conf/sft.yaml`."""
+
+    actor: Actor
+    sharding: Sharding
+    data: Description
+    trainer: SFTSettings
+    tracker: Trackers
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong between components, each by its full config path."""
+        yield from sharding_faults(self.sharding, self.trainer)
+        length, limit = getattr(self.data, "max_length", None), self.actor.model.max_positions()
+        if length is not None and limit is not None and length > limit:
+            yield f"data.max_length is {length}: actor.model holds {limit} tokens. Lower it."
+
+    def build(self, context: BuildContext) -> SFTTrainer:
+        """Load data and weights, and start the processes that the sharding asks for."""
+        return SFTTrainer(self, context)
+
+
+class SFTTrainer:
+    """The running trainer. `close` it, or use it as a context manager."""
+
+    def __init__(self, run: SFTRun, context: BuildContext):
+        self.description, self.settings = run, run.trainer
+        self._state = ProcessState(run.trainer)
+        self._cluster = None
+        try:
+            context = with_tokenizer(prepare_context(context, run.trainer), run.actor)
+            assert context.run_dir is not None
+            self.run_dir = context.run_dir
+            splits = run.data.build(context)
+            self.train_data, self.eval_data = splits.train, splits.eval
+            self.sampler = self._make_sampler(len(self.train_data))
+            self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
+            self.tracker = run.tracker.build(context)
+            self.stages = Stages(self.tracker)
+            host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps)
+            self._cluster = start_cluster(host, run.sharding, run.trainer, context)
+            self.learner = role_handles(self._cluster, host)["learner"]
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_sampler(self, size: int) -> EpochSampler:
+        wanted = self.settings.batch_size
+        if wanted > size:
+            raise ConfigError(f"trainer.batch_size is {wanted}: the data has {size} training rows. Set it to at most that.")
+        return EpochSampler(size, wanted, derive_seed(self.settings.seed, "data order"))
+
+    def step(self, batch: DataProto, step: int) -> dict[str, float]:
+        """One optimizer step on the mean negative log-likelihood per learned token."""
+        self._cluster.step = step
+        with self.stages.stage("update") as note:
+            metrics = self.learner.update(batch).result()
+            note.say(f"{len(batch)} sequences, loss {metrics['loss']:.4f}")
+        tokens = float(batch["loss_mask"].sum())
+        return {**{f"sft/{k}": v for k, v in metrics.items()}, "perf/samples": float(len(batch)), "perf/tokens": tokens}
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Loss and share of tokens predicted right, given the true text before them, on the held-out rows."""
+        if self.eval_data is None:
+            return {}
+        sums = self.learner.evaluate(self.eval_data.collate(range(len(self.eval_data)))).result()
+        return {
+            "eval/loss": sums["nll"] / sums["tokens"],
+            "eval/token_accuracy": sums["correct"] / sums["tokens"],
+        }
+
+    def save(self, directory: Path) -> list[Path]:
+        """Write `actor/` as a Hugging Face directory below `directory`."""
+        self.learner.save(directory / "actor").result()
+        return [directory / "actor"]
+
+    def fit(self) -> Result:
+        """Train to the end; see `verl.trainer.loop.fit`."""
+        return fit(self, as_plain(self.description))
+
+    def close(self) -> None:
+        """End the workers, let go of the weights, and put back what the run changed in this process."""
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+        self._state.restore()
+
+    def __enter__(self) -> SFTTrainer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,112 @@
+"""The actor: one set of weights that generates, scores and trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.algorithms.algorithm import Algorithm
+from verl.description import BuildContext
+from verl.dispatch import by_rows, by_rows_to_one, on_all
+from verl.engines.engine import TrainingEngine, forward_logits
+from verl.engines.micro import MicroBatch
+from verl.engines.sharding import Parallel
+from verl.ops.aggregate import Totals, aggregate
+from verl.ops.logprobs import entropy_of, log_probs_of
+from verl.protocol import DataProto
+from verl.rollout.base import Request, Rollout
+from verl.workers.training import TrainedRole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Actor(TrainedRole):
+    """The policy pi(response | prompt): any Hugging Face causal language model. See `TrainedRole` for the arguments."""
+
+    def start(
+        self, context: BuildContext, parallel: Parallel, algorithm: Algorithm, rollout: Rollout, total_updates: int
+    ) -> HybridActor:
+        """Load the weights and attach the engines that train them and sample from them."""
+        model = self.model.load_causal_lm(context.device)
+        if self.lora is not None:
+            model = self.lora.apply(model, causal_lm=True)
+        engine = self.engine(model, parallel, total_updates)
+        sampler = rollout.attach(model, context.tokenizer, context.seed)
+        return HybridActor(engine, algorithm, sampler, rollout.temperature, context.tokenizer)
+
+
+class HybridActor:
+    """The running actor.
+
+    Attributes:
+        model: the Hugging Face model, with its adapter if it has one.
+        version: optimizer updates made so far; sampled rows carry it as `policy_version`.
+    """
+
+    def __init__(self, engine: TrainingEngine, algorithm: Algorithm, sampler: Any, temperature: float, tokenizer: Any):
+        self.engine, self.algorithm, self.sampler = engine, algorithm, sampler
+        self.temperature, self.tokenizer = temperature, tokenizer
+
+    @property
+    def model(self) -> Any:
+        return self.engine.model
+
+    @property
+    def version(self) -> int:
+        return self.engine.updates
+
+    @by_rows
+    def generate(self, prompts: DataProto, request: Request) -> DataProto:
+        """Draw responses; see `rollout.base.RolloutEngine.generate`."""
+        rows = self.sampler.generate(prompts, request)
+        return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))
+
+    @by_rows
+    def compute_log_probs(self, batch: DataProto) -> DataProto:
+        """`old_log_probs` and `entropies` [B T] of the responses under the present weights."""
+        found = self.engine.infer(batch, self._score)
+        return DataProto.from_dict({"old_log_probs": found["log_probs"], "entropies": found["entropies"]})
+
+    @by_rows_to_one
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer step on a mini-batch of experience; returns metrics of the whole mini-batch."""
+        return self.engine.update(batch, self._loss)
+
+    @on_all
+    def sync(self) -> str:
+        """Give the rollout engine the present weights; says what was done."""
+        return self.sampler.sync()
+
+    @on_all
+    def save(self, directory: Path) -> None:
+        """Write a Hugging Face directory (with LoRA: a peft adapter directory) with the tokenizer; rank 0 writes."""
+        if self.engine.parallel.rank == 0:
+            self.model.save_pretrained(directory)
+            self.tokenizer.save_pretrained(directory)
+
+    def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        logits = forward_logits(model, micro)
+        return {
+            "log_probs": log_probs_of(logits, micro.tensors["responses"], self.temperature),
+            "entropies": entropy_of(logits, self.temperature),
+        }
+
+    def _loss(self, model: nn.Module, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        algorithm, x = self.algorithm, micro.tensors
+        mask = x["response_mask"]
+        logits = forward_logits(model, micro)
+        log_probs = log_probs_of(logits, x["responses"], self.temperature)
+        per_token, stats = algorithm.policy_loss(log_probs, x)
+        penalty = algorithm.kl.loss(log_probs, x)
+        if penalty is not None:
+            per_token = per_token + penalty
+            stats["kl_loss"] = penalty
+        if algorithm.entropy_coef:
+            entropy = entropy_of(logits, self.temperature)
+            per_token = per_token - algorithm.entropy_coef * entropy
+            stats["entropy"] = entropy
+        loss = aggregate(per_token, mask, algorithm.aggregation, totals)
+        return loss, {name: aggregate(stat, mask, "token-mean", totals) for name, stat in stats.items()}

@@ -1,0 +1,105 @@
+"""Which roles live together in one process, and how that process builds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from verl.algorithms.algorithm import Algorithm
+from verl.description import BuildContext, Description
+from verl.engines.sharding import Parallel, Sharding
+from verl.rollout.base import Rollout
+from verl.utils.seeding import derive_seed, seed_everything
+from verl.workers.actor import Actor, HybridActor
+from verl.workers.critic import Critic, CriticWorker
+from verl.workers.learner import Learner
+from verl.workers.reference import Reference, ReferenceWorker
+from verl.workers.training import TrainedRole
+
+
+@dataclass
+class Host:
+    """The roles of one process.
+
+    Attributes:
+        parallel: this process among its siblings.
+        workers: role name -> the running role.
+    """
+
+    parallel: Parallel
+    workers: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
+        return getattr(self.workers[role], method)(*args)
+
+    def close(self) -> None:
+        """Let go of the models and leave the group of processes."""
+        self.workers.clear()
+        self.parallel.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLHost(Description):
+    """Actor, and critic and reference where they are wanted, side by side in each process.
+
+    Args:
+        total_updates: optimizer steps of the whole run, for the schedules of the learning rates.
+    """
+
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+    rollout: Rollout
+    algorithm: Algorithm
+    sharding: Sharding
+    total_updates: int
+
+    def worker_types(self) -> dict[str, type]:
+        """Role name -> class of the running role, known before anything is built."""
+        types: dict[str, type] = {"actor": HybridActor}
+        if self.critic is not None:
+            types["critic"] = CriticWorker
+        if self.reference is not None:
+            types["reference"] = ReferenceWorker
+        return types
+
+    def build(self, context: BuildContext) -> Host:
+        """Load every role. Each is seeded by its own name, so that what one draws never depends on another."""
+        host = Host(self.sharding.build(context))
+        context = with_tokenizer(context, self.actor)
+        seed_everything(derive_seed(context.seed, "actor"))
+        actor = self.actor.start(context, host.parallel, self.algorithm, self.rollout, self.total_updates)
+        host.workers["actor"] = actor
+        if self.critic is not None:
+            seed_everything(derive_seed(context.seed, "critic"))
+            host.workers["critic"] = self.critic.start(context, host.parallel, self.algorithm, self.total_updates)
+        if self.reference is not None:
+            host.workers["reference"] = self.reference.start(
+                context, host.parallel, self.actor, actor, self.rollout.temperature
+            )
+        return host
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTHost(Description):
+    """The learner of supervised fine-tuning, alone in each process."""
+
+    learner: TrainedRole
+    sharding: Sharding
+    total_updates: int
+
+    def worker_types(self) -> dict[str, type]:
+        return {"learner": Learner}
+
+    def build(self, context: BuildContext) -> Host:
+        """Load the model."""
+        host = Host(self.sharding.build(context))
+        seed_everything(derive_seed(context.seed, "learner"))
+        context = with_tokenizer(context, self.learner)
+        host.workers["learner"] = Learner.start(self.learner, context, host.parallel, self.total_updates)
+        return host
+
+
+def with_tokenizer(context: BuildContext, role: TrainedRole) -> BuildContext:
+    """The context with the role's tokenizer, loaded unless it is there already."""
+    return context if context.tokenizer is not None else replace(context, tokenizer=role.model.load_tokenizer())

@@ -1,0 +1,80 @@
+"""The learner of supervised fine-tuning: a causal language model and the likelihood of given text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from verl.description import BuildContext
+from verl.dispatch import by_rows_to_one, on_all
+from verl.engines.engine import TrainingEngine, forward_logits
+from verl.engines.micro import MicroBatch
+from verl.engines.sharding import Parallel
+from verl.ops.aggregate import Totals, aggregate
+from verl.ops.logprobs import log_probs_of
+from verl.protocol import DataProto
+from verl.workers.training import TrainedRole
+
+
+class Learner:
+    """A causal language model under supervised fine-tuning.
+
+    Its batches hold `input_ids`, `attention_mask`, `position_ids`, `loss_mask` [B S], padded on the right.
+    """
+
+    def __init__(self, engine: TrainingEngine, tokenizer: Any):
+        self.engine, self.tokenizer = engine, tokenizer
+
+    @classmethod
+    def start(cls, role: TrainedRole, context: BuildContext, parallel: Parallel, total_updates: int) -> Learner:
+        """Load the weights and attach the engine that trains them."""
+        model = role.model.load_causal_lm(context.device)
+        if role.lora is not None:
+            model = role.lora.apply(model, causal_lm=True)
+        return cls(role.engine(model, parallel, total_updates), context.tokenizer)
+
+    @by_rows_to_one
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer step on the mean negative log-likelihood per token where `loss_mask` is on."""
+        return self.engine.update(_as_continuation(batch), self._loss)
+
+    @by_rows_to_one
+    def evaluate(self, batch: DataProto) -> dict[str, float]:
+        """Sums over the masked tokens: `nll` in nats, `correct` greedy predictions, and `tokens`."""
+        rows = _as_continuation(batch)
+        found = self.engine.infer(rows, self._judge)
+        sums = {name: float(x.double().sum()) for name, x in found.items()}
+        return self.engine.parallel.sums({**sums, "tokens": float(rows.batch["response_mask"].sum())})
+
+    @on_all
+    def save(self, directory: Path) -> None:
+        """Write a Hugging Face directory (with LoRA: a peft adapter directory) with the tokenizer; rank 0 writes."""
+        if self.engine.parallel.rank == 0:
+            model: Any = self.engine.model
+            model.save_pretrained(directory)
+            self.tokenizer.save_pretrained(directory)
+
+    def _loss(self, model: nn.Module, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs = log_probs_of(forward_logits(model, micro), micro.tensors["responses"])
+        return aggregate(-log_probs, micro.tensors["response_mask"], "token-mean", totals), {}
+
+    def _judge(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        logits, tokens = forward_logits(model, micro), micro.tensors["responses"]
+        return {"nll": -log_probs_of(logits, tokens), "correct": (logits.argmax(dim=-1) == tokens).float()}
+
+
+def _as_continuation(batch: DataProto) -> DataProto:
+    """See a text as a prompt of one token and its continuation, so that one forward pass serves SFT and RL."""
+    x = batch.batch
+    return DataProto.from_dict(
+        {
+            "input_ids": x["input_ids"],
+            "attention_mask": x["attention_mask"],
+            "position_ids": x["position_ids"],
+            "responses": x["input_ids"][:, 1:],
+            "response_mask": x["loss_mask"][:, 1:],
+        }
+    )

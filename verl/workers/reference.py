@@ -1,0 +1,75 @@
+"""The reference: the frozen policy that KL is measured against."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from verl.description import BuildContext, Description
+from verl.dispatch import by_rows
+from verl.engines.engine import TrainingEngine, forward_logits
+from verl.engines.micro import MicroBatch
+from verl.engines.sharding import Parallel
+from verl.models.lora import adapter_off
+from verl.models.source import ModelSource
+from verl.ops.logprobs import log_probs_of
+from verl.protocol import DataProto
+from verl.workers.actor import Actor, HybridActor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference(Description):
+    """The policy that the actor is kept near.
+
+    Args:
+        model: its weights; null takes the weights that the actor starts from. If the actor trains a LoRA adapter,
+            null costs no memory: the reference is the actor with its adapter off.
+        micro_batch_tokens: tokens of one forward pass, padding included.
+    """
+
+    model: ModelSource | None = None
+    micro_batch_tokens: int = 16384
+
+    def faults(self) -> Iterator[str]:
+        if self.micro_batch_tokens < 1:
+            yield f"micro_batch_tokens is {self.micro_batch_tokens}: must be at least 1."
+
+    def start(
+        self, context: BuildContext, parallel: Parallel, actor: Actor, running: HybridActor, temperature: float
+    ) -> ReferenceWorker:
+        """Load the weights, or borrow the actor's."""
+        if self.model is None and actor.lora is not None:
+            engine = TrainingEngine(running.model, parallel, self.micro_batch_tokens)
+            return ReferenceWorker(engine, temperature, lambda: adapter_off(running.model))
+        model = (self.model or actor.model).load_causal_lm(context.device).requires_grad_(False)
+        return ReferenceWorker(TrainingEngine(model, parallel, self.micro_batch_tokens), temperature)
+
+
+class ReferenceWorker:
+    """The running reference.
+
+    Args:
+        frozen: the context in which the engine's model is the reference.
+    """
+
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        temperature: float,
+        frozen: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ):
+        self.engine, self.temperature, self.frozen = engine, temperature, frozen
+
+    @by_rows
+    def compute_log_probs(self, batch: DataProto) -> DataProto:
+        """`ref_log_probs` [B T] of the responses."""
+        with self.frozen():
+            return DataProto.from_dict(self.engine.infer(batch, self._score))
+
+    def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        logits = forward_logits(model, micro)
+        return {"ref_log_probs": log_probs_of(logits, micro.tensors["responses"], self.temperature)}
