@@ -58,9 +58,9 @@ def _raise(offence: Offence, batch: Tensors, sources: Mapping[str, Source]) -> N
 
 def _own_offence(name: str, tensor: torch.Tensor) -> Offence | None:
     if tensor.is_floating_point():
-        # a sum is finite where all is, at a fraction of the cost; it may overflow, so it only ever acquits
-        tensor = tensor.detach()
-        if not torch.isfinite(tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)):
+        tensor = tensor.detach() if tensor.dtype in (torch.float32, torch.float64) else tensor.detach().float()
+        # A sum is finite only where every entry is, and costs a fraction; it may overflow, so it only ever acquits.
+        if not torch.isfinite(tensor.sum()):
             return _where(name, "finite numbers", ~torch.isfinite(tensor))
     elif name in _COUNTS:
         return _where(name, "no negative number", tensor < 0)

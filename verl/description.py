@@ -54,10 +54,8 @@ class Description:
     def __post_init__(self):
         faults = []
         for name, annotation in field_types(type(self)).items():
-            value = getattr(self, name)
-            if isinstance(value, list) and not _fits(value, annotation):
-                value = tuple(value)
-                object.__setattr__(self, name, value)
+            value = _as_declared(getattr(self, name), annotation)
+            object.__setattr__(self, name, value)
             if (expected := type_fault(value, annotation)) is not None:
                 faults.append(f"{name} is {value!r}: expected {expected}.")
         faults = faults or list(self.faults())
@@ -103,16 +101,46 @@ def type_fault(value: Any, annotation: Any) -> str | None:
     return None if _fits(value, annotation) else _in_words(annotation)
 
 
+def _as_declared(value: Any, annotation: Any) -> Any:
+    """The value in the declared type, so that equal settings have one form: a list as a tuple, 1 as 1.0."""
+    choices = _choices(annotation)
+    if float in choices and int not in choices and _fits(value, int):
+        return float(value)
+    for choice in choices:
+        kind = typing.get_origin(choice)
+        convertible = isinstance(value, (list, tuple)) if kind is tuple else isinstance(value, list) and kind is list
+        if convertible and _fits(kind(value), choice):
+            return kind(map(_as_declared, value, _item_types(choice, len(value))))
+        if kind is dict and _fits(value, choice):
+            return {key: _as_declared(item, typing.get_args(choice)[1]) for key, item in value.items()}
+    return value
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union; any other annotation alone."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _item_types(annotation: Any, length: int) -> tuple[Any, ...]:
+    """The annotation of each item of a list or tuple; a fixed-length tuple has its own number of them."""
+    args = typing.get_args(annotation)
+    return args if typing.get_origin(annotation) is tuple and args[-1:] != (...,) else args[:1] * length
+
+
 def _fits(value: Any, annotation: Any) -> bool:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
         return True
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, arg) for arg in args)
+    if len(choices := _choices(annotation)) > 1:
+        return any(_fits(value, choice) for choice in choices)
     if origin is typing.Literal:
         return any(value == arg and type(value) is type(arg) for arg in args)
     if origin in (tuple, list):
-        return isinstance(value, origin) and all(_fits(item, args[0]) for item in value)
+        if not isinstance(value, origin):
+            return False
+        item_types = _item_types(annotation, len(value))
+        return len(item_types) == len(value) and all(map(_fits, value, item_types))
     if origin is dict:
         return isinstance(value, dict) and all(_fits(k, args[0]) and _fits(v, args[1]) for k, v in value.items())
     if annotation in (None, type(None)):
@@ -133,6 +161,8 @@ def _in_words(annotation: Any) -> str:
         return " or ".join(_in_words(arg) for arg in args)
     if origin is typing.Literal:
         return "one of " + ", ".join(str(arg) for arg in args)
+    if origin is tuple and args[-1:] != (...,):
+        return "a list of " + ", ".join(_in_words(arg) for arg in args)
     if origin in (tuple, list):
         return f"a list in which each item is {_in_words(args[0])}"
     if origin is dict:

@@ -94,6 +94,8 @@ def check_tensor(name: str, tensor: Any, bound: Bound, sources: Mapping[str, Sou
         DataProtoValidationError: naming the field, what was expected and found, and who made it.
     """
     field = _TABLE.get(name)
+    if not isinstance(name, str):
+        raise contract_error(name, "a text as the name of a field", type(name).__name__, sources.get(name))
     if not isinstance(tensor, torch.Tensor):
         raise contract_error(name, "a torch.Tensor", f"{type(tensor).__name__}{_hint(tensor)}", sources.get(name))
     shape = tensor.shape
@@ -117,7 +119,9 @@ def check_tensor(name: str, tensor: Any, bound: Bound, sources: Mapping[str, Sou
 
 
 def check_rows(name: str, rows: int, bound: Bound, sources: Mapping[str, Source]) -> None:
-    """Check and bind B for a field that is no tensor."""
+    """Check and bind B for a column of Python objects, which may not take the name of a registered field."""
+    if name in _TABLE:
+        raise contract_error(name, f"a tensor {_TABLE[name].shape}", "a column that is no tensor", sources.get(name))
     if bound.setdefault("B", (rows, name))[0] != rows:
         raise _size_error(name, ("B",), "B", [rows], bound, sources)
 

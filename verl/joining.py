@@ -93,7 +93,7 @@ def join_tensors(
         if tensor.dtype != first.dtype or not alike:
             by = f" by {maker}" if maker else ""
             raise contract_error(name, f"{_kind(first)} as in another part{by}", _kind(tensor), source)
-    if all(tensor.shape[1:] == first.shape[1:] for tensor, _ in columns) and len(set(lengths)) == 1 or dims == ("B",):
+    if not any(_differs(letter, lengths) for letter in dims):
         return torch.cat([tensor for tensor, _ in columns])
     sizes = {"B": sum(len(tensor) for tensor, _ in columns), "P": prompt, "T": response, "S": prompt + response}
     shape = [first.shape[place] if letter is _ANY else sizes[letter] for place, letter in enumerate(dims)]
@@ -107,6 +107,13 @@ def join_tensors(
         joined[tuple(place)] = tensor
         row += len(tensor)
     return joined
+
+
+def _differs(letter: Any, lengths: Sequence[tuple[int, int]]) -> bool:
+    """Whether the parts disagree in this dim; S does where P or T does, for its two parts move."""
+    if letter == "S":
+        return len(set(lengths)) > 1
+    return letter in ("P", "T") and len({pair[letter == "T"] for pair in lengths}) > 1
 
 
 def join_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -18,32 +18,13 @@ import numpy as np
 import torch
 
 from verl import config
+from verl.columns import Indices, ReadOnlyFields, absent_error, object_array, only, row_indices
 from verl.content import check_content
 from verl.errors import DataProtoValidationError
-from verl.fields import FIELDS, Bound, check_rows, check_tensor
+from verl.fields import Bound, check_rows, check_tensor
 from verl.joining import join_arrays, join_tensors, lengths_of, merged_meta, same_tensor, same_value
 from verl.source import Source, contract_error, source_of, source_of_caller
 from verl.storing import pack, read, unpack, write
-
-Indices = int | slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
-
-
-class ReadOnlyFields(dict):
-    """The fields of a batch by name: reads like a dict, refuses every change."""
-
-    def _refuse(self, *args, **kwargs):
-        raise DataProtoValidationError(
-            "The fields of a DataProto are read-only: add or replace them with data.union(DataProto.from_dict({...})), "
-            "which checks them and returns a new batch; drop them with data.select(...) or data.pop(...)."
-        )
-
-    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse
-
-    def __missing__(self, name):
-        raise _absent(name, self)
-
-    def __reduce__(self):
-        return dict, (dict(self),)
 
 
 class DataProto:
@@ -106,11 +87,9 @@ class DataProto:
             check_tensor(name, tensor, bound, sources)
         arrays = {}
         for name, column in columns.items():
-            if name in tensors or name in FIELDS:
-                raise contract_error(
-                    name, "a tensor" if name in FIELDS else "one kind of field", "a column that is no tensor", source
-                )
-            arrays[name] = _object_array(name, column, source)
+            if name in tensors:
+                raise contract_error(name, "one kind of field", "both a tensor and a column", source)
+            arrays[name] = object_array(name, column, source)
             check_rows(name, len(arrays[name]), bound, sources)
         if config.strict_data_check:
             check_content(tensors, bound, sources)
@@ -150,14 +129,15 @@ class DataProto:
                 if key in self._arrays
                 else self._missing(key)
             )
-        if isinstance(key, (int, np.integer)):
+        if isinstance(key, (int, np.integer)) or getattr(key, "ndim", None) == 0:
+            key = int(key)
             row = key + len(self) if key < 0 else key
             if not 0 <= row < len(self):
                 raise IndexError(f"row {key} of a batch of {len(self)} rows")
             key = slice(row, row + 1)
         if isinstance(key, slice) and (key.step is None or key.step > 0):
             return self._rows(lambda tensor: tensor[key], lambda array: array[key], len(range(*key.indices(len(self)))))
-        return self._take(_row_indices(key, len(self)))
+        return self._take(row_indices(key, len(self)))
 
     def __setitem__(self, name: str, value: Any):
         self._tensors._refuse()
@@ -183,6 +163,7 @@ class DataProto:
             check_rows(name, len(array), bound, self._sources)
         if strict or config.strict_data_check:
             check_content(self._tensors, bound, self._sources)
+        self._bound = bound
         return self
 
     # Choosing and joining fields
@@ -194,8 +175,8 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
         """The named fields alone; None keeps all of that kind."""
-        tensors, arrays = _only(self._tensors, batch_keys), _only(self._arrays, non_tensor_batch_keys)
-        return self._with_fields(tensors, arrays, _only(self.meta_info, meta_info_keys))
+        tensors, arrays = only(self._tensors, batch_keys), only(self._arrays, non_tensor_batch_keys)
+        return self._with_fields(tensors, arrays, only(self.meta_info, meta_info_keys))
 
     def pop(
         self,
@@ -223,15 +204,17 @@ class DataProto:
             raise DataProtoValidationError(
                 f"rename of {olds} to {news}: two fields would have one name. Fields: {', '.join(names)}."
             )
-        renamed = DataProto()._fill(
-            {names[name]: tensor for name, tensor in self._tensors.items()},
-            {names[name]: array for name, array in self._arrays.items()},
-            dict(self.meta_info),
-            {names[name]: source for name, source in self._sources.items()},
-            {},
+        return (
+            DataProto()
+            ._fill(
+                {names[name]: tensor for name, tensor in self._tensors.items()},
+                {names[name]: array for name, array in self._arrays.items()},
+                dict(self.meta_info),
+                {names[name]: source for name, source in self._sources.items() if name in names},
+                {},
+            )
+            .check()
         )
-        renamed.check()
-        return renamed._with_fields(renamed._tensors, renamed._arrays, renamed.meta_info)
 
     def union(self, other: DataProto) -> DataProto:
         """The fields of both, checked against each other; neither is changed.
@@ -244,17 +227,18 @@ class DataProto:
         """
         tensors, arrays, bound = dict(self._tensors), dict(self._arrays), dict(self._bound)
         sources = {**other._sources, **self._sources}
-        theirs = {**self._sources, **other._sources} if tensors.keys() & other._tensors.keys() else sources
         for name, tensor in other._tensors.items():
-            check_tensor(name, tensor, bound, theirs)
-            if name not in tensors:
-                tensors[name] = tensor
-            elif not same_tensor(tensors[name], tensor):
-                raise self._conflict(name, other)
+            if name in tensors or name in arrays:
+                if name in arrays or not same_tensor(tensors[name], tensor):
+                    raise self._conflict(name, other)
+                continue
+            check_tensor(name, tensor, bound, sources)
+            tensors[name] = tensor
         for name, array in other._arrays.items():
-            check_rows(name, len(array), bound, sources)
-            if not same_value(arrays.setdefault(name, array), array) or name in tensors:
+            if name in tensors or not same_value(arrays.get(name, array), array):
                 raise self._conflict(name, other)
+            check_rows(name, len(array), bound, sources)
+            arrays[name] = array
         meta_info = merged_meta([self.meta_info, other.meta_info], "union")
         if config.strict_data_check:
             check_content(tensors, bound, sources, new=other._tensors.keys() - self._tensors.keys())
@@ -268,7 +252,7 @@ class DataProto:
         Raises:
             DataProtoValidationError: `indices` is no permutation of the rows.
         """
-        order = _row_indices(indices, len(self))
+        order = row_indices(indices, len(self))
         if not torch.equal(order.sort().values, torch.arange(len(self))):
             raise DataProtoValidationError(
                 f"reorder needs each of the {len(self)} rows once, got {len(order)} indices. Use data[indices]."
@@ -368,8 +352,7 @@ class DataProto:
             DataProtoValidationError: no such file, or not one that `save` wrote.
         """
         tensors, arrays, meta_info, sources = read(Path(path))
-        loaded = DataProto()._fill(tensors, arrays, meta_info, sources, {}).check()
-        return loaded._with_fields(tensors, arrays, meta_info)
+        return DataProto()._fill(tensors, arrays, meta_info, sources, {}).check()
 
     def __getstate__(self):
         return pack(self._tensors), dict(self._arrays), self.meta_info, self._sources, self._bound
@@ -404,7 +387,7 @@ class DataProto:
         return self._rows(lambda t: t.index_select(0, on[t.device]), lambda array: array[positions], len(rows))
 
     def _missing(self, name: str) -> Any:
-        raise _absent(name, {**self._tensors, **self._arrays})
+        raise absent_error(name, {**self._tensors, **self._arrays})
 
     def _conflict(self, name: str, other: DataProto) -> DataProtoValidationError:
         mine, theirs = self._describe(name), other._describe(name)
@@ -439,48 +422,3 @@ def pad_to_divisor(data: DataProto, k: int) -> tuple[DataProto, int]:
 def unpad(data: DataProto, pad_size: int) -> DataProto:
     """Drop the rows that `pad_to_divisor` added."""
     return data[: len(data) - pad_size]
-
-
-def _only(fields: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
-    if names is None:
-        return dict(fields)
-    if absent := [name for name in names if name not in fields]:
-        raise _absent(absent[0], fields)
-    return {name: value for name, value in fields.items() if name in set(names)}
-
-
-def _absent(name: str, fields: Mapping[str, Any]) -> DataProtoValidationError:
-    return DataProtoValidationError(
-        f"There is no `{name}` in this batch, which has: {', '.join(fields) or 'no fields'}."
-    )
-
-
-def _object_array(name: str, column: Any, source: Source) -> np.ndarray:
-    """One Python object per row."""
-    if isinstance(column, np.ndarray) and column.ndim:
-        column = column if column.dtype == object and column.ndim == 1 else column.tolist()
-    elif not isinstance(column, (list, tuple)):
-        raise contract_error(name, "a list or an array with one entry per row", type(column).__name__, source)
-    return column if isinstance(column, np.ndarray) else np.fromiter(column, dtype=object, count=len(column))
-
-
-def _row_indices(key: Indices, rows: int) -> torch.Tensor:
-    """Any index of several rows as int64 on the CPU, within [0, rows)."""
-    if isinstance(key, slice):
-        return torch.tensor(range(*key.indices(rows)), dtype=torch.int64)
-    index = torch.as_tensor(key).detach().cpu() if len(key) else torch.zeros(0, dtype=torch.int64)
-    if index.dtype == torch.bool:
-        if index.shape != (rows,):
-            raise DataProtoValidationError(
-                f"A mask of shape {list(index.shape)} chooses among rows: expected [{rows}]."
-            )
-        return index.nonzero().flatten()
-    if index.ndim != 1 or index.is_floating_point() or index.is_complex():
-        raise DataProtoValidationError(
-            f"Rows are chosen by whole numbers in one dim, not {list(index.shape)} {index.dtype}."
-        )
-    index = index.to(torch.int64)
-    outside = (index < -rows) | (index >= rows)
-    if outside.any():
-        raise IndexError(f"row {int(index[outside][0])} of a batch of {rows} rows")
-    return torch.where(index < 0, index + rows, index)

@@ -1,0 +1,121 @@
+"""Cost of DataProto's checks: a union of ten fields always checked, and the strict check of a whole batch.
+
+    python benchmarks/dataproto.py --step-s 1.2
+
+Prints one JSON line. Times are medians with the quartiles as spread. The two costs, and the same union and batch
+without any check, are measured in turns within one run. Targets: union below 50 us, strict below 2% of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from verl.protocol import DataProto
+
+TEN = [
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "log_probs",
+    "entropies",
+    "values",
+    "token_level_scores",
+    "token_level_rewards",
+    "returns",
+    "advantages",
+]
+
+
+def rollout(b: int, p: int, t: int) -> DataProto:
+    """A rollout as an engine returns it, with prompts and responses of every length."""
+    generator = torch.Generator().manual_seed(0)
+    prompt_mask = torch.arange(p) >= torch.randint(0, p, (b, 1), generator=generator)
+    response_mask = torch.arange(t) < torch.randint(1, t + 1, (b, 1), generator=generator)
+    attention_mask = torch.cat([prompt_mask, response_mask], dim=1).long()
+    input_ids = torch.randint(1, 50, (b, p + t), generator=generator) * attention_mask
+    tensors = {
+        "prompts": input_ids[:, :p].contiguous(),
+        "prompt_mask": prompt_mask,
+        "prompt_ids": torch.arange(b) // 8,
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+        "responses": input_ids[:, p:].contiguous(),
+        "response_mask": response_mask,
+        "group_ids": torch.arange(b) // 8,
+        "sample_ids": torch.arange(b) % 8,
+    }
+    return DataProto.from_dict(tensors)
+
+
+def ten_fields(mask: torch.Tensor) -> DataProto:
+    """The ten per-token float fields, zero off the mask."""
+    generator = torch.Generator().manual_seed(1)
+    return DataProto.from_dict({name: torch.randn(mask.shape, generator=generator) * mask for name in TEN})
+
+
+def measure(calls: dict[str, Callable[[], object]], rounds: int, inner: int) -> dict[str, list[float]]:
+    """Microseconds per call, `rounds` samples each of `inner` calls, all calls taking turns."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(inner):
+                call()
+            samples[name].append((time.perf_counter() - start) / inner * 1e6)
+    return samples
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--step-s", type=float, default=None, help="seconds of a training step, to give strict as a share"
+    )
+    parser.add_argument("--rounds", type=int, default=100, help="samples of each cost (default 100)")
+    parser.add_argument("--inner", type=int, default=20, help="calls per sample (default 20)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+
+    base = rollout(384, 16, 8)
+    ten = ten_fields(base["response_mask"])
+    whole = base.union(ten)
+    left, right = dict(base.batch), dict(ten.batch)
+    calls = {
+        "union": lambda: base.union(ten),
+        "union_unchecked": lambda: {**left, **right},
+        "check": whole.check,
+        "strict": lambda: whole.check(strict=True),
+    }
+    measure(calls, 5, options.inner)
+    result: dict[str, object] = {
+        "benchmark": "dataproto",
+        "rows": 384,
+        "prompt": 16,
+        "response": 8,
+        "fields": len(whole.batch),
+    }
+    for name, samples in measure(calls, options.rounds, options.inner).items():
+        low, median, high = statistics.quantiles(samples, n=4)
+        result |= {f"{name}_us": round(median, 2), f"{name}_spread_us": [round(low, 2), round(high, 2)]}
+    result["union_target_us"] = 50
+    if options.step_s:
+        result |= {
+            "step_s": options.step_s,
+            "strict_share_of_step": float(f"{result['strict_us'] / options.step_s / 1e6:.3g}"),
+        }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
