@@ -1,0 +1,24 @@
+"""Train a language model on written answers; `python main_sft.py --help` tells what can be chosen."""
+
+from verl.compose.check import check
+from verl.compose.entry import Job, entry_point
+from verl.compose.show import show
+from verl.compose.warm_start import resolve_warm_starts
+from verl.description import BuildContext
+
+
+@entry_point("sft")
+def main(job: Job) -> None:
+    run = check(job.config, job.faults)  # every fault at once, before any weight is loaded
+    show(job.config, job.console)
+    job.record()
+    run = resolve_warm_starts(run, job.console)  # the embedded starting weights are made on first use
+    trainer = run.build(BuildContext(run_dir=job.run_dir))
+    try:
+        trainer.fit()
+    finally:
+        trainer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Other people's spellings of our keys, and what this version does not have, each with the sentence that says so.
+
+One name has one meaning here; this table is the only place where a second spelling is known. Each use is reported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+_CHECKPOINTS = "needs checkpoints, which this version does not have; the final weights are saved when the run ends."
+_SHARDINGS = "needs a sharding that this version does not have; it has sharding=none and sharding=ddp."
+_VLLM = "needs rollout=vllm, which this version does not have; rollout=hf generates with the training weights."
+_REWARD_MODEL = (
+    "needs a reward model, which this version does not have; score by rule: reward=exact_match or reward=function."
+)
+_RAY = "needs Ray, which this version does not have; trainer.n_gpus_per_node counts the processes on this machine."
+_RESUME = "needs checkpoints to continue from, which this version does not have."
+
+
+@dataclass(frozen=True)
+class Alias:
+    """What a foreign key becomes.
+
+    Attributes:
+        path: our key that takes the value as it is.
+        option: `group=option` that goes with it, unless the group is chosen by name already.
+        choices: for keys that choose, by lower-case value: the `group=option` it becomes, or "" where it says only
+            what is so anyway.
+        refusal: the sentence for every value that `choices` does not list.
+    """
+
+    path: str | None = None
+    option: str | None = None
+    choices: dict[str, str] = field(default_factory=dict)
+    refusal: str | None = None
+
+
+_OFF = {"false": "", "null": "", "none": ""}
+_SINGLE = {"no_shard": "sharding=none", "none": "sharding=none", "null": ""}
+
+ALIASES: dict[str, Alias] = {
+    "actor_rollout.model_name_or_path": Alias(path="actor.model.path", option="actor=pretrained"),
+    "actor_rollout_ref.model.path": Alias(path="actor.model.path", option="actor=pretrained"),
+    "actor_rollout_ref.actor.optim.lr": Alias(path="actor.optimizer.lr"),
+    "actor_rollout_ref.rollout.n": Alias(path="trainer.group_size"),
+    "actor_rollout_ref.rollout.temperature": Alias(path="rollout.temperature"),
+    "critic.model_name_or_path": Alias(path="critic.model.path", option="critic=pretrained"),
+    "critic.optim.lr": Alias(path="critic.optimizer.lr"),
+    "actor_rollout.use_vllm": Alias(choices={**_OFF}, refusal=_VLLM),
+    "actor_rollout.fsdp_config.sharding_strategy": Alias(choices=_SINGLE, refusal=_SHARDINGS),
+    "actor_rollout.fsdp_config.cpu_offload": Alias(choices=_OFF, refusal=_SHARDINGS),
+    "trainer.backend": Alias(
+        choices={"local": "sharding=none", "none": "sharding=none", "ddp": "sharding=ddp"}, refusal=_SHARDINGS
+    ),
+    "trainer.save_freq": Alias(choices={**_OFF, "-1": "", "0": ""}, refusal=_CHECKPOINTS),
+    "trainer.test_freq": Alias(path="trainer.eval_interval"),
+    "trainer.total_training_steps": Alias(path="trainer.total_steps"),
+    "algorithm.adv_estimator": Alias(
+        choices={"gae": "algorithm=ppo", "grpo": "algorithm=grpo"},
+        refusal="names an estimator that this version does not have; it has algorithm=ppo (GAE) and algorithm=grpo.",
+    ),
+    "algorithm.gamma": Alias(path="algorithm.advantage.gamma"),
+    "algorithm.lam": Alias(path="algorithm.advantage.lam"),
+    "data.train_batch_size": Alias(path="trainer.prompts_per_step"),
+    "data.max_response_length": Alias(path="rollout.max_new_tokens"),
+    "data.train_files": Alias(path="data.train_files", option="data=files"),
+    "data.val_files": Alias(path="data.eval_files", option="data=files"),
+    "use_critic": Alias(choices={"true": "", "false": "critic=none"}, refusal="takes true or false."),
+    "use_reference_policy": Alias(choices={"true": "", "false": "reference=none"}, refusal="takes true or false."),
+    "use_rm": Alias(choices=_OFF, refusal=_REWARD_MODEL),
+    "use_vllm": Alias(choices=_OFF, refusal=_VLLM),
+    "resume": Alias(choices={"null": ""}, refusal=_RESUME),
+}
+
+PREFIXES = {"checkpoint.": _CHECKPOINTS, "storage.": _CHECKPOINTS, "ray.": _RAY, "reward_model.": _REWARD_MODEL}
+OPTIONS = {"rollout=vllm": _VLLM, "sharding=fsdp": _SHARDINGS, "trainer=ray": _RAY}
+
+
+@dataclass
+class Translated:
+    """An assignment in our spelling: options of groups, values by path, a note for the user, a fault."""
+
+    options: list[str] = field(default_factory=list)
+    values: list[tuple[str, Any]] = field(default_factory=list)
+    note: str | None = None
+    fault: str | None = None
+
+
+def translate(key: str, value: Any, chosen: set[str]) -> Translated | None:
+    """What `key=value` means here, or None where the key is no alias.
+
+    Args:
+        chosen: groups that were chosen by name; an alias does not choose them again.
+    """
+    said = f"{key}={_text(value)}"
+    if (sentence := OPTIONS.get(said)) or (sentence := _refused_prefix(key)):
+        return Translated(fault=f"{said} {sentence}")
+    alias = ALIASES.get(key)
+    if alias is None:
+        return None
+    if alias.path is not None:
+        return _renamed(alias, key, value, chosen)
+    choice = alias.choices.get(_text(value).lower())
+    if choice is None:
+        return Translated(fault=f"{said} {alias.refusal}")
+    return Translated(options=[choice] if choice else [], note=f"{said} became {choice or 'nothing: it is so anyway'}")
+
+
+def _renamed(alias: Alias, key: str, value: Any, chosen: set[str]) -> Translated:
+    assert alias.path is not None
+    option = alias.option if alias.option and alias.option.split("=")[0] not in chosen else None
+    became = " ".join(part for part in (option, f"{alias.path}={_text(value)}") if part)
+    said = f"{key}={_text(value)}"
+    note = None if became == said else f"{said} became {became}"
+    return Translated(options=[option] if option else [], values=[(alias.path, value)], note=note)
+
+
+def _refused_prefix(key: str) -> str | None:
+    return next((sentence for prefix, sentence in PREFIXES.items() if f"{key}.".startswith(prefix)), None)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value).strip("\"'")

@@ -1,0 +1,209 @@
+"""Turns a composed configuration into the description of a run, or reports every fault in it at once.
+
+    composed nodes -> classes named by `_target_` -> descriptions, innermost first -> faults across components
+
+Nothing heavy is imported for it and no weight is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl.compose.nearest import hint, nearest_path
+from verl.compose.plain import UNKNOWN, Plain, Unknown, join, read_plain
+from verl.description import Description, field_types, type_fault
+from verl.errors import ConfigError
+
+TARGET = "_target_"
+
+
+def check(config: DictConfig | dict[str, Any], faults: Sequence[str] = ()) -> Any:
+    """The description that a configuration gives.
+
+    Args:
+        config: a composed root; its own `_target_` names the description of the run.
+        faults: found earlier, on the command line; they are reported together with all others.
+    Raises:
+        ConfigError: with every fault, each opening with its config path: unknown keys with the nearest known one,
+            missing and mistyped values, wrong `_target_`s, references that lead nowhere, and what the descriptions
+            themselves find wrong, alone and together.
+    """
+    plain = read_plain(config if isinstance(config, DictConfig) else OmegaConf.create(config))
+    checking = _Checking(plain)
+    run = checking.value(plain.tree, "")
+    found = list(dict.fromkeys([*faults, *plain.faults, *checking.faults]))
+    if not found and not isinstance(run, Description):
+        found = [f"the root of the configuration has no {TARGET}."]
+    if found:
+        raise ConfigError(found)
+    return run
+
+
+class _Checking:
+    """One walk over a configuration, from the leaves up."""
+
+    def __init__(self, plain: Plain):
+        self.plain = plain
+        self.faults: list[str] = []
+
+    def value(self, node: Any, path: str) -> Any:
+        """What stands at a node: a description, a plain value, or UNKNOWN where a fault was found in it."""
+        if isinstance(node, dict) and TARGET in node:
+            return self._component(node, path)
+        if isinstance(node, dict):
+            read = {key: self.value(item, join(path, key)) for key, item in node.items()}
+            return UNKNOWN if any(item is UNKNOWN for item in read.values()) else read
+        if isinstance(node, list):
+            items = [self.value(item, join(path, i)) for i, item in enumerate(node)]
+            return UNKNOWN if any(item is UNKNOWN for item in items) else items
+        return node
+
+    def _component(self, node: dict[str, Any], path: str) -> Any:
+        kind = self._locate(node[TARGET], path)
+        given = {key: item for key, item in node.items() if key != TARGET}
+        if kind is None:
+            for key, item in given.items():
+                self.value(item, join(path, key))
+            return UNKNOWN
+        types, before = field_types(kind), len(self.faults)
+        values = {key: self.value(item, join(path, key)) for key, item in given.items() if key in types}
+        self._unknown_keys(kind, [key for key in given if key not in types], path)
+        for name in _required(kind):
+            if name not in values:
+                self._fault(path, f"{name} is missing: {kind.__name__} needs it.")
+                values[name] = UNKNOWN
+        for name, value in values.items():
+            if value is not UNKNOWN and (expected := _mismatch(value, types[name])):
+                self._fault(path, f"{name} is {_shown(value)}: expected {expected}.{_untargeted(value)}")
+                values[name] = UNKNOWN
+        return self._made(kind, values, path, sound=len(self.faults) == before)
+
+    def _made(self, kind: type[Description], values: dict[str, Any], path: str, *, sound: bool) -> Any:
+        if any(value is UNKNOWN for value in values.values()):
+            self._report(_faults_of_the_rest(kind, values), path)
+            return UNKNOWN
+        try:
+            made = kind(**values)
+        except ConfigError as error:
+            self._report(error.faults, path)
+            return UNKNOWN
+        return made if sound else UNKNOWN
+
+    def _locate(self, target: Any, path: str) -> type[Description] | None:
+        where = join(path, TARGET)
+        if target is UNKNOWN:
+            return None
+        found = _import(target) if isinstance(target, str) else "expected the dotted path of a description's class"
+        if isinstance(found, str):
+            self.faults.append(f"{self.plain.origin(where)} is {target!r}: {found}.")
+            return None
+        return found
+
+    def _unknown_keys(self, kind: type[Description], keys: Sequence[str], path: str) -> None:
+        for key in keys:
+            here = self.plain.origin(join(path, key))
+            below = [join(self.plain.origin(path), name) for name in field_types(kind)]
+            near = nearest_path(here, [*below, *self._known_paths()])
+            self.faults.append(f"{here} is not a known key: {kind.__name__} has no such field.{hint(near)}")
+
+    def _known_paths(self) -> Iterable[str]:
+        """Every path that the components of this configuration know."""
+        return dict.fromkeys(self.plain.origin(path) for path in _paths(self.plain.tree, ""))
+
+    def _report(self, faults: Iterable[str], path: str) -> None:
+        for fault in faults:
+            self._fault(path, fault)
+
+    def _fault(self, path: str, fault: str) -> None:
+        self.faults.append(join(self.plain.origin(path), fault))
+
+
+def _import(target: str) -> type[Description] | str:
+    """The description's class, or what is wrong with its name."""
+    module_name, _, name = target.rpartition(".")
+    if not module_name:
+        return "expected the dotted path of a description's class"
+    try:
+        found = getattr(importlib.import_module(module_name), name, None)
+    except ModuleNotFoundError as error:
+        return f"there is no module {error.name}"
+    except ImportError as error:
+        return f"it cannot be imported ({error})"
+    if found is None:
+        return f"{module_name} has no {name}"
+    if not (isinstance(found, type) and issubclass(found, Description)):
+        return "it is no description; give a frozen dataclass that inherits verl.description.Description"
+    return found
+
+
+def _required(kind: type[Description]) -> Iterator[str]:
+    for f in dataclasses.fields(kind):
+        if f.init and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            yield f.name
+
+
+def _mismatch(value: Any, annotation: Any) -> str | None:
+    """What was expected where a value is of the wrong type; a list also stands for a tuple."""
+    expected = type_fault(value, annotation)
+    if expected and isinstance(value, list):
+        expected = type_fault(tuple(value), annotation)
+    return expected
+
+
+def _shown(value: Any) -> str:
+    text = type(value).__name__ if isinstance(value, Description) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _untargeted(value: Any) -> str:
+    return (
+        f" It has no {TARGET}: choose an option of its group, or give the whole node."
+        if isinstance(value, dict)
+        else ""
+    )
+
+
+class _Stop(Exception):
+    """A description looked at a value that already has a fault."""
+
+
+class _Unreadable(Unknown):
+    """In place of UNKNOWN while a description looks for further faults: any use of it stops the search."""
+
+    def _stop(self, *_: Any) -> Any:
+        raise _Stop
+
+    __getattr__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __len__ = __iter__ = _stop
+    __contains__ = __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __mod__ = _stop
+    __rmod__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __str__ = __repr__ = __format__ = _stop
+    __hash__ = _stop  # type: ignore[assignment]
+
+
+def _faults_of_the_rest(kind: type[Description], values: dict[str, Any]) -> Iterator[str]:
+    """What a description finds wrong with the fields that could be read, up to the first that could not."""
+    partial = object.__new__(kind)
+    for f in dataclasses.fields(kind):
+        default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+        value = values.get(f.name, default)
+        value = tuple(value) if isinstance(value, list) and type_fault(value, field_types(kind)[f.name]) else value
+        object.__setattr__(partial, f.name, _Unreadable() if value is UNKNOWN else value)
+    try:
+        yield from partial.faults()
+    except _Stop:
+        return
+
+
+def _paths(node: Any, path: str) -> Iterator[str]:
+    if isinstance(node, list):
+        return
+    if isinstance(node, dict):
+        kind = _import(node[TARGET]) if isinstance(node.get(TARGET), str) else None
+        names = field_types(kind) if isinstance(kind, type) else {}
+        yield from (join(path, name) for name in names)
+        for key, item in node.items():
+            yield from _paths(item, join(path, key))

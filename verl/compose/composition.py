@@ -1,0 +1,55 @@
+"""Composes a root configuration outside of `hydra.main`, and lays values over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl.compose import schema
+from verl.compose.paths import conf_dir
+
+
+def compose_root(root: str, overrides: Sequence[str] = ()) -> DictConfig:
+    """The configuration of a root with Hydra overrides, as `hydra.main` would give it.
+
+    May be called while a Hydra job runs: its global state is put back.
+
+    Args:
+        root: `ppo` or `sft`.
+        overrides: in Hydra's own spelling, such as `algorithm=grpo` or `++trainer.seed=1`.
+    """
+    schema.register()
+    running = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(conf_dir()), job_name=f"main_{root}", version_base="1.3"):
+            return compose(config_name=root, overrides=list(overrides))
+    finally:
+        GlobalHydra.instance().hydra = running
+
+
+def lay(config: DictConfig, values: Iterable[tuple[str, Any]]) -> None:
+    """Set values by path, in order, in place; a node that refers to another becomes a copy of it first.
+
+    A mapping with a `_target_` replaces the node, so that no key of the former component stays behind.
+    """
+    with open_dict(config):
+        for path, value in values:
+            _detach_parents(config, path)
+            OmegaConf.update(config, path, value, merge=False, force_add=True)
+
+
+def _detach_parents(config: DictConfig, path: str) -> None:
+    """Turn `${actor.model}` into a copy of the actor's model, so that a key set below it leaves the actor alone."""
+    keys = path.split(".")
+    node: Any = config
+    for key in keys[:-1]:
+        if not isinstance(node, DictConfig) or key not in node or OmegaConf.is_missing(node, key):
+            return
+        if OmegaConf.is_interpolation(node, key) and isinstance(node[key], DictConfig):
+            node[key] = OmegaConf.create(OmegaConf.to_container(node[key], resolve=False))
+        node = node[key]

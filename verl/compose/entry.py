@@ -1,0 +1,128 @@
+"""What the main scripts share: the command line, the clean end of a run, and what a run is given to work with.
+
+arguments -> aliases and checks of the command line -> Hydra -> Job -> main(job)
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from verl.compose import schema
+from verl.compose.overrides import command_line
+from verl.compose.paths import conf_dir
+from verl.compose.save import save
+from verl.errors import ConfigError
+from verl.tracking.logs import setup_logging
+from verl.utils.redact import redact
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SHOWS_ONLY = ("--cfg", "-c", "--info", "-i")  # Hydra flags that print and never reach the run's own check
+
+
+@dataclass
+class Job:
+    """One run as composed from the command line.
+
+    Attributes:
+        config: the composed root.
+        overrides: what was assigned on the command line.
+        faults: found on the command line, to be reported with those of the check.
+        run_dir: where the run writes.
+        console: standard output.
+        closing: what ends with the run.
+    """
+
+    config: DictConfig
+    run_dir: Path
+    console: Console
+    overrides: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    closing: ExitStack = field(default_factory=ExitStack)
+
+    def record(self) -> None:
+        """Save the configuration beside the results, without secrets, and log to run.log from here on."""
+        save(self.config, self.overrides, self.run_dir)
+        self.closing.callback(setup_logging(self.run_dir))
+
+
+def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None]]:
+    """Make `main(job)` a command: `root` names the configuration, `ppo` or `sft`.
+
+    A fault in the configuration prints as a list and ends with status 2, Ctrl-C with 130, any other error with its
+    traceback and 1.
+    """
+
+    def decorate(main: Callable[[Job], Any]) -> Callable[[], None]:
+        @functools.wraps(main)
+        def command() -> None:
+            with _clean_end():
+                schema.register()
+                arguments, assigned = command_line(root, sys.argv[1:])
+                for note in assigned.notes:
+                    print(redact(note), file=sys.stderr)
+                if assigned.faults and any(flag in sys.argv for flag in _SHOWS_ONLY):
+                    raise ConfigError(assigned.faults)
+                sys.argv[1:] = arguments
+                _run_hydra(root, main, assigned.faults)
+
+        return command
+
+    return decorate
+
+
+def _run_hydra(root: str, main: Callable[[Job], Any], faults: Sequence[str]) -> None:
+    def task(config: DictConfig) -> None:
+        from rich.console import Console
+
+        running = HydraConfig.get()
+        run_dir = Path(running.runtime.output_dir)
+        job = Job(config, run_dir, Console(highlight=False), list(running.overrides.task), list(faults))
+        with _clean_end():
+            try:
+                with job.closing:
+                    main(job)
+            finally:
+                _remove_if_empty(run_dir)
+
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=root)(task)()
+
+
+@contextmanager
+def _clean_end() -> Iterator[None]:
+    """Turn what ends a run early into a message and an exit status."""
+    try:
+        yield
+    except ConfigError as error:
+        print(redact(str(error)), file=sys.stderr)
+        sys.exit(2)
+    except HydraException as error:
+        print(redact(str(error)), file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception:  # noqa: BLE001 - the end of the program: all that is left is to tell, without secrets
+        print(redact(traceback.format_exc()), file=sys.stderr)
+        sys.exit(1)
+
+
+def _remove_if_empty(run_dir: Path) -> None:
+    """Hydra makes the run's directory first; a run that was refused leaves none behind, nor empty parents."""
+    directory, here = run_dir.resolve(), Path.cwd()
+    while here in directory.parents and directory.is_dir() and not any(directory.iterdir()):
+        directory.rmdir()
+        directory = directory.parent

@@ -1,0 +1,105 @@
+"""Turns what a user assigns, on the command line or in a short file, into group options and values by path."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.compose.aliases import translate
+from verl.compose.nearest import hint, nearest
+from verl.compose.paths import conf_dir, group_options
+from verl.compose.schema import root_keys
+
+_ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)$", re.DOTALL)
+_PLAIN_OPTION = re.compile(r"^[\w,]*$")
+_OTHER_SEARCH_PATH = ("--config-dir", "-cd", "--config-path", "-cp", "hydra.searchpath", "+hydra.searchpath")
+
+
+@dataclass
+class Assignments:
+    """What was assigned, in our spelling.
+
+    Attributes:
+        options: `group=option` choices, in Hydra's spelling.
+        values: by path, in order; texts from a command line are still in Hydra's grammar.
+        notes: one line for each alias used, with what it became.
+        faults: what cannot be composed at all; it is left out and reported with all other faults.
+    """
+
+    options: list[str] = field(default_factory=list)
+    values: list[tuple[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool = True) -> Assignments:
+    """Sort `key=value` pairs into options and values, translating aliases and collecting what is refused.
+
+    Args:
+        root: `ppo` or `sft`.
+        pairs: keys with their values.
+        judge_options: whether to report unknown options here; off where groups come from further directories too.
+    """
+    groups, keys, out = group_options(conf_dir()), root_keys(root), Assignments()
+    chosen = {key for key, _ in pairs if key in keys}
+    for key, value in pairs:
+        if (translated := translate(key, value, chosen)) is not None:
+            out.options += [option for option in translated.options if option not in out.options]
+            out.values += translated.values
+            out.notes += [translated.note] if translated.note else []
+            out.faults += [translated.fault] if translated.fault else []
+        elif "." in key or _is_mapping(value):
+            out.values.append((key, value))
+        elif key not in keys:
+            out.faults.append(f"{key} is not a key of {root}.yaml.{hint(nearest(key, keys))}")
+        elif judge_options and (fault := _option_fault(key, value, groups)):
+            out.faults.append(fault)
+        else:
+            out.options.append(f"{key}={'null' if value is None else value}")
+    return out
+
+
+def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Assignments]:
+    """The arguments for Hydra, and what was found in them.
+
+    A plain `a.b=c` becomes `++a.b=c`: an unknown key then reaches our own check, which reports all faults at once with
+    the nearest known key, where Hydra would stop at the first. Flags, `hydra.*`, `~key` and `group@package` pass as
+    they are.
+    """
+    passed, pairs = [], []
+    for argument in arguments:
+        match = _ASSIGNMENT.match(argument)
+        if match is None or match["key"].split(".")[0] == "hydra":
+            passed.append(argument)
+        else:
+            pairs.append((match["key"], match["value"]))
+    judge = not any(argument.startswith(_OTHER_SEARCH_PATH) for argument in arguments)
+    assigned = assign(root, pairs, judge_options=judge)
+    return [*passed, *assigned.options, *(f"++{key}={value}" for key, value in assigned.values)], assigned
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """The leaves of a nested mapping by path; a component with its `_target_` counts as one leaf."""
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and "_target_" not in value:
+            yield from flatten(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) or (isinstance(value, str) and value.startswith("{"))
+
+
+def _option_fault(group: str, value: Any, groups: Mapping[str, list[str]]) -> str | None:
+    text = "null" if value is None else str(value)
+    known = groups.get(group, [])
+    if not _PLAIN_OPTION.match(text):
+        return None
+    unknown = [option for option in text.split(",") if option not in (*known, "null", "")]
+    if not unknown:
+        return None
+    return f"{group}={unknown[0]}: no such option; there are {', '.join(known)}.{hint(nearest(unknown[0], known))}"

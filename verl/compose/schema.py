@@ -1,0 +1,60 @@
+"""The root keys of a run, as dataclasses that make Hydra reject any other.
+
+With them an unknown root key in an experiment file, or a forgotten `# @package _global_`, is an error and not a silent
+extra node. Everything below the root is checked by `verl.compose.check` against the descriptions themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+CHOOSERS = ("experiment", "debug")  # groups that write into the other nodes and have none of their own
+
+
+@dataclass
+class PPORoot:
+    """Root keys of ppo.yaml; a component that an algorithm may do without starts as null."""
+
+    _target_: str = MISSING
+    actor: Any = MISSING
+    critic: Any = None
+    reference: Any = None
+    reward: Any = MISSING
+    rollout: Any = MISSING
+    sharding: Any = MISSING
+    algorithm: Any = MISSING
+    data: Any = MISSING
+    trainer: Any = MISSING
+    tracker: Any = MISSING
+
+
+@dataclass
+class SFTRoot:
+    """Root keys of sft.yaml."""
+
+    _target_: str = MISSING
+    actor: Any = MISSING
+    sharding: Any = MISSING
+    data: Any = MISSING
+    trainer: Any = MISSING
+    tracker: Any = MISSING
+
+
+ROOTS: dict[str, type] = {"ppo": PPORoot, "sft": SFTRoot}
+
+
+def root_keys(root: str) -> list[str]:
+    """The keys that may stand alone on the command line of a root: its components and the choosers."""
+    return [*(f.name for f in dataclasses.fields(ROOTS[root]) if f.name != "_target_"), *CHOOSERS]
+
+
+def register() -> None:
+    """Make the schemas known to Hydra under `schema_ppo` and `schema_sft`; calling it again changes nothing."""
+    store = ConfigStore.instance()
+    for root, schema in ROOTS.items():
+        store.store(name=f"schema_{root}", node=schema, provider="verl")

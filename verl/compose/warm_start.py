@@ -1,0 +1,126 @@
+"""Makes what `warm-start://NAME` stands for: the actor that `python main_sft.py experiment=NAME` trains, kept for reuse.
+
+run with warm-start://NAME -> conf/sft.yaml + experiment NAME -> key -> <cache>/warm_starts/NAME-key/actor
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import verl
+from verl.compose.check import check
+from verl.compose.composition import compose_root
+from verl.compose.nearest import hint, nearest
+from verl.compose.paths import conf_dir, group_options
+from verl.description import BuildContext, Description, as_plain
+from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PREFIX = "warm-start://"
+
+
+def resolve_warm_starts(run: Any, console: Console) -> Any:
+    """The same run with every `warm-start://NAME` replaced by a directory; what is missing is made, once.
+
+    Args:
+        run: the checked description of a run.
+        console: where the wait is announced.
+    Raises:
+        ConfigError: there is no such experiment.
+    """
+
+    @functools.cache
+    def directory(name: str) -> str:
+        return str(_actor_dir(name, console))
+
+    return _replace(run, directory)
+
+
+def warm_start_dir(name: str, run: Any) -> Path:
+    """Where the warm start of that name lies, made or not: its key holds all that its weights depend on."""
+    return _cache() / f"{name}-{_key(run)}"
+
+
+def _replace(value: Any, directory: Callable[[str], str]) -> Any:
+    if isinstance(value, Description):
+        old = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        new = {name: _replace(item, directory) for name, item in old.items()}
+        changed = {name: item for name, item in new.items() if item is not old[name]}
+        return dataclasses.replace(value, **changed) if changed else value
+    if isinstance(value, str) and value.startswith(PREFIX):
+        return directory(value.removeprefix(PREFIX))
+    return value
+
+
+def _actor_dir(name: str, console: Console) -> Path:
+    known = group_options(conf_dir()).get("experiment", [])
+    if name not in known:
+        raise ConfigError(f"{PREFIX}{name}: there is no experiment {name}.{hint(nearest(name, known))}")
+    run = check(compose_root("sft", [f"experiment={name}", "tracker=none"]))
+    final = warm_start_dir(name, run)
+    if (final / "actor" / "config.json").is_file():
+        console.print(f"{PREFIX}{name} lies in {final}", soft_wrap=True)
+        return final / "actor"
+    console.print(f"{PREFIX}{name} is made once, by main_sft.py experiment={name}, about a minute ...", soft_wrap=True)
+    begin = time.monotonic()
+    _make(run, final)
+    console.print(f"{PREFIX}{name} made in {time.monotonic() - begin:.0f} s, kept in {final}", soft_wrap=True)
+    return final / "actor"
+
+
+def _make(run: Any, final: Path) -> None:
+    """Train into a sibling directory and rename it, so that a half-made warm start is never taken for a whole one."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    try:
+        trainer = run.build(BuildContext(run_dir=making))
+        try:
+            trainer.fit()
+        finally:
+            trainer.close()
+        assert (making / "actor" / "config.json").is_file(), "supervised fine-tuning saved no actor"
+        _publish(making, final)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _publish(making: Path, final: Path) -> None:
+    try:
+        os.rename(making, final)
+    except OSError:
+        if not (final / "actor" / "config.json").is_file():
+            raise
+        # Another process was faster; its weights are the same.
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("VERL_CACHE") or Path.home() / ".cache" / "verl").expanduser() / "warm_starts"
+
+
+def _key(run: Any) -> str:
+    import torch
+
+    description = as_plain(run)
+    parts = [json.dumps(description, sort_keys=True), _sources(), torch.__version__, str(torch.get_num_threads())]
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def _sources() -> str:
+    """One hash of every source file of the package."""
+    digest, package = hashlib.blake2b(digest_size=16), Path(verl.__file__).resolve().parent
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package).as_posix()}\n".encode())
+        digest.update(hashlib.blake2b(file.read_bytes()).digest())
+    return digest.hexdigest()
