@@ -1,0 +1,55 @@
+"""An algorithm says what a run needs and refuses numbers that make no sense."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.algorithms.advantages import GAE, GroupRelative
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.kl import KLInLoss, KLInReward, NoKL
+from verl.algorithms.policy_losses import PPOClip
+from verl.algorithms.value_losses import ClippedValueLoss
+from verl.errors import ConfigError
+from verl.ops.aggregate import AGGREGATIONS
+
+
+@pytest.mark.parametrize(
+    ("advantage", "kl", "needs"),
+    [
+        (GAE(), NoKL(), (True, False, False)),
+        (GAE(), KLInReward(coef=0.01), (True, False, True)),
+        (GroupRelative(), KLInLoss(coef=0.01), (False, True, True)),
+        (GroupRelative(), KLInLoss(coef=0.0), (False, True, False)),
+    ],
+)
+def test_what_a_run_needs_follows_from_the_parts(advantage, kl, needs):
+    algorithm = Algorithm(advantage=advantage, policy_loss=PPOClip(), kl=kl)
+    assert (algorithm.needs_values, algorithm.needs_groups, algorithm.needs_reference) == needs
+
+
+def test_the_defaults_are_one_pass_with_neither_kl_nor_entropy():
+    algorithm = Algorithm(advantage=GAE(), policy_loss=PPOClip())
+    assert (algorithm.value_loss, algorithm.kl) == (ClippedValueLoss(), NoKL())
+    assert (algorithm.epochs, algorithm.mini_batches, algorithm.entropy_coef) == (1, 1, 0.0)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_every_aggregation_can_be_chosen(mode):
+    assert Algorithm(advantage=GAE(), policy_loss=PPOClip(), aggregation=mode).aggregation == mode
+
+
+def test_all_faults_are_told_at_once():
+    with pytest.raises(ConfigError) as error:
+        Algorithm(advantage=GAE(), policy_loss=PPOClip(), entropy_coef=-0.5, epochs=0, mini_batches=-2)
+    assert [fault.split(":")[0] for fault in error.value.faults] == [
+        "entropy_coef is -0.5",
+        "epochs is 0",
+        "mini_batches is -2",
+    ]
+
+
+def test_parts_of_the_wrong_kind_are_refused():
+    with pytest.raises(ConfigError, match="advantage is .*expected a component with _target_ of kind AdvantageEst"):
+        Algorithm(advantage=PPOClip(), policy_loss=PPOClip())
+    with pytest.raises(ConfigError, match="aggregation is 'mean': expected one of token-mean"):
+        Algorithm(advantage=GAE(), policy_loss=PPOClip(), aggregation="mean")

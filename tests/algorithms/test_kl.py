@@ -1,0 +1,124 @@
+"""KL in the reward, in the loss, or nowhere."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from verl.algorithms.kl import KLInLoss, KLInReward, NoKL
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+
+LN2 = math.log(2)
+
+
+def scored():
+    """Three tokens of the first row and one of the second; policy log-probs are ln 2 above the reference's."""
+    mask = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
+    zeros = torch.zeros(3, 3, dtype=torch.float64)
+    scores = zeros.clone()
+    scores[0, 2], scores[1, 0] = 1.0, 2.0
+    return DataProto.from_dict(
+        {
+            "response_mask": mask,
+            "token_level_scores": scores,
+            "old_log_probs": (zeros - 1.0) * mask,
+            "ref_log_probs": (zeros - 1.0 - LN2) * mask,
+        }
+    )
+
+
+def test_no_kl_leaves_the_scores_and_adds_no_loss():
+    batch = scored().select(batch_keys=["response_mask", "token_level_scores"])
+    rewards, metrics = NoKL().shape_rewards(batch)
+    assert torch.equal(rewards, batch["token_level_scores"])
+    assert metrics == {}
+    assert NoKL().loss(torch.zeros(3, 3), batch.batch) is None
+    assert not NoKL().needs_reference
+
+
+@pytest.mark.parametrize(("estimator", "kl"), [("k1", LN2), ("k2", LN2**2 / 2), ("k3", 0.5 - 1 + LN2)])
+def test_kl_in_the_reward_is_paid_per_token_out_of_the_score(estimator, kl):
+    control, batch = KLInReward(coef=0.1, estimator=estimator), scored()
+    rewards, metrics = control.shape_rewards(batch)
+    expected = [[-0.1 * kl, -0.1 * kl, 1 - 0.1 * kl], [2 - 0.1 * kl, 0, 0], [0, 0, 0]]
+    assert rewards.tolist() == [pytest.approx(row, abs=1e-14) for row in expected]
+    # Four tokens; two responses with tokens, paying for three and for one.
+    assert metrics["kl/reference_nats"] == pytest.approx(kl)
+    assert metrics["kl/penalty_mean"] == pytest.approx(0.1 * kl * (3 + 1) / 2)
+    assert control.needs_reference
+    assert control.loss(batch["old_log_probs"], batch.batch) is None
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "gradient"),
+    # In log pi: k1 has slope 1, k2 the log ratio, k3 1 - ref/pi.
+    [("k1", LN2, 1.0), ("k2", LN2**2 / 2, LN2), ("k3", 0.5 - 1 + LN2, 0.5)],
+)
+def test_kl_in_the_loss_pulls_by_its_coefficient(estimator, value, gradient):
+    control, batch = KLInLoss(coef=0.3, estimator=estimator), scored()
+    mask = batch["response_mask"]
+    log_probs = batch["old_log_probs"].clone().requires_grad_()
+    per_token = control.loss(log_probs, batch.batch)
+    per_token.sum().backward()
+    assert torch.allclose(per_token, 0.3 * value * mask.double(), atol=1e-14)
+    assert torch.allclose(log_probs.grad, 0.3 * gradient * mask.double(), atol=1e-14)
+
+
+def test_kl_in_the_loss_leaves_the_scores_and_reports_the_distance():
+    control, batch = KLInLoss(coef=0.3), scored()
+    rewards, metrics = control.shape_rewards(batch)
+    assert torch.equal(rewards, batch["token_level_scores"])
+    assert metrics == {"kl/reference_nats": pytest.approx(0.5 - 1 + LN2)}
+    assert control.needs_reference
+
+
+@pytest.mark.parametrize("kind", [KLInReward, KLInLoss])
+def test_a_coefficient_of_zero_needs_no_reference(kind):
+    control = kind(coef=0)
+    batch = scored().select(batch_keys=["response_mask", "token_level_scores", "old_log_probs"])
+    rewards, metrics = control.shape_rewards(batch)
+    assert not control.needs_reference
+    assert torch.equal(rewards, batch["token_level_scores"])
+    assert metrics == {}
+    assert control.loss(batch["old_log_probs"], batch.batch) is None
+
+
+def test_what_stands_off_the_mask_changes_nothing():
+    batch = scored()
+    mask = batch["response_mask"]
+    dirty = DataProto.from_dict(
+        {
+            "response_mask": mask,
+            **{
+                name: torch.where(mask, batch[name], torch.nan)
+                for name in ("token_level_scores", "old_log_probs", "ref_log_probs")
+            },
+        }
+    )
+    for control in (NoKL(), KLInReward(coef=0.1), KLInLoss(coef=0.1)):
+        clean_rewards, clean_metrics = control.shape_rewards(batch)
+        rewards, metrics = control.shape_rewards(dirty)
+        assert torch.equal(rewards, clean_rewards)
+        assert metrics == clean_metrics
+    log_probs = dirty["old_log_probs"].clone().requires_grad_()
+    per_token = KLInLoss(coef=0.1).loss(log_probs, dirty.batch)
+    per_token.sum().backward()
+    assert per_token[~mask].count_nonzero() == 0
+    assert log_probs.grad[~mask].count_nonzero() == 0
+
+
+def test_no_rows_give_no_rewards_and_zero_metrics():
+    rewards, metrics = KLInReward(coef=0.1).shape_rewards(scored()[:0])
+    assert rewards.shape == (0, 3)
+    assert metrics == {"kl/reference_nats": 0.0, "kl/penalty_mean": 0.0}
+
+
+@pytest.mark.parametrize("kind", [KLInReward, KLInLoss])
+def test_wrong_coefficients_and_estimators_are_refused(kind):
+    with pytest.raises(ConfigError, match="coef is -0.1: must be a finite number, at least 0"):
+        kind(coef=-0.1)
+    with pytest.raises(ConfigError, match="estimator is 'k4': expected one of k1, k2, k3"):
+        kind(coef=0.1, estimator="k4")

@@ -1,0 +1,74 @@
+"""The clipped value loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl.algorithms.value_losses import ClippedValueLoss
+from verl.errors import ConfigError
+
+
+def batch_of(old_values, returns, mask=None):
+    old_values, returns = (torch.tensor([x], dtype=torch.float64) for x in (old_values, returns))
+    mask = torch.ones_like(returns, dtype=torch.bool) if mask is None else torch.tensor([mask], dtype=torch.bool)
+    return {"values": old_values, "returns": returns, "response_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("value", "loss", "gradient"),
+    [
+        # Old value 0, return 1, clip 0.2.
+        (0.1, 0.5 * 0.9**2, -0.9),  # within the clip: the squared error
+        (0.6, 0.5 * 0.8**2, 0.0),  # moved too far towards the return: held at 0.2
+        (-0.6, 0.5 * 1.6**2, -1.6),  # moved away: the true error is the worse one
+        (2.0, 0.5 * 1.0**2, 1.0),  # far beyond the return: the true error is the worse one
+    ],
+)
+def test_the_worse_of_the_true_and_the_held_error_counts(value, loss, gradient):
+    values = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
+    per_token, stats = ClippedValueLoss(clip=0.2)(values, batch_of([0.0], [1.0]))
+    per_token.sum().backward()
+    assert per_token.item() == pytest.approx(loss, abs=1e-14)
+    assert values.grad.item() == pytest.approx(gradient, abs=1e-14)
+    assert stats["clip_fraction"].item() == (gradient == 0)
+    assert stats["error"].item() == pytest.approx(value - 1.0)
+
+
+def test_without_clip_it_is_half_the_squared_error():
+    values = torch.tensor([[3.0, -1.0]], dtype=torch.float64)
+    per_token, stats = ClippedValueLoss(clip=None)(values, batch_of([0.0, 0.0], [1.0, 1.0]))
+    assert per_token.tolist() == [[2.0, 2.0]]
+    assert stats["error"].tolist() == [[2.0, -2.0]]
+    assert stats["clip_fraction"].tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+@pytest.mark.parametrize("garbage", [float("nan"), 1e9])
+def test_what_stands_off_the_mask_has_no_loss_gradient_or_stats(clip, garbage):
+    values = torch.tensor([[0.5, garbage]], dtype=torch.float64, requires_grad=True)
+    per_token, stats = ClippedValueLoss(clip=clip)(values, batch_of([0.4, garbage], [1.0, garbage], mask=[True, False]))
+    per_token.sum().backward()
+    assert per_token[0, 1] == 0
+    assert values.grad[0, 0].isfinite()
+    assert values.grad[0, 1] == 0
+    for stat in stats.values():
+        assert stat[0, 1] == 0
+        assert not stat.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(0, 4), (3, 1), (2, 0)])
+def test_shapes_and_dtypes_are_kept(dtype, shape):
+    batch = {"values": torch.ones(shape, dtype=dtype), "returns": torch.zeros(shape, dtype=dtype)}
+    batch["response_mask"] = torch.ones(shape, dtype=torch.bool)
+    per_token, stats = ClippedValueLoss()(torch.zeros(shape, dtype=dtype), batch)
+    for tensor in (per_token, *stats.values()):
+        assert tensor.shape == shape
+        assert tensor.dtype is dtype
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, float("inf")])
+def test_a_clip_not_above_zero_is_refused(clip):
+    with pytest.raises(ConfigError, match="clip is .*: must be a finite number above 0, or null"):
+        ClippedValueLoss(clip=clip)

@@ -1,0 +1,85 @@
+"""Micro-batches within a token budget, and rows divided evenly."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.ops.batching import balance, micro_batches
+
+lengths = st.lists(st.integers(0, 50), max_size=40)
+
+
+def as_lists(parts):
+    assert all(part.dtype is torch.int64 and part.dim() == 1 for part in parts)
+    return [part.tolist() for part in parts]
+
+
+def test_a_worked_example_of_micro_batches():
+    # Longest first: rows 2 (7), 0 (4), 3 (4), 1 (2), 4 (1). 2 * 7 > 12; 3 * 4 = 12; 1 more would be 16.
+    assert as_lists(micro_batches([4, 2, 7, 4, 1], token_budget=12)) == [[2], [0, 3, 1], [4]]
+
+
+def test_lengths_may_be_a_tensor():
+    assert as_lists(micro_batches(torch.tensor([4, 2, 7]), 8)) == as_lists(micro_batches([4, 2, 7], 8))
+    assert as_lists(balance(torch.tensor([4, 2, 7]), 2)) == as_lists(balance([4, 2, 7], 2))
+
+
+def test_rows_of_equal_length_keep_their_order():
+    assert as_lists(micro_batches([3] * 5, token_budget=6)) == [[0, 1], [2, 3], [4]]
+
+
+def test_a_row_over_the_budget_is_alone():
+    assert as_lists(micro_batches([9, 1, 1], token_budget=2)) == [[0], [1, 2]]
+
+
+@given(lengths, st.integers(1, 120))
+@settings(max_examples=100, deadline=None)
+def test_micro_batches_hold_every_row_once_and_keep_the_budget(sizes, budget):
+    batches = as_lists(micro_batches(sizes, budget))
+    assert sorted(row for batch in batches for row in batch) == list(range(len(sizes)))
+    for batch in batches:
+        longest = max(sizes[row] for row in batch)
+        assert len(batch) == 1 or len(batch) * longest <= budget
+    for batch, following in pairwise(batches):
+        # None is cut early: the next row would have broken the budget.
+        assert (len(batch) + 1) * sizes[batch[0]] > budget
+        assert min(sizes[row] for row in batch) >= max(sizes[row] for row in following)
+
+
+def test_a_worked_example_of_balance():
+    # Dealt 9, 7 then 6, 4 the other way round: {9, 4} and {7, 6}.
+    assert as_lists(balance([4, 9, 7, 6], parts=2)) == [[0, 1], [2, 3]]
+
+
+@given(lengths, st.integers(1, 9))
+@settings(max_examples=100, deadline=None)
+def test_balance_divides_rows_evenly_in_count_and_in_length(sizes, parts):
+    divided = as_lists(balance(sizes, parts))
+    assert len(divided) == parts
+    assert sorted(row for part in divided for row in part) == list(range(len(sizes)))
+    assert all(part == sorted(part) for part in divided)
+    counts = [len(part) for part in divided]
+    assert max(counts) - min(counts) <= 1
+    totals = [sum(sizes[row] for row in part) for part in divided]
+    assert max(totals) - min(totals) <= max(sizes, default=0)
+
+
+def test_fewer_rows_than_parts_leaves_parts_empty():
+    assert as_lists(balance([5, 3], parts=4)) == [[0], [1], [], []]
+
+
+def test_no_rows_are_no_micro_batches_and_empty_parts():
+    assert micro_batches([], 10) == []
+    assert as_lists(balance([], 2)) == [[], []]
+
+
+def test_budgets_and_parts_below_one_are_refused():
+    with pytest.raises(ValueError, match="token_budget is 0"):
+        micro_batches([1], 0)
+    with pytest.raises(ValueError, match="parts is 0"):
+        balance([1], 0)
