@@ -11,6 +11,9 @@ import torch
 from verl.errors import RewardError
 from verl.source import source_of
 
+# Scores travel as float32; what overflows there is no finite number here.
+LARGEST = float(np.finfo(np.float32).max)
+
 
 def checked_scores(result: Any, prompts: Sequence[str], responses: Sequence[str], function: Callable) -> np.ndarray:
     """The result of a reward function as B float64.
@@ -34,7 +37,7 @@ def checked_scores(result: Any, prompts: Sequence[str], responses: Sequence[str]
     scores = np.empty(count, dtype=np.float64)
     for index, item in enumerate(items):
         number = _number(item)
-        if number is None or not np.isfinite(number):
+        if number is None or not abs(number) <= LARGEST:
             found = f"{_shortened(item)}{f' of type {type(item).__name__}' if number is None else ''}"
             raise reward_error(expected, found, function, prompts, responses, index)
         scores[index] = number

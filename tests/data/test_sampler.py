@@ -1,0 +1,112 @@
+"""The order of the data: seeded, resumable from three numbers, and blind to the global random state."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.data.sampler import EpochSampler
+from verl.errors import ConfigError
+
+
+def draw(sampler, count):
+    return [sampler.next_batch().tolist() for _ in range(count)]
+
+
+def test_an_epoch_visits_each_row_at_most_once_and_all_of_them_when_batches_divide():
+    rows = sum(draw(EpochSampler(12, 4), 3), [])
+    assert sorted(rows) == list(range(12))
+    assert rows != list(range(12))
+
+
+def test_the_remainder_is_left_out_and_differs_between_epochs():
+    sampler = EpochSampler(11, 4)
+    assert (sampler.batches_per_epoch, sampler.remainder) == (2, 3)
+    left_out = set()
+    for _ in range(20):
+        epoch = sampler.epoch
+        rows = draw(sampler, 2)
+        assert sampler.epoch == epoch + 1
+        assert len(set(sum(rows, []))) == 8
+        left_out.add(frozenset(range(11)) - set(sum(rows, [])))
+    assert len(left_out) > 5
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 30), st.data(), st.integers(0, 3), st.integers(0, 40))
+def test_a_sampler_that_loads_a_state_goes_on_as_the_saved_one(size, data, seed, drawn):
+    batch_size = data.draw(st.integers(1, size))
+    sampler = EpochSampler(size, batch_size, seed)
+    draw(sampler, drawn)
+    resumed = EpochSampler(size, batch_size, seed + 1)
+    resumed.load_state_dict(sampler.state_dict())
+    assert resumed.state_dict() == sampler.state_dict()
+    assert draw(resumed, 5) == draw(sampler, 5)
+
+
+def test_the_state_is_seed_epoch_and_position():
+    sampler = EpochSampler(10, 3, seed=5)
+    draw(sampler, 2)
+    assert sampler.state_dict() == {"seed": 5, "epoch": 0, "position": 6}
+    draw(sampler, 1)
+    assert sampler.state_dict() == {"seed": 5, "epoch": 1, "position": 0}
+
+
+def test_the_global_random_state_neither_matters_nor_moves():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = draw(EpochSampler(20, 5), 6)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert draw(EpochSampler(20, 5), 6) == first
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    orders = {tuple(rows) for seed in range(4) for rows in draw(EpochSampler(20, 20, seed), 4)}
+    assert len(orders) == 16
+
+
+def test_a_batch_is_a_copy_that_may_be_changed():
+    one, other = EpochSampler(8, 4), EpochSampler(8, 4)
+    one.next_batch().zero_()
+    one.load_state_dict({"seed": 0, "epoch": 0, "position": 0})
+    assert draw(one, 1) == draw(other, 1)
+
+
+def test_iteration_goes_on_over_epochs():
+    assert [batch.tolist() for batch in islice(EpochSampler(6, 3), 5)] == draw(EpochSampler(6, 3), 5)
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 11])
+def test_a_batch_that_the_data_cannot_fill_is_refused(batch_size):
+    with pytest.raises(
+        ConfigError, match=f"trainer.prompts_per_step is {batch_size}: must lie between 1 and the 10 rows"
+    ):
+        EpochSampler(10, batch_size, batch_size_name="trainer.prompts_per_step")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"seed": 0, "epoch": 0},
+        {"seed": 0, "epoch": 0, "position": 1.5},
+        {"seed": 0, "epoch": 0, "position": 0, "more": 1},
+        {"seed": 0, "epoch": 0, "position": 11},
+        {"seed": 0, "epoch": -1, "position": 0},
+    ],
+)
+def test_a_state_of_other_data_or_another_form_is_refused(state):
+    with pytest.raises(ConfigError, match="state is"):
+        EpochSampler(10, 5).load_state_dict(state)
+
+
+def test_a_state_loads_under_another_batch_size():
+    sampler = EpochSampler(10, 2)
+    draw(sampler, 3)
+    larger = EpochSampler(10, 5)
+    larger.load_state_dict(sampler.state_dict())
+    assert (larger.epoch, larger.position) == (1, 0)

@@ -1,0 +1,320 @@
+"""Reward functions of the user: found before a run, called with what they name, and blamed by line and sample."""
+
+from __future__ import annotations
+
+import sys
+from textwrap import dedent
+
+import numpy as np
+import pytest
+import torch
+
+from verl.description import BuildContext
+from verl.errors import ConfigError, RewardError
+from verl.protocol import DataProto
+from verl.rewards.function import CallableReward, RewardFunction
+
+ANSWERS = ["0", "1", "2", "3", "4"]
+
+
+@pytest.fixture
+def batch():
+    return DataProto.from_dict(
+        tensors={"response_mask": torch.ones(5, 2, dtype=torch.bool)},
+        non_tensors={
+            "prompt_text": [f"prompt {index}" for index in range(5)],
+            "response_text": [f"response {index}" for index in range(5)],
+            "answer": ANSWERS,
+        },
+    )
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Write a reward file, whose first line is empty, and describe its `my_reward`."""
+
+    def write(source, **kwargs):
+        path = tmp_path / "reward.py"
+        path.write_text("\n" + dedent(source).strip() + "\n")
+        return RewardFunction(path=f"{path}:my_reward", kwargs=kwargs)
+
+    return write
+
+
+def returning(result):
+    def my_reward(prompts, responses, **columns):
+        return result
+
+    return RewardFunction.wrap(my_reward)
+
+
+def refusal(reward, batch):
+    with pytest.raises(RewardError) as refused:
+        reward.score(batch)
+    return str(refused.value)
+
+
+def test_a_function_in_a_file_sees_texts_columns_and_kwargs(written, batch):
+    reward = written(
+        """
+        def my_reward(prompts, responses, answer, bonus=0.0):
+            assert prompts[3] == "prompt 3" and responses[3] == "response 3"
+            return [float(a) + bonus for a in answer]
+        """,
+        bonus=0.5,
+    ).build(BuildContext())
+    scored = reward.score(batch)
+    assert list(scored["score"]) == [0.5, 1.5, 2.5, 3.5, 4.5]
+    assert scored["token_level_scores"][:, 1].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
+
+
+def test_a_function_in_a_module_is_found_without_importing_its_package(tmp_path, monkeypatch, batch):
+    package = tmp_path / "my_rewards_pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "sums.py").write_text("def my_reward(prompts, responses, **columns):\n    return [1] * len(responses)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    described = RewardFunction(path="my_rewards_pkg.sums:my_reward")
+    assert "my_rewards_pkg" not in sys.modules
+    assert list(described.build(BuildContext()).score(batch)["score"]) == [1.0] * 5
+    assert sys.modules.pop("my_rewards_pkg.sums") and sys.modules.pop("my_rewards_pkg")
+
+
+def test_describing_a_function_runs_none_of_its_file(written, tmp_path):
+    written(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef my_reward(prompts, responses): return []")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path, batch):
+    for value in (1, 2):
+        (tmp_path / str(value)).mkdir()
+        source = f"def my_reward(prompts, responses): return [{value}] * len(responses)"
+        (tmp_path / str(value) / "reward.py").write_text(source)
+    made = [RewardFunction(path=f"{tmp_path}/{value}/reward.py:my_reward").build(BuildContext()) for value in (1, 2)]
+    assert [reward.score(batch)["score"][0] for reward in made] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        [0, 1, 2, 3, 4],
+        (0.0, 1.0, 2.0, 3.0, 4.0),
+        np.arange(5),
+        np.arange(5, dtype=np.float32),
+        torch.arange(5),
+        torch.arange(5, dtype=torch.bfloat16),
+        torch.arange(5.0, requires_grad=True),
+        [np.float32(0), torch.tensor(1.0), 2, np.int64(3), np.array(4)],
+        range(5),
+    ],
+)
+def test_any_sequence_of_numbers_is_a_reward(result, batch):
+    assert list(returning(result).score(batch)["score"]) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "result", [[True, False] * 2 + [True], torch.tensor([1, 0, 1, 0, 1]).bool(), np.arange(5) % 2 == 0]
+)
+def test_truth_values_count_as_one_and_zero(result, batch):
+    assert list(returning(result).score(batch)["score"]) == [1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "result, found, sample",
+    [
+        ([0.0, 1.0, float("nan"), 3.0, 4.0], "nan", 2),
+        ([0.0, 1.0, 2.0, 3.0, float("-inf")], "-inf", 4),
+        (torch.tensor([0.0, float("nan"), 0.0, 0.0, 0.0]), "nan", 1),
+        ([0.0, 1.0, 2.0, 1e300, 4.0], "1e+300", 3),
+        ([0.0, None, 2.0, 3.0, 4.0], "None of type NoneType", 1),
+        ([0.0, "1", 2.0, 3.0, 4.0], "'1' of type str", 1),
+        ([0.0, [1.0], 2.0, 3.0, 4.0], "[1.0] of type list", 1),
+        ([0.0, 1j, 2.0, 3.0, 4.0], "1j of type complex", 1),
+        ([0.0, 1.0, 2.0], "3 items", 3),
+    ],
+)
+def test_a_bad_score_is_named_with_its_sample_and_texts(result, found, sample, batch):
+    message = refusal(returning(result), batch)
+    assert "Expected: 5 finite numbers, one for each response" in message
+    assert f"Found: {found}" in message
+    assert f"Sample: {sample}, prompt 'prompt {sample}', response 'response {sample}'" in message
+    assert "Source: my_reward() at line" in message
+    assert "in test_reward_function.py" in message
+
+
+@pytest.mark.parametrize(
+    "result, found",
+    [
+        (None, "None"),
+        ([0.0] * 6, "6 items"),
+        (torch.zeros(5, 1), "a tensor of shape [5, 1]"),
+        (torch.tensor(1.0), "a tensor of shape []"),
+        (np.zeros((5, 2)), "an array of shape [5, 2]"),
+        (1.0, "1.0 of type float"),
+        ({"score": [1.0] * 5}, "a dict, {'score': [1.0, 1.0, 1.0, 1.0, 1.0]}"),
+        ("01234", "a str, '01234'"),
+        (iter([0.0] * 5), "of type list_iterator"),
+    ],
+)
+def test_a_result_of_another_form_is_named(result, found, batch):
+    message = refusal(returning(result), batch)
+    assert "Expected: 5 finite numbers" in message and found in message
+    assert "in test_reward_function.py" in message
+
+
+def test_the_source_is_the_line_of_the_function_in_its_file(written, batch):
+    reward = written("import math\n\ndef my_reward(prompts, responses):\n    return [math.nan] * 5").build(
+        BuildContext()
+    )
+    assert "Source: my_reward() at line 4 in reward.py" in refusal(reward, batch)
+
+
+def test_a_function_that_raises_is_reported_with_its_own_line_and_sample(written, batch):
+    reward = written(
+        """
+        def half(text):
+            return 1 / (int(text) - 3)
+
+        def my_reward(prompts, responses, answer):
+            return [half(a) for a in answer]
+        """
+    ).build(BuildContext())
+    with pytest.raises(RewardError) as refused:
+        reward.score(batch)
+    message = str(refused.value)
+    assert isinstance(refused.value.__cause__, ZeroDivisionError)
+    assert "Found: ZeroDivisionError: division by zero" in message
+    assert "Raised at line 3: return 1 / (int(text) - 3)" in message
+    assert "Sample: 3, prompt 'prompt 3', response 'response 3'" in message
+    assert "Source: my_reward() at line 5 in reward.py" in message
+
+
+@pytest.mark.parametrize("bad", range(5))
+def test_the_first_sample_that_raises_is_found_wherever_it_is(bad, batch):
+    def my_reward(prompts, responses):
+        return [1.0 / (int(text[-1]) < bad) for text in prompts]
+
+    assert f"Sample: {bad}, prompt 'prompt {bad}'" in refusal(CallableReward(my_reward), batch)
+
+
+def test_no_sample_is_blamed_for_what_only_the_whole_batch_raises(batch):
+    calls = []
+
+    def my_reward(prompts, responses):
+        calls.append(len(prompts))
+        if len(prompts) == 5:
+            raise KeyError("solution")
+        return [1.0] * len(prompts)
+
+    message = refusal(CallableReward(my_reward), batch)
+    assert "Found: KeyError: 'solution'" in message and "Sample:" not in message
+    assert sum(calls[1:]) <= 5
+
+
+def test_long_texts_are_shortened(batch):
+    long = DataProto.from_dict(
+        tensors={"response_mask": torch.ones(1, 2, dtype=torch.bool)},
+        non_tensors={"prompt_text": ["a" * 5000], "response_text": ["b" * 5000]},
+    )
+    message = refusal(returning([None]), long)
+    assert len(message) < 600 and "aaa ... aaa" in message
+
+
+def test_a_function_may_change_the_lists_it_is_given(batch):
+    def my_reward(prompts, responses, answer):
+        while responses:
+            responses.pop(), answer.pop()
+        return [1.0] * 5
+
+    assert list(CallableReward(my_reward).score(batch)["score"]) == [1.0] * 5
+    assert list(batch["answer"]) == ANSWERS
+
+
+def test_a_column_that_the_function_needs_and_the_data_lacks_is_named(batch):
+    def my_reward(prompts, responses, solution):
+        return [1.0] * 5
+
+    message = refusal(CallableReward(my_reward), batch)
+    assert "no column 'solution' in the data. Its columns: answer" in message
+
+
+def test_a_callable_object_is_a_reward(batch):
+    class Constant:
+        def __call__(self, prompts, responses):
+            return [2.0] * len(responses)
+
+    assert list(RewardFunction.wrap(Constant()).score(batch)["score"]) == [2.0] * 5
+
+
+@pytest.mark.parametrize("function", [None, 3, lambda texts: [1.0], lambda prompts: [1.0]])
+def test_what_cannot_be_called_as_a_reward_is_refused_when_wrapped(function):
+    with pytest.raises(RewardError):
+        CallableReward(function)
+
+
+@pytest.mark.parametrize(
+    "path, fault",
+    [
+        ("my_reward", "expected `package.module:function` or `file.py:function`."),
+        ("rewards.py:", "expected `package.module:function`"),
+        ("a b:my_reward", "expected `package.module:function`"),
+        ("absent.py:my_reward", "absent.py is no file."),
+        ("no_such_package_here.sub:my_reward", "no module no_such_package_here can be found."),
+        ("json.absent:my_reward", "no module json.absent can be found."),
+        ("json.decoder:absent", "decoder.py defines no absent."),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_a_fault_of_the_configuration(path, fault):
+    with pytest.raises(ConfigError) as refused:
+        RewardFunction(path=path)
+    assert str(refused.value).startswith(f"path is {path!r}: ") and fault in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "source, kwargs, fault",
+    [
+        ("def my_rewards(prompts, responses): pass", {}, "reward.py defines no my_reward. Did you mean my_rewards?"),
+        ("x = 1", {}, "reward.py defines no my_reward. Its functions: none."),
+        ("def my_reward(prompts responses): pass", {}, "reward.py is no valid Python, line 2"),
+        ("async def my_reward(prompts, responses): pass", {}, "my_reward() at line 2 in reward.py is async"),
+        ("def my_reward(prompts): pass", {}, "takes no `responses`"),
+        ("def my_reward(prompts, responses, bonus): pass", {"bonsu": 1}, "kwargs.bonsu: my_reward() at line 2"),
+        ("def my_reward(prompts, responses, bonus): pass", {"bonsu": 1}, "Did you mean bonus?"),
+        (
+            "def my_reward(prompts, responses): pass",
+            {"prompts": 1},
+            "kwargs.prompts: is what the function is called with",
+        ),
+    ],
+)
+def test_a_file_without_a_fitting_function_is_a_fault_of_the_configuration(written, source, kwargs, fault):
+    with pytest.raises(ConfigError) as refused:
+        written(source, **kwargs)
+    assert fault in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from json import *",
+        "from json import loads as my_reward",
+        "import functools\nmy_reward = functools.partial(print)",
+        "try:\n    import absent\nexcept ImportError:\n    def my_reward(prompts, responses): return []",
+        "if True:\n    def my_reward(prompts, responses, **columns): return []",
+        "class my_reward: pass",
+    ],
+)
+def test_a_name_that_may_be_a_function_is_no_fault(written, source):
+    assert written(source).path.endswith("reward.py:my_reward")
+
+
+def test_a_file_that_raises_when_imported_is_a_reward_error_with_its_cause(written):
+    described = written("import no_such_package_here\ndef my_reward(prompts, responses): return []")
+    with pytest.raises(RewardError, match="importing it raised ModuleNotFoundError") as refused:
+        described.build(BuildContext())
+    assert isinstance(refused.value.__cause__, ModuleNotFoundError)
+
+
+def test_a_name_that_cannot_be_called_is_a_reward_error(written):
+    with pytest.raises(RewardError, match="my_reward is 3, which cannot be called"):
+        written("my_reward = 3").build(BuildContext())
