@@ -38,7 +38,7 @@ def path_faults(path: str, kwargs: dict) -> Iterator[str]:
         return
     names = dict(_top_level_names(tree.body))
     if name not in names and "*" not in names:
-        functions = [known for known, node in names.items() if isinstance(node, _Function)]
+        functions = [known for known, node in names.items() if isinstance(node, _Function) and known[0] != "_"]
         nearest = difflib.get_close_matches(name, functions, n=1)
         hint = f"Did you mean {nearest[0]}?" if nearest else f"Its functions: {', '.join(functions) or 'none'}."
         yield f"{seen}: {file.name} defines no {name}. {hint}"

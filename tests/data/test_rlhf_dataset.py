@@ -1,0 +1,263 @@
+"""Prompts from parquet and JSONL: what a batch holds, what happens to long prompts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.errors import ConfigError
+from verl.models.tiny_tokenizer import character_tokenizer
+
+TOKENIZER = character_tokenizer()
+ROWS = [
+    {"prompt": "1+1=", "answer": "2", "level": 1},
+    {"prompt": "10+20=", "answer": "30", "level": 2},
+    {"prompt": "7+8=", "answer": "15", "level": 1},
+]
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def open_rows(rows, **config):
+    return RLHFDataset.from_rows(rows, tokenizer=TOKENIZER, config=config)
+
+
+@pytest.fixture(params=["parquet", "jsonl"])
+def file(request, tmp_path):
+    return write(tmp_path / f"train.{request.param}", ROWS)
+
+
+def test_a_batch_holds_left_padded_prompts_and_every_other_column(file):
+    dataset = RLHFDataset(data_files=[str(file)], tokenizer=TOKENIZER, config={"max_prompt_length": 512})
+    assert len(dataset) == 3
+    batch = dataset.collate([2, 1]).check(strict=True)
+    assert batch["prompts"].shape == batch["prompt_mask"].shape == (2, 6)
+    assert batch["prompts"][0].tolist() == [0, 0, *TOKENIZER.encode("7+8=")]
+    assert batch["prompt_mask"].tolist() == [[False] * 2 + [True] * 4, [True] * 6]
+    assert batch["prompt_ids"].tolist() == [2, 1]
+    assert list(batch["prompt_text"]) == ["7+8=", "10+20="]
+    assert (list(batch["answer"]), list(batch["level"])) == (["15", "30"], [1, 2])
+    assert "prompt" not in batch
+
+
+def test_indices_come_as_a_list_a_range_or_a_tensor(file):
+    dataset = RLHFDataset(file, TOKENIZER)
+    whole = dataset.collate(range(3))["prompts"]
+    assert torch.equal(dataset.collate(torch.arange(3))["prompts"], whole)
+    assert torch.equal(dataset.collate([0, 1, 2])["prompts"], whole)
+    assert len(dataset.collate([])) == 0
+
+
+def test_one_row_is_not_padded(file):
+    row = RLHFDataset(file, TOKENIZER)[-1]
+    assert row["prompts"].tolist() == TOKENIZER.encode("7+8=")
+    assert (row["prompt_ids"], row["prompt_text"], row["answer"]) == (2, "7+8=", "15")
+    with pytest.raises(IndexError):
+        RLHFDataset(file, TOKENIZER)[3]
+
+
+def test_files_of_both_kinds_follow_one_another(tmp_path):
+    files = [write(tmp_path / "a.jsonl", ROWS[:2]), write(tmp_path / "b.parquet", ROWS[2:])]
+    assert list(RLHFDataset(files, TOKENIZER).collate(range(3))["answer"]) == ["2", "30", "15"]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_chat_messages_go_through_the_template_up_to_the_assistant(tmp_path, suffix):
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+    file = write(tmp_path / f"chat.{suffix}", [{"prompt": messages}])
+    batch = RLHFDataset([file], TOKENIZER).collate([0])
+    assert batch["prompt_text"][0] == "<system>Add.<eos><user>1+1=<eos><assistant>"
+    assert batch["prompts"][0].tolist() == TOKENIZER.encode("<system>Add.<eos><user>1+1=<eos><assistant>")
+
+
+def test_a_template_of_ones_own_takes_the_place_of_the_tokenizers():
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}: {% endif %}"
+    rows = [{"prompt": [{"role": "user", "content": "1+1"}]}, {"prompt": "as it is"}]
+    assert list(open_rows(rows, chat_template=template).collate([0, 1])["prompt_text"]) == ["1+1: ", "as it is"]
+
+
+def test_texts_get_the_special_tokens_of_the_tokenizer_and_templates_write_their_own():
+    from tokenizers.processors import TemplateProcessing
+
+    with_bos = character_tokenizer()
+    with_bos.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    rows = [{"prompt": [{"role": "user", "content": "1"}]}, {"prompt": "1"}]
+    dataset = RLHFDataset.from_rows(rows, tokenizer=with_bos)
+    assert dataset[0]["prompts"].tolist() == TOKENIZER.encode("<user>1<eos><assistant>")
+    assert dataset[1]["prompts"].tolist() == [1, *TOKENIZER.encode("1")]
+
+
+def test_lists_in_a_column_stay_one_object_per_row():
+    rows = [{"prompt": "1", "tests": [1, 2]}, {"prompt": "2", "tests": [3, 4]}]
+    assert list(open_rows(rows).collate([1, 0])["tests"]) == [[3, 4], [1, 2]]
+
+
+def test_a_column_that_a_row_lacks_is_none_there():
+    rows = [{"prompt": "1", "answer": "1"}, {"prompt": "2", "hint": "two"}]
+    batch = open_rows(rows).collate([0, 1])
+    assert (list(batch["answer"]), list(batch["hint"])) == (["1", None], [None, "two"])
+
+
+def test_a_tokenizer_without_a_pad_token_pads_with_its_eos():
+    unpadded = character_tokenizer()
+    unpadded.pad_token = None
+    batch = RLHFDataset.from_rows(ROWS, tokenizer=unpadded).collate([0, 1])
+    assert batch["prompts"][0, :2].tolist() == [1, 1]
+    assert batch["prompt_mask"][0].tolist() == [False] * 2 + [True] * 4
+
+
+@pytest.mark.parametrize("truncation, kept", [("left", "+20="), ("right", "10+2")])
+def test_a_long_prompt_is_cut_on_the_side_that_truncation_names(truncation, kept):
+    batch = open_rows(ROWS, max_prompt_length=4, truncation=truncation).collate([0, 1])
+    assert list(batch["prompt_text"]) == ["1+1=", kept]
+    assert batch["prompts"][1].tolist() == TOKENIZER.encode(kept)
+
+
+def test_rows_dropped_for_their_length_leave_the_ids_of_the_others_alone(caplog):
+    dataset = open_rows(ROWS, max_prompt_length=4, truncation="drop")
+    assert len(dataset) == 2
+    assert dataset.collate([0, 1])["prompt_ids"].tolist() == [0, 2]
+    assert list(dataset.collate([0, 1])["answer"]) == ["2", "15"]
+    assert "max_prompt_length is 4: 1 of 3 rows have more tokens" in caplog.text
+
+
+def test_a_long_prompt_is_an_error_by_default_that_counts_and_places_it(tmp_path):
+    file = write(tmp_path / "train.jsonl", ROWS)
+    with pytest.raises(ConfigError) as refused:
+        RLHFDataset([file], TOKENIZER, config={"max_prompt_length": 4})
+    assert str(refused.value) == (
+        f"max_prompt_length is 4: 1 of 3 rows have more tokens; the longest, line 2 of {file}, has 6. "
+        "Raise max_prompt_length, or set truncation to left, right or drop."
+    )
+
+
+def test_dropping_every_row_is_an_error():
+    with pytest.raises(ConfigError, match="truncation=drop leaves no rows"):
+        open_rows(ROWS, max_prompt_length=1, truncation="drop")
+
+
+@pytest.mark.parametrize(
+    "config, fault",
+    [
+        ({"max_promt_length": 4}, "config.max_promt_length is not a known key. Did you mean max_prompt_length?"),
+        ({"zzz": 4}, "config.zzz is not a known key. Known keys: prompt_key, max_prompt_length"),
+        ({"max_prompt_length": 0}, "max_prompt_length is 0: must be at least 1."),
+        ({"max_prompt_length": "512"}, "max_prompt_length is '512': expected a whole number."),
+        ({"truncation": "middle"}, "truncation is 'middle': expected one of error, left, right, drop."),
+    ],
+)
+def test_a_wrong_key_or_value_of_config_is_named(config, fault):
+    with pytest.raises(ConfigError) as refused:
+        open_rows(ROWS, **config)
+    assert str(refused.value).startswith(fault)
+
+
+def test_every_missing_file_is_named_at_once(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        RLHFDataset([tmp_path / "a.parquet", tmp_path / "b.jsonl", tmp_path / "c.csv"], TOKENIZER)
+    assert refused.value.faults == [
+        f"data_files[0] is '{tmp_path}/a.parquet': no such file.",
+        f"data_files[1] is '{tmp_path}/b.jsonl': no such file.",
+        f"data_files[2] is '{tmp_path}/c.csv': expected a file ending in .parquet or .jsonl.",
+    ]
+
+
+def test_an_empty_data_set_is_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n \n")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "e.parquet")
+    for name in ("empty.jsonl", "e.parquet"):
+        with pytest.raises(ConfigError, match=r"data_files\[0\] is .*: the data set is empty, it holds no rows"):
+            RLHFDataset([tmp_path / name], TOKENIZER)
+    with pytest.raises(ConfigError, match="rows is \\[\\]: the data set is empty"):
+        open_rows([])
+    with pytest.raises(ConfigError, match="data_files is empty: name at least one file"):
+        RLHFDataset([], TOKENIZER)
+
+
+def test_files_that_are_not_what_their_names_say_are_refused(tmp_path):
+    for name, content, fault in [
+        ("a.parquet", b"not parquet", "not a readable parquet file"),
+        ("b.jsonl", b'{"prompt": "1"}\n{"prompt": \n', "line 2 is no JSON"),
+        ("c.jsonl", b'["prompt"]\n', "line 1 holds '[\"prompt\"]', expected a JSON object"),
+        ("d.jsonl", b'{"prompt": "\xff"}\n', "not UTF-8 text"),
+    ]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError) as refused:
+            RLHFDataset([tmp_path / name], TOKENIZER)
+        assert fault in str(refused.value) and f"{tmp_path}/{name}" in str(refused.value)
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(ConfigError, match="not a file"):
+        RLHFDataset([tmp_path / "folder.jsonl"], TOKENIZER)
+
+
+@pytest.mark.parametrize("suffix, place", [("parquet", "row 0"), ("jsonl", "line 1")])
+def test_an_absent_prompt_column_is_named_with_those_present(tmp_path, suffix, place):
+    file = write(tmp_path / f"train.{suffix}", [{"question": "1+1=", "answer": "2"}])
+    with pytest.raises(ConfigError) as refused:
+        RLHFDataset([file], TOKENIZER)
+    assert str(refused.value) == (
+        f"prompt_key is 'prompt': no such column at {place} of {file}. Its columns: question, answer."
+    )
+    assert RLHFDataset([file], TOKENIZER, config={"prompt_key": "question"})[0]["prompt_text"] == "1+1="
+
+
+@pytest.mark.parametrize(
+    "prompt, expected",
+    [
+        (None, "a text or a list of chat messages"),
+        (7, "a text or a list of chat messages"),
+        ("", "a text that is not empty"),
+        ([], "a text or a list of chat messages"),
+        (["1+1="], "each chat message to have a text `role` and a text `content`"),
+        ([{"role": "user"}], "each chat message to have a text `role` and a text `content`"),
+        ([{"role": "user", "content": None}], "each chat message to have a text `role` and a text `content`"),
+    ],
+)
+def test_a_prompt_that_is_none_is_named_by_file_and_line(tmp_path, prompt, expected):
+    file = write(tmp_path / "train.jsonl", [{"prompt": "1+1="}, {"prompt": prompt}])
+    with pytest.raises(ConfigError) as refused:
+        RLHFDataset([file], TOKENIZER)
+    assert str(refused.value) == f"prompt is {prompt!r} at line 2 of {file}: expected {expected}."
+
+
+def test_a_null_prompt_in_parquet_is_named_by_its_row(tmp_path):
+    file = write(tmp_path / "train.parquet", [{"prompt": "1+1="}, {"prompt": None}])
+    with pytest.raises(ConfigError, match=f"prompt is None at row 1 of {file}"):
+        RLHFDataset([file], TOKENIZER)
+
+
+def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}\n\n\n{"prompt": null}\n')
+    with pytest.raises(ConfigError, match="at line 4 of"):
+        RLHFDataset([tmp_path / "train.jsonl"], TOKENIZER)
+
+
+def test_chat_messages_without_any_template_are_refused():
+    bare = character_tokenizer()
+    bare.chat_template = None
+    rows = [{"prompt": "1"}, {"prompt": [{"role": "user", "content": "1"}]}]
+    with pytest.raises(ConfigError, match="chat_template is null: row 1 holds chat messages and the tokenizer has no"):
+        RLHFDataset.from_rows(rows, tokenizer=bare)
+
+
+def test_a_template_that_refuses_the_messages_is_reported_with_the_row():
+    template = "{{ raise_exception('only users speak') }}"
+    with pytest.raises(ConfigError, match="chat_template refuses the messages at row 0: only users speak"):
+        open_rows([{"prompt": [{"role": "user", "content": "1"}]}], chat_template=template)
+
+
+@pytest.mark.parametrize("column", ["responses", "prompts", "prompt_text", "score", "advantages"])
+def test_a_column_with_the_name_of_a_field_is_refused(column):
+    with pytest.raises(ConfigError, match=f"column '{column}' has the name of a field"):
+        open_rows([{"prompt": "1", column: "2"}])

@@ -1,0 +1,138 @@
+"""Sequences to imitate: what is learned, how rows are padded, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from verl.data.sft_dataset import SFTDataset
+from verl.errors import ConfigError
+from verl.models.tiny_tokenizer import character_tokenizer
+
+TOKENIZER = character_tokenizer()
+ROWS = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "10+20=", "completion": "30"}]
+
+
+def open_rows(rows, **config):
+    return SFTDataset.from_rows(rows, tokenizer=TOKENIZER, config=config)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize("column", ["completion", "response"])
+def test_the_completion_and_its_eos_are_learned_and_nothing_else(tmp_path, suffix, column):
+    rows = [{"prompt": row["prompt"], column: row["completion"]} for row in ROWS]
+    file = tmp_path / f"train.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = SFTDataset([file], TOKENIZER, config={"max_length": 64})
+    batch = dataset.collate([0, 1]).check(strict=True)
+    assert TOKENIZER.decode(batch["input_ids"][0]) == "1+1=2<eos><pad><pad><pad>"
+    assert TOKENIZER.decode(batch["input_ids"][1]) == "10+20=30<eos>"
+    assert [TOKENIZER.decode(ids[mask]) for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)] == [
+        "2<eos>",
+        "30<eos>",
+    ]
+
+
+def test_rows_are_padded_on_the_right_and_positions_count_tokens():
+    batch = open_rows(ROWS).collate(torch.tensor([0, 1]))
+    assert batch["attention_mask"].tolist() == [[1] * 6 + [0] * 3, [1] * 9]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 0, 0, 0], list(range(9))]
+    assert {batch[name].dtype for name in ("input_ids", "attention_mask", "position_ids")} == {torch.int64}
+    assert batch["loss_mask"].dtype == torch.bool
+
+
+def test_padding_is_never_learned_even_where_its_id_is_that_of_eos():
+    unpadded = character_tokenizer()
+    unpadded.pad_token = None
+    batch = SFTDataset.from_rows(ROWS, tokenizer=unpadded).collate([0, 1])
+    assert batch["input_ids"][0].tolist()[-4:] == [1] * 4
+    assert batch["loss_mask"].sum(dim=1).tolist() == [2, 3]
+
+
+def test_the_prompt_has_the_tokens_that_generation_starts_from():
+    from verl.data.rlhf_dataset import RLHFDataset
+
+    rows = [{"prompt": [{"role": "user", "content": "1+1="}], "completion": "2"}, ROWS[1]]
+    prompts, learned = RLHFDataset.from_rows(rows, tokenizer=TOKENIZER), open_rows(rows)
+    for index in range(2):
+        row = learned[index]
+        assert row["input_ids"][~row["loss_mask"]].tolist() == prompts[index]["prompts"].tolist()
+
+
+def test_lengths_count_tokens_without_padding():
+    dataset = open_rows(ROWS)
+    assert dataset.lengths.tolist() == [6, 9]
+    assert len(dataset) == 2 and len(dataset.collate([])) == 0
+
+
+@pytest.mark.parametrize(
+    "truncation, text, learned", [("left", "20=30<eos>", "30<eos>"), ("right", "10+20=", None), ("drop", None, None)]
+)
+def test_a_long_sequence_is_cut_where_truncation_says_but_never_to_nothing(truncation, text, learned):
+    limit = 6
+    if truncation == "right":
+        with pytest.raises(
+            ConfigError, match="max_length is 6: cutting row 1 on the right leaves no prompt or nothing to"
+        ):
+            open_rows(ROWS, max_length=limit, truncation=truncation)
+        return
+    dataset = open_rows(ROWS, max_length=limit, truncation=truncation)
+    if truncation == "drop":
+        assert len(dataset) == 1
+        return
+    row = dataset[1]
+    assert TOKENIZER.decode(row["input_ids"]) == text
+    assert TOKENIZER.decode(row["input_ids"][row["loss_mask"]]) == learned
+
+
+def test_cutting_on_the_right_takes_the_end_with_eos():
+    row = open_rows(ROWS, max_length=7, truncation="right")[1]
+    assert TOKENIZER.decode(row["input_ids"]) == "10+20=3"
+    assert TOKENIZER.decode(row["input_ids"][row["loss_mask"]]) == "3"
+
+
+def test_cutting_the_whole_prompt_away_is_an_error():
+    with pytest.raises(ConfigError, match="leaves no prompt"):
+        open_rows(ROWS, max_length=3, truncation="left")
+
+
+def test_a_long_sequence_is_an_error_by_default():
+    with pytest.raises(ConfigError, match="max_length is 8: 1 of 2 rows have more tokens; the longest, row 1, has 9"):
+        open_rows(ROWS, max_length=8)
+
+
+@pytest.mark.parametrize(
+    "rows, config, fault",
+    [
+        (
+            [{"prompt": "1", "answer": "1"}],
+            {},
+            "completion_key is 'completion': no such column at row 0. Its columns: prompt",
+        ),
+        ([{"text": "1", "completion": "1"}], {}, "prompt_key is 'prompt': no such column at row 0."),
+        ([{"prompt": "1", "completion": None}], {}, "completion is None at row 0: expected a text that is not empty."),
+        ([{"prompt": "1", "completion": ""}], {}, "completion is '' at row 0: expected a text"),
+        ([{"prompt": "1", "response": 5}], {}, "response is 5 at row 0: expected a text"),
+        (ROWS, {"max_lenght": 5}, "config.max_lenght is not a known key. Did you mean max_length?"),
+        (ROWS, {"max_length": 1}, "max_length is 1: must be at least 2"),
+        ([], {}, "rows is []: the data set is empty."),
+    ],
+)
+def test_rows_and_settings_that_cannot_be_learned_are_refused(rows, config, fault):
+    with pytest.raises(ConfigError) as refused:
+        open_rows(rows, **config)
+    assert str(refused.value).startswith(fault)
+
+
+def test_a_tokenizer_without_eos_is_refused():
+    endless = character_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(ConfigError, match="tokenizer has no EOS token"):
+        SFTDataset.from_rows(ROWS, tokenizer=endless)
