@@ -27,7 +27,7 @@ def run(console: RichConsole, settings: Console | None = None, total_steps: int 
     tracker.start("quickstart", {}, Path("/out"), total_steps)
     for step in (1, 2):
         tracker.stage("gen", 1.236, "384 responses, 1536 tokens")
-        tracker.log({"reward/mean": 0.8125, "actor/kl_nats": 0.00312345, "other": 9.0}, step)
+        tracker.log({"reward/mean": 0.8125, "kl/reference_nats": 0.00312345, "other": 9.0}, step)
     tracker.evaluation({"eval/greedy_accuracy": 0.914}, 2)
     tracker.close("finished")
     return shown(console)
@@ -39,8 +39,8 @@ def test_a_pipe_gets_plain_lines():
     lines = text.splitlines()
     assert lines[0] == "run quickstart, 2 steps, results in /out"
     assert lines[1] == "[gen] 1.24s  384 responses, 1536 tokens"
-    assert lines[2] == "step 1/2  reward/mean 0.8125  actor/kl_nats 0.003123  0:00:00 left"
-    assert lines[4] == "step 2/2  reward/mean 0.8125  actor/kl_nats 0.003123"
+    assert lines[2] == "step 1/2  reward/mean 0.8125  kl/reference_nats 0.003123  0:00:00 left"
+    assert lines[4] == "step 2/2  reward/mean 0.8125  kl/reference_nats 0.003123"
     assert lines[5:] == ["evaluation after step 2  eval/greedy_accuracy 0.914", "run finished"]
 
 
@@ -69,7 +69,7 @@ def test_a_run_of_unknown_length_counts_steps():
 
 def test_a_line_shows_the_columns_asked_for_or_the_first_metrics():
     assert "step 1/2  other 9  0:" in run(screen(terminal=False), Console(columns=("missing", "other")))
-    assert "step 1/2  reward/mean 0.8125  actor/kl_nats" in run(screen(terminal=False), Console(columns=()))
+    assert "step 1/2  reward/mean 0.8125  kl/reference_nats" in run(screen(terminal=False), Console(columns=()))
 
 
 def test_long_lines_are_not_cut_in_a_pipe():

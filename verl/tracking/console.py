@@ -35,11 +35,11 @@ class Console(Description):
     progress_bar: bool = True
     columns: tuple[str, ...] = (
         "reward/mean",
-        "actor/kl_nats",
-        "actor/entropy_nats",
+        "kl/reference_nats",
+        "rollout/entropy_nats",
         "rollout/response_length_tokens",
         "sft/loss",
-        "time/step_s",
+        "timing/step_s",
     )
     sample_rows: int = 3
 

@@ -1,0 +1,95 @@
+"""A W&B run without a key is a set of offline files below the run directory."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+
+from verl.description import BuildContext
+from verl.errors import ConfigError
+from verl.tracking.trackers import Trackers
+from verl.tracking.wandb import WandB, wandb_mode
+
+
+@pytest.fixture
+def no_key(monkeypatch, tmp_path):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def records(run_dir) -> list:
+    """All records of the one offline run below `run_dir`.
+
+    The file is a LevelDB log: after 7 bytes of W&B, blocks of 32 KiB with fragments of checksum, length, kind and data;
+    kinds 1 and 4 end a record.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+    data, at, record, found = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # too short for a fragment: zeros up to the next block
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            found.append(wandb_internal_pb2.Record.FromString(record))
+            record = b""
+    return found
+
+
+def test_an_offline_run_holds_metrics_config_and_samples(tmp_path, no_key):
+    running = Trackers(wandb=WandB(project="arithmetic", tags=["a"])).build(BuildContext())
+    running.start("first", {"actor": {"lr": 0.5}, "api_key": "abcdefgh"}, tmp_path, 2)
+    running.log({"reward/mean": 0.25}, 1)
+    running.log({"reward/mean": 0.5}, 2)
+    running.evaluation({"eval/accuracy": 0.75}, 1)
+    running.samples([{"prompt": "1+1=", "response": "2"}, {"prompt": "x", "score": 1.0}], 2, "eval")
+    running.close()
+    running.close()
+
+    found = records(tmp_path)
+    run = next(record.run for record in found if record.WhichOneof("record_type") == "run")
+    assert (run.project, run.display_name, list(run.tags)) == ("arithmetic", "first", ["a"])
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["actor"] == {"lr": 0.5}
+    assert config["api_key"] == "***"
+    rows = [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for record in found
+        if record.WhichOneof("record_type") == "history"
+    ]
+    values = [(row["step"], row.get("reward/mean"), row.get("eval/accuracy")) for row in rows]
+    assert values == [(1, 0.25, None), (2, 0.5, None), (1, None, 0.75), (2, None, None)]
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples/*.json")
+    assert json.loads(table.read_text()) == {
+        "columns": ["prompt", "response", "score"],
+        "data": [["1+1=", "2", None], ["x", None, 1.0]],
+    }
+    exits = [record.exit.exit_code for record in found if record.WhichOneof("record_type") == "exit"]
+    assert exits == [0]
+
+
+def test_without_a_key_the_mode_is_offline_and_a_key_makes_it_online(monkeypatch, tmp_path, no_key):
+    assert wandb_mode("auto") == "offline"
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123\n")
+    assert wandb_mode("auto") == "online"
+    (tmp_path / "netrc").write_text("machine elsewhere login user password 0123\n")
+    assert wandb_mode("auto") == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    assert wandb_mode("auto") == "online"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert wandb_mode("auto") == "offline"
+    assert wandb_mode("online") == "online"
+
+
+def test_an_unknown_mode_or_an_empty_project_is_refused():
+    with pytest.raises(ConfigError, match="mode is 'shared': expected one of auto, online, offline"):
+        WandB(mode="shared")
+    with pytest.raises(ConfigError, match="project is ''"):
+        WandB(project="")

@@ -1,0 +1,70 @@
+"""Metrics as TensorBoard event files in the run directory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.description import BuildContext, Description
+from verl.tracking.tracker import Tracker
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoard(Description):
+    """Event files in `run_dir/tensorboard`; look at them with `tensorboard --logdir RUN_DIR`.
+
+    Args:
+        flush_s: seconds after which what is waiting is written.
+    """
+
+    flush_s: int = 30
+
+    def faults(self):
+        if self.flush_s < 1:
+            yield f"flush_s is {self.flush_s}: must be 1 or more."
+
+    def build(self, context: BuildContext) -> TensorBoardTracker:
+        return TensorBoardTracker(self)
+
+
+class TensorBoardTracker(Tracker):
+    """Scalars by metric key, the configuration and the samples as text."""
+
+    def __init__(self, settings: TensorBoard):
+        self._settings = settings
+        self._writer: SummaryWriter | None = None
+
+    def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("the package tensorboard is missing: pip install tensorboard") from error
+        self._writer = SummaryWriter(log_dir=str(run_dir / "tensorboard"), flush_secs=self._settings.flush_s)
+        self._writer.add_text("config", _as_code(config), 0)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        assert self._writer is not None, "log before start"
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+
+    def evaluation(self, metrics: dict[str, float], step: int) -> None:
+        self.log(metrics, step)
+
+    def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
+        assert self._writer is not None, "samples before start"
+        self._writer.add_text(f"samples/{name}", "\n\n".join(_as_code(row) for row in rows[:20]), step)
+
+    def close(self, status: str) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _as_code(value: Any) -> str:
+    """JSON as an indented block, which TensorBoard's Markdown shows as it is."""
+    lines = json.dumps(value, indent=2, default=str, ensure_ascii=True).splitlines()
+    return "\n".join(f"    {line}" for line in lines)

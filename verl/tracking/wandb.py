@@ -1,0 +1,105 @@
+"""Metrics to Weights & Biases; without a key, to offline files that `wandb sync` uploads later."""
+
+from __future__ import annotations
+
+import contextlib
+import netrc
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from verl.description import BuildContext, Description
+from verl.tracking.tracker import Tracker
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandB(Description):
+    """A W&B run, its files below the run directory.
+
+    Args:
+        project: W&B project.
+        entity: team or user; null is the account's default.
+        tags: labels of the run.
+        mode: `auto` is what WANDB_MODE says if it is set, else online where WANDB_API_KEY or a netrc file has a key,
+            else offline.
+    """
+
+    project: str = "verl"
+    entity: str | None = None
+    tags: tuple[str, ...] = ()
+    mode: Literal["auto", "online", "offline"] = "auto"
+
+    def faults(self) -> Iterator[str]:
+        if not self.project:
+            yield "project is '': must name a W&B project."
+
+    def build(self, context: BuildContext) -> WandBTracker:
+        return WandBTracker(self)
+
+
+class WandBTracker(Tracker):
+    """One W&B run. Metrics carry our own `step`, so an evaluation may arrive after the step it belongs to."""
+
+    def __init__(self, settings: WandB):
+        self._settings = settings
+        self._run: Any = None
+
+    def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError("the package wandb is missing: pip install wandb") from error
+        chosen = self._settings
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=chosen.project,
+            entity=chosen.entity,
+            tags=chosen.tags,
+            name=run_name,
+            config=config,
+            dir=run_dir,
+            mode=wandb_mode(chosen.mode),
+            reinit="create_new",  # a sweep's runs are separate, and a user's own run is left alone
+            settings=wandb.Settings(console="off", quiet=True),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self._run.log({**metrics, "step": step})
+
+    def evaluation(self, metrics: dict[str, float], step: int) -> None:
+        self.log(metrics, step)
+
+    def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        table = self._wandb.Table(columns=columns, data=[[_cell(row.get(key)) for key in columns] for row in rows])
+        self._run.log({f"samples/{name}": table, "step": step})
+
+    def close(self, status: str) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+def wandb_mode(asked: str) -> str:
+    """`online`, `offline`, or what WANDB_MODE says where nothing is asked for."""
+    if asked != "auto":
+        return asked
+    if environment := os.environ.get("WANDB_MODE"):
+        return environment
+    return "online" if os.environ.get("WANDB_API_KEY") or _key_in_netrc() else "offline"
+
+
+def _key_in_netrc() -> bool:
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    return False
+
+
+def _cell(value: Any) -> Any:
+    """Numbers and texts as they are; a table's column must hold one kind, so the rest becomes text."""
+    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
