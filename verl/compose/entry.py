@@ -86,11 +86,11 @@ def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None
 
 def _run_hydra(root: str, main: Callable[[Job], Any], faults: Sequence[str]) -> None:
     def task(config: DictConfig) -> None:
-        from rich.console import Console
+        import rich
 
         running = HydraConfig.get()
         run_dir = Path(running.runtime.output_dir)
-        job = Job(config, run_dir, Console(highlight=False), list(running.overrides.task), list(faults))
+        job = Job(config, run_dir, rich.get_console(), list(running.overrides.task), list(faults))
         with _clean_end():
             try:
                 with job.closing:

@@ -46,7 +46,7 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
     chosen = {key for key, _ in pairs if key in keys}
     for key, value in pairs:
         if (translated := translate(key, value, chosen)) is not None:
-            out.options += [option for option in translated.options if option not in out.options]
+            _choose(out, translated.options, pairs, f"{key}={value}")
             out.values += translated.values
             out.notes += [translated.note] if translated.note else []
             out.faults += [translated.fault] if translated.fault else []
@@ -56,8 +56,8 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
             out.faults.append(f"{key} is not a key of {root}.yaml.{hint(nearest(key, keys))}")
         elif judge_options and (fault := _option_fault(key, value, groups)):
             out.faults.append(fault)
-        else:
-            out.options.append(f"{key}={'null' if value is None else value}")
+        elif (option := f"{key}={'null' if value is None else value}") not in out.options:
+            out.options.append(option)
     return out
 
 
@@ -88,6 +88,18 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield from flatten(value, f"{path}.")
         else:
             yield path, value
+
+
+def _choose(out: Assignments, options: Sequence[str], pairs: Sequence[tuple[str, Any]], said: str) -> None:
+    """Add the options that an alias stands for, unless they contradict what is chosen by name."""
+    for option in options:
+        group = option.partition("=")[0]
+        others = [f"{key}={value}" for key, value in pairs if key == group] + out.options
+        contrary = [other for other in others if other.startswith(f"{group}=") and other != option]
+        if contrary:
+            out.faults.append(f"{said} means {option}, but {contrary[0]} is given too. Leave one of them out.")
+        elif option not in out.options:
+            out.options.append(option)
 
 
 def _is_mapping(value: Any) -> bool:

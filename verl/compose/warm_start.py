@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,19 +31,20 @@ if TYPE_CHECKING:
 PREFIX = "warm-start://"
 
 
-def resolve_warm_starts(run: Any, console: Console) -> Any:
+def resolve_warm_starts(run: Any, console: Console, overrides: Sequence[str] = ()) -> Any:
     """The same run with every `warm-start://NAME` replaced by a directory; what is missing is made, once.
 
     Args:
         run: the checked description of a run.
         console: where the wait is announced.
+        overrides: of the fine-tuning run beside `experiment=NAME`, in Hydra's spelling.
     Raises:
         ConfigError: there is no such experiment.
     """
 
     @functools.cache
     def directory(name: str) -> str:
-        return str(_actor_dir(name, console))
+        return str(_actor_dir(name, console, overrides))
 
     return _replace(run, directory)
 
@@ -64,11 +65,11 @@ def _replace(value: Any, directory: Callable[[str], str]) -> Any:
     return value
 
 
-def _actor_dir(name: str, console: Console) -> Path:
+def _actor_dir(name: str, console: Console, overrides: Sequence[str]) -> Path:
     known = group_options(conf_dir()).get("experiment", [])
     if name not in known:
         raise ConfigError(f"{PREFIX}{name}: there is no experiment {name}.{hint(nearest(name, known))}")
-    run = check(compose_root("sft", [f"experiment={name}", "tracker=none"]))
+    run = check(compose_root("sft", [f"experiment={name}", "tracker=none", *overrides]))
     final = warm_start_dir(name, run)
     if (final / "actor" / "config.json").is_file():
         console.print(f"{PREFIX}{name} lies in {final}", soft_wrap=True)
@@ -112,8 +113,8 @@ def _cache() -> Path:
 def _key(run: Any) -> str:
     import torch
 
-    description = as_plain(run)
-    parts = [json.dumps(description, sort_keys=True), _sources(), torch.__version__, str(torch.get_num_threads())]
+    machine = ["cuda" if torch.cuda.is_available() else "cpu", str(torch.get_num_threads())]
+    parts = [json.dumps(as_plain(run), sort_keys=True), _sources(), torch.__version__, *machine]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 

@@ -1,0 +1,82 @@
+"""Composes a run from a short file of a user's, laid over the default configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from verl.compose.composition import compose_root, lay
+from verl.compose.overrides import assign, flatten
+from verl.errors import ConfigError
+
+
+@dataclass
+class Composed:
+    """A composed root, with a note for each alias used, and faults for the check to report with its own."""
+
+    config: DictConfig
+    notes: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+def compose_over_default(
+    root: str,
+    short: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    replacements: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Composed:
+    """The default configuration of a root, with `replacements`, then `short`, then `overrides` laid over it.
+
+    Args:
+        root: `ppo` or `sft`.
+        short: nested mappings; a text under the name of a group chooses its option.
+        overrides: as on the command line, `group=option` or `path.to.key=value`.
+        replacements: whole components by root key.
+    """
+    pairs, faults = _parse(overrides)
+    assigned = assign(root, list({**dict(flatten(short)), **dict(pairs)}.items()))
+    config = compose_root(root, assigned.options)
+    lay(config, [*(replacements or {}).items(), *assigned.values])
+    return Composed(config, assigned.notes, [*faults, *assigned.faults])
+
+
+def read_short_file(path: str | Path) -> dict[str, Any]:
+    """The nested mapping in a YAML file.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no mapping.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"config_path is {str(path)!r}: no such file.")
+    try:
+        tree: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except (YAMLError, OmegaConfBaseException, OSError) as error:
+        raise ConfigError(f"config_path is {str(path)!r}: not readable as YAML ({error}).") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config_path is {str(path)!r}: expected keys with values, found a {type(tree).__name__}.")
+    return tree
+
+
+def _parse(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
+    """Overrides as keys with Python values, and the faults of those that are none."""
+    parser, pairs, faults = OverridesParser.create(), [], []
+    for text in overrides:
+        try:
+            parsed = parser.parse_override(text)
+        except HydraException as error:
+            faults.append(f"overrides: {text!r} is not of the form key=value ({str(error).splitlines()[0]}).")
+            continue
+        if parsed.is_sweep_override() or parsed.is_delete():
+            faults.append(f"overrides: {text!r} sweeps or deletes; give one value.")
+        else:
+            pairs.append((parsed.key_or_group, parsed.value()))
+    return pairs, faults
