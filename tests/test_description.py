@@ -1,0 +1,228 @@
+"""Descriptions check themselves, have one identity, and travel; errors travel too."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl import errors
+from verl.description import BuildContext, Description, as_plain, field_types, type_fault
+from verl.errors import (
+    ConfigError,
+    DataProtoValidationError,
+    NonFiniteError,
+    RewardError,
+    VerlError,
+    WorkerDied,
+    WorkerError,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner(Description):
+    """A part."""
+
+    rate: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer(Description):
+    """A whole with a field of every kind that the configuration can hold."""
+
+    size: int = 1
+    rate: float = 1.0
+    name: str = "x"
+    on: bool = True
+    cap: float | None = None
+    part: Inner | None = None
+    schedule: Literal["constant", "linear"] = "constant"
+    betas: tuple[float, float] = (0.9, 0.999)
+    targets: tuple[str, ...] = ()
+    weights: dict[str, float] = dataclasses.field(default_factory=dict)
+    items: list[int] = dataclasses.field(default_factory=list)
+    place: Path | None = None
+    anything: Any = None
+
+    def faults(self) -> Iterator[str]:
+        if self.size < 0:
+            yield f"size is {self.size}: must be at least 0."
+        if self.rate > 1:
+            yield f"rate is {self.rate}: must be at most 1."
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("size", 1.5, "a whole number"),
+        ("size", True, "a whole number"),
+        ("size", None, "a whole number"),
+        ("rate", "fast", "a number"),
+        ("rate", False, "a number"),
+        ("rate", [0.1], "a number"),
+        ("name", 3, "a text"),
+        ("on", 1, "true or false"),
+        ("cap", "none", "a number or null"),
+        ("part", {"rate": 0.1}, "a component with _target_ of kind Inner or null"),
+        ("schedule", "cosine", "one of constant, linear"),
+        ("betas", [0.9], "a list of a number, a number"),
+        ("betas", (0.9, 0.99, 0.999), "a list of a number, a number"),
+        ("betas", ("a", "b"), "a list of a number, a number"),
+        ("targets", "q_proj", "a list in which each item is a text"),
+        ("targets", ["q_proj", 1], "a list in which each item is a text"),
+        ("weights", {"a": "b"}, "a mapping in which each value is a number"),
+        ("weights", {1: 1.0}, "a mapping in which each value is a number"),
+        ("items", [1, "2"], "a list in which each item is a whole number"),
+        ("items", (1, 2), "a list in which each item is a whole number"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named_with_what_was_expected(field, value, expected):
+    with pytest.raises(ConfigError) as caught:
+        Outer(**{field: value})
+    assert caught.value.faults == [f"{field} is {value!r}: expected {expected}."]
+
+
+def test_all_faults_of_type_are_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        Outer(size="a", rate="b", name=1)
+    assert [fault.split()[0] for fault in caught.value.faults] == ["size", "rate", "name"]
+    assert str(caught.value).startswith("3 faults in the configuration:\n  size is 'a'")
+
+
+def test_all_faults_of_value_are_told_at_once_and_only_where_the_types_are_right():
+    with pytest.raises(ConfigError) as caught:
+        Outer(size=-1, rate=2.0)
+    assert len(caught.value.faults) == 2
+    with pytest.raises(ConfigError) as caught:
+        Outer(size=-1, rate="b")
+    assert caught.value.faults == ["rate is 'b': expected a number."]
+
+
+def test_a_list_from_yaml_becomes_the_declared_tuple():
+    made = Outer(betas=[0, 1], targets=["q", "v"])
+    assert made.betas == (0.0, 1.0) and made.targets == ("q", "v")
+    assert all(isinstance(beta, float) for beta in made.betas)
+
+
+def test_descriptions_that_are_equal_have_one_identity():
+    pairs = [
+        (Outer(rate=1), Outer(rate=1.0)),
+        (Outer(cap=3), Outer(cap=3.0)),
+        (Outer(betas=[0, 1]), Outer(betas=(0.0, 1.0))),
+        (Outer(weights={"a": 1, "b": 2}), Outer(weights={"b": 2.0, "a": 1.0})),
+        (Outer(part=Inner(rate=1)), Outer(part=Inner(rate=1.0))),
+    ]
+    for left, right in pairs:
+        assert left == right
+        assert left.identity() == right.identity()
+
+
+def test_a_difference_in_any_field_or_class_changes_the_identity():
+    @dataclass(frozen=True, kw_only=True)
+    class Twin(Inner):
+        pass
+
+    different = [
+        Outer(),
+        Outer(size=2),
+        Outer(rate=0.5),
+        Outer(part=Inner()),
+        Outer(part=Inner(rate=0.2)),
+        Outer(part=Twin()),
+    ]
+    different += [Outer(name="1"), Outer(targets=("1",)), Outer(items=[1]), Outer(on=False), Outer(place=Path("a"))]
+    assert len({made.identity() for made in different}) == len(different)
+
+
+def test_the_identity_is_the_same_in_another_process_with_another_hash_seed():
+    code = "from verl.description import BuildContext, Description; print(Description().identity())"
+    root = Path(__file__).resolve().parents[1]
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=root,
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == Description().identity()
+
+
+@given(
+    st.floats(allow_nan=False),
+    st.integers(0, 2**70),
+    st.lists(st.text(), max_size=3),
+    st.dictionaries(st.text(), st.floats(allow_nan=False)),
+)
+def test_a_description_survives_pickling_with_its_identity(cap, size, targets, weights):
+    made = Outer(cap=cap, size=size, targets=targets, weights=weights, part=Inner())
+    again = pickle.loads(pickle.dumps(made))
+    assert again == made and again.identity() == made.identity()
+
+
+def test_the_plain_form_is_json_with_targets_at_every_level():
+    plain = as_plain(Outer(part=Inner(), place=Path("a/b"), targets=("q",)))
+    assert plain["_target_"] == f"{__name__}.Outer"
+    assert plain["part"] == {"_target_": f"{__name__}.Inner", "rate": 0.1}
+    assert plain["place"] == "a/b" and plain["targets"] == ["q"]
+
+
+def test_a_description_cannot_be_changed_and_takes_no_positions():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Inner().rate = 0.2
+    with pytest.raises(TypeError):
+        Inner(0.2)
+
+
+def test_a_pure_component_is_its_own_running_thing():
+    inner = Inner()
+    assert inner.build(BuildContext()) is inner
+
+
+def test_field_types_and_type_fault_speak_of_the_resolved_annotations():
+    assert field_types(Inner) == {"rate": float}
+    assert type_fault(1, float) is None
+    assert type_fault("1", int | None) == "a whole number or null"
+    assert type_fault((), tuple[int, ...]) is None
+
+
+EXAMPLES = [
+    ConfigError("size is 1: must be 2."),
+    ConfigError(["a is 1.", "b is 2."]),
+    DataProtoValidationError("Field `values` breaks its contract."),
+    RewardError("returned None"),
+    NonFiniteError("the loss is nan"),
+    WorkerError(1, "actor.update", 7, "Traceback ...\n"),
+    WorkerDied(0, "critic.values", None, "exit status -9"),
+]
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_an_error_survives_pickling_with_its_text_and_facts(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
+
+
+def test_every_error_of_verl_is_a_verl_error_and_a_standard_one_and_has_an_example_here():
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, VerlError)} - {
+        VerlError
+    }
+    assert kinds == {type(error) for error in EXAMPLES}
+    for kind in kinds:
+        assert issubclass(kind, (ValueError, RuntimeError, FloatingPointError))
+    assert issubclass(WorkerDied, WorkerError)
+
+
+def test_a_worker_error_says_rank_call_step_and_the_workers_own_traceback():
+    assert str(WorkerError(1, "actor.update", 7, "boom\n")) == "rank 1 failed in actor.update at step 7:\nboom"
+    assert str(WorkerError(0, "actor.load", None, "boom")) == "rank 0 failed in actor.load:\nboom"

@@ -1,0 +1,163 @@
+"""The table of fields, its checks, and the glossary made from it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl import fields
+from verl.errors import DataProtoValidationError
+from verl.fields import FIELDS, Field, check_rows, check_tensor, register
+from verl.protocol import DataProto
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def own_field():
+    """Register a field for one test alone."""
+    added = []
+
+    def add(field: Field) -> Field:
+        added.append(field.name)
+        return register(field)
+
+    yield add
+    for name in added:
+        fields._TABLE.pop(name, None)
+
+
+def bind(name: str, tensor, bound: dict) -> dict:
+    check_tensor(name, tensor, bound, {})
+    return bound
+
+
+def test_every_registered_field_accepts_its_own_shape_and_binds_its_dims():
+    sizes = {"B": 2, "P": 3, "T": 4, "S": 7}
+    for field in FIELDS.values():
+        tensor = torch.zeros([sizes[dim] for dim in field.dims], dtype=fields.DTYPES[field.dtype][0])
+        bound = bind(field.name, tensor, {})
+        assert bound == {dim: (sizes[dim], field.name) for dim in field.dims}
+
+
+def test_every_registered_field_refuses_another_dtype_kind():
+    for field in FIELDS.values():
+        wrong = torch.float32 if field.dtype != "float" else torch.int64
+        with pytest.raises(DataProtoValidationError, match=f"(?s)`{field.name}`.*dtype {field.dtype}"):
+            bind(field.name, torch.zeros([1] * len(field.dims), dtype=wrong), {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_float_field_accepts_any_floating_dtype(dtype):
+    bind("values", torch.zeros(2, 3, dtype=dtype), {})
+
+
+def test_an_int32_is_not_an_int64():
+    with pytest.raises(DataProtoValidationError, match=r"(?s)dtype int64.*dtype int32"):
+        bind("responses", torch.zeros(2, 3, dtype=torch.int32), {})
+
+
+def test_the_wrong_number_of_dims_is_named_with_its_letters():
+    with pytest.raises(DataProtoValidationError, match=r"(?s)`values`.*\[B T\].*\[5\]"):
+        bind("values", torch.zeros(5), {})
+
+
+def test_s_must_be_p_plus_t_whichever_is_bound_last():
+    parts = {
+        "prompts": torch.zeros(2, 3, dtype=torch.int64),
+        "responses": torch.zeros(2, 4, dtype=torch.int64),
+        "input_ids": torch.zeros(2, 8, dtype=torch.int64),
+    }
+    orders = [
+        ("prompts", "responses", "input_ids"),
+        ("input_ids", "prompts", "responses"),
+        ("input_ids", "responses", "prompts"),
+    ]
+    for order in orders:
+        bound: dict = {}
+        bind(order[0], parts[order[0]], bound)
+        bind(order[1], parts[order[1]], bound)
+        with pytest.raises(DataProtoValidationError, match=f"(?s)`{order[2]}`.*8 = 3 \\+ 4"):
+            bind(order[2], parts[order[2]], bound)
+
+
+def test_an_unregistered_field_needs_b_first_and_is_free_otherwise():
+    bound = bind("hidden", torch.zeros(2, 5, 6, 7), {})
+    assert bound == {"B": (2, "hidden")}
+    with pytest.raises(DataProtoValidationError, match="first dim is B"):
+        bind("temperature", torch.tensor(1.0), {})
+
+
+def test_a_column_may_not_take_the_name_of_a_registered_field():
+    with pytest.raises(DataProtoValidationError, match=r"(?s)`values`.*a tensor \[B T\]"):
+        check_rows("values", 2, {}, {})
+
+
+def test_a_field_of_ones_own_is_checked_and_padded_once_registered(own_field):
+    own_field(Field("margins", ("B", "T"), "float", "reward", "how far ahead", "a reward", -1.5))
+    with pytest.raises(DataProtoValidationError, match=r"`margins`"):
+        DataProto.from_dict({"margins": torch.zeros(2, 3, dtype=torch.int64)})
+    short, long = (DataProto.from_dict({"margins": torch.zeros(1, t)}) for t in (1, 3))
+    assert DataProto.concat([short, long])["margins"].tolist() == [[0.0, -1.5, -1.5], [0.0, 0.0, 0.0]]
+
+
+def test_registering_the_same_field_twice_is_fine_and_another_contract_is_refused(own_field):
+    own_field(Field("margins", ("B", "T"), "float"))
+    register(Field("margins", ("B", "T"), "float"))
+    with pytest.raises(DataProtoValidationError, match=r"`margins` is registered already, as \[B T\] float"):
+        register(Field("margins", ("B",), "float"))
+    with pytest.raises(DataProtoValidationError, match="`values` is registered already"):
+        register(Field("values", ("B",), "float"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"dims": ("T",)}, "B first"),
+        ({"dims": ()}, "B first"),
+        ({"dims": ("B", "X")}, "B first"),
+        ({"dims": ("B", "T", "T")}, "different"),
+        ({"dtype": "float32"}, "one of int64, bool, float"),
+        ({"pad": "eos"}, "pad_token"),
+    ],
+)
+def test_a_field_that_cannot_be_is_refused_when_described(wrong, word):
+    with pytest.raises(DataProtoValidationError, match=word):
+        Field(**{"name": "x", "dims": ("B",), "dtype": "float", **wrong})
+
+
+def test_the_table_cannot_be_changed_but_by_registering():
+    with pytest.raises(TypeError):
+        FIELDS["x"] = Field("x", ("B",), "float")
+
+
+@pytest.fixture(scope="module")
+def make_glossary():
+    spec = importlib.util.spec_from_file_location("make_glossary", ROOT / "scripts" / "make_glossary.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_glossary_in_the_repository_is_up_to_date(make_glossary):
+    assert make_glossary.main(["--check"]) == 0
+
+
+def test_the_glossary_has_one_row_for_each_field_and_each_says_what_it_means(make_glossary):
+    names = re.findall(r"^\| `(\w+)` \| `\[", make_glossary.page(), flags=re.MULTILINE)
+    assert names == list(FIELDS)
+    assert all(field.meaning and field.producer for field in FIELDS.values())
+
+
+def test_the_glossary_check_fails_when_a_field_changed_since(make_glossary, tmp_path, own_field, capsys):
+    page = tmp_path / "glossary.md"
+    assert make_glossary.main(["--check", "--page", str(page)]) == 1
+    make_glossary.main(["--page", str(page)])
+    assert make_glossary.main(["--check", "--page", str(page)]) == 0
+    own_field(Field("margins", ("B", "T"), "float"))
+    assert make_glossary.main(["--check", "--page", str(page)]) == 1
+    assert "is stale" in capsys.readouterr().err

@@ -1,0 +1,214 @@
+"""DataProto: what it accepts and refuses, and how fields join."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import numpy as np
+import pytest
+import torch
+from batches import assert_same, rollout
+
+from verl import config
+from verl.errors import DataProtoValidationError
+from verl.protocol import DataProto
+
+
+def test_a_single_dict_is_divided_into_tensors_and_columns():
+    data = DataProto.from_single_dict({"values": torch.zeros(2, 3), "answer": np.array(["a", "b"]), "n": [1, None]})
+    assert list(data.batch) == ["values"] and list(data.non_tensor_batch) == ["answer", "n"]
+    assert data["answer"].dtype == object and type(data["answer"][0]) is str and data["n"].tolist() == [1, None]
+
+
+def test_columns_of_nested_lists_stay_one_object_per_row():
+    data = DataProto.from_dict(non_tensors={"turns": [[1, 2], [3, 4]], "grid": np.arange(6).reshape(2, 3)})
+    assert data["turns"].shape == data["grid"].shape == (2,)
+    assert data["turns"][1] == [3, 4] and data["grid"][1] == [3, 4, 5]
+
+
+def reward_returning(value):
+    return DataProto.from_dict({"token_level_scores": value})
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (None, "NoneType"),
+        ([0.0], "list"),
+        (np.zeros((2, 3)), "ndarray"),
+        (torch.zeros(2), r"shape \[2\]"),
+        (torch.zeros(2, 3).long(), "int64"),
+    ],
+)
+def test_what_is_no_field_is_refused_with_its_kind_and_its_producer(value, found):
+    with pytest.raises(DataProtoValidationError, match=f"(?s)`token_level_scores`.*Found: .*{found}") as caught:
+        reward_returning(value)
+    line = reward_returning.__code__.co_firstlineno
+    assert str(caught.value).endswith(f"Source: reward_returning() at line {line} in test_protocol.py")
+
+
+def test_a_field_is_a_tensor_or_a_column_and_a_column_has_rows():
+    with pytest.raises(DataProtoValidationError, match="both a tensor and a column"):
+        DataProto.from_dict({"x": torch.zeros(2)}, {"x": [1, 2]})
+    with pytest.raises(DataProtoValidationError, match=r"(?s)`values`.*a tensor \[B T\]"):
+        DataProto.from_dict(non_tensors={"values": [1, 2]})
+    with pytest.raises(DataProtoValidationError, match=r"(?s)`answer`.*one entry per row.*str"):
+        DataProto.from_dict(non_tensors={"answer": "forty-two"})
+    with pytest.raises(DataProtoValidationError, match="a text as the name"):
+        DataProto.from_dict({3: torch.zeros(2)})
+
+
+def test_a_length_that_disagrees_names_who_bound_it():
+    with pytest.raises(DataProtoValidationError) as caught:
+        rollout(4, 3, 5).union(DataProto.from_dict({"advantages": torch.zeros(4, 6)}, producer=reward_returning))
+    text = str(caught.value)
+    assert "`advantages`" in text and "[B T] = [4 5]" in text and "shape [4, 6]" in text
+    assert re.search(r"T = 5 was bound by `responses`, made by rollout\(\) at line \d+ in batches.py", text)
+    assert "Source: reward_returning()" in text
+    with pytest.raises(
+        DataProtoValidationError, match=r"(?s)`answer`.*\[B\] = \[4\]; B = 4 was bound by `prompts`.*\[3\]"
+    ):
+        rollout(4).select(non_tensor_batch_keys=[]).union(DataProto.from_dict(non_tensors={"answer": [1, 2, 3]}))
+
+
+def test_a_tensor_changed_behind_the_batchs_back_is_found_at_the_union():
+    other = DataProto.from_dict({"advantages": torch.zeros(4, 5)})
+    other["advantages"].resize_(4, 6)
+    with pytest.raises(DataProtoValidationError, match=r"shape \[4, 6\]"):
+        rollout(4, 3, 5).union(other)
+
+
+@pytest.mark.parametrize("change", ["set", "delete", "update", "pop", "or", "setdefault", "clear", "item"])
+def test_the_fields_refuse_every_change_and_point_to_union(change):
+    data = rollout()
+    with pytest.raises(DataProtoValidationError, match=r"read-only.*data\.union\("):
+        if change == "set":
+            data.batch["values"] = torch.zeros(4, 5)
+        elif change == "delete":
+            del data.non_tensor_batch["answer"]
+        elif change == "or":
+            fields = data.batch
+            fields |= {"x": torch.zeros(4)}
+        elif change == "item":
+            data["values"] = torch.zeros(4, 5)
+        else:
+            arguments = {"update": ({},), "pop": ("values",), "setdefault": ("x", None), "clear": ()}[change]
+            getattr(data.batch, change)(*arguments)
+    assert_same(data, rollout())
+
+
+def test_a_field_that_is_not_there_is_named_with_those_that_are():
+    data = DataProto.from_dict({"values": torch.zeros(1, 1)})
+    for access in (
+        lambda: data["returns"],
+        lambda: data.batch["returns"],
+        lambda: data.select(["returns"]),
+        lambda: data.pop(["returns"]),
+    ):
+        with pytest.raises(DataProtoValidationError, match="no `returns` in this batch, which has: values"):
+            access()
+    with pytest.raises(DataProtoValidationError, match="no `returns`"):
+        data.rename("returns", "x")
+
+
+def test_rows_outside_the_batch_and_masks_of_another_length_are_refused():
+    data = rollout(3)
+    for key in (3, -4, [0, 3], torch.tensor([-4])):
+        with pytest.raises(IndexError, match="of a batch of 3 rows"):
+            data[key]
+    with pytest.raises(DataProtoValidationError, match="mask of shape"):
+        data[torch.tensor([True])]
+    with pytest.raises(DataProtoValidationError, match="whole numbers"):
+        data[[0.5]]
+    with pytest.raises(DataProtoValidationError, match="each of the 3 rows once"):
+        data.reorder([0, 0, 1])
+
+
+def test_one_row_is_a_batch_of_one_and_iterating_gives_the_rows():
+    data = rollout(3)
+    assert_same(DataProto.concat(list(data)), data)
+    assert_same(data[-1], data[2:3])
+    assert_same(data[torch.tensor(1)], data[[1]])
+
+
+def test_union_changes_neither_side_and_keeps_both_producers():
+    left = DataProto.from_dict({"values": torch.zeros(2, 3)}, meta_info={"a": 1}, producer=reward_returning)
+    right = DataProto.from_dict({"returns": torch.ones(2, 3)}, {"answer": ["x", "y"]}, {"b": 2})
+    both = left.union(right)
+    assert set(both.batch) == {"values", "returns"} and "answer" in both and both.meta_info == {"a": 1, "b": 2}
+    assert list(left.batch) == ["values"] and list(right.batch) == ["returns"] and left.meta_info == {"a": 1}
+    assert both.producer("values").function == "reward_returning" and both.producer("answer").function.startswith(
+        "test_union"
+    )
+
+
+def test_equal_values_may_meet_and_other_values_name_both_producers():
+    base = DataProto.from_dict(
+        {"values": torch.tensor([[1.0, float("nan")]])}, {"answer": ["a"]}, producer=reward_returning
+    )
+    base.union(DataProto.from_dict({"values": torch.tensor([[1.0, float("nan")]])}, {"answer": ["a"]}))
+    different = [
+        DataProto.from_dict({"values": torch.tensor([[1.0, 2.0]])}, producer=rollout),
+        DataProto.from_dict({"values": torch.tensor([[1.0]])}, producer=rollout),
+        DataProto.from_dict({"values": torch.tensor([[1.0, float("nan")]]).double()}, producer=rollout),
+        DataProto.from_dict({"answer": torch.zeros(1)}, producer=rollout),
+        DataProto.from_dict(non_tensors={"answer": ["b"]}, producer=rollout),
+    ]
+    for other in different:
+        with pytest.raises(DataProtoValidationError, match=r"(?s)reward_returning\(\) at.*Source: rollout\(\)"):
+            base.union(other)
+
+
+def test_facts_that_disagree_are_refused():
+    left, right = DataProto.from_dict(meta_info={"t": 1.0}), DataProto.from_dict(meta_info={"t": 2.0})
+    for join in (lambda: left.union(right), lambda: DataProto.concat([left, right])):
+        with pytest.raises(DataProtoValidationError, match=r"`t` is 1.0 .* 2.0"):
+            join()
+    array = {"t": np.array([1, 2]), "u": torch.ones(2), "v": [float("nan")]}
+    assert (
+        DataProto.from_dict(meta_info=array).union(DataProto.from_dict(meta_info=copy.deepcopy(array))).meta_info.keys()
+        == array.keys()
+    )
+
+
+def test_select_pop_and_rename_move_fields_with_their_producers():
+    data = rollout()
+    chosen = data.select(["values", "prompts"], [], [])
+    assert list(chosen.batch) == ["prompts", "values"] and not chosen.non_tensor_batch and not chosen.meta_info
+    popped = data.pop(["values"], ["answer"], ["step"])
+    assert "values" not in data and "answer" not in data and data.meta_info == {} and len(data) == 4
+    assert list(popped.batch) == ["values"] and popped.meta_info == {"step": 3}
+    assert_same(
+        data.union(popped).select(list(data.batch), []),
+        data.select(meta_info_keys=[]).union(DataProto.from_dict(meta_info={"step": 3})),
+    )
+    renamed = popped.rename("values", "returns").rename(["returns", "answer"], ["old_values", "target"])
+    assert list(renamed.batch) == ["old_values"] and list(renamed.non_tensor_batch) == ["target"]
+    assert renamed.producer("old_values") == popped.producer("values")
+
+
+def test_rename_checks_the_new_name():
+    data = rollout()
+    with pytest.raises(DataProtoValidationError, match="one name"):
+        data.rename("values", "prompts")
+    with pytest.raises(DataProtoValidationError, match=r"(?s)`returns`.*\[B T\]"):
+        data.rename("hidden", "returns")
+    with pytest.raises(DataProtoValidationError, match=r"(?s)`returns`.*a tensor"):
+        data.rename("answer", "returns")
+
+
+def test_dims_are_free_again_when_the_fields_that_bound_them_are_gone():
+    data = rollout(4, 3, 5).select(["prompts", "prompt_ids"], [])
+    assert data.union(DataProto.from_dict({"responses": torch.zeros(4, 9).long()}))["responses"].shape == (4, 9)
+
+
+def test_the_strict_setting_checks_content_where_batches_are_made_and_joined(monkeypatch):
+    bad = torch.full((4, 5), float("nan"))
+    data, other = rollout(), DataProto.from_dict({"returns": bad})
+    data.union(other)
+    monkeypatch.setattr(config, "strict_data_check", True)
+    for act in (lambda: data.union(other), lambda: DataProto.from_dict({"returns": bad}), other.check):
+        with pytest.raises(DataProtoValidationError, match=r"(?s)`returns`.*finite.*nan at \[0, 0\].*row: 0"):
+            act()
+    data.check()

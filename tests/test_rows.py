@@ -1,0 +1,199 @@
+"""Rows of a batch: chosen, put in order, divided, joined and re-padded."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from batches import assert_same, batches, rollout
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.errors import DataProtoValidationError
+from verl.protocol import DataProto, pad_to_divisor, unpad
+
+
+@settings(deadline=None, max_examples=40)
+@given(batches(), st.integers(1, 9))
+def test_joining_the_chunks_gives_the_batch(data, k):
+    parts = data.chunk(k)
+    sizes = [len(part) for part in parts]
+    assert len(parts) == k and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+    assert_same(DataProto.concat(parts), data)
+
+
+@settings(deadline=None, max_examples=40)
+@given(batches(), st.integers(1, 9))
+def test_joining_the_split_gives_the_batch(data, size):
+    parts = data.split(size)
+    assert all(len(part) == size for part in parts[:-1])
+    assert_same(DataProto.concat(parts), data)
+
+
+@settings(deadline=None, max_examples=40)
+@given(batches(), st.randoms(use_true_random=False))
+def test_a_reorder_is_undone_by_its_inverse(data, random):
+    order = random.sample(range(len(data)), len(data))
+    inverse = np.argsort(np.array(order, dtype=np.int64))
+    assert_same(data.reorder(order).reorder(inverse), data)
+    assert data.reorder(order)["answer"].tolist() == [data["answer"][row] for row in order]
+
+
+@settings(deadline=None, max_examples=40)
+@given(batches(), st.integers(0, 3), st.booleans())
+def test_repeat_agrees_with_an_index(data, n, interleave):
+    rows = [row for row in range(len(data)) for _ in range(n)] if interleave else list(range(len(data))) * n
+    assert_same(data.repeat(n, interleave=interleave), data[rows])
+
+
+@settings(deadline=None, max_examples=40)
+@given(batches(), st.integers(1, 9))
+def test_padding_to_a_divisor_and_back_gives_the_batch(data, k):
+    padded, pad_size = pad_to_divisor(data, k)
+    assert len(padded) % k == 0 and 0 <= pad_size < k
+    assert_same(unpad(padded, pad_size), data)
+    if pad_size:
+        assert_same(padded[len(data) :], data[[row % len(data) for row in range(pad_size)]])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(batches(), min_size=1, max_size=4))
+def test_joining_batches_of_other_lengths_moves_every_token_and_adds_padding_alone(parts):
+    joined = DataProto.concat(parts).check(strict=True)
+    filled = [part for part in parts if len(part)] or parts[:1]
+    longest_p = max(part["prompts"].shape[1] for part in filled)
+    longest_t = max(part["responses"].shape[1] for part in filled)
+    assert joined["input_ids"].shape == (sum(map(len, parts)), longest_p + longest_t)
+    first = 0
+    for part in filled:
+        (p, t), rows = (part["prompts"].shape[1], part["responses"].shape[1]), joined[first : first + len(part)]
+        first += len(part)
+        kept = {"P": slice(longest_p - p, None), "T": slice(0, t), "S": slice(longest_p - p, longest_p + t)}
+        for letter, names in {
+            "P": ("prompts", "prompt_mask"),
+            "T": ("responses", "values"),
+            "S": ("input_ids", "attention_mask"),
+        }.items():
+            for name in names:
+                assert torch.equal(rows[name][:, kept[letter]], part[name])
+                assert rows[name].count_nonzero() == part[name].count_nonzero()
+        assert torch.equal(rows["hidden"], part["hidden"]) and rows["answer"].tolist() == part["answer"].tolist()
+
+
+@settings(deadline=None, max_examples=40)
+@given(batches(), st.data())
+def test_every_kind_of_index_agrees_with_torchs_own(data, draw):
+    rows = len(data)
+    chosen = draw.draw(st.lists(st.integers(-rows, rows - 1), max_size=8)) if rows else []
+    mask = draw.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
+    bounds = st.none() | st.integers(-9, 9)
+    piece = slice(draw.draw(bounds), draw.draw(bounds), draw.draw(st.none() | st.sampled_from([1, 2, 3, -1, -2])))
+    numbers = data["prompt_ids"].numpy()
+    for key, expected in [
+        (chosen, numbers[np.array(chosen, dtype=np.int64)]),
+        (np.array(chosen, dtype=np.int64), numbers[np.array(chosen, dtype=np.int64)]),
+        (torch.tensor(chosen, dtype=torch.int64), numbers[np.array(chosen, dtype=np.int64)]),
+        (torch.tensor(mask, dtype=torch.bool), numbers[np.array(mask, dtype=bool)]),
+        (piece, numbers[piece]),
+    ]:
+        part = data[key].check()
+        assert part["prompt_ids"].tolist() == expected.tolist()
+        assert len(part) == len(part["answer"]) == len(expected)
+
+
+def test_added_places_hold_each_fields_own_padding():
+    short = DataProto.from_dict({"labels": torch.ones(1, 2).long(), "loss_mask": torch.ones(1, 2).bool()})
+    long = DataProto.from_dict({"labels": torch.ones(1, 4).long(), "loss_mask": torch.ones(1, 4).bool()})
+    joined = DataProto.concat([short, long])
+    assert joined["labels"].tolist() == [[1, 1, -100, -100], [1, 1, 1, 1]]
+    assert joined["loss_mask"].tolist()[0] == [True, True, False, False]
+    parts = [DataProto.from_dict({"prompts": torch.full((1, p), 5)}, meta_info={"pad_token_id": 7}) for p in (1, 3)]
+    assert DataProto.concat(parts)["prompts"].tolist() == [[7, 7, 5], [5, 5, 5]]
+
+
+def test_s_is_repadded_even_where_its_length_happens_to_agree():
+    def part(p, t):
+        return DataProto.from_dict(
+            {
+                "prompts": torch.ones(1, p).long(),
+                "responses": torch.full((1, t), 2),
+                "input_ids": torch.tensor([[1] * p + [2] * t]),
+            }
+        )
+
+    assert DataProto.concat([part(1, 2), part(2, 1)])["input_ids"].tolist() == [[0, 1, 2, 2], [1, 1, 2, 0]]
+
+
+def test_parts_that_cannot_be_joined_are_refused_by_field():
+    data = rollout()
+    with pytest.raises(DataProtoValidationError, match="at least one part"):
+        DataProto.concat([])
+    with pytest.raises(DataProtoValidationError, match=r"(?s)`values`.*missing in one"):
+        DataProto.concat([data, data.select([name for name in data.batch if name != "values"])])
+    base = DataProto.from_dict({"hidden": torch.zeros(2, 3)})
+    with pytest.raises(DataProtoValidationError, match=r"(?s)`hidden`.*\[2, 3\] float32.*\[2, 4\]"):
+        DataProto.concat([base, DataProto.from_dict({"hidden": torch.zeros(2, 4)})])
+    with pytest.raises(DataProtoValidationError, match=r"(?s)`hidden`.*float32.*float64"):
+        DataProto.concat([base, DataProto.from_dict({"hidden": torch.zeros(2, 3).double()})])
+
+
+def test_parts_without_rows_need_no_fields():
+    data = rollout()
+    assert_same(DataProto.concat([DataProto(), data, data[:0]]), data)
+    assert len(DataProto.concat([DataProto(), DataProto()])) == 0
+
+
+def test_gradients_pass_through_indexing_and_joining():
+    leaf = torch.zeros(2, 2, requires_grad=True)
+    data = DataProto.from_dict({"log_probs": leaf * 1.0})
+    joined = DataProto.concat([data[[1]], DataProto.from_dict({"log_probs": torch.zeros(1, 3)}), data.repeat(2)])
+    joined["log_probs"].sum().backward()
+    assert leaf.grad.tolist() == [[2.0, 2.0], [3.0, 3.0]]
+
+
+def test_mini_batches_cover_every_row_each_epoch_in_a_seeded_order():
+    data = rollout(7)
+    orders = [[part["answer"].tolist() for part in data.make_iterator(3, epochs=2, seed=5)] for _ in range(2)]
+    assert orders[0] == orders[1] and [len(part) for part in orders[0]] == [3, 3, 1] * 2
+    epochs = [list(chain.from_iterable(orders[0][:3])), list(chain.from_iterable(orders[0][3:]))]
+    assert all(sorted(epoch) == sorted(data["answer"]) for epoch in epochs) and epochs[0] != epochs[1]
+    assert_same(DataProto.concat(data.make_iterator(3)), data)
+    assert_same(DataProto.concat(data.make_iterator(3, seed=5, shuffle=False)), data)
+    assert list(data[:0].make_iterator(3)) == []
+
+
+def test_mini_batches_leave_the_global_generator_alone():
+    before = torch.get_rng_state()
+    list(rollout(4).make_iterator(2, seed=1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda d: d.make_iterator(0),
+        lambda d: d.make_iterator(2, shuffle=True),
+        lambda d: d.chunk(0),
+        lambda d: d.split(0),
+    ],
+)
+def test_sizes_below_one_and_a_shuffle_without_a_seed_are_refused_at_the_call(call):
+    with pytest.raises(DataProtoValidationError, match="expected at least 1"):
+        call(rollout())
+
+
+def test_zero_rows_pass_through_everything():
+    empty = rollout(3)[:0]
+    assert len(empty) == 0 and bool(empty) and empty.check(strict=True) is empty
+    assert (
+        len(empty.repeat(3)) == 0 and len(empty.reorder([])) == 0 and [len(part) for part in empty.chunk(2)] == [0, 0]
+    )
+    assert pad_to_divisor(empty, 4) == (empty, 0)
+    assert empty.union(DataProto.from_dict({"advantages": torch.zeros(0, 5)}))["advantages"].shape == (0, 5)
+    buffer = io.BytesIO()
+    pickle.dump(empty, buffer)
+    assert_same(pickle.loads(buffer.getvalue()), empty)
