@@ -10,7 +10,7 @@ from typing import Any
 
 _CHECKPOINTS = "needs checkpoints, which this version does not have; the final weights are saved when the run ends."
 _SHARDINGS = "needs a sharding that this version does not have; it has sharding=none and sharding=ddp."
-_VLLM = "needs rollout=vllm, which this version does not have; rollout=hf generates with the training weights."
+_VLLM = "needs the engine vLLM, which this version does not have; rollout=hf generates with the training weights."
 _REWARD_MODEL = (
     "needs a reward model, which this version does not have; score by rule: reward=exact_match or reward=function."
 )
@@ -24,7 +24,8 @@ class Alias:
 
     Attributes:
         path: our key that takes the value as it is.
-        option: `group=option` that goes with it, unless the group is chosen by name already.
+        option: `group=option` that goes with it, unless the group is chosen by name already; `{files}` is the data
+            option for files of the root at hand.
         choices: for keys that choose, by lower-case value: the `group=option` it becomes, or "" where it says only
             what is so anyway.
         refusal: the sentence for every value that `choices` does not list.
@@ -45,7 +46,7 @@ ALIASES: dict[str, Alias] = {
     "actor_rollout_ref.actor.optim.lr": Alias(path="actor.optimizer.lr"),
     "actor_rollout_ref.rollout.n": Alias(path="trainer.group_size"),
     "actor_rollout_ref.rollout.temperature": Alias(path="rollout.temperature"),
-    "critic.model_name_or_path": Alias(path="critic.model.path", option="critic=pretrained"),
+    "critic.model_name_or_path": Alias(path="critic.model.path", option="critic=own_model"),
     "critic.optim.lr": Alias(path="critic.optimizer.lr"),
     "actor_rollout.use_vllm": Alias(choices={**_OFF}, refusal=_VLLM),
     "actor_rollout.fsdp_config.sharding_strategy": Alias(choices=_SINGLE, refusal=_SHARDINGS),
@@ -64,8 +65,8 @@ ALIASES: dict[str, Alias] = {
     "algorithm.lam": Alias(path="algorithm.advantage.lam"),
     "data.train_batch_size": Alias(path="trainer.prompts_per_step"),
     "data.max_response_length": Alias(path="rollout.max_new_tokens"),
-    "data.train_files": Alias(path="data.train_files", option="data=files"),
-    "data.val_files": Alias(path="data.eval_files", option="data=files"),
+    "data.train_files": Alias(path="data.train_files", option="data={files}"),
+    "data.val_files": Alias(path="data.eval_files", option="data={files}"),
     "use_critic": Alias(choices={"true": "", "false": "critic=none"}, refusal="takes true or false."),
     "use_reference_policy": Alias(choices={"true": "", "false": "reference=none"}, refusal="takes true or false."),
     "use_rm": Alias(choices=_OFF, refusal=_REWARD_MODEL),
@@ -73,8 +74,9 @@ ALIASES: dict[str, Alias] = {
     "resume": Alias(choices={"null": ""}, refusal=_RESUME),
 }
 
+FILES = {"ppo": "files", "sft": "sft_files"}
 PREFIXES = {"checkpoint.": _CHECKPOINTS, "storage.": _CHECKPOINTS, "ray.": _RAY, "reward_model.": _REWARD_MODEL}
-OPTIONS = {"rollout=vllm": _VLLM, "sharding=fsdp": _SHARDINGS, "trainer=ray": _RAY}
+OPTIONS = {"rollout=vllm": _VLLM, "sharding=fsdp": _SHARDINGS, "sharding=fsdp2": _SHARDINGS, "trainer=ray": _RAY}
 
 
 @dataclass
@@ -87,10 +89,11 @@ class Translated:
     fault: str | None = None
 
 
-def translate(key: str, value: Any, chosen: set[str]) -> Translated | None:
+def translate(root: str, key: str, value: Any, chosen: set[str]) -> Translated | None:
     """What `key=value` means here, or None where the key is no alias.
 
     Args:
+        root: `ppo` or `sft`.
         chosen: groups that were chosen by name; an alias does not choose them again.
     """
     said = f"{key}={_text(value)}"
@@ -100,16 +103,17 @@ def translate(key: str, value: Any, chosen: set[str]) -> Translated | None:
     if alias is None:
         return None
     if alias.path is not None:
-        return _renamed(alias, key, value, chosen)
+        return _renamed(alias, root, key, value, chosen)
     choice = alias.choices.get(_text(value).lower())
     if choice is None:
         return Translated(fault=f"{said} {alias.refusal}")
     return Translated(options=[choice] if choice else [], note=f"{said} became {choice or 'nothing: it is so anyway'}")
 
 
-def _renamed(alias: Alias, key: str, value: Any, chosen: set[str]) -> Translated:
+def _renamed(alias: Alias, root: str, key: str, value: Any, chosen: set[str]) -> Translated:
     assert alias.path is not None
     option = alias.option if alias.option and alias.option.split("=")[0] not in chosen else None
+    option = option.format(files=FILES[root]) if option else None
     became = " ".join(part for part in (option, f"{alias.path}={_text(value)}") if part)
     said = f"{key}={_text(value)}"
     note = None if became == said else f"{said} became {became}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl.compose import schema
 from verl.compose.overrides import command_line
@@ -90,7 +90,8 @@ def _run_hydra(root: str, main: Callable[[Job], Any], faults: Sequence[str]) -> 
 
         running = HydraConfig.get()
         run_dir = Path(running.runtime.output_dir)
-        job = Job(config, run_dir, rich.get_console(), list(running.overrides.task), list(faults))
+        overrides: Any = OmegaConf.to_container(running.overrides.task, resolve=False)
+        job = Job(config, run_dir, rich.get_console(), overrides, list(faults))
         with _clean_end():
             try:
                 with job.closing:

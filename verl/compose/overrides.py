@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.compose.aliases import translate
+from verl.compose.aliases import Translated, translate
 from verl.compose.nearest import hint, nearest
 from verl.compose.paths import conf_dir, group_options
-from verl.compose.schema import root_keys
+from verl.compose.schema import CHOOSERS, root_keys
 
 _ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)$", re.DOTALL)
 _PLAIN_OPTION = re.compile(r"^[\w,]*$")
@@ -45,18 +45,20 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
     groups, keys, out = group_options(conf_dir()), root_keys(root), Assignments()
     chosen = {key for key, _ in pairs if key in keys}
     for key, value in pairs:
-        if (translated := translate(key, value, chosen)) is not None:
-            _choose(out, translated.options, pairs, f"{key}={value}")
-            out.values += translated.values
-            out.notes += [translated.note] if translated.note else []
-            out.faults += [translated.fault] if translated.fault else []
+        if (translated := translate(root, key, value, chosen)) is not None:
+            _add(out, translated, pairs, root, f"{key}={value}")
         elif "." in key or _is_mapping(value):
             out.values.append((key, value))
         elif key not in keys:
             out.faults.append(f"{key} is not a key of {root}.yaml.{hint(nearest(key, keys))}")
+        elif _is_null(value):
+            out.options += [f"{key}=none"] if "none" in groups.get(key, []) else []
+            out.faults += (
+                [] if "none" in groups.get(key, []) or key in CHOOSERS else [f"{key} is null: a run needs one."]
+            )
         elif judge_options and (fault := _option_fault(key, value, groups)):
             out.faults.append(fault)
-        elif (option := f"{key}={'null' if value is None else value}") not in out.options:
+        elif (option := f"{key}={value}") not in out.options:
             out.options.append(option)
     return out
 
@@ -90,10 +92,16 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield path, value
 
 
-def _choose(out: Assignments, options: Sequence[str], pairs: Sequence[tuple[str, Any]], said: str) -> None:
-    """Add the options that an alias stands for, unless they contradict what is chosen by name."""
-    for option in options:
+def _add(out: Assignments, alias: Translated, pairs: Sequence[tuple[str, Any]], root: str, said: str) -> None:
+    """Add what an alias stands for; an option that contradicts what is chosen by name is a fault."""
+    out.values += alias.values
+    out.notes += [alias.note] if alias.note else []
+    out.faults += [alias.fault] if alias.fault else []
+    for option in alias.options:
         group = option.partition("=")[0]
+        if group not in root_keys(root):
+            out.faults.append(f"{said} means {option}, but {group} is not a key of {root}.yaml.")
+            continue
         others = [f"{key}={value}" for key, value in pairs if key == group] + out.options
         contrary = [other for other in others if other.startswith(f"{group}=") and other != option]
         if contrary:
@@ -102,16 +110,19 @@ def _choose(out: Assignments, options: Sequence[str], pairs: Sequence[tuple[str,
             out.options.append(option)
 
 
+def _is_null(value: Any) -> bool:
+    return value is None or str(value).lower() in ("null", "")
+
+
 def _is_mapping(value: Any) -> bool:
     return isinstance(value, Mapping) or (isinstance(value, str) and value.startswith("{"))
 
 
 def _option_fault(group: str, value: Any, groups: Mapping[str, list[str]]) -> str | None:
-    text = "null" if value is None else str(value)
-    known = groups.get(group, [])
+    text, known = str(value), groups.get(group, [])
     if not _PLAIN_OPTION.match(text):
         return None
-    unknown = [option for option in text.split(",") if option not in (*known, "null", "")]
+    unknown = [option for option in text.split(",") if option not in (*known, "null")]
     if not unknown:
         return None
     return f"{group}={unknown[0]}: no such option; there are {', '.join(known)}.{hint(nearest(unknown[0], known))}"
