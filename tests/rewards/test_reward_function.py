@@ -230,6 +230,18 @@ def test_a_function_may_change_the_lists_it_is_given(batch):
     assert list(batch["answer"]) == ANSWERS
 
 
+def test_a_function_that_empties_its_lists_and_raises_is_still_traced_to_its_sample(batch):
+    def my_reward(prompts, responses, answer):
+        return [1 / (int(answer.pop(0)) - 2) for _ in range(len(responses))]
+
+    assert "Sample: 2, prompt 'prompt 2'" in refusal(CallableReward(my_reward), batch)
+
+
+def test_the_users_function_is_the_producer_of_the_scores(written, batch):
+    scored = written("def my_reward(prompts, responses): return [1] * 5").build(BuildContext()).score(batch)
+    assert str(scored.producer("token_level_scores")) == "my_reward() at line 2 in reward.py"
+
+
 def test_a_column_that_the_function_needs_and_the_data_lacks_is_named(batch):
     def my_reward(prompts, responses, solution):
         return [1.0] * 5

@@ -23,9 +23,11 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class Splits:
-    """Attributes:
-    train: the rows to learn from.
-    eval: rows that are never trained on, or None where there are none.
+    """The two parts of the data of a run.
+
+    Attributes:
+        train: the rows to learn from.
+        eval: rows that are never trained on, or None where there are none.
     """
 
     train: Dataset
