@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from verl.models.pretrained import VALUE_HEAD_FILE
+from verl.models.pretrained import VALUE_HEAD_FILE, quiet_transformers
 
 
 @dataclass(frozen=True)
@@ -60,5 +60,6 @@ class ValueModel(nn.Module):
 
     def save_pretrained(self, directory: Path) -> None:
         """Write the backbone as a Hugging Face directory and the head beside it."""
-        self.backbone.save_pretrained(directory)
+        with quiet_transformers():
+            self.backbone.save_pretrained(directory)
         save_file({name: p.detach().cpu().contiguous() for name, p in self.head.state_dict().items()}, directory / VALUE_HEAD_FILE)

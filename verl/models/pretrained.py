@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from verl.errors import ConfigError
 from verl.models.source import ModelSource, without_dropout
 
 WARM_START = "warm-start://"
@@ -71,14 +73,42 @@ class Pretrained(ModelSource):
     def _load(self, auto_class: Any, device: str) -> Any:
         import torch
 
-        model = auto_class.from_pretrained(
-            self.path,
-            dtype=getattr(torch, self.dtype),
-            attn_implementation=self.attention,
-            revision=self.revision,
-            trust_remote_code=self.trust_remote_code,
-        )
+        with quiet_transformers():
+            model, report = auto_class.from_pretrained(
+                self.path,
+                dtype=getattr(torch, self.dtype),
+                attn_implementation=self.attention,
+                revision=self.revision,
+                trust_remote_code=self.trust_remote_code,
+                output_loading_info=True,
+            )
+        self._refuse_holes(report)
         return without_dropout(model).to(device).eval()
+
+    def _refuse_holes(self, report: dict[str, Any]) -> None:
+        """Transformers fills absent weights with random ones and only warns; training them would be a silent loss."""
+        holes = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+        if holes:
+            raise ConfigError(
+                f"path is {self.path!r}: {len(holes)} weights are absent there or of another shape, such as {holes[0]}. "
+                "Give the directory of a whole model of this kind."
+            )
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no table of unused weights (a backbone leaves the language-model head unused)."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _is_local(path: str) -> bool:

@@ -15,6 +15,7 @@ from verl.dispatch import by_rows, by_rows_to_one, on_all
 from verl.engines.engine import TrainingEngine, forward_logits
 from verl.engines.micro import MicroBatch
 from verl.engines.sharding import Parallel
+from verl.models.pretrained import quiet_transformers
 from verl.ops.aggregate import Totals, aggregate
 from verl.ops.logprobs import entropy_of, log_probs_of
 from verl.protocol import DataProto
@@ -84,7 +85,8 @@ class HybridActor:
     def save(self, directory: Path) -> None:
         """Write a Hugging Face directory (with LoRA: a peft adapter directory) with the tokenizer; rank 0 writes."""
         if self.engine.parallel.rank == 0:
-            self.model.save_pretrained(directory)
+            with quiet_transformers():
+                self.model.save_pretrained(directory)
             self.tokenizer.save_pretrained(directory)
 
     def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:

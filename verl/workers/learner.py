@@ -13,6 +13,7 @@ from verl.dispatch import by_rows_to_one, on_all
 from verl.engines.engine import TrainingEngine, forward_logits
 from verl.engines.micro import MicroBatch
 from verl.engines.sharding import Parallel
+from verl.models.pretrained import quiet_transformers
 from verl.ops.aggregate import Totals, aggregate
 from verl.ops.logprobs import log_probs_of
 from verl.protocol import DataProto
@@ -54,7 +55,8 @@ class Learner:
         """Write a Hugging Face directory (with LoRA: a peft adapter directory) with the tokenizer; rank 0 writes."""
         if self.engine.parallel.rank == 0:
             model: Any = self.engine.model
-            model.save_pretrained(directory)
+            with quiet_transformers():
+                model.save_pretrained(directory)
             self.tokenizer.save_pretrained(directory)
 
     def _loss(self, model: nn.Module, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:

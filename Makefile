@@ -1,0 +1,48 @@
+# make quickstart   install into .venv, train a tiny model by SFT and then PPO, show that it learned
+# make test         install, then check layers, style and types, and run every test that this machine can run
+# make bench        run the benchmarks and rewrite the results table of the README
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+JOBS   ?= 2
+
+.PHONY: install install-dev quickstart test lint bench docs clean
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(VENV)/.installed: requirements.txt setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "verl needs Python 3.10 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
+	$(BIN)/python -m pip install --quiet torch==$$(sed -n 's/^torch==//p' requirements.txt)
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	@touch $@
+
+quickstart: install
+	$(BIN)/python scripts/quickstart.py
+
+lint: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/basedpyright
+
+test: install-dev lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+bench: install
+	$(BIN)/python benchmarks/run.py
+
+docs: install
+	$(BIN)/python scripts/make_glossary.py
+	$(BIN)/python scripts/make_results_table.py
+
+clean:
+	rm -rf $(VENV) outputs build *.egg-info
