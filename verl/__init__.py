@@ -1,3 +1,20 @@
 """verl: reinforcement-learning post-training of language models, from a laptop to a cluster."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl.utils.env_check import check_env
+
 __version__ = "0.1.0"
+__all__ = ["__version__", "check_env"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is exported here when it is first asked for: `import verl` itself stays light."""
+    if name == "check_env":
+        from verl.utils.env_check import check_env
+
+        return check_env
+    raise AttributeError(f"module 'verl' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Where the numbers, samples and log lines of a run go."""

@@ -1,0 +1,50 @@
+"""The console command says its version and checks the environment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from typer.testing import CliRunner
+
+import verl
+from verl.cli.main import app
+
+runner = CliRunner()
+
+
+def test_the_version_is_that_of_the_package():
+    result = runner.invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"{verl.__version__}\n")
+
+
+def test_env_prints_the_check_and_ends_with_its_status(monkeypatch, tmp_path):
+    result = runner.invoke(app, ["env", "--backend", "ddp"])
+    assert result.exit_code == 0
+    assert "[✓] torch" in result.output
+    assert "[✓] ddp" in result.output
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    result = runner.invoke(app, ["env", "--backend", "ddp"])
+    assert result.exit_code == 1
+    assert "[✗] torch is missing" in result.output
+
+
+def test_an_unknown_backend_is_a_usage_error_with_the_known_ones():
+    result = runner.invoke(app, ["env", "--backend", "nope"])
+    assert result.exit_code == 2
+    assert "backends has nope" in result.output
+
+
+def test_without_a_command_the_help_is_shown():
+    result = runner.invoke(app, [])
+    assert "env" in result.output
+    assert "--version" in result.output
+
+
+def test_the_module_runs_as_the_command_without_loading_torch():
+    code = (
+        "import sys, runpy; sys.argv = ['verl', '--version']\ntry: runpy.run_module('verl.cli', run_name='__main__')\n"
+    )
+    code += "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == [verl.__version__, "0", "False"]

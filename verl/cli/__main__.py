@@ -1,0 +1,7 @@
+"""`python -m verl.cli` is the console command `verl`."""
+
+from __future__ import annotations
+
+from verl.cli.main import app
+
+app(prog_name="verl")

@@ -1,0 +1,45 @@
+"""The console command `verl`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import verl
+from verl.errors import ConfigError
+from verl.utils.env_check import BACKENDS, check_env
+
+app = typer.Typer(name="verl", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(verl.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Reinforcement-learning post-training of language models."""
+
+
+@app.command()
+def env(
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--backend", "-b", help=f"Also look for what this backend calls: {', '.join(BACKENDS)}. Repeatable."
+        ),
+    ] = None,
+) -> None:
+    """Check that everything verl needs is installed; the exit status is 1 if something is not."""
+    try:
+        met = check_env(tuple(backend), exit_on_failure=False) if backend else check_env(exit_on_failure=False)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint="--backend") from error
+    raise typer.Exit(0 if met else 1)

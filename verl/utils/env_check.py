@@ -1,0 +1,249 @@
+"""Whether this environment can run verl: each requirement on one line, with the command that mends it.
+
+Only the standard library is imported until a package is known to be there, so this runs where nothing else does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.errors import ConfigError
+
+MET, MISSING, LACKING = "✓", "✗", "!"
+PYTHON = ">=3.10"
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A distribution that verl needs: the oldest version accepted, and the one that the tests run with."""
+
+    name: str
+    oldest: str
+    tested: str
+
+    @property
+    def command(self) -> str:
+        return f"pip install {self.name}=={self.tested}"
+
+
+REQUIREMENTS = (
+    Requirement("torch", "2.13.0", "2.13.0"),
+    Requirement("transformers", "5.19.0", "5.19.0"),
+    Requirement("peft", "0.21", "0.21.2"),
+    Requirement("accelerate", "1.10", "1.15.0"),
+    Requirement("hydra-core", "1.3.2", "1.3.8"),
+    Requirement("omegaconf", "2.3", "2.3.1"),
+    Requirement("safetensors", "0.6", "0.8.0"),
+    Requirement("pyarrow", "18", "26.0.1"),
+    Requirement("numpy", "2.0", "2.4.6"),
+    Requirement("packaging", "24", "26.3"),
+    Requirement("rich", "14.1", "15.0.0"),
+    Requirement("typer", "0.16", "0.29.2"),
+    Requirement("matplotlib", "3.9", "3.11.2"),
+    Requirement("wandb", "0.22", "0.31.0"),
+    Requirement("tensorboard", "2.18", "2.21.0"),
+)
+OPTIONAL = ("vllm", "ray")  # nothing of this version uses them
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Something a backend calls: `module:attribute`, which must be there, and return True if it is a `question`."""
+
+    package: str
+    place: str
+    question: bool = False
+
+
+BACKENDS: dict[str, tuple[Interface, ...]] = {
+    "hf": (
+        Interface("transformers", "transformers:DynamicCache.batch_select_indices"),
+        Interface("transformers", "transformers:DynamicCache.batch_repeat_interleave"),
+    ),
+    "ddp": (
+        Interface("torch", "torch.distributed:is_available", question=True),
+        Interface("torch", "torch.distributed:is_gloo_available", question=True),
+    ),
+    "fsdp": (
+        Interface("torch", "torch.distributed.fsdp:fully_shard"),
+        Interface("torch", "torch.distributed.checkpoint.state_dict:get_model_state_dict"),
+    ),
+    "lora": (Interface("peft", "peft:get_peft_model"), Interface("peft", "peft:PeftModel.disable_adapter")),
+    "wandb": (Interface("wandb", "wandb:init"), Interface("wandb", "wandb:Table")),
+    "tensorboard": (Interface("tensorboard", "torch.utils.tensorboard:SummaryWriter.add_scalar"),),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `sign` is MET, MISSING or LACKING; None is information only."""
+
+    sign: str | None
+    text: str
+    mend: str = ""
+
+    def __str__(self) -> str:
+        start = "   " if self.sign is None else f"[{self.sign}]"
+        return f"{start} {self.text}" + (f"   mend: {self.mend}" if self.mend else "")
+
+
+def check_env(backends: Sequence[str] = ("hf", "ddp"), exit_on_failure: bool = True) -> bool:
+    """Print what this environment has and lacks.
+
+        [✓] met      [✗] missing or too old      [!] there, but without something that a chosen backend calls
+
+    Args:
+        backends: names of BACKENDS whose calls are looked for; only their packages are imported, and torch for the
+            facts about this machine.
+        exit_on_failure: end the process with status 1 if anything is not met, so that a command line's exit status
+            tells. Pass False to get the answer instead.
+    Returns:
+        Whether everything is met.
+    Raises:
+        ConfigError: an unknown backend.
+        SystemExit: something is not met and `exit_on_failure` is true.
+    """
+    if unknown := [name for name in backends if name not in BACKENDS]:
+        raise ConfigError(f"backends has {', '.join(unknown)}: must be among {', '.join(BACKENDS)}.")
+    findings = []
+    for finding in (*requirements(), *interfaces(backends), *machine()):
+        findings.append(finding)
+        print(_printable(str(finding)), flush=True)  # noqa: T201 - flush: imports further on take seconds
+    failed = [finding for finding in findings if finding.sign not in (MET, None)]
+    if failed:
+        print(f"{len(failed)} of {sum(f.sign is not None for f in findings)} requirements are not met.")  # noqa: T201
+    if failed and exit_on_failure:
+        raise SystemExit(1)
+    return not failed
+
+
+def requirements() -> Iterator[Finding]:
+    """Python and every distribution of REQUIREMENTS, by what is installed; nothing is imported."""
+    python = platform.python_version()
+    if _new_enough(python, PYTHON.removeprefix(">=")):
+        yield Finding(MET, f"python {python}")
+    else:
+        yield Finding(MISSING, f"python {python} is too old: needs {PYTHON}", "python3.11 -m venv .venv")
+    for needed in REQUIREMENTS:
+        found = installed(needed.name)
+        if found is None:
+            yield Finding(MISSING, f"{needed.name} is missing: needs >={needed.oldest}", needed.command)
+        elif not _new_enough(found, needed.oldest):
+            yield Finding(MISSING, f"{needed.name} {found} is too old: needs >={needed.oldest}", needed.command)
+        else:
+            yield Finding(MET, f"{needed.name} {found}")
+
+
+def interfaces(backends: Sequence[str]) -> Iterator[Finding]:
+    """What the chosen backends call and cannot find in packages that are there."""
+    commands = {needed.name: needed.command for needed in REQUIREMENTS}
+    for backend in backends:
+        present = [one for one in BACKENDS[backend] if installed(one.package) is not None]
+        lacking = [(one, fault) for one in present if (fault := _fault(one)) is not None]
+        for one, fault in lacking:
+            mend = commands[one.package]
+            yield Finding(LACKING, f"{one.package} {installed(one.package)}: {fault}, which {backend} needs", mend)
+        if len(present) == len(BACKENDS[backend]) and not lacking:
+            yield Finding(MET, f"{backend}: all that it calls is there")
+
+
+def machine() -> Iterator[Finding]:
+    """Facts for information: cores, memory, disk, accelerator, optional packages."""
+    memory = _memory_gib()
+    free = shutil.disk_usage(Path.cwd()).free / 2**30
+    yield Finding(None, f"machine: {platform.system()} {platform.machine()}, {num_cores()} cores")
+    yield Finding(None, "memory: " + ("unknown" if memory is None else f"{memory:.1f} GiB"))
+    yield Finding(None, f"disk: {free:.1f} GiB free in {Path.cwd()}")
+    if installed("torch") is not None:
+        yield Finding(None, f"accelerator: {_accelerator()}")
+    for name in OPTIONAL:
+        yield Finding(None, f"optional: {name} {installed(name) or 'is not installed; this version does not use it'}")
+
+
+def installed(name: str) -> str | None:
+    """The version of an installed distribution, or None; the package is not imported."""
+    try:
+        return importlib.metadata.version(name) or None
+    except (importlib.metadata.PackageNotFoundError, KeyError):  # KeyError: metadata without a version
+        return None
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _new_enough(version: str, oldest: str) -> bool:
+    try:
+        from packaging.version import InvalidVersion, Version
+    except ImportError:  # it is in the table too; until it is there, the leading numbers must do
+        return _leading_numbers(version) >= _leading_numbers(oldest)
+    try:
+        return Version(version) >= Version(oldest)
+    except InvalidVersion:
+        return False
+
+
+def _leading_numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def _fault(interface: Interface) -> str | None:
+    """Why an interface cannot be used; None where it can."""
+    module, _, path = interface.place.partition(":")
+    try:
+        found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        usable = not interface.question or found()
+    except AttributeError:
+        return f"has no {module}.{path}"
+    except Exception as error:  # noqa: BLE001 - whatever a broken installation raises is the finding
+        first_line = (str(error).splitlines() or [""])[0]
+        return f"{module} cannot be imported ({type(error).__name__}: {first_line})"
+    return None if usable else f"{module}.{path}() is False"
+
+
+def _memory_gib() -> float | None:
+    """Memory that this process may use, a container's limit included; None where the system does not say."""
+    try:
+        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    except (AttributeError, ValueError, OSError):
+        return None
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = Path(path).read_text().strip() if Path(path).is_file() else ""
+        limits += [int(text)] if text.isdigit() else []
+    return min(limits) / 2**30
+
+
+def _accelerator() -> str:
+    try:
+        import torch
+    except Exception as error:  # noqa: BLE001 - a torch that cannot be imported is reported, not raised
+        return f"unknown, torch cannot be imported ({type(error).__name__}: {error})"
+    if torch.cuda.is_available():
+        cards = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+        names = ", ".join(f"{card.name} ({card.total_memory / 2**30:.0f} GiB)" for card in cards)
+        return f"CUDA {torch.version.cuda}, {names}"
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    fast = "with" if capabilities.get("amx_bf16") else "without"
+    return f"CPU only, {fast} AMX for bf16"
+
+
+def _printable(text: str) -> str:
+    """The same line for a terminal whose encoding lacks the check marks."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.replace(MET, "+").replace(MISSING, "x").encode(encoding, "replace").decode(encoding)
+    return text
