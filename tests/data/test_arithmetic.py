@@ -30,7 +30,7 @@ def test_every_answer_is_the_sum_and_no_problem_comes_twice():
     assert len(data.rows("eval")) == 500
 
 
-@pytest.mark.parametrize("digits, held_out, seed", [(1, 20, 0), (2, 500, 0), (2, 500, 7), (2, 3000, 1)])
+@pytest.mark.parametrize(("digits", "held_out", "seed"), [(1, 20, 0), (2, 500, 0), (2, 500, 7), (2, 3000, 1)])
 def test_held_out_problems_are_not_in_training_in_either_order_of_their_summands(digits, held_out, seed):
     data = ArithmeticPrompts(digits=digits, held_out=held_out, seed=seed)
     assert not {summands(row) for row in data.rows("train")} & {summands(row) for row in data.rows("eval")}
@@ -112,11 +112,11 @@ def test_files_from_the_script_give_the_batches_of_the_description(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fields, message",
+    ("fields", "message"),
     [
         ({"digits": 0}, "digits is 0: must lie in [1, 6]."),
         ({"held_out": 0}, "held_out is 0: must be at least 1."),
-        ({"digits": 1}, "held_out is 500: leaves nothing to train on, 100 problems exist. Set it below 50."),
+        ({"digits": 1}, "held_out is 500: nothing is left of 100 problems. Set it below 50."),
         ({"digits": 3, "train_size": None}, "train_size is null: 1000000 problems of 3 digits exist."),
         ({"train_size": 9001}, "train_size is 9001: must lie in [1, 9000] with held_out 500."),
         ({"max_prompt_length": 5}, "max_prompt_length is 5: a problem of 2 digits has 6 characters."),

@@ -46,7 +46,7 @@ def test_without_files_for_evaluation_there_is_no_such_split(files, kind):
     assert kind(train_files=files["train_files"]).build(CONTEXT).eval is None
 
 
-@pytest.mark.parametrize("kind, limit", [(PromptFiles, "max_prompt_length"), (SFTFiles, "max_length")])
+@pytest.mark.parametrize(("kind", "limit"), [(PromptFiles, "max_prompt_length"), (SFTFiles, "max_length")])
 def test_every_missing_file_and_wrong_length_is_found_when_described(files, kind, limit):
     with pytest.raises(ConfigError) as refused:
         kind(train_files=[*files["train_files"], "absent.parquet"], eval_files=["absent.csv"], **{limit: 0})

@@ -117,7 +117,7 @@ def test_a_tokenizer_without_a_pad_token_pads_with_its_eos():
     assert batch["prompt_mask"][0].tolist() == [False] * 2 + [True] * 4
 
 
-@pytest.mark.parametrize("truncation, kept", [("left", "+20="), ("right", "10+2")])
+@pytest.mark.parametrize(("truncation", "kept"), [("left", "+20="), ("right", "10+2")])
 def test_a_long_prompt_is_cut_on_the_side_that_truncation_names(truncation, kept):
     batch = open_rows(ROWS, max_prompt_length=4, truncation=truncation).collate([0, 1])
     assert list(batch["prompt_text"]) == ["1+1=", kept]
@@ -148,7 +148,7 @@ def test_dropping_every_row_is_an_error():
 
 
 @pytest.mark.parametrize(
-    "config, fault",
+    ("config", "fault"),
     [
         ({"max_promt_length": 4}, "config.max_promt_length is not a known key. Did you mean max_prompt_length?"),
         ({"zzz": 4}, "config.zzz is not a known key. Known keys: prompt_key, max_prompt_length"),
@@ -195,13 +195,14 @@ def test_files_that_are_not_what_their_names_say_are_refused(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ConfigError) as refused:
             RLHFDataset([tmp_path / name], TOKENIZER)
-        assert fault in str(refused.value) and f"{tmp_path}/{name}" in str(refused.value)
+        assert fault in str(refused.value)
+        assert f"{tmp_path}/{name}" in str(refused.value)
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(ConfigError, match="not a file"):
         RLHFDataset([tmp_path / "folder.jsonl"], TOKENIZER)
 
 
-@pytest.mark.parametrize("suffix, place", [("parquet", "row 0"), ("jsonl", "line 1")])
+@pytest.mark.parametrize(("suffix", "place"), [("parquet", "row 0"), ("jsonl", "line 1")])
 def test_an_absent_prompt_column_is_named_with_those_present(tmp_path, suffix, place):
     file = write(tmp_path / f"train.{suffix}", [{"question": "1+1=", "answer": "2"}])
     with pytest.raises(ConfigError) as refused:
@@ -213,7 +214,7 @@ def test_an_absent_prompt_column_is_named_with_those_present(tmp_path, suffix, p
 
 
 @pytest.mark.parametrize(
-    "prompt, expected",
+    ("prompt", "expected"),
     [
         (None, "a text or a list of chat messages"),
         (7, "a text or a list of chat messages"),

@@ -69,27 +69,20 @@ def test_the_prompt_has_the_tokens_that_generation_starts_from():
 def test_lengths_count_tokens_without_padding():
     dataset = open_rows(ROWS)
     assert dataset.lengths.tolist() == [6, 9]
-    assert len(dataset) == 2 and len(dataset.collate([])) == 0
+    assert len(dataset) == 2
+    assert len(dataset.collate([])) == 0
 
 
-@pytest.mark.parametrize(
-    "truncation, text, learned", [("left", "20=30<eos>", "30<eos>"), ("right", "10+20=", None), ("drop", None, None)]
-)
-def test_a_long_sequence_is_cut_where_truncation_says_but_never_to_nothing(truncation, text, learned):
-    limit = 6
-    if truncation == "right":
-        with pytest.raises(
-            ConfigError, match="max_length is 6: cutting row 1 on the right leaves no prompt or nothing to"
-        ):
-            open_rows(ROWS, max_length=limit, truncation=truncation)
-        return
-    dataset = open_rows(ROWS, max_length=limit, truncation=truncation)
-    if truncation == "drop":
-        assert len(dataset) == 1
-        return
-    row = dataset[1]
-    assert TOKENIZER.decode(row["input_ids"]) == text
-    assert TOKENIZER.decode(row["input_ids"][row["loss_mask"]]) == learned
+def test_cutting_on_the_left_takes_the_start_of_the_prompt():
+    row = open_rows(ROWS, max_length=6, truncation="left")[1]
+    assert TOKENIZER.decode(row["input_ids"]) == "20=30<eos>"
+    assert TOKENIZER.decode(row["input_ids"][row["loss_mask"]]) == "30<eos>"
+
+
+def test_a_long_sequence_is_left_out_on_request():
+    dataset = open_rows(ROWS, max_length=6, truncation="drop")
+    assert len(dataset) == 1
+    assert TOKENIZER.decode(dataset[0]["input_ids"]) == "1+1=2<eos>"
 
 
 def test_cutting_on_the_right_takes_the_end_with_eos():
@@ -98,9 +91,10 @@ def test_cutting_on_the_right_takes_the_end_with_eos():
     assert TOKENIZER.decode(row["input_ids"][row["loss_mask"]]) == "3"
 
 
-def test_cutting_the_whole_prompt_away_is_an_error():
-    with pytest.raises(ConfigError, match="leaves no prompt"):
-        open_rows(ROWS, max_length=3, truncation="left")
+@pytest.mark.parametrize(("truncation", "limit"), [("left", 3), ("right", 6)])
+def test_cutting_the_whole_prompt_or_the_whole_completion_away_is_an_error(truncation, limit):
+    with pytest.raises(ConfigError, match=f"cutting row 1 on the {truncation} leaves no prompt or nothing to learn"):
+        open_rows(ROWS, max_length=limit, truncation=truncation)
 
 
 def test_a_long_sequence_is_an_error_by_default():
@@ -109,7 +103,7 @@ def test_a_long_sequence_is_an_error_by_default():
 
 
 @pytest.mark.parametrize(
-    "rows, config, fault",
+    ("rows", "config", "fault"),
     [
         (
             [{"prompt": "1", "answer": "1"}],

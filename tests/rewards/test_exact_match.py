@@ -61,7 +61,7 @@ def test_white_space_counts_on_request():
 
 def test_an_absent_answer_column_is_named_with_those_present():
     with pytest.raises(
-        RewardError, match="answer_key is 'solution': the data has no such column. Its columns: answer, level"
+        RewardError, match=r"answer_key is 'solution': the data has no such column\. Its columns: answer, level"
     ):
         ExactMatch(answer_key="solution").score(batch_of(["1"], ["1"], [[1]], level=["easy"]))
 
@@ -69,7 +69,7 @@ def test_an_absent_answer_column_is_named_with_those_present():
 @pytest.mark.parametrize("answer", [None, True, 9.5, ["95"]])
 def test_an_answer_that_is_no_answer_is_named_with_its_sample(answer):
     answers = ["95", answer]
-    with pytest.raises(RewardError, match="column 'answer' is .* at sample 1 of the batch: expected an answer"):
+    with pytest.raises(RewardError, match=r"column 'answer' is .* at sample 1 of the batch: expected an answer"):
         ExactMatch().score(batch_of(["1", "2"], answers, [[1], [1]]))
 
 
@@ -80,5 +80,5 @@ def test_a_batch_without_texts_is_refused():
 
 
 def test_equal_scores_for_right_and_wrong_are_refused():
-    with pytest.raises(ConfigError, match="correct is 0.0: must exceed wrong"):
+    with pytest.raises(ConfigError, match=r"correct is 0\.0: must exceed wrong"):
         ExactMatch(correct=0.0)

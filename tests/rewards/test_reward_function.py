@@ -77,7 +77,8 @@ def test_a_function_in_a_module_is_found_without_importing_its_package(tmp_path,
     described = RewardFunction(path="my_rewards_pkg.sums:my_reward")
     assert "my_rewards_pkg" not in sys.modules
     assert list(described.build(BuildContext()).score(batch)["score"]) == [1.0] * 5
-    assert sys.modules.pop("my_rewards_pkg.sums") and sys.modules.pop("my_rewards_pkg")
+    assert sys.modules.pop("my_rewards_pkg.sums")
+    assert sys.modules.pop("my_rewards_pkg")
 
 
 def test_describing_a_function_runs_none_of_its_file(written, tmp_path):
@@ -120,7 +121,7 @@ def test_truth_values_count_as_one_and_zero(result, batch):
 
 
 @pytest.mark.parametrize(
-    "result, found, sample",
+    ("result", "found", "sample"),
     [
         ([0.0, 1.0, float("nan"), 3.0, 4.0], "nan", 2),
         ([0.0, 1.0, 2.0, 3.0, float("-inf")], "-inf", 4),
@@ -143,7 +144,7 @@ def test_a_bad_score_is_named_with_its_sample_and_texts(result, found, sample, b
 
 
 @pytest.mark.parametrize(
-    "result, found",
+    ("result", "found"),
     [
         (None, "None"),
         ([0.0] * 6, "6 items"),
@@ -158,7 +159,8 @@ def test_a_bad_score_is_named_with_its_sample_and_texts(result, found, sample, b
 )
 def test_a_result_of_another_form_is_named(result, found, batch):
     message = refusal(returning(result), batch)
-    assert "Expected: 5 finite numbers" in message and found in message
+    assert "Expected: 5 finite numbers" in message
+    assert found in message
     assert "in test_reward_function.py" in message
 
 
@@ -207,7 +209,8 @@ def test_no_sample_is_blamed_for_what_only_the_whole_batch_raises(batch):
         return [1.0] * len(prompts)
 
     message = refusal(CallableReward(my_reward), batch)
-    assert "Found: KeyError: 'solution'" in message and "Sample:" not in message
+    assert "Found: KeyError: 'solution'" in message
+    assert "Sample:" not in message
     assert sum(calls[1:]) <= 5
 
 
@@ -217,7 +220,8 @@ def test_long_texts_are_shortened(batch):
         non_tensors={"prompt_text": ["a" * 5000], "response_text": ["b" * 5000]},
     )
     message = refusal(returning([None]), long)
-    assert len(message) < 600 and "aaa ... aaa" in message
+    assert len(message) < 600
+    assert "aaa ... aaa" in message
 
 
 def test_a_function_may_change_the_lists_it_is_given(batch):
@@ -265,7 +269,7 @@ def test_what_cannot_be_called_as_a_reward_is_refused_when_wrapped(function):
 
 
 @pytest.mark.parametrize(
-    "path, fault",
+    ("path", "fault"),
     [
         ("my_reward", "expected `package.module:function` or `file.py:function`."),
         ("rewards.py:", "expected `package.module:function`"),
@@ -279,11 +283,12 @@ def test_what_cannot_be_called_as_a_reward_is_refused_when_wrapped(function):
 def test_a_path_that_leads_nowhere_is_a_fault_of_the_configuration(path, fault):
     with pytest.raises(ConfigError) as refused:
         RewardFunction(path=path)
-    assert str(refused.value).startswith(f"path is {path!r}: ") and fault in str(refused.value)
+    assert str(refused.value).startswith(f"path is {path!r}: ")
+    assert fault in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    "source, kwargs, fault",
+    ("source", "kwargs", "fault"),
     [
         ("def my_rewards(prompts, responses): pass", {}, "reward.py defines no my_reward. Did you mean my_rewards?"),
         ("x = 1", {}, "reward.py defines no my_reward. Its functions: none."),

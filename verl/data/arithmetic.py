@@ -46,7 +46,7 @@ class Arithmetic(Description):
         if self.held_out < 1:
             yield f"held_out is {self.held_out}: must be at least 1."
         elif available < 1:
-            yield f"held_out is {self.held_out}: leaves nothing to train on, {total} problems exist. Set it below {total // 2}."
+            yield f"held_out is {self.held_out}: nothing is left of {total} problems. Set it below {total // 2}."
         elif self.train_size is None and total > MAX_ROWS_WITHOUT_SIZE:
             yield f"train_size is null: {total} problems of {self.digits} digits exist. Set how many to train on."
         elif self.train_size is not None and not 1 <= self.train_size <= available:
@@ -124,8 +124,8 @@ class ArithmeticSFT(Arithmetic):
         longest = 3 * self.digits + 4
         if self.max_length < longest:
             yield (
-                f"max_length is {self.max_length}: a problem of {self.digits} digits, its answer and EOS have {longest} "
-                f"characters. Set it to {longest} or more."
+                f"max_length is {self.max_length}: a problem of {self.digits} digits, its answer and EOS have "
+                f"{longest} tokens. Set it to {longest} or more."
             )
 
     def build(self, context: BuildContext) -> Splits:

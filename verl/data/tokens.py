@@ -32,7 +32,7 @@ class RaggedTokens:
         return self._flat[self._starts[index] : self._starts[index] + self.lengths[index]]
 
     def padded(self, indices: Tensor, pad_id: int, left: bool) -> tuple[Tensor, Tensor]:
-        """The rows at `indices` [B], padded on one side to the longest: tokens [B S] int64 and their mask [B S] bool."""
+        """The rows at `indices` [B], padded to the longest on one side: tokens [B S] int64 and mask [B S] bool."""
         lengths = self.lengths[indices]
         longest = int(lengths.max()) if len(lengths) else 0
         place = torch.arange(longest).expand(len(indices), longest)
@@ -49,8 +49,8 @@ def render_prompts(
 ) -> tuple[list[str], list[list[int]]]:
     """The text and the tokens of every prompt.
 
-    A text is tokenised as it is, with the special tokens that the tokenizer puts before a text. Chat messages go through
-    the chat template, up to where the assistant begins to speak; the template writes its own special tokens.
+    A text is tokenised as it is, with the special tokens that the tokenizer puts before a text. Chat messages go
+    through the chat template, up to where the assistant begins to speak; the template writes its own special tokens.
 
     Raises:
         ConfigError: the column is absent, or a prompt is null, empty or neither text nor messages; names the row.

@@ -33,8 +33,8 @@ def path_faults(path: str, kwargs: dict) -> Iterator[str]:
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        yield f"{seen}: {file.name} is no valid Python{f', line {line}' if line else ''} ({getattr(error, 'msg', error)})."
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        yield f"{seen}: {file.name} is no valid Python{line} ({getattr(error, 'msg', error)})."
         return
     names = dict(_top_level_names(tree.body))
     if name not in names and "*" not in names:
@@ -122,7 +122,7 @@ def _signature_faults(node: _Function, seen: str, kwargs: dict, file: Path) -> I
     accepted = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
     for name in ("prompts", "responses"):
         if name not in accepted:
-            yield f"{seen}: {where} takes no `{name}`. It is called with prompts=, responses= and the columns of the data."
+            yield f"{seen}: {where} takes no `{name}`. It is called with prompts=, responses= and columns of data."
     for name in kwargs:
         if name not in accepted:
             nearest = difflib.get_close_matches(name, accepted, n=1)
@@ -133,7 +133,8 @@ def _import_file(file: Path):
     file = file.resolve()
     name = f"verl_reward_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # the suffix is .py
+    assert spec is not None  # the suffix is .py
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Where dataclasses and pickle look for the module of what it defines.
     sys.modules[name] = module
