@@ -43,11 +43,12 @@ def assert_same(left: DataProto, right: DataProto) -> None:
     assert list(left.batch) == list(right.batch)
     assert list(left.non_tensor_batch) == list(right.non_tensor_batch)
     for name, tensor in left.batch.items():
-        assert tensor.dtype == right[name].dtype and tensor.shape == right[name].shape, name
+        assert (tensor.dtype, tensor.shape) == (right[name].dtype, right[name].shape), name
         assert torch.equal(tensor, right[name]), name
     for name, array in left.non_tensor_batch.items():
         assert array.tolist() == right[name].tolist()
-    assert left.meta_info == right.meta_info and len(left) == len(right)
+    assert left.meta_info == right.meta_info
+    assert len(left) == len(right)
 
 
 @st.composite

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def fixed() -> dict[str, torch.Tensor]:
-    """Three rows, P = 3, T = 4: lengths 1, 2, 3 of the prompts and 4, 2, 0 of the responses; rows 0 and 1 in a group."""
+    """P = 3, T = 4, three rows: prompts of 1, 2, 3 tokens, responses of 4, 2, 0; rows 0 and 1 are one group."""
     prompt_mask = torch.tensor([[0, 0, 1], [0, 1, 1], [1, 1, 1]]).bool()
     response_mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
     attention_mask = torch.cat([prompt_mask, response_mask], dim=1).long()
@@ -78,7 +78,8 @@ def test_a_broken_rule_names_field_rule_row_and_producer(name, place, value, at_
     with pytest.raises(DataProtoValidationError) as caught:
         data.check(strict=True)
     text = str(caught.value)
-    assert text.startswith(f"Field `{at_fault}` ") and expected in text
+    assert text.startswith(f"Field `{at_fault}` ")
+    assert expected in text
     assert f"First offending row: {row}\n" in text
     assert text.endswith(f"Source: producer_fn() at line {producer_fn.__code__.co_firstlineno} in test_content.py")
 

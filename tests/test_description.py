@@ -109,7 +109,8 @@ def test_all_faults_of_value_are_told_at_once_and_only_where_the_types_are_right
 
 def test_a_list_from_yaml_becomes_the_declared_tuple():
     made = Outer(betas=[0, 1], targets=["q", "v"])
-    assert made.betas == (0.0, 1.0) and made.targets == ("q", "v")
+    assert made.betas == (0.0, 1.0)
+    assert made.targets == ("q", "v")
     assert all(isinstance(beta, float) for beta in made.betas)
 
 
@@ -167,14 +168,16 @@ def test_the_identity_is_the_same_in_another_process_with_another_hash_seed():
 def test_a_description_survives_pickling_with_its_identity(cap, size, targets, weights):
     made = Outer(cap=cap, size=size, targets=targets, weights=weights, part=Inner())
     again = pickle.loads(pickle.dumps(made))
-    assert again == made and again.identity() == made.identity()
+    assert again == made
+    assert again.identity() == made.identity()
 
 
 def test_the_plain_form_is_json_with_targets_at_every_level():
     plain = as_plain(Outer(part=Inner(), place=Path("a/b"), targets=("q",)))
     assert plain["_target_"] == f"{__name__}.Outer"
     assert plain["part"] == {"_target_": f"{__name__}.Inner", "rate": 0.1}
-    assert plain["place"] == "a/b" and plain["targets"] == ["q"]
+    assert plain["place"] == "a/b"
+    assert plain["targets"] == ["q"]
 
 
 def test_a_description_cannot_be_changed_and_takes_no_positions():
@@ -210,7 +213,9 @@ EXAMPLES = [
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
 def test_an_error_survives_pickling_with_its_text_and_facts(error):
     again = pickle.loads(pickle.dumps(error))
-    assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
 
 
 def test_every_error_of_verl_is_a_verl_error_and_a_standard_one_and_has_an_example_here():

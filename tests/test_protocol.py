@@ -17,14 +17,18 @@ from verl.protocol import DataProto
 
 def test_a_single_dict_is_divided_into_tensors_and_columns():
     data = DataProto.from_single_dict({"values": torch.zeros(2, 3), "answer": np.array(["a", "b"]), "n": [1, None]})
-    assert list(data.batch) == ["values"] and list(data.non_tensor_batch) == ["answer", "n"]
-    assert data["answer"].dtype == object and type(data["answer"][0]) is str and data["n"].tolist() == [1, None]
+    assert list(data.batch) == ["values"]
+    assert list(data.non_tensor_batch) == ["answer", "n"]
+    assert data["answer"].dtype == object
+    assert type(data["answer"][0]) is str
+    assert data["n"].tolist() == [1, None]
 
 
 def test_columns_of_nested_lists_stay_one_object_per_row():
     data = DataProto.from_dict(non_tensors={"turns": [[1, 2], [3, 4]], "grid": np.arange(6).reshape(2, 3)})
     assert data["turns"].shape == data["grid"].shape == (2,)
-    assert data["turns"][1] == [3, 4] and data["grid"][1] == [3, 4, 5]
+    assert data["turns"][1] == [3, 4]
+    assert data["grid"][1] == [3, 4, 5]
 
 
 def reward_returning(value):
@@ -63,7 +67,9 @@ def test_a_length_that_disagrees_names_who_bound_it():
     with pytest.raises(DataProtoValidationError) as caught:
         rollout(4, 3, 5).union(DataProto.from_dict({"advantages": torch.zeros(4, 6)}, producer=reward_returning))
     text = str(caught.value)
-    assert "`advantages`" in text and "[B T] = [4 5]" in text and "shape [4, 6]" in text
+    assert "`advantages`" in text
+    assert "[B T] = [4 5]" in text
+    assert "shape [4, 6]" in text
     assert re.search(r"T = 5 was bound by `responses`, made by rollout\(\) at line \d+ in batches.py", text)
     assert "Source: reward_returning()" in text
     with pytest.raises(
@@ -79,22 +85,24 @@ def test_a_tensor_changed_behind_the_batchs_back_is_found_at_the_union():
         rollout(4, 3, 5).union(other)
 
 
-@pytest.mark.parametrize("change", ["set", "delete", "update", "pop", "or", "setdefault", "clear", "item"])
+CHANGES = {
+    "set": lambda data: data.batch.__setitem__("values", torch.zeros(4, 5)),
+    "set on the batch": lambda data: data.__setitem__("values", torch.zeros(4, 5)),
+    "delete": lambda data: data.non_tensor_batch.__delitem__("answer"),
+    "or": lambda data: data.batch.__ior__({"x": torch.zeros(4)}),
+    "update": lambda data: data.batch.update({"x": torch.zeros(4)}),
+    "pop": lambda data: data.batch.pop("values"),
+    "popitem": lambda data: data.batch.popitem(),
+    "setdefault": lambda data: data.batch.setdefault("x", None),
+    "clear": lambda data: data.batch.clear(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_the_fields_refuse_every_change_and_point_to_union(change):
     data = rollout()
     with pytest.raises(DataProtoValidationError, match=r"read-only.*data\.union\("):
-        if change == "set":
-            data.batch["values"] = torch.zeros(4, 5)
-        elif change == "delete":
-            del data.non_tensor_batch["answer"]
-        elif change == "or":
-            fields = data.batch
-            fields |= {"x": torch.zeros(4)}
-        elif change == "item":
-            data["values"] = torch.zeros(4, 5)
-        else:
-            arguments = {"update": ({},), "pop": ("values",), "setdefault": ("x", None), "clear": ()}[change]
-            getattr(data.batch, change)(*arguments)
+        change(data)
     assert_same(data, rollout())
 
 
@@ -136,11 +144,14 @@ def test_union_changes_neither_side_and_keeps_both_producers():
     left = DataProto.from_dict({"values": torch.zeros(2, 3)}, meta_info={"a": 1}, producer=reward_returning)
     right = DataProto.from_dict({"returns": torch.ones(2, 3)}, {"answer": ["x", "y"]}, {"b": 2})
     both = left.union(right)
-    assert set(both.batch) == {"values", "returns"} and "answer" in both and both.meta_info == {"a": 1, "b": 2}
-    assert list(left.batch) == ["values"] and list(right.batch) == ["returns"] and left.meta_info == {"a": 1}
-    assert both.producer("values").function == "reward_returning" and both.producer("answer").function.startswith(
-        "test_union"
-    )
+    assert set(both.batch) == {"values", "returns"}
+    assert "answer" in both
+    assert both.meta_info == {"a": 1, "b": 2}
+    assert list(left.batch) == ["values"]
+    assert list(right.batch) == ["returns"]
+    assert left.meta_info == {"a": 1}
+    assert both.producer("values").function == "reward_returning"
+    assert both.producer("answer").function.startswith("test_union")
 
 
 def test_equal_values_may_meet_and_other_values_name_both_producers():
@@ -175,23 +186,32 @@ def test_facts_that_disagree_are_refused():
 def test_select_pop_and_rename_move_fields_with_their_producers():
     data = rollout()
     chosen = data.select(["values", "prompts"], [], [])
-    assert list(chosen.batch) == ["prompts", "values"] and not chosen.non_tensor_batch and not chosen.meta_info
+    assert list(chosen.batch) == ["prompts", "values"]
+    assert not chosen.non_tensor_batch
+    assert not chosen.meta_info
     popped = data.pop(["values"], ["answer"], ["step"])
-    assert "values" not in data and "answer" not in data and data.meta_info == {} and len(data) == 4
-    assert list(popped.batch) == ["values"] and popped.meta_info == {"step": 3}
+    assert "values" not in data
+    assert "answer" not in data
+    assert data.meta_info == {}
+    assert len(data) == 4
+    assert list(popped.batch) == ["values"]
+    assert popped.meta_info == {"step": 3}
     assert_same(
         data.union(popped).select(list(data.batch), []),
         data.select(meta_info_keys=[]).union(DataProto.from_dict(meta_info={"step": 3})),
     )
     renamed = popped.rename("values", "returns").rename(["returns", "answer"], ["old_values", "target"])
-    assert list(renamed.batch) == ["old_values"] and list(renamed.non_tensor_batch) == ["target"]
+    assert list(renamed.batch) == ["old_values"]
+    assert list(renamed.non_tensor_batch) == ["target"]
     assert renamed.producer("old_values") == popped.producer("values")
 
 
 def test_rename_checks_the_new_name():
     data = rollout()
-    with pytest.raises(DataProtoValidationError, match="one name"):
+    with pytest.raises(DataProtoValidationError, match="taken by no other"):
         data.rename("values", "prompts")
+    with pytest.raises(DataProtoValidationError, match="one new name for each"):
+        data.rename(["values", "prompts"], "returns")
     with pytest.raises(DataProtoValidationError, match=r"(?s)`returns`.*\[B T\]"):
         data.rename("hidden", "returns")
     with pytest.raises(DataProtoValidationError, match=r"(?s)`returns`.*a tensor"):

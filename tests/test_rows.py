@@ -22,7 +22,9 @@ from verl.protocol import DataProto, pad_to_divisor, unpad
 def test_joining_the_chunks_gives_the_batch(data, k):
     parts = data.chunk(k)
     sizes = [len(part) for part in parts]
-    assert len(parts) == k and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+    assert len(parts) == k
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
     assert_same(DataProto.concat(parts), data)
 
 
@@ -54,7 +56,8 @@ def test_repeat_agrees_with_an_index(data, n, interleave):
 @given(batches(), st.integers(1, 9))
 def test_padding_to_a_divisor_and_back_gives_the_batch(data, k):
     padded, pad_size = pad_to_divisor(data, k)
-    assert len(padded) % k == 0 and 0 <= pad_size < k
+    assert len(padded) % k == 0
+    assert 0 <= pad_size < k
     assert_same(unpad(padded, pad_size), data)
     if pad_size:
         assert_same(padded[len(data) :], data[[row % len(data) for row in range(pad_size)]])
@@ -81,7 +84,8 @@ def test_joining_batches_of_other_lengths_moves_every_token_and_adds_padding_alo
             for name in names:
                 assert torch.equal(rows[name][:, kept[letter]], part[name])
                 assert rows[name].count_nonzero() == part[name].count_nonzero()
-        assert torch.equal(rows["hidden"], part["hidden"]) and rows["answer"].tolist() == part["answer"].tolist()
+        assert torch.equal(rows["hidden"], part["hidden"])
+        assert rows["answer"].tolist() == part["answer"].tolist()
 
 
 @settings(deadline=None, max_examples=40)
@@ -158,9 +162,11 @@ def test_gradients_pass_through_indexing_and_joining():
 def test_mini_batches_cover_every_row_each_epoch_in_a_seeded_order():
     data = rollout(7)
     orders = [[part["answer"].tolist() for part in data.make_iterator(3, epochs=2, seed=5)] for _ in range(2)]
-    assert orders[0] == orders[1] and [len(part) for part in orders[0]] == [3, 3, 1] * 2
+    assert orders[0] == orders[1]
+    assert [len(part) for part in orders[0]] == [3, 3, 1] * 2
     epochs = [list(chain.from_iterable(orders[0][:3])), list(chain.from_iterable(orders[0][3:]))]
-    assert all(sorted(epoch) == sorted(data["answer"]) for epoch in epochs) and epochs[0] != epochs[1]
+    assert all(sorted(epoch) == sorted(data["answer"]) for epoch in epochs)
+    assert epochs[0] != epochs[1]
     assert_same(DataProto.concat(data.make_iterator(3)), data)
     assert_same(DataProto.concat(data.make_iterator(3, seed=5, shuffle=False)), data)
     assert list(data[:0].make_iterator(3)) == []
@@ -188,10 +194,12 @@ def test_sizes_below_one_and_a_shuffle_without_a_seed_are_refused_at_the_call(ca
 
 def test_zero_rows_pass_through_everything():
     empty = rollout(3)[:0]
-    assert len(empty) == 0 and bool(empty) and empty.check(strict=True) is empty
-    assert (
-        len(empty.repeat(3)) == 0 and len(empty.reorder([])) == 0 and [len(part) for part in empty.chunk(2)] == [0, 0]
-    )
+    assert len(empty) == 0
+    assert bool(empty)
+    assert empty.check(strict=True) is empty
+    assert len(empty.repeat(3)) == 0
+    assert len(empty.reorder([])) == 0
+    assert [len(part) for part in empty.chunk(2)] == [0, 0]
     assert pad_to_divisor(empty, 4) == (empty, 0)
     assert empty.union(DataProto.from_dict({"advantages": torch.zeros(0, 5)}))["advantages"].shape == (0, 5)
     buffer = io.BytesIO()

@@ -29,7 +29,8 @@ def test_a_batch_survives_pickling_and_the_disk(tmp_path_factory, data):
 def test_slices_and_chunks_share_the_memory_of_the_batch():
     data = rollout(6)
     assert data[2:4]["values"].data_ptr() == data["values"][2:].data_ptr()
-    assert data.union(DataProto())["values"] is data["values"] and data.to("cpu")["values"] is data["values"]
+    assert data.union(DataProto())["values"] is data["values"]
+    assert data.to("cpu")["values"] is data["values"]
 
 
 def test_a_part_weighs_its_share_when_pickled():
@@ -45,7 +46,8 @@ def test_every_dtype_travels_and_arrives_writable(dtype, tmp_path):
     data = DataProto.from_dict({"x": tensor.t()})
     data.save(tmp_path / "x")
     for again in (pickle.loads(pickle.dumps(data, 5)), DataProto.load(tmp_path / "x"), copy.copy(data)):
-        assert again["x"].dtype == dtype and torch.equal(again["x"].double(), tensor.t().double())
+        assert again["x"].dtype == dtype
+        assert torch.equal(again["x"].double(), tensor.t().double())
         again["x"].zero_()
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from verl.errors import DataProtoValidationError
-from verl.fields import FIELDS, Bound
+from verl.fields import FIELDS, Bound, Field
 from verl.source import Source, contract_error
 
-_ANY = object()
+# a dim of an unregistered field, the same in every part
+_FREE = ""
 
 
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -58,7 +59,8 @@ def merged_meta(metas: Sequence[Mapping[str, Any]], verb: str) -> dict[str, Any]
         for key, value in meta.items():
             if not same_value(merged.setdefault(key, value), value):
                 raise DataProtoValidationError(
-                    f"meta_info `{key}` is {merged[key]!r} in one batch of this {verb} and {value!r} in another: pop it from one of them."
+                    f"meta_info `{key}` is {merged[key]!r} in one batch of this {verb} and {value!r} in another: "
+                    "pop it from one of them."
                 )
     return merged
 
@@ -86,7 +88,7 @@ def join_tensors(
         lengths: (P, T) of each part.
     """
     field, (first, maker) = FIELDS.get(name), columns[0]
-    dims = field.dims if field else ("B",) + (_ANY,) * (first.ndim - 1)
+    dims = field.dims if field else ("B",) + (_FREE,) * (first.ndim - 1)
     prompt, response = max(p for p, _ in lengths), max(t for _, t in lengths)
     for tensor, source in columns[1:]:
         alike = tensor.ndim == first.ndim and (field is not None or tensor.shape[1:] == first.shape[1:])
@@ -96,7 +98,7 @@ def join_tensors(
     if not any(_differs(letter, lengths) for letter in dims):
         return torch.cat([tensor for tensor, _ in columns])
     sizes = {"B": sum(len(tensor) for tensor, _ in columns), "P": prompt, "T": response, "S": prompt + response}
-    shape = [first.shape[place] if letter is _ANY else sizes[letter] for place, letter in enumerate(dims)]
+    shape = [first.shape[place] if letter == _FREE else sizes[letter] for place, letter in enumerate(dims)]
     joined = torch.full(shape, _pad_value(field, meta_info), dtype=first.dtype, device=first.device)
     row = 0
     for (tensor, _), (p, _) in zip(columns, lengths):
@@ -109,7 +111,7 @@ def join_tensors(
     return joined
 
 
-def _differs(letter: Any, lengths: Sequence[tuple[int, int]]) -> bool:
+def _differs(letter: str, lengths: Sequence[tuple[int, int]]) -> bool:
     """Whether the parts disagree in this dim; S does where P or T does, for its two parts move."""
     if letter == "S":
         return len(set(lengths)) > 1
@@ -121,7 +123,7 @@ def join_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(arrays)
 
 
-def _pad_value(field, meta_info: Mapping[str, Any]):
+def _pad_value(field: Field | None, meta_info: Mapping[str, Any]) -> Any:
     if field is None:
         return 0
     return meta_info.get("pad_token_id", 0) if field.pad == "pad_token" else field.pad

@@ -130,7 +130,7 @@ class DataProto:
                 else self._missing(key)
             )
         if isinstance(key, (int, np.integer)) or getattr(key, "ndim", None) == 0:
-            key = int(key)
+            key = int(key)  # type: ignore[arg-type]
             row = key + len(self) if key < 0 else key
             if not 0 <= row < len(self):
                 raise IndexError(f"row {key} of a batch of {len(self)} rows")
@@ -196,25 +196,19 @@ class DataProto:
 
     def rename(self, old: str | Sequence[str], new: str | Sequence[str]) -> DataProto:
         """The same fields, `old` called `new`; its producer stays."""
-        olds, news = ([old], [new]) if isinstance(old, str) else (list(old), list(new))
+        olds = [old] if isinstance(old, str) else list(old)
+        news = [new] if isinstance(new, str) else list(new)
         for name in olds:
             self.producer(name)  # refuses what is not there
-        names = {name: name for name in (*self._tensors, *self._arrays)} | dict(zip(olds, news, strict=True))
-        if len(set(names.values())) < len(names):
+        names: dict[str, str] = {name: name for name in (*self._tensors, *self._arrays)} | dict(zip(olds, news))
+        if len(set(names.values())) < len(names) or len(olds) != len(news):
             raise DataProtoValidationError(
-                f"rename of {olds} to {news}: two fields would have one name. Fields: {', '.join(names)}."
+                f"rename of {olds} to {news}: expected one new name for each, taken by no other of {', '.join(names)}."
             )
-        return (
-            DataProto()
-            ._fill(
-                {names[name]: tensor for name, tensor in self._tensors.items()},
-                {names[name]: array for name, array in self._arrays.items()},
-                dict(self.meta_info),
-                {names[name]: source for name, source in self._sources.items() if name in names},
-                {},
-            )
-            .check()
-        )
+        tensors = {names[name]: tensor for name, tensor in self._tensors.items()}
+        arrays = {names[name]: array for name, array in self._arrays.items()}
+        sources = {names[name]: source for name, source in self._sources.items() if name in names}
+        return DataProto()._fill(tensors, arrays, dict(self.meta_info), sources, {}).check()
 
     def union(self, other: DataProto) -> DataProto:
         """The fields of both, checked against each other; neither is changed.
@@ -319,9 +313,10 @@ class DataProto:
         shuffle = seed is not None if shuffle is None else shuffle
         if mini_batch_size < 1 or (shuffle and seed is None):
             raise DataProtoValidationError(
-                f"make_iterator(mini_batch_size={mini_batch_size}, seed={seed}, shuffle={shuffle}): expected at least 1 row, and a seed to shuffle."
+                f"make_iterator(mini_batch_size={mini_batch_size}, seed={seed}, shuffle={shuffle}): "
+                "expected at least 1 row, and a seed to shuffle."
             )
-        generator = torch.Generator().manual_seed(seed) if shuffle else None
+        generator = torch.Generator().manual_seed(seed) if shuffle and seed is not None else None
         return self._mini_batches(mini_batch_size, epochs, generator)
 
     def _mini_batches(self, size: int, epochs: int, generator: torch.Generator | None) -> Iterator[DataProto]:

@@ -8,7 +8,8 @@ import linecache
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from types import CodeType
+from typing import Any, NamedTuple
 
 from verl.errors import DataProtoValidationError
 
@@ -44,8 +45,8 @@ class Source(NamedTuple):
 
 def source_of(producer: Callable) -> Source:
     """The source of any callable: functions, methods, partials, wrapped functions, modules, callable objects."""
-    kind = producer
-    while True:
+    kind: Any = producer
+    for _ in range(_WRAPPINGS):
         if isinstance(kind, (functools.partial, functools.partialmethod)):
             kind = kind.func
         elif hasattr(kind, "__wrapped__"):
@@ -54,9 +55,8 @@ def source_of(producer: Callable) -> Source:
             kind = kind.__func__
         else:
             break
-    code = getattr(kind, "__code__", None)
-    if code is not None:
-        return _source_of_code(code)
+    if (code := getattr(kind, "__code__", None)) is not None:
+        return _source_of_code(code, kind.__qualname__)
     if inspect.isclass(kind):
         return _source_of_class(kind)
     if isinstance(getattr(kind, "__name__", None), str):  # written in C
@@ -74,7 +74,8 @@ def source_of_caller(depth: int = 1) -> Source:
         frame = frame.f_back
     if frame.f_code.co_name == "<module>":
         return Source("<module>", frame.f_lineno, frame.f_code.co_filename)
-    return _source_of_code(frame.f_code)
+    # before Python 3.11 a frame does not know the class of its method
+    return _source_of_code(frame.f_code, getattr(frame.f_code, "co_qualname", frame.f_code.co_name))
 
 
 def contract_error(
@@ -93,11 +94,13 @@ def contract_error(
     return DataProtoValidationError("\n".join(lines))
 
 
+# some objects have any attribute that is asked for, `__wrapped__` too
+_WRAPPINGS = 50
 _COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
 
 
-def _source_of_code(code) -> Source:
-    return Source(code.co_qualname.rpartition("<locals>.")[2], code.co_firstlineno, code.co_filename)
+def _source_of_code(code: CodeType, name: str) -> Source:
+    return Source(name.rpartition("<locals>.")[2], code.co_firstlineno, code.co_filename)
 
 
 def _source_of_class(kind: type) -> Source:

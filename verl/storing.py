@@ -105,6 +105,6 @@ def _json(what: str, value: Any) -> Any:
         return {key: _json(f"{what}[{key!r}]", item) for key, item in value.items()}
     found = "a dict whose keys are not all texts" if isinstance(value, dict) else f"a {type(value).__name__}"
     raise DataProtoValidationError(
-        f"{what} is {found}, which JSON cannot hold: a batch is saved without pickle, so columns and meta_info may hold "
-        "numbers, texts, booleans, null, lists and dicts with text keys. Convert it, or leave it out with select(...)."
+        f"{what} is {found}, which JSON cannot hold: a batch is saved without pickle, so columns and meta_info may "
+        "hold numbers, texts, booleans, null, lists and dicts with text keys. Convert it, or leave it out with select(...)."
     )
