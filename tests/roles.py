@@ -1,0 +1,49 @@
+"""Roles started in this process, for tests that need one running."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl.algorithms.advantages import GAE
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.policy_losses import PPOClip
+from verl.description import BuildContext
+from verl.engines.optim import AdamW
+from verl.engines.sharding import Parallel
+from verl.models.source import ModelSource
+from verl.protocol import DataProto
+from verl.rollout.base import Rollout
+from verl.rollout.hf import HFRollout
+from verl.workers.actor import Actor, HybridActor
+from verl.workers.critic import Critic, CriticWorker
+
+PPO = Algorithm(advantage=GAE(), policy_loss=PPOClip())
+
+
+def start_actor(
+    model: ModelSource, rollout: Rollout | None = None, algorithm: Algorithm = PPO, seed: int = 0, **options: Any
+) -> HybridActor:
+    """An actor on the CPU; `options` are those of `Actor`."""
+    description = Actor(model=model, **{"optimizer": AdamW(lr=1e-3), **options})
+    context = BuildContext(seed=seed, tokenizer=model.load_tokenizer())
+    return description.start(context, Parallel(), algorithm, rollout or HFRollout(max_new_tokens=8), total_updates=10)
+
+
+def start_critic(model: ModelSource, algorithm: Algorithm = PPO, **options: Any) -> CriticWorker:
+    """A critic on the CPU; `options` are those of `Critic`."""
+    description = Critic(model=model, **{"optimizer": AdamW(lr=1e-3), **options})
+    return description.start(BuildContext(tokenizer=model.load_tokenizer()), Parallel(), algorithm, total_updates=10)
+
+
+def with_experience(rows: DataProto, actor: HybridActor, seed: int = 0) -> DataProto:
+    """Rows of responses with all that roles train on: old log-probs; random advantages, values, returns."""
+    rows = rows.union(actor.compute_log_probs(rows))
+    generator = torch.Generator().manual_seed(seed)
+    mask, dtype = rows["response_mask"], rows["old_log_probs"].dtype
+    made = {
+        name: torch.randn(mask.shape, generator=generator, dtype=dtype) * mask
+        for name in ("advantages", "values", "returns", "ref_log_probs")
+    }
+    return rows.union(DataProto.from_dict(made))
