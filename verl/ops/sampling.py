@@ -78,13 +78,18 @@ def _below(total: Tensor, u: Tensor) -> Tensor:
 
 def _nucleus_floor(probs: Tensor, top_p: float) -> Tensor:
     """[B, 1]: the smallest probability inside the nucleus."""
-    vocabulary = probs.shape[-1]
-    for width in (*(width for width in _NUCLEUS_WIDTHS if width < vocabulary), vocabulary):
-        best = probs.topk(width).values if width < vocabulary else probs.sort(-1, descending=True).values
-        mass = best.cumsum(-1, dtype=torch.float64)
-        if width == vocabulary or bool((mass[:, -1] >= top_p).all()):
-            break
-    last = (mass < top_p).sum(-1, keepdim=True).clamp(max=width - 1)
+    for width in _NUCLEUS_WIDTHS:
+        if width < probs.shape[-1]:
+            best = probs.topk(width).values
+            mass = best.cumsum(-1, dtype=torch.float64)
+            if bool((mass[:, -1] >= top_p).all()):
+                return _floor_among(best, mass, top_p)
+    best = probs.sort(-1, descending=True).values
+    return _floor_among(best, best.cumsum(-1, dtype=torch.float64), top_p)
+
+
+def _floor_among(best: Tensor, mass: Tensor, top_p: float) -> Tensor:
+    last = (mass < top_p).sum(-1, keepdim=True).clamp(max=best.shape[-1] - 1)
     return best.gather(-1, last)
 
 
