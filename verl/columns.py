@@ -23,7 +23,9 @@ class ReadOnlyFields(dict):
             "which checks them and returns a new batch; drop them with data.select(...) or data.pop(...)."
         )
 
-    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse
+    __setitem__ = __delitem__ = __ior__ = pop = popitem = clear = _refuse
+    update: Any = _refuse
+    setdefault: Any = _refuse
 
     def __missing__(self, name):
         raise absent_error(name, self)
@@ -56,7 +58,7 @@ def object_array(name: str, column: Any, source: Source) -> np.ndarray:
     return column if isinstance(column, np.ndarray) else np.fromiter(column, dtype=object, count=len(column))
 
 
-def row_indices(key: Indices, rows: int) -> torch.Tensor:
+def row_indices(key: Any, rows: int) -> torch.Tensor:
     """Any index of several rows as int64 on the CPU, within [0, rows)."""
     if isinstance(key, slice):
         return torch.tensor(range(*key.indices(rows)), dtype=torch.int64)

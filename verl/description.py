@@ -107,7 +107,7 @@ def _as_declared(value: Any, annotation: Any) -> Any:
     if float in choices and int not in choices and _fits(value, int):
         return float(value)
     for choice in choices:
-        kind = typing.get_origin(choice)
+        kind: Any = typing.get_origin(choice)
         convertible = isinstance(value, (list, tuple)) if kind is tuple else isinstance(value, list) and kind is list
         if convertible and _fits(kind(value), choice):
             return kind(map(_as_declared, value, _item_types(choice, len(value))))

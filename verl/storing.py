@@ -106,5 +106,6 @@ def _json(what: str, value: Any) -> Any:
     found = "a dict whose keys are not all texts" if isinstance(value, dict) else f"a {type(value).__name__}"
     raise DataProtoValidationError(
         f"{what} is {found}, which JSON cannot hold: a batch is saved without pickle, so columns and meta_info may "
-        "hold numbers, texts, booleans, null, lists and dicts with text keys. Convert it, or leave it out with select(...)."
+        "hold numbers, texts, booleans, null, lists, and dicts with text keys. Convert it, or leave it out with "
+        "select(...)."
     )
