@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from verl.data.arithmetic import ArithmeticPrompts
+from verl.data.arithmetic import ArithmeticPrompts, Split
 from verl.errors import ConfigError
 
 
@@ -38,7 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         parser.error(str(error))
     options.directory.mkdir(parents=True, exist_ok=True)
-    for split, name in (("train", "train"), ("eval", "test")):
+    splits: tuple[tuple[Split, str], ...] = (("train", "train"), ("eval", "test"))
+    for split, name in splits:
         rows, path = problems.rows(split), options.directory / f"{name}.{options.format}"
         write(rows, path)
         print(f"{path}: {len(rows)} rows")

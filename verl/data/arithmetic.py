@@ -13,6 +13,8 @@ from verl.data.splits import Splits
 from verl.description import BuildContext, Description
 from verl.errors import ConfigError
 
+Split = Literal["train", "eval"]
+
 MAX_ROWS_WITHOUT_SIZE = 100_000
 
 
@@ -52,7 +54,7 @@ class Arithmetic(Description):
         elif self.train_size is not None and not 1 <= self.train_size <= available:
             yield f"train_size is {self.train_size}: must lie in [1, {available}] with held_out {self.held_out}."
 
-    def rows(self, split: Literal["train", "eval"]) -> list[dict[str, str]]:
+    def rows(self, split: Split) -> list[dict[str, str]]:
         """The problems of a split: `{"prompt": "37+58=", "answer": "95"}`.
 
         Raises:

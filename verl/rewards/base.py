@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -72,5 +72,5 @@ def _texts_of(batch: DataProto) -> tuple[list[str], list[str], dict[str, list]]:
     return list(arrays["prompt_text"]), list(arrays["response_text"]), columns
 
 
-def _names(columns: Sequence[str]) -> str:
+def _names(columns: Iterable[str]) -> str:
     return ", ".join(columns) or "no columns"

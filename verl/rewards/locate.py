@@ -73,15 +73,14 @@ def _source_file(module: str) -> tuple[Path | None, str | None]:
         return (file, None) if file.is_file() else (None, f"{module} is no file")
     if not all(part.isidentifier() for part in module.split(".")):
         return None, FORMS
-    search, found = None, []
-    for part in module.split("."):
-        found.append(part)
-        spec = _find_spec(".".join(found), search)
+    origin, search, parts = None, None, module.split(".")
+    for count in range(1, len(parts) + 1):
+        name = ".".join(parts[:count])
+        spec = _find_spec(name, search)
         if spec is None:
-            return None, f"no module {'.'.join(found)} can be found"
-        search = list(spec.submodule_search_locations or [])
-    has_source = spec.origin is not None and spec.origin.endswith(".py")
-    return (Path(spec.origin) if has_source else None), None
+            return None, f"no module {name} can be found"
+        origin, search = spec.origin, list(spec.submodule_search_locations or [])
+    return (Path(origin) if origin and origin.endswith(".py") else None), None
 
 
 def _find_spec(name: str, search: list[str] | None) -> importlib.machinery.ModuleSpec | None:
