@@ -93,3 +93,17 @@ def test_an_unknown_mode_or_an_empty_project_is_refused():
         WandB(mode="shared")
     with pytest.raises(ConfigError, match="project is ''"):
         WandB(project="")
+
+
+def test_closing_one_run_leaves_another_run_of_the_process_alive(tmp_path, no_key):
+    first, second = (Trackers(wandb=WandB()).build(BuildContext()) for _ in range(2))
+    first.start("first", {}, tmp_path / "first", 1)
+    second.start("second", {}, tmp_path / "second", 1)
+    first.close("failed")
+    second.log({"reward/mean": 0.5}, 1)
+    second.close()
+    kinds = [record.WhichOneof("record_type") for record in records(tmp_path / "second")]
+    assert "history" in kinds
+    assert kinds[-1] == "exit"
+    exits = [record.exit.exit_code for record in records(tmp_path / "first") if record.HasField("exit")]
+    assert exits == [1]

@@ -73,9 +73,9 @@ class _ConsoleLines(logging.Handler):
         super().__init__(level)
         self.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
 
-    def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:
+    def filter(self, record: logging.LogRecord) -> bool:
         shown_already = not getattr(record, "console", True)
-        return False if shown_already else super().filter(record)
+        return not shown_already and bool(super().filter(record))
 
     def emit(self, record: logging.LogRecord) -> None:
         import rich

@@ -65,20 +65,19 @@ class TrackerSet(Tracker):
         """
         run_dir, config = Path(run_dir), redact_tree(config)
         run_dir.mkdir(parents=True, exist_ok=True)
-        started: dict[str, Tracker] = {}
-        for name, tracker in self._trackers.items():
-            try:
+        name, started = "", {}
+        try:
+            for name, tracker in self._trackers.items():
                 started[name] = tracker
                 tracker.start(redact(run_name), config, run_dir, total_steps)
-            except BaseException as error:
-                self._trackers = started
-                self.close("failed")
-                if not isinstance(error, Exception):
-                    raise
-                cause = redact(f"{type(error).__name__}: {error}")
-                raise ConfigError(
-                    f"tracker.{name} could not start: {cause}. Mend it, or set tracker.{name}=null."
-                ) from error
+        except BaseException as error:
+            self._trackers = started
+            self.close("failed")
+            if not isinstance(error, Exception):
+                raise
+            cause = redact(f"{type(error).__name__}: {error}")
+            fault = f"tracker.{name} could not start: {cause}. Mend it, or set tracker.{name}=null."
+            raise ConfigError(fault) from error
 
     def stage(self, name: str, seconds: float, note: str = "") -> None:
         note = redact(note)
@@ -86,12 +85,12 @@ class TrackerSet(Tracker):
         self._each(lambda tracker: tracker.stage(name, seconds, note))
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        numbers = _numbers(metrics)
+        numbers = {key: _number(key, value) for key, value in metrics.items()}
         _log.info("step %d  %s", step, metrics_line(numbers), extra=_TO_FILE_ONLY)
         self._each(lambda tracker: tracker.log(numbers, step))
 
     def evaluation(self, metrics: Mapping[str, Any], step: int) -> None:
-        numbers = _numbers(metrics)
+        numbers = {key: _number(key, value) for key, value in metrics.items()}
         _log.info("evaluation after step %d  %s", step, metrics_line(numbers), extra=_TO_FILE_ONLY)
         self._each(lambda tracker: tracker.evaluation(numbers, step))
 
@@ -107,32 +106,34 @@ class TrackerSet(Tracker):
     def close(self, status: str = "finished") -> None:
         trackers, self._trackers = self._trackers, {}
         for name, tracker in trackers.items():
-            try:
-                tracker.close(status)
-            except Exception as error:  # noqa: BLE001 - the others still have to be released
-                text = redact(f"{type(error).__name__}: {error}")
-                _log.warning("tracker.%s failed while closing: %s", name, text)
+            self._close(name, tracker, status)
         for name, calls in self._lost.items():
             _log.warning("tracker.%s lost %d records of this run.", name, calls)
         self._lost = {}
 
+    def _close(self, name: str, tracker: Tracker, status: str) -> None:
+        try:
+            tracker.close(status)
+        except Exception as error:  # noqa: BLE001 - the others still have to be released
+            _log.warning("tracker.%s failed while closing: %s", name, redact(f"{type(error).__name__}: {error}"))
+
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in self._trackers.items():
-            try:
-                call(tracker)
-            except Exception as error:  # noqa: BLE001 - numbers that cannot be shown are no reason to lose a training run
-                if name not in self._lost:
-                    text = redact(f"{type(error).__name__}: {error}")
-                    _log.warning("tracker.%s FAILED, training goes on without its records: %s", name, text)
-                self._lost[name] = self._lost.get(name, 0) + 1
+            self._call(name, tracker, call)
 
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Plain ints and floats, whatever kind of scalar came in."""
-    numbers = {}
-    for key, value in metrics.items():
+    def _call(self, name: str, tracker: Tracker, call: Callable[[Tracker], None]) -> None:
         try:
-            numbers[key] = value if type(value) is int else float(value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"metric {key} is {value!r}: must be one number.") from error
-    return numbers
+            call(tracker)
+        except Exception as error:  # noqa: BLE001 - a number that cannot be shown is no reason to lose a training run
+            if name not in self._lost:
+                text = redact(f"{type(error).__name__}: {error}")
+                _log.warning("tracker.%s FAILED, training goes on without its records: %s", name, text)
+            self._lost[name] = self._lost.get(name, 0) + 1
+
+
+def _number(key: str, value: Any) -> float:
+    """A plain int or float, whatever kind of scalar came in."""
+    try:
+        return value if type(value) is int else float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metric {key} is {value!r}: must be one number.") from error

@@ -75,16 +75,21 @@ class WandBTracker(Tracker):
         self.log(metrics, step)
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
+        columns: list[Any] = list(dict.fromkeys(key for row in rows for key in row))
         table = self._wandb.Table(columns=columns, data=[[_cell(row.get(key)) for key in columns] for row in rows])
         self._run.log({f"samples/{name}": table, "step": step})
 
     def close(self, status: str) -> None:
-        if self._run is not None:
-            self._run.finish(exit_code=0 if status == "finished" else 1)
+        if self._run is None:
+            return
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+        # `finish` leaves the last records to a background process; ending that one is what waits for them. Runs of
+        # other owners in this process would end with it, so then they are left to its exit.
+        if getattr(self._wandb.setup(), "most_recent_active_run", None) is None:
+            self._wandb.teardown()
 
 
-def wandb_mode(asked: str) -> str:
+def wandb_mode(asked: str) -> Any:
     """`online`, `offline`, or what WANDB_MODE says where nothing is asked for."""
     if asked != "auto":
         return asked

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from verl.errors import ConfigError
 
@@ -203,7 +204,7 @@ def _fault(interface: Interface) -> str | None:
     """Why an interface cannot be used; None where it can."""
     module, _, path = interface.place.partition(":")
     try:
-        found = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        found: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
         usable = not interface.question or found()
     except AttributeError:
         return f"has no {module}.{path}"

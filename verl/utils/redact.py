@@ -1,4 +1,4 @@
-"""Keep secrets out of what is printed, logged and saved: values of secret environment variables, keys, URLs, headers."""
+"""Keep secrets out of what is printed, logged and saved: secret environment variables, keys, URLs and headers."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ _SHAPES = re.compile(
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a config key of this name holds a secret: `api_key` and `hub.token` do, `answer_key` and `pad_token` do not."""
+    """Whether a config key of this name holds a secret: `api_key` and `hub.token` do, `answer_key` does not."""
     words = _words(name)
-    if not words or words[-1] in _PLACES:
+    before, last = ("", "", *words)[-2:]
+    if last in _PLACES:
         return False
-    if _ALWAYS.intersection(words) or (words[-1] == "pwd" and len(words) > 1):
+    if _ALWAYS.intersection(words) or (last == "pwd" and before):
         return True
-    before = words[-2] if len(words) > 1 else ""
-    if words[-1] == "token":
+    if last == "token":
         return before not in _VOCABULARY
-    if words[-1] == "tokens":
+    if last == "tokens":
         return before in _TOKEN_OWNERS
     return any(owner in _KEY_OWNERS and word in ("key", "keys") for owner, word in itertools.pairwise(words))
 
