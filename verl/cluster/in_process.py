@@ -22,7 +22,7 @@ class InProcess:
         future: Future[Any] = Future()
         try:
             future.set_result(self._host.call(role, method, args))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future
             future.set_exception(error)
         return future
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from typing import Any
 
 
@@ -62,7 +64,7 @@ def serve(connection: Connection) -> None:
         start: Start = connection.recv()
         try:
             host = _build(start)
-        except Exception:
+        except Exception:  # noqa: BLE001 - the driver's to handle
             connection.send(Answer(READY, error=traceback.format_exc()))
             return
         connection.send(Answer(READY))
@@ -87,7 +89,7 @@ def _build(start: Start) -> Any:
 def _carry_out(host: Any, call: Call) -> Answer:
     try:
         return Answer(call.number, host.call(call.role, call.method, call.args))
-    except Exception:
+    except Exception:  # noqa: BLE001 - the driver's to handle
         return Answer(call.number, error=traceback.format_exc())
 
 
@@ -95,7 +97,13 @@ def _end_with(parent: int) -> None:
     """End this process soon after the driver has ended, even in the middle of a computation."""
     while os.getppid() == parent:
         time.sleep(0.5)
+    _sweep()
     os._exit(1)
+
+
+def _sweep() -> None:
+    """Remove the directory of the sockets, which a driver that was killed has left."""
+    shutil.rmtree(Path(os.environ["VERL_WORKER_ADDRESS"]).parent, ignore_errors=True)
 
 
 def main() -> None:
@@ -106,6 +114,8 @@ def main() -> None:
     with Client(os.environ["VERL_WORKER_ADDRESS"], authkey=key) as connection:
         connection.send(int(os.environ["RANK"]))
         serve(connection)
+    if os.getppid() != parent:
+        _sweep()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""Which processes a driver has, read from the system and not from the code under test."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def workers_of(driver: int) -> list[int]:
+    """Process ids of the worker processes that this driver started and that still run, zombies left out."""
+    mark = f"VERL_WORKER_PARENT={driver}".encode()
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (directory / "environ").read_bytes().split(b"\0"):
+                found.append(int(directory.name))
+        except OSError:  # noqa: PERF203 - it ended meanwhile, or is not ours
+            continue
+    return sorted(found)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pids: Iterable[int], seconds: float = 20.0) -> list[int]:
+    """Wait for processes to end; returns those that did not."""
+    end = time.monotonic() + seconds
+    left = list(pids)
+    while left and time.monotonic() < end:
+        left = [pid for pid in left if is_running(pid)]
+        time.sleep(0.05)
+    return left
+
+
+def temporary_directories(of: Path) -> list[str]:
+    """What clusters keep below a directory for temporary files."""
+    return sorted(name for name in os.listdir(of) if name.startswith("verl_"))

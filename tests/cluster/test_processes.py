@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cluster.processes_of import is_running, temporary_directories, wait_until_gone, workers_of
+from cluster.toy_roles import ToyHost
+
+from verl.cluster.base import role_handles
+from verl.cluster.in_process import InProcess
+from verl.cluster.processes import Processes
+from verl.description import BuildContext
+from verl.errors import VerlError, WorkerDied, WorkerError
+from verl.protocol import DataProto
+
+pytestmark = pytest.mark.xdist_group("cluster")
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def own_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory for temporary files that nobody else uses; short, for a socket's path is limited."""
+    with tempfile.TemporaryDirectory(prefix="t_") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
+
+
+def rows(count: int) -> DataProto:
+    """Rows of different length, so that the order of the parts is not the order of the rows."""
+    mask = torch.arange(count) <= torch.arange(count)[:, None] * 7 % max(count, 1)
+    texts = [f"row {row}" for row in range(count)]
+    return DataProto.from_dict({"attention_mask": mask.long(), "number": torch.arange(count)}, {"text": texts})
+
+
+def start(size: int, run_dir: Path | None = None, **options):
+    host = ToyHost(**options)
+    cluster = Processes(host, BuildContext(run_dir=run_dir), size, num_threads=1)
+    return cluster, role_handles(cluster, host)["toy"]
+
+
+def test_calls_are_divided_joined_and_ended_with_nothing_left(own_tmp, tmp_path):
+    cluster, toy = start(2, tmp_path)
+    try:
+        workers = workers_of(os.getpid())
+        assert len(workers) == 2
+
+        answers = [toy.double(rows(count)) for count in (7, 1, 0)]  # more rows than processes, fewer, none
+        seven, one, none = (answer.result() for answer in answers)
+        assert seven["doubled"].tolist() == [0, 2, 4, 6, 8, 10, 12]
+        assert seven["text"].tolist() == [f"row {row}" for row in range(7)]
+        assert sorted(seven["by_rank"].tolist().count(rank) for rank in range(2)) == [3, 4]
+        assert one["doubled"].tolist() == [0]
+        assert len(none) == 0
+
+        assert toy.count(rows(7)).result() == {"rows": len([r for r in seven["by_rank"] if r == 0]), "rank": 0}
+        where = toy.where().result()
+        assert where["pid"] in workers
+        assert (where["rank"], where["threads"]) == (0, 1)
+        _unknown_methods_fail_at_the_driver(toy)
+        endless = toy.sleep(600)
+    finally:
+        cluster.close()
+    with pytest.raises(VerlError, match=r"close\(\) was called"):
+        endless.result(timeout=0)  # whoever waits is set free
+    assert wait_until_gone(workers) == []
+    assert temporary_directories(own_tmp) == []
+    cluster.close()
+    with pytest.raises(VerlError, match=r"close\(\) was called"):
+        toy.where().result()
+    assert (tmp_path / "workers" / "rank_1.log").is_file()
+
+
+def _unknown_methods_fail_at_the_driver(toy):
+    with pytest.raises(AttributeError, match="no_such_method"):
+        toy.no_such_method()
+    with pytest.raises(AttributeError, match=r"Toy\.unspoken cannot be called from the driver"):
+        toy.unspoken()
+
+
+def test_an_exception_in_one_worker_fails_the_call_by_name_and_ends_all(own_tmp):
+    cluster, toy = start(2)
+    workers = workers_of(os.getpid())
+    try:
+        cluster.step = 17
+        failing, waiting = toy.fail_on(1), toy.where()
+        with pytest.raises(WorkerError) as caught:
+            failing.result(timeout=30)
+        error = caught.value
+        assert not isinstance(error, WorkerDied)
+        assert (error.rank, error.call, error.step) == (1, "toy.fail_on", 17)
+        assert "rank 1 failed in toy.fail_on at step 17" in str(error)
+        assert "ZeroDivisionError: asked to fail on rank 1" in str(error)
+        assert "toy_roles.py" in str(error)  # the worker's own traceback
+        with pytest.raises(WorkerError):
+            waiting.result(timeout=30)  # calls behind it fail too, and so do later ones
+        with pytest.raises(WorkerError):
+            toy.where().result(timeout=30)
+        assert wait_until_gone(workers) == []
+    finally:
+        cluster.close()
+    assert temporary_directories(own_tmp) == []
+
+
+def test_a_worker_that_dies_in_a_call_is_named_and_not_the_sibling_that_noticed(own_tmp):
+    cluster, toy = start(2)
+    workers = workers_of(os.getpid())
+    try:
+        cluster.step = 3
+        with pytest.raises(WorkerDied) as caught:
+            toy.die_on(1).result(timeout=30)
+        error = caught.value
+        assert (error.rank, error.call, error.step) == (1, "toy.die_on", 3)
+        assert "SIGKILL" in str(error)
+        assert wait_until_gone(workers) == []
+    finally:
+        cluster.close()
+    assert temporary_directories(own_tmp) == []
+
+
+def test_a_worker_killed_while_idle_fails_the_next_call(own_tmp):
+    cluster, toy = start(1)
+    pid = toy.where().result()["pid"]
+    os.kill(pid, signal.SIGTERM)
+    assert wait_until_gone([pid]) == []
+    try:
+        with pytest.raises(WorkerDied, match="SIGTERM") as caught:
+            toy.where().result(timeout=30)
+        assert caught.value.rank == 0
+        assert caught.value.call in ("idle", "toy.where")
+    finally:
+        cluster.close()
+    assert temporary_directories(own_tmp) == []
+
+
+def test_roles_that_cannot_be_built_are_an_error_with_the_workers_traceback(own_tmp):
+    with pytest.raises(WorkerError) as caught:
+        start(2, fails_on=1)
+    assert "rank 1 failed in start" in str(caught.value)
+    assert "FileNotFoundError: weights are not where they should be" in str(caught.value)
+    assert workers_of(os.getpid()) == []
+    assert temporary_directories(own_tmp) == []
+
+
+def test_a_call_in_this_process_fails_where_its_result_is_asked_for():
+    host = ToyHost()
+    cluster = InProcess(host, BuildContext())
+    toy = role_handles(cluster, host)["toy"]
+    assert toy.double(rows(3)).result()["doubled"].tolist() == [0, 2, 4]
+    future = toy.fail_on(0)
+    with pytest.raises(ZeroDivisionError):
+        future.result()
+    _unknown_methods_fail_at_the_driver(toy)
+    cluster.close()
+    cluster.close()
+
+
+DRIVER = """
+import sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from cluster.toy_roles import ToyHost
+from verl.cluster.base import role_handles
+from verl.cluster.processes import Processes
+from verl.description import BuildContext
+
+host = ToyHost()
+cluster = Processes(host, BuildContext(), {size}, num_threads=1)
+toy = role_handles(cluster, host)["toy"]
+print(toy.where().result()["rank"], flush=True)
+"""
+
+
+def driver(size: int) -> str:
+    return DRIVER.format(root=str(TESTS.parent), tests=str(TESTS), size=size)
+
+
+def test_a_script_without_a_main_guard_works_and_its_death_ends_the_workers(tmp_path, own_tmp):
+    script = tmp_path / "script.py"
+    script.write_text(driver(1) + "toy.sleep(600).result()\n")
+    env = os.environ | {"TMPDIR": str(own_tmp)}
+    process = subprocess.Popen([sys.executable, script], env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "0\n"
+        workers = workers_of(process.pid)
+        assert len(workers) == 1
+    finally:
+        process.kill()
+        process.wait()
+    assert wait_until_gone(workers) == []  # in the midst of a call
+    assert temporary_directories(own_tmp) == []
+
+
+def test_code_fed_on_standard_input_works_and_ends_its_workers_without_close(own_tmp):
+    env = os.environ | {"TMPDIR": str(own_tmp)}
+    code = driver(1) + "print(toy.where().result()['pid'])\n"
+    done = subprocess.run([sys.executable, "-"], input=code, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not is_running(int(done.stdout.split()[-1]))
+    assert temporary_directories(own_tmp) == []

@@ -1,0 +1,89 @@
+"""Roles without a model, for tests of what carries calls to roles."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from verl.description import BuildContext, Description
+from verl.dispatch import by_rows, by_rows_to_one, on_all
+from verl.protocol import DataProto
+
+
+class Toy:
+    """A role that answers, fails or dies when it is told to."""
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank, self.world_size = rank, world_size
+
+    @by_rows
+    def double(self, batch: DataProto) -> DataProto:
+        """`doubled` [B] and the rank that did it."""
+        ranks = torch.full((len(batch),), self.rank)
+        return DataProto.from_dict({"doubled": 2 * batch["number"], "by_rank": ranks}, {"text": list(batch["text"])})
+
+    @by_rows_to_one
+    def count(self, batch: DataProto) -> dict[str, int]:
+        return {"rows": len(batch), "rank": self.rank}
+
+    @on_all
+    def where(self) -> dict[str, int]:
+        return {"pid": os.getpid(), "rank": self.rank, "threads": torch.get_num_threads()}
+
+    @on_all
+    def fail_on(self, rank: int) -> None:
+        if self.rank == rank:
+            raise ZeroDivisionError(f"asked to fail on rank {rank}")
+        self.sleep(600)
+
+    @on_all
+    def die_on(self, rank: int) -> None:
+        """One rank dies; its siblings notice and fail, as in a collective operation."""
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)
+        raise ConnectionError("a sibling hung up")
+
+    @on_all
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def unspoken(self) -> None:
+        """Has no dispatch."""
+
+
+@dataclass
+class ToyPlace:
+    """The roles of one process."""
+
+    workers: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
+        return getattr(self.workers[role], method)(*args)
+
+    def close(self) -> None:
+        self.workers.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyHost(Description):
+    """Builds one toy.
+
+    Args:
+        fails_on: this rank cannot build it.
+    """
+
+    fails_on: int | None = None
+
+    def worker_types(self) -> dict[str, type]:
+        return {"toy": Toy}
+
+    def build(self, context: BuildContext) -> ToyPlace:
+        if context.rank == self.fails_on:
+            raise FileNotFoundError("weights are not where they should be")
+        return ToyPlace({"toy": Toy(context.rank, context.world_size)})

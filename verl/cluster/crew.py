@@ -1,0 +1,153 @@
+"""The worker processes of a run: started, connected to the driver, and ended."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+
+from verl.cluster.base import Deadline
+from verl.errors import WorkerDied
+
+START_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 5.0
+GRACE_S = 0.3  # from the death of a worker, which a sibling may notice first, to the exit status of its process
+LOG_TAIL_LINES = 20
+
+
+class Crew:
+    """Sibling processes on this machine, numbered by rank.
+
+    Args:
+        size: how many.
+        num_threads: that each may use.
+        logs: directory for what they print; None for one that goes with the run.
+    Attributes:
+        connections: one per rank, once `start` has returned.
+    """
+
+    def __init__(self, size: int, num_threads: int, logs: Path | None):
+        self.size, self.num_threads = size, num_threads
+        self.connections: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._directory = Path(tempfile.mkdtemp(prefix="verl_"))
+        self._logs = self._directory if logs is None else logs
+        self._logs.mkdir(parents=True, exist_ok=True)
+
+    def start(self) -> None:
+        """Start every process and wait until all have connected.
+
+        Raises:
+            WorkerDied: one of them ended before it connected, or took too long.
+        """
+        key = secrets.token_bytes(32)
+        address = str(self._directory / "driver")
+        with Listener(address, family="AF_UNIX", backlog=self.size, authkey=key) as listener:
+            for rank in range(self.size):
+                self._processes.append(self._spawn(rank, address, key))
+            arrived = self._accept_all(listener)
+        self.connections = [arrived[rank] for rank in range(self.size)]
+
+    def death(self, rank: int, call: str, step: int | None) -> WorkerDied:
+        """How a process ended, with the last lines that it printed."""
+        try:
+            code = self._processes[rank].wait(timeout=END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return WorkerDied(rank, call, step, "the process does not answer")
+        tail = "\n".join(self._log(rank).read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+        return WorkerDied(rank, call, step, f"the process ended with {_ending(code)}\n{tail}")
+
+    def dead_sibling(self, rank: int) -> int | None:
+        """Another process that has just ended, or None if all the others live."""
+        deadline = Deadline(GRACE_S)
+        while deadline.left_s:
+            for sibling, process in enumerate(self._processes):
+                if sibling != rank and process.poll() is not None:
+                    return sibling
+            time.sleep(0.02)
+        return None
+
+    def kill(self) -> None:
+        """End every process at once."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+    def end(self) -> None:
+        """Give the processes time to end by themselves, then make them; leave nothing behind. May be called again."""
+        deadline = Deadline(END_TIMEOUT_S)
+        for process in self._processes:
+            try:
+                process.wait(timeout=deadline.left_s)
+            except subprocess.TimeoutExpired:  # noqa: PERF203 - a few processes, each with its own end
+                process.kill()
+                process.wait()
+        for connection in self.connections:
+            connection.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _spawn(self, rank: int, address: str, key: bytes) -> subprocess.Popen[bytes]:
+        package_root = str(Path(__file__).resolve().parents[2])
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")])),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(rank),
+            "OMP_NUM_THREADS": str(self.num_threads),
+            "VERL_RENDEZVOUS": f"file://{self._directory / 'rendezvous'}",
+            "VERL_WORKER_ADDRESS": address,
+            "VERL_WORKER_KEY": key.hex(),
+            "VERL_WORKER_PARENT": str(os.getpid()),
+        }
+        if sys.platform == "linux":
+            env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine: no need to resolve its name
+        with self._log(rank).open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "verl.cluster.worker"],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _accept_all(self, listener: Listener) -> dict[int, Connection]:
+        """The connection of each rank; a worker that dies before it connects is named."""
+        arrived: dict[int, Connection] = {}
+        done = threading.Event()
+
+        def accept() -> None:
+            try:
+                while len(arrived) < self.size:
+                    connection = listener.accept()
+                    arrived[connection.recv()] = connection
+            except (OSError, EOFError):
+                return
+            done.set()
+
+        threading.Thread(target=accept, daemon=True).start()
+        deadline = Deadline(START_TIMEOUT_S)
+        while not done.wait(timeout=0.1):
+            for rank, process in enumerate(self._processes):
+                if process.poll() is not None or (rank not in arrived and not deadline.left_s):
+                    raise self.death(rank, "start", None)
+        return arrived
+
+    def _log(self, rank: int) -> Path:
+        return self._logs / f"rank_{rank}.log"
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exit status {code}"
+    hint = " (out of memory, if nobody sent it)" if -code == signal.SIGKILL else ""
+    return f"signal {signal.Signals(-code).name}{hint}"
