@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,31 @@ def test_a_message_during_the_bar_stands_above_it():
 def test_a_negative_number_of_samples_is_refused():
     with pytest.raises(ConfigError, match="sample_rows is -1"):
         Console(sample_rows=-1)
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path):
+    code = f"""
+from verl.description import BuildContext
+from verl.tracking.console import Console
+from verl.tracking.jsonl import JsonLines
+from verl.tracking.logs import setup_logging
+from verl.tracking.trackers import Trackers
+
+undo = setup_logging({str(tmp_path)!r})
+running = Trackers(console=Console(), jsonl=JsonLines()).build(BuildContext())
+running.start("run", {{}}, {str(tmp_path)!r}, 3)
+input()
+for step in range(3):
+    running.log({{"reward/mean": 1.0}}, step)
+running.close()
+undo()
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout.readline().startswith("run run, 3 steps")
+        process.stdout.close()
+        process.stdin.write("\n")
+        process.stdin.close()
+        assert process.wait() == 0
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert "tracker.console FAILED" in (tmp_path / "run.log").read_text()

@@ -113,8 +113,11 @@ class ConsoleTracker(Tracker):
     def _print(self, text: str, style: str = "") -> None:
         from rich.text import Text
 
-        # soft_wrap: a pipe or file has no width, and a terminal wraps by itself.
-        self._console.print(Text(_visible(text), style=style), soft_wrap=True)
+        try:
+            # soft_wrap: a pipe or file has no width, and a terminal wraps by itself.
+            self._console.print(Text(_visible(text), style=style), soft_wrap=True)
+        except SystemExit as error:  # what rich makes of a closed pipe; a reader who left is no reason to stop
+            raise BrokenPipeError("nobody reads standard output any more") from error
 
     def _left(self, step: int) -> str:
         """Remaining time as `h:mm:ss`; empty where it cannot be told or nothing remains."""

@@ -84,5 +84,7 @@ class _ConsoleLines(logging.Handler):
         try:
             style = "bold red" if record.levelno >= logging.WARNING else ""
             rich.get_console().print(Text(self.format(record), style=style), soft_wrap=True)
+        except SystemExit:  # what rich makes of a closed pipe, once; from then on its console is silent
+            return
         except Exception:  # noqa: BLE001 - as every handler of the standard library does
             self.handleError(record)
