@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl.compose.nearest import hint, nearest_path
 from verl.compose.plain import UNKNOWN, Plain, Unknown, join, read_plain
-from verl.description import Description, field_types, type_fault
+from verl.description import Description, _as_declared, field_types, type_fault
 from verl.errors import ConfigError
 
 TARGET = "_target_"
@@ -78,7 +78,10 @@ class _Checking:
                 self._fault(path, f"{name} is missing: {kind.__name__} needs it.")
                 values[name] = UNKNOWN
         for name, value in values.items():
-            if value is not UNKNOWN and (expected := _mismatch(value, types[name])):
+            if value is UNKNOWN:
+                continue
+            values[name] = _as_declared(value, types[name])
+            if (expected := type_fault(values[name], types[name])) is not None:
                 self._fault(path, f"{name} is {_shown(value)}: expected {expected}.{_untargeted(value)}")
                 values[name] = UNKNOWN
         return self._made(kind, values, path, sound=len(self.faults) == before)
@@ -147,14 +150,6 @@ def _required(kind: type[Description]) -> Iterator[str]:
             yield f.name
 
 
-def _mismatch(value: Any, annotation: Any) -> str | None:
-    """What was expected where a value is of the wrong type; a list also stands for a tuple."""
-    expected = type_fault(value, annotation)
-    if expected and isinstance(value, list):
-        expected = type_fault(tuple(value), annotation)
-    return expected
-
-
 def _shown(value: Any) -> str:
     text = type(value).__name__ if isinstance(value, Description) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
@@ -190,7 +185,6 @@ def _faults_of_the_rest(kind: type[Description], values: dict[str, Any]) -> Iter
     for f in dataclasses.fields(kind):
         default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
         value = values.get(f.name, default)
-        value = tuple(value) if isinstance(value, list) and type_fault(value, field_types(kind)[f.name]) else value
         object.__setattr__(partial, f.name, _Unreadable() if value is UNKNOWN else value)
     try:
         yield from partial.faults()

@@ -73,7 +73,7 @@ def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None
                 schema.register()
                 arguments, assigned = command_line(root, sys.argv[1:])
                 for note in assigned.notes:
-                    print(redact(note), file=sys.stderr)
+                    _tell(note)
                 if assigned.faults and any(flag in sys.argv for flag in _SHOWS_ONLY):
                     raise ConfigError(assigned.faults)
                 sys.argv[1:] = arguments
@@ -108,17 +108,22 @@ def _clean_end() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        print(redact(str(error)), file=sys.stderr)
+        _tell(str(error))
         sys.exit(2)
     except HydraException as error:
-        print(redact(str(error)), file=sys.stderr)
+        _tell(str(error))
         sys.exit(2)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _tell("interrupted")
         sys.exit(130)
     except Exception:  # noqa: BLE001 - the end of the program: all that is left is to tell, without secrets
-        print(redact(traceback.format_exc()), file=sys.stderr)
+        _tell(traceback.format_exc())
         sys.exit(1)
+
+
+def _tell(text: str) -> None:
+    """To standard error, so that what `--cfg job` prints stays readable by machines."""
+    sys.stderr.write(redact(text).rstrip() + "\n")
 
 
 def _remove_if_empty(run_dir: Path) -> None:

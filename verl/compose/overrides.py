@@ -47,10 +47,10 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
     for key, value in pairs:
         if (translated := translate(root, key, value, chosen)) is not None:
             _add(out, translated, pairs, root, f"{key}={value}")
+        elif (top := key.partition(".")[0]) not in keys:
+            out.faults.append(f"{key} is not a known key: {root}.yaml has no {top}.{hint(nearest(top, keys))}")
         elif "." in key or _is_mapping(value):
             out.values.append((key, value))
-        elif key not in keys:
-            out.faults.append(f"{key} is not a key of {root}.yaml.{hint(nearest(key, keys))}")
         elif _is_null(value):
             out.options += [f"{key}=none"] if "none" in groups.get(key, []) else []
             out.faults += (
@@ -100,7 +100,7 @@ def _add(out: Assignments, alias: Translated, pairs: Sequence[tuple[str, Any]], 
     for option in alias.options:
         group = option.partition("=")[0]
         if group not in root_keys(root):
-            out.faults.append(f"{said} means {option}, but {group} is not a key of {root}.yaml.")
+            out.faults.append(f"{said} means {option}, but {group} is not a known key: {root}.yaml has no {group}.")
             continue
         others = [f"{key}={value}" for key, value in pairs if key == group] + out.options
         contrary = [other for other in others if other.startswith(f"{group}=") and other != option]

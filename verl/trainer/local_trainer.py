@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from verl.compose.check import check
 from verl.compose.save import save
@@ -91,7 +91,7 @@ class LocalPPOTrainer:
         """End the processes that were started and let go of the weights; may be called again."""
         self._closing.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> LocalPPOTrainer:
         return self
 
     def __exit__(self, *exc: object) -> None:

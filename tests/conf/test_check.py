@@ -1,0 +1,199 @@
+"""The check of a configuration: every fault at once, each by its path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl.compose.check import check
+from verl.compose.composition import compose_root
+from verl.compose.overrides import command_line
+from verl.description import Description
+from verl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wheel(Description):
+    radius_m: float
+    spokes: tuple[int, ...] = ()
+
+    def faults(self) -> Iterator[str]:
+        if self.radius_m <= 0:
+            yield f"radius_m is {self.radius_m}: must be above 0."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cart(Description):
+    front: Wheel
+    back: Wheel | None = None
+    load_kg: float = 0.0
+    riders: int = 1
+
+    def faults(self) -> Iterator[str]:
+        if self.load_kg < 0:
+            yield f"load_kg is {self.load_kg}: must not be negative."
+        if self.back is not None and self.back.radius_m != self.front.radius_m:
+            yield "back.radius_m differs from front.radius_m."
+        if self.riders < 1:
+            yield f"riders is {self.riders}: must be at least 1."
+
+
+HERE = __name__
+
+
+def cart(**fields):
+    wheel = {"_target_": f"{HERE}.Wheel", "radius_m": 1.0}
+    return {"_target_": f"{HERE}.Cart", "front": wheel, **fields}
+
+
+def faults_of(config, *known) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check(OmegaConf.create(config), list(known))
+    return caught.value.faults
+
+
+def ppo_faults(*arguments: str) -> list[str]:
+    hydra_arguments, assigned = command_line("ppo", arguments)
+    with pytest.raises(ConfigError) as caught:
+        check(compose_root("ppo", hydra_arguments), assigned.faults)
+    return caught.value.faults
+
+
+def test_a_sound_configuration_becomes_its_description():
+    config = cart(back="${front}", load_kg=3)
+    config["front"]["spokes"] = [1, 2]
+    wheel = Wheel(radius_m=1.0, spokes=(1, 2))
+    assert check(OmegaConf.create(config)) == Cart(front=wheel, back=wheel, load_kg=3)
+
+
+def test_an_unknown_key_is_named_with_the_nearest_known_one():
+    assert faults_of(cart(lod_kg=1)) == [
+        "lod_kg is not a known key: Cart has no such field. Did you mean load_kg?",
+    ]
+
+
+def test_the_nearest_key_may_lie_in_another_component():
+    assert faults_of(cart(radius=1)) == [
+        "radius is not a known key: Cart has no such field. Did you mean front.radius_m?",
+    ]
+
+
+def test_a_key_like_no_other_gets_no_suggestion():
+    assert faults_of(cart(zzz=1)) == ["zzz is not a known key: Cart has no such field."]
+
+
+def test_wrong_types_are_found_in_every_component_at_once():
+    config = cart(riders="many", back={"_target_": f"{HERE}.Wheel", "radius_m": "wide"})
+    assert set(faults_of(config)) == {
+        "riders is 'many': expected a whole number.",
+        "back.radius_m is 'wide': expected a number.",
+    }
+
+
+def test_faults_of_values_do_not_hide_behind_faults_of_types():
+    found = faults_of(cart(load_kg=-1, riders="many", back={"_target_": f"{HERE}.Wheel", "radius_m": 0}))
+    assert set(found) == {
+        "load_kg is -1.0: must not be negative.",
+        "riders is 'many': expected a whole number.",
+        "back.radius_m is 0.0: must be above 0.",
+    }
+
+
+def test_a_component_is_not_blamed_for_comparing_with_a_faulty_one():
+    """`back` cannot be compared with `front`; only what was written before that is told of the cart."""
+    config = cart(back={"_target_": f"{HERE}.Wheel", "radius_m": 2.0}, load_kg=-1)
+    config["front"] = {"_target_": f"{HERE}.Wheel"}
+    assert set(faults_of(config)) == {
+        "front.radius_m is missing: Wheel needs it.",
+        "load_kg is -1.0: must not be negative.",
+    }
+
+
+def test_a_reference_is_blamed_once_where_it_is_written():
+    config = cart(back="${front}")
+    config["front"]["radius_m"] = -1.0
+    assert faults_of(config) == ["front.radius_m is -1.0: must be above 0."]
+
+
+def test_references_that_lead_nowhere_or_in_circles_are_named():
+    found = faults_of(cart(load_kg="${nowhere.at.all}", riders="${riders}", back="${back}"))
+    assert len(found) == 3
+    assert [fault.split(" is ")[0] for fault in found] == ["load_kg", "riders", "back"]
+
+
+def test_two_nodes_that_contain_each_other_are_a_fault_and_no_endless_walk():
+    config = cart(back={"_target_": f"{HERE}.Wheel", "radius_m": 1.0, "spokes": "${front}"})
+    config["front"]["spokes"] = "${back}"
+    assert any("contains itself" in fault for fault in faults_of(config))
+
+
+def test_a_value_left_open_is_named():
+    assert faults_of(cart(load_kg="???")) == ["load_kg is not set: it has no default, so give load_kg=..."]
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("nomodule.Wheel", "there is no module nomodule"),
+        (f"{HERE}.Whel", f"{HERE} has no Whel"),
+        ("fractions.Fraction", "it is no description"),
+        ("Wheel", "expected the dotted path"),
+        (5, "expected the dotted path"),
+    ],
+)
+def test_a_wrong_target_is_named_and_its_neighbours_are_still_checked(target, reason):
+    found = faults_of(cart(back={"_target_": target, "radius_m": 1}, riders="many"))
+    assert any(fault.startswith(f"back._target_ is {target!r}: {reason}") for fault in found)
+    assert "riders is 'many': expected a whole number." in found
+
+
+def test_a_component_without_target_says_so():
+    (fault,) = faults_of(cart(back={"radius_m": 1}))
+    assert fault.startswith("back is {'radius_m': 1}: expected a component with _target_ of kind Wheel")
+    assert "It has no _target_" in fault
+
+
+def test_faults_of_the_command_line_are_told_with_the_others():
+    assert faults_of(cart(riders=0), "foo is not a key.") == ["foo is not a key.", "riders is 0: must be at least 1."]
+
+
+def test_several_faults_of_a_ppo_run_are_all_told_by_full_path():
+    found = ppo_faults(
+        "algorithm.advantage.lam=1.5",
+        "algorithm.advantage.gama=1",
+        "trainer.total_steps=abc",
+        "rollout.temprature=1",
+        "actor.optimizer.lr=fast",
+        "actor=lama8b",
+    )
+    assert [fault.split(" is ")[0].split(":")[0] for fault in found] == [
+        "actor=lama8b",
+        "actor.optimizer.lr",
+        "rollout.temprature",
+        "algorithm.advantage.gama",
+        "algorithm.advantage.lam",
+        "trainer.total_steps",
+    ]
+    assert "Did you mean llama8b?" in found[0]
+    assert "Did you mean rollout.temperature?" in found[2]
+
+
+def test_faults_across_components_have_full_paths():
+    assert ppo_faults("algorithm=grpo", "trainer.group_size=1")[0].startswith("trainer.group_size is 1: GroupRelative")
+    assert ppo_faults("critic=none")[0].startswith("critic is null: GAE needs values")
+    assert ppo_faults("critic=null")[0].startswith("critic is null: GAE needs values")
+
+
+def test_a_missing_file_is_told_before_anything_is_loaded(tmp_path):
+    (fault,) = ppo_faults(f"data.train_files=[{tmp_path}/none.jsonl]", "rollout.max_new_tokens=4")
+    assert fault.startswith("data.train_files[0] is")
+    assert "no such file" in fault
+
+
+def test_a_directory_that_is_no_model_is_told(tmp_path):
+    (fault,) = ppo_faults("actor=pretrained", f"actor.model.path={tmp_path}")
+    assert fault.startswith("actor.model.path is")
+    assert "not a model directory" in fault

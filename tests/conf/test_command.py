@@ -1,0 +1,97 @@
+"""The main scripts as commands: help, refusals, exit statuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl.compose.paths import conf_dir
+
+ROOT = conf_dir().parent
+HELP = """
+import runpy, sys
+sys.argv = ["main_ppo.py", "--help"]
+try:
+    runpy.run_path({script!r}, run_name="__main__")
+except SystemExit:
+    pass
+heavy = {{"torch", "transformers", "numpy", "pyarrow", "wandb", "peft", "matplotlib"}} & set(sys.modules)
+print("HEAVY AFTER HELP", sorted(heavy))
+from verl.compose.check import check
+from verl.compose.composition import compose_root
+check(compose_root("ppo"))
+heavy = {{"transformers", "pyarrow", "wandb", "peft", "matplotlib"}} & set(sys.modules)
+print("HEAVY AFTER CHECK", sorted(heavy))
+"""
+
+
+def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
+    )
+
+
+def test_help_lists_the_groups_and_neither_help_nor_check_imports_anything_heavy(tmp_path):
+    done = run(tmp_path, "-c", HELP.format(script=str(ROOT / "main_ppo.py")))
+    assert "actor: llama1b, llama8b" in done.stdout, done.stderr
+    assert "examples" in done.stdout
+    assert "HEAVY AFTER HELP []" in done.stdout
+    assert "HEAVY AFTER CHECK []" in done.stdout
+
+
+def test_faults_print_as_a_list_without_traceback_exit_2_and_leave_no_directory(tmp_path):
+    done = run(tmp_path, str(ROOT / "main_ppo.py"), "actor=lama8b", "trainer.lr=1", "use_rm=true", "trainer.seed=-1")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == "4 faults in the configuration:"
+    assert "Traceback" not in done.stderr
+    assert "Did you mean llama8b?" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cfg_job_prints_yaml_alone_on_standard_output(tmp_path):
+    done = run(tmp_path, str(ROOT / "main_ppo.py"), "trainer.backend=local", "actor=llama8b", "--cfg", "job")
+    assert done.returncode == 0
+    assert done.stdout.startswith("_target_: verl.trainer.ppo.PPORun\n")
+    assert done.stderr == "trainer.backend=local became sharding=none\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "said"),
+    [
+        ("KeyboardInterrupt()", 130, "interrupted"),
+        ("RuntimeError('broken: api_key=abcdefgh12345')", 1, "Traceback"),
+    ],
+)
+def test_an_interrupted_or_failed_run_ends_with_its_status_and_tells_no_secret(raised, status, said, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"from verl.compose.entry import entry_point\n@entry_point('sft')\ndef main(job):\n    raise {raised}\nmain()\n"
+    )
+    done = run(tmp_path, str(script))
+    assert done.returncode == status
+    assert said in done.stderr
+    assert "abcdefgh12345" not in done.stderr
+
+
+def test_a_sweep_gives_each_job_its_values_and_directory(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from verl.compose.entry import entry_point\n"
+        "@entry_point('sft')\n"
+        "def main(job):\n"
+        "    job.record()\n"
+        "    print('JOB', job.config.trainer.seed, job.run_dir.relative_to(job.run_dir.parents[3]))\n"
+        "main()\n"
+    )
+    done = run(tmp_path, str(script), "-m", "trainer.seed=3,4")
+    jobs = [line.split() for line in done.stdout.splitlines() if line.startswith("JOB")]
+    assert [job[1] for job in jobs] == ["3", "4"], done.stderr
+    assert [Path(job[2]).name for job in jobs] == ["0", "1"]
+    assert all(job[2].startswith("verl/sft/") for job in jobs)
+    assert len(list(tmp_path.glob("multirun/verl/sft/*/*/config.yaml"))) == 2

@@ -1,0 +1,148 @@
+"""LocalPPOTrainer: a short file, rows and a reward of the user's, no command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from verl.compose.paths import conf_dir
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.errors import ConfigError
+from verl.models.tiny import TinyModel
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+SHORT = {
+    "actor": "tiny_scratch",
+    "trainer": {
+        "project_name": "mine",
+        "experiment_name": "first",
+        "n_gpus_per_node": 1,
+        "nnodes": 1,
+        "total_epochs": 1,
+        "save_freq": -1,
+        "backend": "local",
+        "total_steps": 1,
+        "prompts_per_step": 4,
+        "group_size": 2,
+        "eval_samples": 0,
+    },
+    "actor_rollout": {"use_vllm": False, "fsdp_config": {"sharding_strategy": "NO_SHARD", "cpu_offload": False}},
+    "data": {"max_prompt_length": 8},
+    "rollout": {"max_new_tokens": 4},
+    "tracker": "none",
+    "use_critic": True,
+    "use_reference_policy": True,
+    "use_rm": False,
+}
+
+
+def score(prompts, responses, answer):
+    return [float(response == right) for response, right in zip(responses, answer)]
+
+
+@pytest.fixture
+def short_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(**changes) -> str:
+        Path("config.yaml").write_text(yaml.safe_dump({**SHORT, **changes}))
+        return "config.yaml"
+
+    return write
+
+
+def faults_of(*args, **kwargs) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        LocalPPOTrainer(*args, **kwargs)
+    return caught.value.faults
+
+
+def test_a_short_file_with_rows_and_a_reward_function_trains(short_file):
+    with LocalPPOTrainer(short_file(), train_dataset=ROWS, reward_fn=score) as trainer:
+        result = trainer.fit()
+        trainer.close()
+    assert (result.status, result.steps) == ("finished", 1)
+    assert trainer.run_dir.parts[-3:-1] == ("mine", "first")
+    written = {file.name for file in trainer.run_dir.iterdir()}
+    assert {"config.yaml", "overrides.yaml", "run.log", "actor", "critic"} <= written
+
+
+def test_overrides_win_over_the_file_and_a_path_is_data(short_file):
+    lines = ['{"prompt": "%s", "answer": "%s"}' % (row["prompt"], row["answer"]) for row in ROWS]
+    Path("rows.jsonl").write_text("\n".join(lines))
+    overrides = ["trainer.group_size=3", "algorithm=grpo", "actor.optimizer.lr=1e-4"]
+    with LocalPPOTrainer(short_file(), "rows.jsonl", overrides=overrides) as trainer:
+        assert trainer.run.trainer.group_size == 3
+        assert trainer.run.actor.optimizer.lr == 1e-4
+        assert trainer.trainer.critic is None
+        assert len(trainer.trainer.train_data) == len(ROWS)
+
+
+def test_a_dataset_made_by_the_user_is_taken_and_must_agree_with_the_file(short_file):
+    tokenizer = TinyModel().load_tokenizer()
+    dataset = RLHFDataset.from_rows(ROWS, tokenizer, {"max_prompt_length": 8})
+    with LocalPPOTrainer(short_file(), train_dataset=dataset) as trainer:
+        assert trainer.trainer.train_data is dataset
+    other = RLHFDataset.from_rows(ROWS, tokenizer, {"max_prompt_length": 9})
+    (fault,) = faults_of(short_file(), train_dataset=other)
+    assert fault == "data.max_prompt_length is 8: train_dataset was made with 9. Leave one out."
+
+
+def test_unknown_keys_and_what_is_missing_here_are_told_at_once(short_file):
+    config = short_file(trainr={"seed": 1}, rollout={"max_new_token": 4}, use_rm=True)
+    assert faults_of(config, train_dataset=ROWS) == [
+        "use_rm=true needs a reward model, which this version does not have; score by rule: reward=exact_match or "
+        "reward=function.",
+        "trainr.seed is not a known key: ppo.yaml has no trainr. Did you mean trainer?",
+        "rollout.max_new_token is not a known key: HFRollout has no such field. Did you mean rollout.max_new_tokens?",
+    ]
+
+
+def test_training_files_in_the_configuration_give_way_to_the_dataset_that_is_passed(short_file, capsys):
+    config = short_file(data={"train_files": ["gone.parquet"], "max_prompt_length": 8})
+    with LocalPPOTrainer(config, train_dataset=ROWS) as trainer:
+        assert len(trainer.trainer.train_data) == len(ROWS)
+    assert "data.train_files is set aside" in capsys.readouterr().out
+
+
+def test_a_key_below_a_reference_changes_the_critic_alone(short_file):
+    config = short_file(critic={"model": {"seed": 5}})
+    with LocalPPOTrainer(config, train_dataset=ROWS) as trainer:
+        assert (trainer.run.actor.model.seed, trainer.run.critic.model.seed) == (0, 5)
+
+
+def test_a_missing_or_unreadable_file_is_told(short_file):
+    assert faults_of("gone.yaml") == ["config_path is 'gone.yaml': no such file."]
+    Path("list.yaml").write_text("- 1\n")
+    assert "expected keys with values" in faults_of("list.yaml")[0]
+    Path("broken.yaml").write_text("a: [1\n")
+    assert "not readable as YAML" in faults_of("broken.yaml")[0]
+
+
+def test_an_override_that_is_none_is_told(short_file):
+    (fault,) = faults_of(short_file(), train_dataset=ROWS, overrides=["what is this"])
+    assert fault.startswith("overrides: 'what is this' is not of the form key=value")
+
+
+def test_it_works_in_a_script_without_main_guard_over_two_processes(short_file):
+    config = short_file(sharding="ddp")
+    Path("script.py").write_text(
+        "from verl.trainer.local_trainer import LocalPPOTrainer\n"
+        f"rows = {ROWS!r}\n"
+        f"trainer = LocalPPOTrainer({config!r}, train_dataset=rows,\n"
+        "    overrides=['trainer.n_gpus_per_node=2', '~x'][:1])\n"
+        "print('STEPS', trainer.fit().steps)\n"
+        "trainer.close()\n"
+    )
+    short = yaml.safe_load(Path(config).read_text())
+    del short["trainer"]["backend"], short["actor_rollout"]["fsdp_config"]
+    Path(config).write_text(yaml.safe_dump(short))
+    environment = {**os.environ, "PYTHONPATH": str(conf_dir().parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, env=environment, check=False)
+    assert "STEPS 1" in done.stdout, done.stderr[-3000:]

@@ -1,0 +1,126 @@
+"""Every option of every group and every experiment composes, passes the check, and says what it is for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+
+from verl.compose.check import check
+from verl.compose.composition import compose_root
+from verl.compose.overrides import command_line
+from verl.compose.paths import conf_dir, group_options
+from verl.compose.schema import root_keys
+
+SFT_ONLY = {"data=arithmetic_sft", "data=sft_files", "trainer=sft", "experiment=arithmetic_sft"}
+PPO_ONLY = {"data=arithmetic", "data=files", "trainer=local", "experiment=arithmetic_ppo", "experiment=arithmetic_grpo"}
+OPTIONS = [f"{group}={option}" for group, options in group_options(conf_dir()).items() for option in options]
+NEEDED = {  # what an option leaves to the user
+    "actor=pretrained": ["actor.model.path=owner/model"],
+    "critic=own_model": ["critic.model.path=owner/model"],
+    "critic=none": ["algorithm=grpo"],
+    "reference=none": ["algorithm.kl.coef=0"],
+    "reward=function": ["reward.path=rule.py:score"],
+    "data=files": ["data.train_files=[rows.jsonl]", "data.max_prompt_length=16"],
+    "data=sft_files": ["data.train_files=[rows.jsonl]", "data.max_length=16"],
+}
+
+
+def applies(root: str, option: str) -> bool:
+    other = PPO_ONLY if root == "sft" else SFT_ONLY
+    return option not in other and option.split("=")[0] in root_keys(root)
+
+
+@pytest.fixture
+def users_files(tmp_path, monkeypatch):
+    """A working directory with the files that the options in NEEDED name."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    Path("rule.py").write_text("def score(prompts, responses):\n    return [0.0] * len(prompts)\n")
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if applies("ppo", option)])
+def test_option_composes_and_checks_in_ppo(option, users_files):
+    arguments, assigned = command_line("ppo", [option, *NEEDED.get(option, [])])
+    assert assigned.faults == []
+    assert type(check(compose_root("ppo", arguments))).__name__ == "PPORun"
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if applies("sft", option)])
+def test_option_composes_and_checks_in_sft(option, users_files):
+    arguments, assigned = command_line("sft", [option, *NEEDED.get(option, [])])
+    assert assigned.faults == []
+    assert type(check(compose_root("sft", arguments))).__name__ == "SFTRun"
+
+
+@pytest.mark.parametrize("experiment", group_options(conf_dir())["experiment"])
+@pytest.mark.parametrize("debug", group_options(conf_dir())["debug"])
+def test_debug_goes_with_every_experiment(experiment, debug):
+    root = "sft" if f"experiment={experiment}" in SFT_ONLY else "ppo"
+    check(compose_root(root, [f"experiment={experiment}", f"debug={debug}"]))
+
+
+@pytest.mark.parametrize("experiment", group_options(conf_dir())["experiment"])
+def test_experiment_opens_with_purpose_command_and_expected_result(experiment):
+    lines = (conf_dir() / "experiment" / f"{experiment}.yaml").read_text().splitlines()
+    assert lines[0] == "# @package _global_"
+    assert [line.split(":")[0] for line in lines[1:4]] == ["# Purpose", "# Command", "# Expected"]
+    assert f"experiment={experiment}" in lines[2]
+
+
+def test_default_ppo_run_has_fewer_than_150_leaves():
+    def leaves(node):
+        if isinstance(node, dict):
+            return sum(leaves(value) for key, value in node.items() if key != "_target_")
+        return 1
+
+    count = leaves(OmegaConf.to_container(compose_root("ppo"), resolve=True))
+    assert 50 < count < 150
+
+
+def test_options_state_every_field_of_their_components():
+    """A key that exists but is not in the file could only be found by reading code."""
+    import dataclasses
+
+    from verl.compose.check import _import
+
+    def visit(node, path):
+        if not isinstance(node, dict):
+            return
+        if "_target_" in node and not path.startswith("tracker"):
+            fields = {f.name for f in dataclasses.fields(_import(node["_target_"]))}
+            optional = {"value_loss"} if path == "algorithm" else set()
+            assert fields - optional <= set(node), path
+        for key, item in node.items():
+            visit(item, f"{path}.{key}" if path else key)
+
+    for root, overrides in (("ppo", []), ("ppo", ["algorithm=grpo"]), ("sft", [])):
+        visit(OmegaConf.to_container(compose_root(root, overrides), resolve=True), "")
+
+
+def test_the_critic_follows_the_actor_unless_one_is_chosen():
+    assert compose_root("ppo", ["actor=llama8b"]).critic.optimizer.lr == 1e-5
+    assert compose_root("ppo", ["actor=tiny"]).critic.optimizer.lr == 1e-3
+    assert compose_root("ppo", ["actor=llama8b", "critic=tiny"]).critic.optimizer.lr == 1e-3
+    assert compose_root("ppo", ["actor=llama8b", "critic=none"]).critic is None
+
+
+def test_a_forgotten_package_line_in_an_experiment_is_rejected(tmp_path):
+    for name, first in (("kept", "# @package _global_\n"), ("forgotten", "")):
+        file = tmp_path / "experiment" / f"{name}.yaml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(first + "trainer:\n  seed: 5\n")
+    search = f"hydra.searchpath=[file://{tmp_path}]"
+    assert compose_root("ppo", ["experiment=kept", search]).trainer.seed == 5
+    with pytest.raises(ConfigCompositionException, match="experiment"):
+        compose_root("ppo", ["experiment=forgotten", search])
+
+
+def test_an_unknown_root_key_in_an_experiment_is_rejected(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "odd.yaml").write_text("# @package _global_\ntrainr:\n  seed: 5\n")
+    with pytest.raises(ConfigCompositionException, match="odd"):
+        compose_root("ppo", ["experiment=odd", f"hydra.searchpath=[file://{tmp_path}]"])

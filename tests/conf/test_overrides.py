@@ -1,0 +1,141 @@
+"""What a user assigns, in our spelling and in other people's."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.compose.aliases import ALIASES
+from verl.compose.check import check
+from verl.compose.composition import compose_root, lay
+from verl.compose.overrides import assign, command_line, flatten
+from verl.compose.paths import conf_dir, group_options
+from verl.errors import ConfigError
+
+
+def test_a_plain_value_is_forced_so_that_our_own_check_sees_it():
+    arguments, assigned = command_line("ppo", ["trainer.lr=1", "algorithm=grpo", "+rollout.x=2"])
+    assert arguments == ["algorithm=grpo", "++trainer.lr=1", "++rollout.x=2"]
+    assert assigned.faults == assigned.notes == []
+
+
+@pytest.mark.parametrize(
+    "argument", ["-m", "--cfg", "job", "hydra.verbose=true", "~critic", "hydra/launcher=basic", "data@held=files"]
+)
+def test_what_is_meant_for_hydra_passes_as_it_is(argument):
+    assert command_line("ppo", [argument])[0] == [argument]
+
+
+def test_a_sweep_over_options_passes_and_each_is_known():
+    assert command_line("ppo", ["-m", "algorithm=ppo,grpo", "trainer.seed=0,1"])[0] == [
+        "-m",
+        "algorithm=ppo,grpo",
+        "++trainer.seed=0,1",
+    ]
+    assert command_line("ppo", ["-m", "algorithm=ppo,gropo"])[1].faults[0].endswith("Did you mean grpo?")
+
+
+def test_an_unknown_root_key_is_told_with_the_nearest():
+    for given in ("trainr", "trainr.seed"):
+        assert command_line("ppo", [f"{given}=local"])[1].faults == [
+            f"{given} is not a known key: ppo.yaml has no trainr. Did you mean trainer?"
+        ]
+    assert command_line("sft", ["algorithm=grpo"])[1].faults == [
+        "algorithm is not a known key: sft.yaml has no algorithm."
+    ]
+
+
+def test_options_of_further_directories_are_left_to_hydra():
+    assert command_line("ppo", ["--config-dir=mine", "actor=my_actor"])[1].faults == []
+
+
+@pytest.mark.parametrize(
+    ("given", "became"),
+    [
+        ("data.train_batch_size=8", ["++trainer.prompts_per_step=8"]),
+        ("data.max_response_length=8", ["++rollout.max_new_tokens=8"]),
+        ("actor_rollout.model_name_or_path=D", ["actor=pretrained", "++actor.model.path=D"]),
+        ("critic.model_name_or_path=D", ["critic=own_model", "++critic.model.path=D"]),
+        ("algorithm.adv_estimator=grpo", ["algorithm=grpo"]),
+        ("trainer.backend=ddp", ["sharding=ddp"]),
+        ("actor_rollout.fsdp_config.sharding_strategy=NO_SHARD", ["sharding=none"]),
+        ("actor_rollout.fsdp_config.cpu_offload=false", []),
+        ("actor_rollout.use_vllm=False", []),
+        ("trainer.save_freq=-1", []),
+        ("use_critic=false", ["critic=none"]),
+        ("use_reference_policy=false", ["reference=none"]),
+        ("use_rm=false", []),
+        ("data.train_files=[a.jsonl]", ["data=files", "++data.train_files=[a.jsonl]"]),
+    ],
+)
+def test_an_alias_becomes_our_spelling_and_is_reported(given, became):
+    arguments, assigned = command_line("ppo", [given])
+    assert arguments == became
+    assert assigned.faults == []
+    assert assigned.notes[0].startswith(given.split("=")[0])
+
+
+def test_an_alias_does_not_choose_again_what_is_chosen_by_name():
+    arguments, assigned = command_line("ppo", ["actor=llama1b", "actor_rollout.model_name_or_path=D"])
+    assert arguments == ["actor=llama1b", "++actor.model.path=D"]
+    assert assigned.faults == []
+
+
+def test_files_of_sft_are_no_prompts():
+    assert command_line("sft", ["data.train_files=[a.jsonl]"])[0][0] == "data=sft_files"
+
+
+def test_two_spellings_that_contradict_each_other_are_a_fault():
+    (fault,) = command_line("ppo", ["trainer.backend=local", "sharding=ddp"])[1].faults
+    assert "sharding=none" in fault
+    assert "sharding=ddp" in fault
+
+
+@pytest.mark.parametrize(
+    ("given", "needs"),
+    [
+        ("trainer.save_freq=10", "checkpoints"),
+        ("checkpoint.save_interval=10", "checkpoints"),
+        ("+resume=latest", "checkpoints"),
+        ("actor_rollout.use_vllm=true", "vLLM"),
+        ("rollout=vllm", "vLLM"),
+        ("use_rm=true", "reward model"),
+        ("trainer.backend=fsdp", "sharding"),
+        ("actor_rollout.fsdp_config.sharding_strategy=FULL_SHARD", "sharding"),
+        ("actor_rollout.fsdp_config.cpu_offload=true", "sharding"),
+        ("sharding=fsdp", "sharding"),
+        ("trainer=ray", "Ray"),
+        ("algorithm.adv_estimator=rloo", "estimator"),
+    ],
+)
+def test_what_this_version_lacks_is_refused_by_name(given, needs):
+    arguments, assigned = command_line("ppo", [given])
+    (fault,) = assigned.faults
+    assert fault.startswith(given.lstrip("+"))
+    assert needs in fault
+    assert "this version does not have" in fault
+    assert arguments == []
+
+
+def test_every_alias_leads_to_a_key_or_option_that_exists():
+    options = group_options(conf_dir())
+    chosen = [choice for alias in ALIASES.values() for choice in (*alias.choices.values(), alias.option) if choice]
+    for choice in chosen:
+        group, option = choice.format(files="files").split("=")
+        assert option in options[group], choice
+
+    config = compose_root("ppo", ["actor=pretrained", "critic=own_model", "data=files"])
+    lay(config, [(alias.path, "value") for alias in ALIASES.values() if alias.path])
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    assert not [fault for fault in caught.value.faults if "not a known key" in fault]
+
+
+def test_a_short_file_is_flattened_to_paths_and_whole_components_stay_whole():
+    whole = {"_target_": "x.Y", "a": {"b": 1}}
+    tree = {"trainer": {"seed": 1}, "algorithm": "grpo", "reward": whole}
+    assert list(flatten(tree)) == [("trainer.seed", 1), ("algorithm", "grpo"), ("reward", whole)]
+
+
+def test_null_for_a_group_chooses_its_option_none_where_it_has_one():
+    assert assign("ppo", [("critic", None), ("experiment", None)]).options == ["critic=none"]
+    assert assign("ppo", [("actor", None)]).faults == ["actor is null: a run needs one."]
