@@ -154,6 +154,12 @@ def test_union_changes_neither_side_and_keeps_both_producers():
     assert both.producer("answer").function.startswith("test_union")
 
 
+def test_a_length_learnt_in_one_union_does_not_bind_the_batch_it_came_from():
+    base = DataProto.from_dict({"prompt_ids": torch.zeros(2).long()})
+    for t in (3, 4):
+        assert base.union(DataProto.from_dict({"values": torch.zeros(2, t)}))["values"].shape == (2, t)
+
+
 def test_equal_values_may_meet_and_other_values_name_both_producers():
     base = DataProto.from_dict(
         {"values": torch.tensor([[1.0, float("nan")]])}, {"answer": ["a"]}, producer=reward_returning
