@@ -14,7 +14,7 @@ from verl.engines.optim import AdamW
 from verl.engines.sharding import Parallel
 from verl.models.source import ModelSource
 from verl.protocol import DataProto
-from verl.rollout.base import Rollout
+from verl.rollout.base import Request, Rollout
 from verl.rollout.hf import HFRollout
 from verl.workers.actor import Actor, HybridActor
 from verl.workers.critic import Critic, CriticWorker
@@ -47,3 +47,24 @@ def with_experience(rows: DataProto, actor: HybridActor, seed: int = 0) -> DataP
         for name in ("advantages", "values", "returns", "ref_log_probs")
     }
     return rows.union(DataProto.from_dict(made))
+
+
+def experience(actor: HybridActor, prompts: DataProto, num_samples: int = 3) -> DataProto:
+    """Sampled rows with all that roles train on."""
+    return with_experience(actor.generate(prompts, Request(0, num_samples)), actor)
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the weights."""
+    return {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the gradients."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """Over all tensors, which must have the same names."""
+    assert left.keys() == right.keys()
+    return max(float((left[name] - right[name]).abs().max()) for name in left)

@@ -6,6 +6,7 @@ become micro-batches, and takes sums with its sibling processes. Nothing that a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,8 @@ class TrainingEngine:
             batch: see `cut_into_micro_batches`.
             compute: gives per-token tensors [b t] for a micro-batch.
         Returns:
-            The same names with tensors [B T], zero where the response mask is off, on the batch's device.
+            The same names with tensors [B T], zero where the response mask is off, on the batch's device; no names
+            for a batch without rows, which is a process's share where there are fewer rows than processes.
         """
         self.model.eval()
         mask = batch.batch["response_mask"]
@@ -97,15 +99,16 @@ class TrainingEngine:
         self.parallel.sum_gradients(self.model.parameters())
         metrics = self.parallel.sums({name: float(x) for name, x in shares.items()})
         grad_norm = self._clip()
-        if not (torch.isfinite(grad_norm) and all(map(_is_finite, metrics.values()))):
+        metrics["grad_norm"] = float(grad_norm)
+        if wrong := [f"{name} is {x}" for name, x in metrics.items() if not math.isfinite(x)]:
             self.optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteError(f"loss {metrics.get('loss')}, gradient norm {float(grad_norm)}: not finite.")
+            raise NonFiniteError(f"Update {self.updates}: {', '.join(wrong)}. The weights are as they were.")
         lr = self.recipe.learning_rate(self.updates, self.total_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.updates += 1
-        return {**metrics, "grad_norm": float(grad_norm), "lr": lr}
+        return {**metrics, "lr": lr}
 
     def _totals(self, batch: DataProto) -> Totals:
         own = Totals.of(batch.batch["response_mask"])
@@ -133,8 +136,3 @@ def forward_logits(model: Any, micro: MicroBatch) -> Tensor:
         logits_to_keep=t + 1,
     ).logits
     return response_positions(logits, t)
-
-
-def _is_finite(value: float) -> bool:
-    return value - value == 0.0
-

@@ -25,7 +25,7 @@ class AdamW(Description):
         max_grad_norm: gradients of a greater global L2 norm are scaled down to it; null leaves them.
         schedule: the course of the learning rate after the warm-up, over all updates of the run.
         warmup_updates: the rate rises linearly over so many updates.
-        final_fraction: the share of `lr` reached at the last update under `linear` and `cosine`.
+        final_fraction: the share of `lr` that `linear` and `cosine` come down to when the last update is made.
     """
 
     lr: float
@@ -54,7 +54,9 @@ class AdamW(Description):
         if update < self.warmup_updates:
             return self.lr * (update + 1) / self.warmup_updates
         done = min(1.0, (update - self.warmup_updates) / max(1, total - self.warmup_updates))
-        falling = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[self.schedule]
+        falling = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}[
+            self.schedule
+        ]
         floor = 1.0 if self.schedule == "constant" else self.final_fraction
         return self.lr * (floor + (1.0 - floor) * falling)
 

@@ -24,7 +24,7 @@ class Pretrained(ModelSource):
     Args:
         path: a directory that holds config.json, a hub name such as `Qwen/Qwen2-0.5B`, or `warm-start://NAME`: the
             output of `python main_sft.py experiment=NAME`, which is made on first use and kept.
-        attention: the attention implementation of transformers.
+        attention: the attention implementation of transformers; `eager` is slow, and runs every model.
         tokenizer_path: where the tokenizer lies, if not with the model.
         revision: branch, tag or commit on the hub.
         trust_remote_code: run the model code that a hub repository brings. Off, since it runs anything.
@@ -38,7 +38,11 @@ class Pretrained(ModelSource):
 
     def faults(self) -> Iterator[str]:
         yield from _path_faults("path", self.path)
-        if self.tokenizer_path is not None and _is_local(self.tokenizer_path) and not Path(self.tokenizer_path).is_dir():
+        if (
+            self.tokenizer_path is not None
+            and _is_local(self.tokenizer_path)
+            and not Path(self.tokenizer_path).is_dir()
+        ):
             yield f"tokenizer_path is {self.tokenizer_path!r}: no such directory."
 
     def load_causal_lm(self, device: str) -> Any:
@@ -74,16 +78,31 @@ class Pretrained(ModelSource):
         import torch
 
         with quiet_transformers():
-            model, report = auto_class.from_pretrained(
-                self.path,
-                dtype=getattr(torch, self.dtype),
-                attn_implementation=self.attention,
-                revision=self.revision,
-                trust_remote_code=self.trust_remote_code,
-                output_loading_info=True,
-            )
+            try:
+                model, report = auto_class.from_pretrained(
+                    self.path,
+                    dtype=getattr(torch, self.dtype),
+                    attn_implementation=self.attention,
+                    revision=self.revision,
+                    trust_remote_code=self.trust_remote_code,
+                    output_loading_info=True,
+                )
+            except (ValueError, ImportError) as error:
+                if "attention" not in str(error) and "flash_attn" not in str(error):
+                    raise
+                raise ConfigError(f"attention is {self.attention!r}: {error} Set attention=eager.") from error
         self._refuse_holes(report)
+        self._refuse_lost_caps(model.config.get_text_config())
         return without_dropout(model).to(device).eval()
+
+    def _refuse_lost_caps(self, config: Any) -> None:
+        """Gemma 2 squashes its attention scores, and sdpa leaves that out without a word: another model's numbers."""
+        cap = getattr(config, "attn_logit_softcapping", None)
+        if cap is not None and self.attention == "sdpa":
+            raise ConfigError(
+                f"attention is 'sdpa': the model at {self.path!r} caps its attention scores at {cap}, which sdpa leaves "
+                "out. Set attention=eager."
+            )
 
     def _refuse_holes(self, report: dict[str, Any]) -> None:
         """Transformers fills absent weights with random ones and only warns; training them would be a silent loss."""

@@ -55,6 +55,7 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+        for name, value in list(vars(module).items()):  # many families keep the number and call F.dropout
+            if isinstance(value, float) and "drop" in name:
+                setattr(module, name, 0.0)
     return model

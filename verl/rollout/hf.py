@@ -1,8 +1,8 @@
 """Rollout on the very tensors that train: a decode loop over transformers' key-value cache.
 
-    prompts ── one prefill each ──> cache ── repeated per sample ──> decode, token by token ──> rows
-                                                  ^                       |
-                                                  └── finished rows leave ┘
+prompts ── one prefill each ──> cache ── repeated per sample ──> decode, token by token ──> rows
+                                              ^                       |
+                                              └── finished rows leave ┘
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class HFRollout(Rollout):
     """Generate with the training model itself, through transformers; nothing is copied and nothing to sync.
 
     Args:
-        max_rows: responses decoded at a time.
+        max_rows: responses decoded at a time, or those of one prompt if they are more.
         share_prefix: compute each prompt once for all of its samples. Changes nothing but speed.
         drop_finished: finished rows leave the batch. Changes nothing but speed.
     """
@@ -67,7 +67,7 @@ class HFSampler:
         log_probs = torch.zeros(shape, dtype=torch.promote_types(self.model.dtype, torch.float32))
         lengths = prompts.batch["prompt_mask"].sum(dim=1)
         by_length = torch.argsort(lengths, descending=True, stable=True)
-        for rows in by_length.split(max(1, self.options.max_rows // n)):
+        for rows in by_length.split(max(1, self.options.max_rows // n)) if len(prompts) else ():
             out = self._decode(prompts[rows].to(self.device), int(lengths[rows].max()), request)
             target = (rows[:, None] * n + torch.arange(n)).flatten()
             for whole, part in zip((responses, mask, log_probs), out, strict=True):

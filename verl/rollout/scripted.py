@@ -65,6 +65,8 @@ class ScriptedSampler:
         return assemble(prompts, n, responses, mask, self._log_probs(rows), self.pad_id)
 
     def _log_probs(self, rows: DataProto) -> Tensor:
+        if not len(rows):
+            return torch.zeros(rows.batch["responses"].shape)
         device = self.model.device
         fields = {name: rows.batch[name].to(device) for name in ("input_ids", "attention_mask", "position_ids")}
         responses = rows.batch["responses"].to(device)

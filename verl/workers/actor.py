@@ -68,8 +68,7 @@ class HybridActor:
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropies` [B T] of the responses under the present weights."""
-        found = self.engine.infer(batch, self._score)
-        return DataProto.from_dict({"old_log_probs": found["log_probs"], "entropies": found["entropies"]})
+        return DataProto.from_dict(self.engine.infer(batch, self._score))
 
     @by_rows_to_one
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -92,7 +91,7 @@ class HybridActor:
     def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         logits = forward_logits(model, micro)
         return {
-            "log_probs": log_probs_of(logits, micro.tensors["responses"], self.temperature),
+            "old_log_probs": log_probs_of(logits, micro.tensors["responses"], self.temperature),
             "entropies": entropy_of(logits, self.temperature),
         }
 

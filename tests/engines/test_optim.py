@@ -1,0 +1,77 @@
+"""The optimizer: its schedule against values worked out by hand, and what weight decay acts on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl.engines.optim import AdamW
+from verl.errors import ConfigError
+
+
+def rates(total, **options):
+    recipe = AdamW(lr=2.0, **options)
+    return [recipe.learning_rate(update, total) for update in range(total)]
+
+
+def test_a_constant_rate_stays():
+    assert rates(4) == [2.0] * 4
+
+
+def test_a_linear_rate_falls_in_equal_steps():
+    assert rates(4, schedule="linear") == [2.0, 1.5, 1.0, 0.5]
+    assert rates(4, schedule="linear", final_fraction=0.5) == [2.0, 1.75, 1.5, 1.25]
+
+
+def test_a_cosine_rate_falls_slowly_at_both_ends():
+    half = 2**0.5 / 2
+    assert rates(4, schedule="cosine") == pytest.approx([2.0, 1.0 + half, 1.0, 1.0 - half])
+    assert rates(2, schedule="cosine", final_fraction=0.1) == pytest.approx([2.0, 1.1])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_the_warm_up_rises_to_the_peak_and_the_schedule_starts_there(schedule):
+    rising = rates(8, schedule=schedule, warmup_updates=4)
+    assert rising[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert rising[4:] == pytest.approx(rates(4, schedule=schedule))
+
+
+def test_past_the_end_the_rate_stays_at_its_last_value():
+    assert AdamW(lr=2.0, schedule="linear", final_fraction=0.1).learning_rate(99, 10) == pytest.approx(0.2)
+    assert AdamW(lr=2.0, schedule="cosine").learning_rate(10, 0) == pytest.approx(0.0)
+
+
+def test_weight_decay_acts_on_matrices_only():
+    matrix, vector = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(3))
+    frozen = torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    optimizer = AdamW(lr=0.1, weight_decay=0.5).attach([matrix, vector, frozen])
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 2
+    matrix.grad, vector.grad = torch.zeros_like(matrix), torch.zeros_like(vector)
+    optimizer.step()
+    torch.testing.assert_close(matrix.detach(), torch.full((2, 3), 1 - 0.1 * 0.5))
+    assert torch.equal(vector.detach(), torch.ones(3))
+
+
+def test_the_first_step_moves_each_weight_by_the_rate():
+    weight = torch.nn.Parameter(torch.tensor([[1.0, 1.0]], dtype=torch.float64))
+    optimizer = AdamW(lr=0.1).attach([weight])
+    weight.grad = torch.tensor([[3.0, -0.01]], dtype=torch.float64)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([[0.9, 1.1]], dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"lr": -1.0}, "lr is -1.0: must not be negative"),
+        ({"betas": [0.9]}, "betas is"),
+        ({"betas": [0.9, 1.0]}, "betas is"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
+        ({"warmup_updates": -1}, "warmup_updates is -1"),
+        ({"final_fraction": 1.5}, "final_fraction is 1.5"),
+        ({"schedule": "wsd"}, "schedule is 'wsd': expected one of constant, linear, cosine"),
+    ],
+)
+def test_what_is_wrong_with_an_optimizer_is_said_by_field(options, fault):
+    with pytest.raises(ConfigError, match=fault):
+        AdamW(**{"lr": 1.0, **options})
