@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -74,8 +75,7 @@ def test_a_short_file_with_rows_and_a_reward_function_trains(short_file):
 
 
 def test_overrides_win_over_the_file_and_a_path_is_data(short_file):
-    lines = ['{"prompt": "%s", "answer": "%s"}' % (row["prompt"], row["answer"]) for row in ROWS]
-    Path("rows.jsonl").write_text("\n".join(lines))
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     overrides = ["trainer.group_size=3", "algorithm=grpo", "actor.optimizer.lr=1e-4"]
     with LocalPPOTrainer(short_file(), "rows.jsonl", overrides=overrides) as trainer:
         assert trainer.run.trainer.group_size == 3
@@ -96,12 +96,12 @@ def test_a_dataset_made_by_the_user_is_taken_and_must_agree_with_the_file(short_
 
 def test_unknown_keys_and_what_is_missing_here_are_told_at_once(short_file):
     config = short_file(trainr={"seed": 1}, rollout={"max_new_token": 4}, use_rm=True)
-    assert faults_of(config, train_dataset=ROWS) == [
+    assert set(faults_of(config, train_dataset=ROWS)) == {
         "use_rm=true needs a reward model, which this version does not have; score by rule: reward=exact_match or "
         "reward=function.",
         "trainr.seed is not a known key: ppo.yaml has no trainr. Did you mean trainer?",
         "rollout.max_new_token is not a known key: HFRollout has no such field. Did you mean rollout.max_new_tokens?",
-    ]
+    }
 
 
 def test_training_files_in_the_configuration_give_way_to_the_dataset_that_is_passed(short_file, capsys):
@@ -136,7 +136,7 @@ def test_it_works_in_a_script_without_main_guard_over_two_processes(short_file):
         "from verl.trainer.local_trainer import LocalPPOTrainer\n"
         f"rows = {ROWS!r}\n"
         f"trainer = LocalPPOTrainer({config!r}, train_dataset=rows,\n"
-        "    overrides=['trainer.n_gpus_per_node=2', '~x'][:1])\n"
+        "    overrides=['trainer.n_gpus_per_node=2'])\n"
         "print('STEPS', trainer.fit().steps)\n"
         "trainer.close()\n"
     )

@@ -31,7 +31,8 @@ def secretive():
 def test_saved_files_hold_no_secrets(tmp_path):
     save(secretive(), ["++reward.api_key=plainword99", f"++reward.header=Bearer {SECRET}"], tmp_path)
     text = (tmp_path / "config.yaml").read_text() + (tmp_path / "overrides.yaml").read_text()
-    assert "plainword99" not in text and SECRET not in text
+    assert "plainword99" not in text
+    assert SECRET not in text
     assert "a/b" in text
 
 
@@ -45,7 +46,8 @@ def test_the_tree_shows_values_without_secrets():
     out = io.StringIO()
     show(secretive(), Console(file=out, width=120))
     text = out.getvalue()
-    assert "plainword99" not in text and SECRET not in text
+    assert "plainword99" not in text
+    assert SECRET not in text
     assert "trainer PPOSettings" in text
     assert text.count("path a/b") == 2  # the actor's, and the critic's that refers to it
 

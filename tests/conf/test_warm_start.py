@@ -28,7 +28,8 @@ def test_a_warm_start_is_made_once_for_actor_and_critic_and_found_again(cache):
     resolved = resolve_warm_starts(run, Console(file=out, width=500), SHORT)
     (made,) = cache.iterdir()
     assert resolved.actor.model.path == resolved.critic.model.path == str(made / "actor")
-    assert "is made once" in out.getvalue() and str(made) in out.getvalue()
+    assert "is made once" in out.getvalue()
+    assert str(made) in out.getvalue()
     assert dataclasses.replace(resolved, actor=run.actor, critic=run.critic) == run
     assert resolved.actor.model.max_positions() == 64
 

@@ -1,4 +1,4 @@
-"""Reads a composed configuration into plain Python, keeping every unresolvable value as a fault and not an exception."""
+"""Reads a composed configuration into plain Python; a value that cannot be resolved becomes a fault."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _read(node: Any, path: str, plain: Plain) -> Any:
         plain.faults.append(f"{path[:60]}...: this reference contains itself.")
         return UNKNOWN
     if isinstance(node, DictConfig):
-        return {key: value for key, value in _items(node, list(node.keys()), path, plain)}
+        return dict(_items(node, list(node.keys()), path, plain))
     if isinstance(node, ListConfig):
         return [value for _, value in _items(node, range(len(node)), path, plain)]
     return node

@@ -1,4 +1,4 @@
-"""Makes what `warm-start://NAME` stands for: the actor that `python main_sft.py experiment=NAME` trains, kept for reuse.
+"""Makes what `warm-start://NAME` stands for: the actor that main_sft.py trains with experiment=NAME, kept for reuse.
 
 run with warm-start://NAME -> conf/sft.yaml + experiment NAME -> key -> <cache>/warm_starts/NAME-key/actor
 """
