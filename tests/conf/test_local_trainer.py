@@ -94,6 +94,14 @@ def test_a_dataset_made_by_the_user_is_taken_and_must_agree_with_the_file(short_
     assert fault == "data.max_prompt_length is 8: train_dataset was made with 9. Leave one out."
 
 
+def test_a_dataset_made_with_another_tokenizer_is_refused(short_file):
+    tokenizer = TinyModel().load_tokenizer()
+    tokenizer.pad_token = "7"
+    dataset = RLHFDataset.from_rows(ROWS, tokenizer, {"max_prompt_length": 8})
+    (fault,) = faults_of(short_file(), train_dataset=dataset)
+    assert fault.startswith("train_dataset pads with token")
+
+
 def test_unknown_keys_and_what_is_missing_here_are_told_at_once(short_file):
     config = short_file(trainr={"seed": 1}, rollout={"max_new_token": 4}, use_rm=True)
     assert set(faults_of(config, train_dataset=ROWS)) == {

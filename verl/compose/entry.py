@@ -18,6 +18,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from verl.compose import schema
 from verl.compose.overrides import command_line
@@ -74,7 +75,7 @@ def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None
                 arguments, assigned = command_line(root, sys.argv[1:])
                 for note in assigned.notes:
                     _tell(note)
-                if assigned.faults and any(flag in sys.argv for flag in _SHOWS_ONLY):
+                if assigned.faults and any(a.partition("=")[0] in _SHOWS_ONLY for a in arguments):
                     raise ConfigError(assigned.faults)
                 sys.argv[1:] = arguments
                 _run_hydra(root, main, assigned.faults)
@@ -110,7 +111,7 @@ def _clean_end() -> Iterator[None]:
     except ConfigError as error:
         _tell(str(error))
         sys.exit(2)
-    except HydraException as error:
+    except (HydraException, OmegaConfBaseException) as error:  # it cannot be composed at all
         _tell(str(error))
         sys.exit(2)
     except KeyboardInterrupt:

@@ -119,7 +119,9 @@ class GivenPrompts(PromptOptions):
     def build(self, context: BuildContext) -> Splits:
         rows = self._rows  # type: ignore[attr-defined]
         options = PromptOptions(**{f.name: getattr(self, f.name) for f in dataclasses.fields(PromptOptions)})
-        if not isinstance(rows, RLHFDataset):
+        if isinstance(rows, RLHFDataset):
+            _refuse_other_tokenizer(rows, context.tokenizer)
+        else:
             rows = RLHFDataset.from_rows(rows, context.tokenizer, options)
         held_out = RLHFDataset(self.eval_files, context.tokenizer, options) if self.eval_files else None
         return Splits(train=rows, eval=held_out)
@@ -184,6 +186,14 @@ def _refuse_other_options(given: GivenPrompts, dataset: RLHFDataset) -> None:
             faults.append(f"data.{f.name} is {configured!r}: train_dataset was made with {made_with!r}. Leave one out.")
     if faults:
         raise ConfigError(faults)
+
+
+def _refuse_other_tokenizer(dataset: RLHFDataset, tokenizer: Any) -> None:
+    theirs, ours = dataset.collate([0]).meta_info["pad_token_id"], tokenizer.pad_token_id
+    if theirs != ours:
+        raise ConfigError(
+            f"train_dataset pads with token {theirs}, the actor's tokenizer with {ours}: use that tokenizer."
+        )
 
 
 def _run_dir(run: Any) -> Path:
