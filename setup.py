@@ -22,9 +22,15 @@ setup(
     long_description=(here / "README.md").read_text(),
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
-    packages=[*find_packages(include=["verl", "verl.*"]), *sorted({c.replace("conf", "verl.conf", 1).replace("/", ".") for c in conf})],
+    packages=[
+        *find_packages(include=["verl", "verl.*"]),
+        *sorted({c.replace("conf", "verl.conf", 1).replace("/", ".") for c in conf}),
+    ],
     package_dir={"verl": "verl", "verl.conf": "conf"},
-    package_data={"verl": ["py.typed"], **{c.replace("conf", "verl.conf", 1).replace("/", "."): ["*.yaml"] for c in set(conf)}},
+    package_data={
+        "verl": ["py.typed"],
+        **{c.replace("conf", "verl.conf", 1).replace("/", "."): ["*.yaml"] for c in set(conf)},
+    },
     install_requires=pinned("requirements.txt"),
     extras_require={"test": pinned("requirements-dev.txt")},
     entry_points={"console_scripts": ["verl = verl.cli.main:app"]},

@@ -13,7 +13,7 @@ from verl.errors import RewardError
 from verl.rewards.base import Reward
 from verl.rewards.locate import load_function, path_faults
 from verl.rewards.results import reward_error
-from verl.source import source_of
+from verl.contract.source import source_of
 
 
 @dataclass(frozen=True, kw_only=True)

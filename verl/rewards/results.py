@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from verl.errors import RewardError
-from verl.source import source_of
+from verl.contract.source import source_of
 
 # Scores travel as float32; what overflows there is no finite number here.
 LARGEST = float(np.finfo(np.float32).max)

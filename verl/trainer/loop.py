@@ -1,13 +1,12 @@
 """The loop around every trainer: data order, evaluation, progress, saving, and an orderly end.
 
-    evaluate ── [ step ── log ── evaluate every eval_interval steps ] × num_steps ── save ── close
-                  ^ one batch of the sampler's order
+evaluate ── [ step ── log ── evaluate every eval_interval steps ] × num_steps ── save ── close
+              ^ one batch of the sampler's order
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +18,6 @@ from verl.protocol import DataProto
 from verl.tracking.trackers import TrackerSet
 from verl.trainer.settings import LoopSettings
 from verl.trainer.stages import Stages
-
-_log = logging.getLogger(__name__)
 
 
 class Trainer(Protocol):
@@ -55,6 +52,7 @@ class Result:
     Attributes:
         status: `finished`, `interrupted` or `failed`.
         steps: made in full.
+        samples: rows that those steps trained on.
         evaluations: step -> metrics; step 0 is before training.
         wall_s: from the first evaluation to the last.
         train_s: of that, spent in training steps.
@@ -64,6 +62,7 @@ class Result:
     run_dir: Path
     status: str = "failed"
     steps: int = 0
+    samples: int = 0
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     last_metrics: dict[str, float] = field(default_factory=dict)
     wall_s: float = 0.0
@@ -93,13 +92,13 @@ def fit(trainer: Trainer, config: dict[str, Any]) -> Result:
         trainer.tracker.message(f"Interrupted after step {result.steps}: writing what is finished.")
         raise
     finally:
-        result.wall_s = time.perf_counter() - started
-        if result.status != "failed" and result.steps and settings.save_final:
-            with trainer.stages.stage("save") as note:
-                result.saved = trainer.save(trainer.run_dir)
-                note.say(", ".join(str(path) for path in result.saved))
-        result.write()
-        trainer.tracker.close(result.status)
+        try:
+            result.wall_s = time.perf_counter() - started
+            if result.status != "failed" and result.steps and settings.save_final:
+                _save(trainer, result)
+            result.write()
+        finally:
+            trainer.tracker.close(result.status)
     return result
 
 
@@ -112,9 +111,14 @@ def _train(trainer: Trainer, result: Result) -> None:
         batch = trainer.train_data.collate(trainer.sampler.next_batch())
         metrics = trainer.step(batch, step)
         took = time.perf_counter() - started
-        metrics |= {**trainer.stages.take(), "timing/step_s": took, "perf/samples_per_s": metrics["perf/samples"] / took}
+        metrics |= {
+            **trainer.stages.take(),
+            "timing/step_s": took,
+            "perf/samples_per_s": metrics["perf/samples"] / took,
+        }
         trainer.tracker.log(metrics, step)
         result.steps, result.last_metrics = step, metrics
+        result.samples += int(metrics["perf/samples"])
         result.train_s += took
         if step == trainer.num_steps or (settings.eval_interval and step % settings.eval_interval == 0):
             _evaluate(trainer, step, result)
@@ -123,8 +127,14 @@ def _train(trainer: Trainer, result: Result) -> None:
 def _evaluate(trainer: Trainer, step: int, result: Result) -> None:
     with trainer.stages.stage("eval") as note:
         metrics = trainer.evaluate(step)
-        note.say(", ".join(f"{name.split('/')[-1]} {value:.4g}" for name, value in metrics.items()))
+        note.say(f"the weights after {step} steps")
     if metrics:
         result.evaluations[step] = metrics
         trainer.tracker.evaluation(metrics, step)
     trainer.stages.take()
+
+
+def _save(trainer: Trainer, result: Result) -> None:
+    with trainer.stages.stage("save") as note:
+        result.saved = trainer.save(trainer.run_dir)
+        note.say(", ".join(str(path) for path in result.saved))

@@ -1,9 +1,9 @@
 """Policy optimisation: the algorithm, as it stands in the papers, for PPO, GRPO and their kin.
 
-    generate ──> score ──> assign_credit ──> update ──> sync
-    y ~ pi(.|x)  reward,    KL, advantages,  critic,    the sampler
-                 old, ref,  returns          actor      follows
-                 values
+generate ──> score ──> assign_credit ──> update ──> sync
+y ~ pi(.|x)  reward,    KL, advantages,  critic,    the sampler
+             old, ref,  returns          actor      follows
+             values
 """
 
 from __future__ import annotations
@@ -135,7 +135,9 @@ class PPOTrainer:
     def _make_sampler(self, size: int) -> EpochSampler:
         wanted = self.settings.prompts_per_step
         if wanted > size:
-            raise ConfigError(f"trainer.prompts_per_step is {wanted}: the data has {size} training prompts. Set it to at most that.")
+            raise ConfigError(
+                f"trainer.prompts_per_step is {wanted}: the data has {size} training prompts. Set it to at most that."
+            )
         return EpochSampler(size, wanted, derive_seed(self.settings.seed, "data order"))
 
     def _start_roles(self, run: PPORun, context: BuildContext) -> None:

@@ -55,7 +55,7 @@ def evaluation_metrics(greedy: DataProto, drawn: DataProto | None, k: int, succe
 
 def sample_rows(batch: DataProto, count: int) -> list[dict[str, Any]]:
     """The first rows of a scored batch as a table: prompt, response, score and the columns of the data."""
-    columns = {name: values for name, values in batch.non_tensor_batch.items()}
+    columns = batch.non_tensor_batch
     first = ["prompt_text", "response_text", "score"]
     names = [*first, *(name for name in columns if name not in first)]
     return [{name: columns[name][row] for name in names} for row in range(min(count, len(batch)))]

@@ -59,9 +59,7 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
     return replace(context, device=device, seed=settings.seed, run_dir=run_dir)
 
 
-def start_cluster(
-    host: HostDescription, sharding: Sharding, settings: LoopSettings, context: BuildContext
-) -> Cluster:
+def start_cluster(host: HostDescription, sharding: Sharding, settings: LoopSettings, context: BuildContext) -> Cluster:
     """Build the roles where the sharding wants them.
 
     Raises:

@@ -71,7 +71,9 @@ class SFTTrainer:
     def _make_sampler(self, size: int) -> EpochSampler:
         wanted = self.settings.batch_size
         if wanted > size:
-            raise ConfigError(f"trainer.batch_size is {wanted}: the data has {size} training rows. Set it to at most that.")
+            raise ConfigError(
+                f"trainer.batch_size is {wanted}: the data has {size} training rows. Set it to at most that."
+            )
         return EpochSampler(size, wanted, derive_seed(self.settings.seed, "data order"))
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:

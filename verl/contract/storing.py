@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from verl.errors import DataProtoValidationError
-from verl.source import Source
+from verl.contract.source import Source
 
 Packed = list[tuple[str, str, tuple[int, ...], np.ndarray]]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from verl.errors import DataProtoValidationError
-from verl.source import Source, contract_error
+from verl.contract.source import Source, contract_error
 
 Indices = int | slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 

@@ -11,7 +11,7 @@ import torch
 
 from verl.errors import DataProtoValidationError
 from verl.fields import FIELDS, Bound, Field
-from verl.source import Source, contract_error
+from verl.contract.source import Source, contract_error
 
 # a dim of an unregistered field, the same in every part
 _FREE = ""

@@ -13,7 +13,7 @@ import torch
 
 from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto, pad_to_divisor
-from verl.source import Source, contract_error, source_of, source_of_caller
+from verl.contract.source import Source, contract_error, source_of, source_of_caller
 
 
 def line_of(text: str) -> int:

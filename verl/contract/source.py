@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from verl.errors import DataProtoValidationError
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Source(NamedTuple):
