@@ -53,6 +53,15 @@ def test_faults_print_as_a_list_without_traceback_exit_2_and_leave_no_directory(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("argument", ["trainer.experiment_name=${nowhere}", "trainer.seed=[", "hydra.foo=1"])
+def test_what_cannot_be_composed_is_told_in_words_too(argument, tmp_path):
+    done = run(tmp_path, str(ROOT / "main_sft.py"), argument)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_cfg_job_prints_yaml_alone_on_standard_output(tmp_path):
     done = run(tmp_path, str(ROOT / "main_ppo.py"), "trainer.backend=local", "actor=llama8b", "--cfg", "job")
     assert done.returncode == 0

@@ -6,6 +6,7 @@ arguments -> aliases and checks of the command line -> Hydra -> Job -> main(job)
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -100,6 +101,7 @@ def _run_hydra(root: str, main: Callable[[Job], Any], faults: Sequence[str]) -> 
             finally:
                 _remove_if_empty(run_dir)
 
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us as they are, and `_clean_end` words them
     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=root)(task)()
 
 
