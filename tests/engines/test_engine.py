@@ -152,7 +152,7 @@ def test_a_step_that_is_not_finite_is_refused_and_leaves_everything_as_it_was(mo
     steps = [int(state["step"]) for state in moments.values()]
     advantages = batch["advantages"].clone()
     advantages[0, 0] = wrong
-    with pytest.raises(NonFiniteError, match="Update 1: loss is (nan|-?inf)"):
+    with pytest.raises(NonFiniteError, match=r"Update 1: loss is (nan|-?inf)"):
         actor.update(replaced(batch, advantages=advantages))
     assert largest_difference(weights(actor.model), before) == 0
     assert [int(state["step"]) for state in actor.engine.optimizer.state_dict()["state"].values()] == steps

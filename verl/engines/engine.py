@@ -86,7 +86,8 @@ class TrainingEngine:
         Raises:
             NonFiniteError: the loss or the gradient is not finite; the weights are as they were.
         """
-        assert self.recipe is not None and self.optimizer is not None, "this engine only infers"
+        assert self.recipe is not None, "this engine only infers"
+        assert self.optimizer is not None
         totals = self._totals(batch)
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)

@@ -62,4 +62,7 @@ class ValueModel(nn.Module):
         """Write the backbone as a Hugging Face directory and the head beside it."""
         with quiet_transformers():
             self.backbone.save_pretrained(directory)
-        save_file({name: p.detach().cpu().contiguous() for name, p in self.head.state_dict().items()}, directory / VALUE_HEAD_FILE)
+        save_file(
+            {name: p.detach().cpu().contiguous() for name, p in self.head.state_dict().items()},
+            directory / VALUE_HEAD_FILE,
+        )

@@ -100,8 +100,8 @@ class Pretrained(ModelSource):
         cap = getattr(config, "attn_logit_softcapping", None)
         if cap is not None and self.attention == "sdpa":
             raise ConfigError(
-                f"attention is 'sdpa': the model at {self.path!r} caps its attention scores at {cap}, which sdpa leaves "
-                "out. Set attention=eager."
+                f"attention is 'sdpa': the model at {self.path!r} caps its attention scores at {cap}, which sdpa "
+                "leaves out. Set attention=eager."
             )
 
     def _refuse_holes(self, report: dict[str, Any]) -> None:
@@ -109,8 +109,8 @@ class Pretrained(ModelSource):
         holes = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
         if holes:
             raise ConfigError(
-                f"path is {self.path!r}: {len(holes)} weights are absent there or of another shape, such as {holes[0]}. "
-                "Give the directory of a whole model of this kind."
+                f"path is {self.path!r}: {len(holes)} weights are absent there or of another shape, such as "
+                f"{holes[0]}. Give the directory of a whole model of this kind."
             )
 
 

@@ -1,4 +1,4 @@
-"""What every description of a model offers: a causal language model, a bare backbone, a tokenizer, its context length."""
+"""What a description of a model offers: a causal language model, a bare backbone, a tokenizer, the context length."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ class Rollout(Description):
         if self.max_new_tokens < 1:
             yield f"max_new_tokens is {self.max_new_tokens}: must be at least 1."
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            yield f"min_new_tokens is {self.min_new_tokens}: must lie between 0 and max_new_tokens {self.max_new_tokens}."
+            limit = self.max_new_tokens
+            yield f"min_new_tokens is {self.min_new_tokens}: must lie between 0 and max_new_tokens {limit}."
 
     def attach(self, model: Any, tokenizer: Any, seed: int) -> RolloutEngine:
         """The engine, sampling from `model` with noise that derives from `seed`."""

@@ -29,7 +29,9 @@ class Critic(TrainedRole):
     `TrainedRole` for the arguments.
     """
 
-    def start(self, context: BuildContext, parallel: Parallel, algorithm: Algorithm, total_updates: int) -> CriticWorker:
+    def start(
+        self, context: BuildContext, parallel: Parallel, algorithm: Algorithm, total_updates: int
+    ) -> CriticWorker:
         """Load the weights and attach the engine that trains them."""
         backbone = self.model.load_backbone(context.device)
         if self.lora is not None:

@@ -1,4 +1,4 @@
-"""What the actor and the critic have in common: a model that trains, with its optimizer and its cut into micro-batches."""
+"""What actor and critic have in common: a model that trains, its optimizer, its cut into micro-batches."""
 
 from __future__ import annotations
 

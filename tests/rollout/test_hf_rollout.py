@@ -1,0 +1,256 @@
+"""The decode loop: what it records is what the model says, and what it draws depends on nothing but the request."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from roles import start_actor
+
+from verl.ops.logprobs import log_probs_of
+from verl.ops.noise import uniform
+from verl.protocol import DataProto
+from verl.rollout.base import EVALUATION, Request
+from verl.rollout.hf import HFRollout
+
+DIGITS = tuple(range(7, 17))
+TEXTS = ("1+2=", "34+5=", "what is 6*7? ", "9-", "a", "x" * 40)
+
+
+@pytest.fixture(scope="module")
+def generate(model64, prompts):
+    """Draw responses from the same weights under any options, all prompts known by the same numbers."""
+    model, tokenizer = model64.load_causal_lm("cpu").requires_grad_(False), model64.load_tokenizer()
+
+    def run(batch=None, request=None, seed=0, **options):
+        rollout = HFRollout(**{"max_new_tokens": 9, "stop_token_ids": DIGITS, **options})
+        return rollout.attach(model, tokenizer, seed).generate(batch or prompts(*TEXTS), request or Request(3, 4))
+
+    run.model, run.tokenizer = model, tokenizer
+    return run
+
+
+def by_identity(rows: DataProto) -> dict[tuple[int, int], tuple[list[int], torch.Tensor]]:
+    """(prompt, sample) -> tokens and log-probs."""
+    mask = rows["response_mask"]
+    return {
+        (int(p), int(s)): (r[m].tolist(), lp[m])
+        for p, s, r, m, lp in zip(
+            rows["prompt_ids"], rows["sample_ids"], rows["responses"], mask, rows["rollout_log_probs"], strict=True
+        )
+    }
+
+
+def assert_same_responses(left: DataProto, right: DataProto):
+    left, right = by_identity(left), by_identity(right)
+    assert left.keys() == right.keys()
+    for key, (tokens, log_probs) in left.items():
+        assert tokens == right[key][0], key
+        torch.testing.assert_close(log_probs, right[key][1], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 1.5, "top_k": 20, "min_new_tokens": 4}],
+    ids=str,
+)
+def test_recorded_log_probs_are_the_models_own(model64, prompts, options):
+    actor = start_actor(model64, HFRollout(max_new_tokens=9, stop_token_ids=DIGITS, **options))
+    rows = actor.generate(prompts(*TEXTS), Request(0, 4)).check(strict=True)
+    found = actor.compute_log_probs(rows)["old_log_probs"]
+    torch.testing.assert_close(rows["rollout_log_probs"], found, rtol=0, atol=1e-10)
+    assert rows["response_mask"].sum(dim=1).unique().numel() > 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_rows": 1},
+        {"max_rows": 9},
+        {"share_prefix": False},
+        {"drop_finished": False},
+        {"share_prefix": False, "drop_finished": False, "max_rows": 8},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [{}, {"temperature": 0.7, "top_p": 0.8, "top_k": 30}], ids=["plain", "filtered"])
+def test_how_rows_are_batched_changes_no_response(generate, kind, options):
+    assert_same_responses(generate(**kind), generate(**kind, **options))
+
+
+def test_the_order_of_prompts_changes_no_response(generate, prompts):
+    order = [4, 2, 0, 5, 3, 1]
+    shuffled = generate(prompts(*[TEXTS[i] for i in order], ids=order))
+    assert shuffled["prompt_ids"].tolist() == [i for i in order for _ in range(4)]
+    assert_same_responses(generate(), shuffled)
+
+
+def test_a_prompt_alone_gets_the_response_it_gets_among_others(generate, prompts):
+    among = by_identity(generate())
+    for number, text in enumerate(TEXTS):
+        for key, (tokens, _) in by_identity(generate(prompts(text, ids=[number]))).items():
+            assert tokens == among[key][0]
+
+
+def test_fewer_samples_are_the_first_of_more(generate):
+    some, more = by_identity(generate(request=Request(3, 2))), by_identity(generate())
+    assert all(more[key][0] == tokens for key, (tokens, _) in some.items())
+
+
+def test_group_numbers_are_carried_and_change_nothing(generate, prompts):
+    relabelled = generate(prompts(*TEXTS, groups=[50, 40, 30, 20, 10, 0]))
+    assert relabelled["group_ids"].tolist() == [g for g in (50, 40, 30, 20, 10, 0) for _ in range(4)]
+    assert_same_responses(generate(), relabelled)
+
+
+def test_padding_of_prompts_changes_nothing(generate, prompts):
+    batch = prompts(*TEXTS)
+    wide = {
+        "prompts": torch.nn.functional.pad(batch["prompts"], (5, 0), value=77),
+        "prompt_mask": torch.nn.functional.pad(batch["prompt_mask"], (5, 0)),
+    }
+    wide["prompts"] = torch.where(wide["prompt_mask"], wide["prompts"], 88)
+    rest = {name: batch[name] for name in ("prompt_ids", "group_ids")}
+    assert_same_responses(generate(), generate(DataProto.from_dict({**wide, **rest})))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"seed": 1}, {"request": Request(4, 4)}, {"request": Request(3, 4, stream=EVALUATION)}],
+    ids=["seed", "step", "stream"],
+)
+def test_the_draws_depend_on(generate, other):
+    here, there = by_identity(generate()), by_identity(generate(**other))
+    assert sum(here[key][0] != there[key][0] for key in here) > 15
+
+
+def test_the_draws_depend_on_prompt_and_sample_numbers(generate, prompts):
+    twins = by_identity(generate(prompts("1+2=", "1+2=", ids=[0, 1])))
+    assert len({tuple(tokens) for tokens, _ in twins.values()}) == 8
+
+
+def test_the_state_of_torchs_own_generator_is_neither_used_nor_changed(generate):
+    torch.manual_seed(1)
+    first, state = generate(), torch.get_rng_state()
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert_same_responses(first, generate())
+
+
+def test_greedy_takes_the_likeliest_token_and_ignores_the_noise(generate):
+    rows = generate(request=Request(3, 1, greedy=True), temperature=0.7)
+    assert_same_responses(rows, generate(request=Request(9, 1, greedy=True), seed=5, temperature=0.7, max_rows=1))
+    for row in rows:
+        text = row["input_ids"][row["attention_mask"].bool()][None]
+        length = int(row["response_mask"].sum())
+        logits = generate.model(text).logits[:, -length - 1 : -1]
+        assert torch.equal(logits.argmax(dim=-1), text[:, -length:])
+
+
+def test_greedy_is_what_transformers_generates(generate, prompts):
+    batch = prompts(*TEXTS)
+    rows = generate(batch, Request(0, 1, greedy=True))
+    theirs = generate.model.generate(
+        input_ids=batch["prompts"],
+        attention_mask=batch["prompt_mask"].long(),
+        do_sample=False,
+        max_new_tokens=9,
+        eos_token_id=[1, *DIGITS],
+        pad_token_id=0,
+    )
+    assert torch.equal(rows["input_ids"], theirs)
+
+
+def test_a_stop_token_ends_a_row_and_belongs_to_it(generate):
+    rows = generate(request=Request(0, 20))
+    stops = torch.tensor([1, *DIGITS])
+    lengths, responses = rows["response_mask"].sum(dim=1), rows["responses"]
+    is_stop = torch.isin(responses, stops) & rows["response_mask"]
+    assert is_stop.sum(dim=1).max() == 1
+    for length, stop in zip(lengths.tolist(), is_stop.tolist(), strict=True):
+        assert length == 9 or stop[length - 1]
+    assert 20 < int(is_stop.sum()) < len(rows)
+    assert not responses[~rows["response_mask"]].any()
+
+
+def test_no_stop_token_is_drawn_before_the_minimum(generate):
+    many = Request(0, 20)
+    free, held = generate(request=many), generate(request=many, min_new_tokens=4)
+    assert free["response_mask"].sum(dim=1).min() == 1
+    assert held["response_mask"].sum(dim=1).min() == 5  # four tokens of its own, then the first that may stop
+    assert generate(request=many, min_new_tokens=9)["response_mask"].all()
+    greedy = generate(request=Request(0, greedy=True), min_new_tokens=9, stop_token_ids=tuple(range(90)))
+    assert greedy["responses"].min() >= 90
+
+
+def test_one_new_token(generate):
+    rows = generate(max_new_tokens=1)
+    assert rows["responses"].shape == (24, 1)
+    assert rows["response_mask"].all()
+
+
+def test_no_prompts_give_no_rows(generate, prompts):
+    rows = generate(prompts()[:0])
+    assert len(rows) == 0
+    assert rows["responses"].shape == (0, 0)
+
+
+def test_decoding_ends_when_every_row_has(generate, monkeypatch):
+    calls = []
+    forward = generate.model.forward
+    monkeypatch.setattr(
+        generate.model, "forward", lambda *a, **k: calls.append(k["input_ids"].shape) or forward(*a, **k)
+    )
+    rows = generate(stop_token_ids=tuple(range(102)))
+    assert rows["responses"].shape[1] == 1
+    assert calls == [(6, 40)]  # one prefill of six prompts for 24 rows, and no step after it
+
+
+def test_finished_rows_leave_the_batch(generate, monkeypatch):
+    calls = []
+    forward = generate.model.forward
+    monkeypatch.setattr(
+        generate.model, "forward", lambda *a, **k: calls.append(k["input_ids"].shape) or forward(*a, **k)
+    )
+    rows = generate(stop_token_ids=tuple(range(7, 40)))
+    sizes = [shape[0] for shape in calls[1:]]
+    unfinished = [int(column.sum()) for column in rows["response_mask"].T][1:]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < 12
+    assert all(live <= size <= max(live / 0.875, live + 1) for live, size in zip(unfinished, sizes, strict=True))
+
+
+def test_draws_follow_the_softmax(generate, prompts):
+    n, temperature = 4000, 0.8
+    rows = generate(prompts("1+2=", ids=[7]), Request(0, n), max_new_tokens=1, temperature=temperature)
+    logits = generate.model(rows["prompts"][:1]).logits[:, -1]
+    expected = (logits / temperature).softmax(dim=-1)[0] * n
+    counts = torch.bincount(rows["responses"][:, 0], minlength=len(expected)).double()
+    is_common = expected >= 5
+    observed = torch.cat([counts[is_common], counts[~is_common].sum()[None]])
+    wanted = torch.cat([expected[is_common], expected[~is_common].sum()[None]])
+    chi2, freedom = float(((observed - wanted) ** 2 / wanted).sum()), len(wanted) - 1
+    assert freedom > 20
+    assert abs(chi2 - freedom) < 4 * (2 * freedom) ** 0.5  # four standard deviations of a chi-square
+
+
+def test_each_token_is_the_inverse_cdf_of_its_own_noise(generate):
+    for row in generate(request=Request(3, 1)):
+        text = row["input_ids"][row["attention_mask"].bool()][None]
+        length = int(row["response_mask"].sum())
+        cdf = generate.model(text).logits[0, -length - 1 : -1].softmax(dim=-1).cumsum(dim=-1)
+        noise = uniform(0, 3, row["prompt_ids"], row["sample_ids"], torch.arange(length))
+        assert (cdf > noise[:, None]).int().argmax(dim=-1).tolist() == text[0, -length:].tolist()
+
+
+@pytest.mark.parametrize(("option", "kept"), [({"top_k": 3}, 3), ({"top_p": 0.05}, 6)])
+def test_what_is_cut_off_is_never_drawn(generate, prompts, option, kept):
+    rows = generate(prompts("1+2=", ids=[7]), Request(0, 500), max_new_tokens=1, **option)
+    logits = generate.model(rows["prompts"][:1]).logits[:, -1]
+    best = logits.topk(kept).indices[0].tolist()
+    drawn = set(rows["responses"][:, 0].tolist())
+    assert 1 <= len(drawn) <= kept
+    assert drawn <= set(best)
+    assert rows["rollout_log_probs"].exp().sum() < 500  # of the whole vocabulary, not of what was left
+    expected = log_probs_of(logits.expand(500, -1), rows["responses"][:, 0])
+    torch.testing.assert_close(rows["rollout_log_probs"][:, 0], expected, rtol=0, atol=1e-10)

@@ -1,0 +1,98 @@
+"""The actor: one set of weights that generates, scores, trains and is saved."""
+
+from __future__ import annotations
+
+import torch
+from roles import experience, largest_difference, start_actor, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from verl.description import BuildContext
+from verl.dispatch import dispatch_of
+from verl.engines.optim import AdamW
+from verl.engines.sharding import Parallel
+from verl.models.pretrained import Pretrained
+from verl.protocol import DataProto
+from verl.rollout.base import Request
+from verl.rollout.hf import HFRollout
+from verl.workers.actor import Actor, HybridActor
+from verl.workers.reference import Reference
+
+
+def test_updates_raise_the_likelihood_of_what_was_good(model64, prompts):
+    actor = start_actor(model64, optimizer=AdamW(lr=1e-2))
+    rows = experience(actor, prompts())
+    good = rows["advantages"].sum(dim=1) > 0
+    signs = torch.where(good, 1.0, -1.0).double()[:, None] * rows["response_mask"]
+    rows = rows.select([name for name in rows.batch if name != "advantages"]).union(
+        DataProto.from_dict({"advantages": signs})
+    )
+    for _ in range(3):
+        actor.update(rows)
+    gain = (actor.compute_log_probs(rows)["old_log_probs"] - rows["old_log_probs"]).sum(dim=1)
+    assert gain[good].mean() > 0.1
+    assert gain[~good].mean() < -0.1
+
+
+def test_the_first_ratio_is_one(model64, prompts):
+    actor = start_actor(model64, HFRollout(max_new_tokens=8, temperature=0.7))
+    metrics = actor.update(experience(actor, prompts()))
+    assert abs(metrics["ratio"] - 1) < 1e-10
+    assert abs(metrics["approx_kl"]) < 1e-10
+    assert metrics["clip_fraction"] == 0
+
+
+def test_the_sampler_draws_from_the_trained_weights(model64, prompts):
+    actor = start_actor(model64, optimizer=AdamW(lr=3e-2))
+    rows = experience(actor, prompts())
+    actor.update(rows)
+    actor.sync()
+    drawn = actor.generate(prompts(), Request(0, 3))
+    assert not torch.equal(drawn["rollout_log_probs"], rows["rollout_log_probs"])
+    again = actor.compute_log_probs(drawn)["old_log_probs"]
+    torch.testing.assert_close(drawn["rollout_log_probs"], again, rtol=0, atol=1e-10)
+
+
+def test_rows_carry_the_number_of_updates_behind_them(model64, prompts):
+    actor = start_actor(model64)
+    rows = experience(actor, prompts())
+    assert rows["policy_version"].unique().tolist() == [0]
+    actor.update(rows)
+    assert actor.generate(prompts(), Request(1, 1))["policy_version"].unique().tolist() == [1]
+
+
+def test_a_saved_actor_opens_with_transformers_and_has_the_same_weights(model64, prompts, tmp_path):
+    actor = start_actor(model64)
+    actor.update(experience(actor, prompts()))
+    actor.save(tmp_path / "actor")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "actor", dtype=torch.float64)
+    assert largest_difference(weights(opened), weights(actor.model)) == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "actor")
+    assert tokenizer("12+3=\n")["input_ids"] == actor.tokenizer("12+3=\n")["input_ids"]
+    again = start_actor(Pretrained(path=str(tmp_path / "actor"), dtype="float64"))
+    assert torch.equal(
+        again.generate(prompts(), Request(0, 2))["responses"], actor.generate(prompts(), Request(0, 2))["responses"]
+    )
+
+
+def test_a_reference_of_its_own_stays_where_the_actor_started(model64, prompts):
+    actor = start_actor(model64, optimizer=AdamW(lr=1e-2))
+    reference = Reference().start(
+        BuildContext(), Parallel(), Actor(model=model64, optimizer=AdamW(lr=1e-3)), actor, temperature=1.0
+    )
+    rows = experience(actor, prompts()).select(
+        ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
+    )
+    before = actor.compute_log_probs(rows)["old_log_probs"]
+    assert torch.equal(reference.compute_log_probs(rows)["ref_log_probs"], before)
+    actor.update(experience(actor, prompts()))
+    assert torch.equal(reference.compute_log_probs(rows)["ref_log_probs"], before)
+    assert not torch.equal(actor.compute_log_probs(rows)["old_log_probs"], before)
+    assert not any(p.requires_grad for p in reference.engine.model.parameters())
+
+
+def test_every_call_from_the_driver_says_how_it_travels():
+    kinds = {
+        name: dispatch_of(HybridActor, name) for name in ("generate", "compute_log_probs", "update", "sync", "save")
+    }
+    assert [name for name, kind in kinds.items() if kind.divides] == ["generate", "compute_log_probs", "update"]
+    assert [name for name, kind in kinds.items() if kind.joins] == ["generate", "compute_log_probs"]
