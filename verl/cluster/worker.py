@@ -71,7 +71,7 @@ def serve(connection: Connection) -> None:
         while (call := connection.recv()) is not None:
             connection.send(_carry_out(host, call))
     except (EOFError, ConnectionError):
-        pass  # the driver is gone: nobody is left to answer
+        _sweep()  # the driver is gone: nobody else is left to tidy up
     finally:
         if host is not None:
             host.close()
@@ -114,8 +114,6 @@ def main() -> None:
     with Client(os.environ["VERL_WORKER_ADDRESS"], authkey=key) as connection:
         connection.send(int(os.environ["RANK"]))
         serve(connection)
-    if os.getppid() != parent:
-        _sweep()
 
 
 if __name__ == "__main__":

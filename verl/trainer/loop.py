@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,13 +93,8 @@ def fit(trainer: Trainer, config: dict[str, Any]) -> Result:
         trainer.tracker.message(f"Interrupted after step {result.steps}: writing what is finished.")
         raise
     finally:
-        try:
-            result.wall_s = time.perf_counter() - started
-            if result.status != "failed" and result.steps and settings.save_final:
-                _save(trainer, result)
-            result.write()
-        finally:
-            trainer.tracker.close(result.status)
+        result.wall_s = time.perf_counter() - started
+        _finish(trainer, result)
     return result
 
 
@@ -132,6 +128,17 @@ def _evaluate(trainer: Trainer, step: int, result: Result) -> None:
         result.evaluations[step] = metrics
         trainer.tracker.evaluation(metrics, step)
     trainer.stages.take()
+
+
+def _finish(trainer: Trainer, result: Result) -> None:
+    """Write the weights and the summary, and close the trackers, each even if what comes before it fails."""
+    with ExitStack() as ending:
+        ending.callback(lambda: trainer.tracker.close(result.status))
+        ending.callback(result.write)
+        if result.status != "failed" and result.steps and trainer.settings.save_final:
+            status, result.status = result.status, "failed"  # unless the weights are written
+            _save(trainer, result)
+            result.status = status
 
 
 def _save(trainer: Trainer, result: Result) -> None:

@@ -238,6 +238,7 @@ class PPOTrainer:
         paths = []
         for name, role in (("actor", self.actor), ("critic", self.critic)):
             if role is not None:
+                (directory / name).mkdir(parents=True, exist_ok=True)  # transformers only logs that it cannot write
                 role.save(directory / name).result()
                 paths.append(directory / name)
         return paths

@@ -16,15 +16,15 @@ def experience_metrics(batch: DataProto) -> dict[str, float]:
     """Metrics of the responses of a step, before the update; keys are explained in docs/metrics.md."""
     mask = batch["response_mask"]
     scores, lengths = _scores(batch), mask.sum(dim=1).double()
-    gap = (batch["rollout_log_probs"] - batch["old_log_probs"]).abs()
+    gap = batch["rollout_log_probs"] - batch["old_log_probs"]
     metrics = {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(unbiased=False)),
         "rollout/response_length_tokens": float(lengths.mean()),
         "rollout/response_length_max_tokens": float(lengths.max()),
-        "rollout/entropy_nats": float(masked_mean(batch["entropies"], mask)),
-        "rollout/log_prob_gap_nats": float(masked_mean(gap, mask)),
-        "advantages/mean": float(masked_mean(batch["advantages"], mask)),
+        "rollout/entropy_nats": _mean(batch["entropies"], mask),
+        "rollout/log_prob_gap_nats": _mean(gap.abs(), mask),
+        "advantages/mean": _mean(batch["advantages"], mask),
         "perf/samples": float(len(batch)),
         "perf/tokens": float(lengths.sum()),
     }
@@ -68,6 +68,11 @@ def mean_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _scores(batch: DataProto) -> Tensor:
     return torch.tensor(batch["score"].astype(float))
+
+
+def _mean(x: Tensor, mask: Tensor) -> float:
+    """In float64, so that the order of the rows is not seen in it."""
+    return float(masked_mean(x.double(), mask))
 
 
 def _explained_variance(values: Tensor, returns: Tensor) -> float:

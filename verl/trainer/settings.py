@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from verl.description import Description
 
 
@@ -51,6 +53,8 @@ class LoopSettings(Description):
         for name in ("eval_interval", "sample_rows", "seed"):
             if getattr(self, name) < 0:
                 yield f"{name} is {getattr(self, name)}: must not be negative."
+        if (fault := _device_fault(self.device)) is not None:
+            yield f"device is {self.device!r}: {fault}. Set auto, cpu, cuda or cuda:N."
         if self.nnodes > 1:
             yield f"nnodes is {self.nnodes}: this version runs on one machine. Set nnodes=1."
 
@@ -98,3 +102,13 @@ class SFTSettings(LoopSettings):
         yield from super().faults()
         if self.batch_size < 1:
             yield f"batch_size is {self.batch_size}: must be at least 1."
+
+
+def _device_fault(device: str) -> str | None:
+    """What torch has against a device's name, whether this machine has the device or not."""
+    try:
+        if device != "auto":
+            torch.device(device)
+    except RuntimeError as error:
+        return str(error).splitlines()[0].rstrip(".") or "no name of a device"
+    return None

@@ -52,8 +52,9 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
     device = settings.device
     if device == "auto":
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    elif device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"trainer.device is {device!r}: torch finds no GPU here. Set trainer.device=auto.")
+    elif device.startswith("cuda") and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):
+        found = f"{count} GPUs, numbered from 0," if count else "no GPU"
+        raise ConfigError(f"trainer.device is {device!r}: torch finds {found} here. Set trainer.device=auto.")
     run_dir = context.run_dir or Path("outputs") / settings.project_name / settings.experiment_name
     run_dir.mkdir(parents=True, exist_ok=True)
     return replace(context, device=device, seed=settings.seed, run_dir=run_dir)

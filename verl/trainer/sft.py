@@ -97,8 +97,10 @@ class SFTTrainer:
 
     def save(self, directory: Path) -> list[Path]:
         """Write `actor/` as a Hugging Face directory below `directory`."""
-        self.learner.save(directory / "actor").result()
-        return [directory / "actor"]
+        actor = directory / "actor"
+        actor.mkdir(parents=True, exist_ok=True)  # transformers only logs that it cannot write
+        self.learner.save(actor).result()
+        return [actor]
 
     def fit(self) -> Result:
         """Train to the end; see `verl.trainer.loop.fit`."""

@@ -1,0 +1,121 @@
+"""Whole runs, small enough for a test: a description of each part, with room for what a test wants to be different."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.algorithms.advantages import GAE, GroupRelative
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.kl import KLInLoss, KLInReward
+from verl.algorithms.policy_losses import PPOClip
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.data.splits import Splits
+from verl.description import BuildContext, Description
+from verl.engines.optim import AdamW
+from verl.engines.sharding import NoSharding
+from verl.models.source import ModelSource
+from verl.rewards.base import Reward
+from verl.rollout.hf import HFRollout
+from verl.tracking.trackers import Trackers
+from verl.trainer.ppo import PPORun
+from verl.trainer.settings import PPOSettings
+from verl.workers.actor import Actor
+from verl.workers.critic import Critic
+from verl.workers.reference import Reference
+
+PROMPTS = ("1+2=", "34+5=", "what is 6*7? ", "9-", "77+1=", "a", "0*0*0*0=", "12+")  # of many lengths
+
+PPO = Algorithm(
+    advantage=GAE(lam=0.9), policy_loss=PPOClip(), kl=KLInReward(coef=0.1), entropy_coef=0.01, epochs=2, mini_batches=1
+)
+GRPO = Algorithm(
+    advantage=GroupRelative(),
+    policy_loss=PPOClip(),
+    kl=KLInLoss(coef=0.1),
+    aggregation="seq-mean-token-mean",
+    mini_batches=3,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts(Description):
+    """Texts as prompts, each with its length as a column."""
+
+    train: tuple[str, ...] = PROMPTS
+    eval: tuple[str, ...] = ("5+5=",)
+    max_prompt_length: int = 24
+
+    def build(self, context: BuildContext) -> Splits:
+        config = {"max_prompt_length": self.max_prompt_length}
+
+        def made(texts: tuple[str, ...]) -> RLHFDataset:
+            rows = [{"prompt": text, "length": len(text)} for text in texts]
+            return RLHFDataset.from_rows(rows, context.tokenizer, config)
+
+        return Splits(train=made(self.train), eval=made(self.eval) if self.eval else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arbitrary(Description, Reward):
+    """A score in [0, 1] that depends on every character of the response, so that no two are alike."""
+
+    def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
+        return [sum(ord(c) * (i + 1) for i, c in enumerate(text)) % 17 / 16 for text in responses]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareOf(Description, Reward):
+    """The share of a response that is made of certain characters."""
+
+    characters: str = "0123456789"
+
+    def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
+        return [sum(c in self.characters for c in text) / max(1, len(text)) for text in responses]
+
+
+def ppo_run(
+    model: ModelSource,
+    algorithm: Algorithm = PPO,
+    *,
+    micro_batch_tokens: int = 4096,
+    lr: float = 3e-3,
+    **parts: Any,
+) -> PPORun:
+    """A run of 8 prompts; `parts` that are no part of a run are settings of its trainer."""
+    trained = {"model": model, "optimizer": AdamW(lr=lr, schedule="linear"), "micro_batch_tokens": micro_batch_tokens}
+    described: dict[str, Any] = {
+        "actor": Actor(**trained),
+        "critic": Critic(**trained),
+        "reference": Reference(micro_batch_tokens=micro_batch_tokens),
+        "reward": Arbitrary(),
+        "rollout": HFRollout(max_new_tokens=7),
+        "sharding": NoSharding(),
+        "data": Prompts(),
+        "tracker": Trackers(),
+    }
+    described |= {name: parts.pop(name) for name in list(parts) if name in described}
+    settings = {"prompts_per_step": 3, "group_size": 2, "num_threads": 1, "device": "cpu", "eval_samples": 2}
+    return PPORun(**described, algorithm=algorithm, trainer=PPOSettings(**(settings | parts)))
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, each line of which must be valid."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def without_times(record: dict[str, Any]) -> dict[str, Any]:
+    """A line of metrics.jsonl without what the clock says."""
+    return {
+        k: v for k, v in record.items() if k not in ("time_s", "perf/samples_per_s") and not k.startswith("timing/")
+    }
+
+
+def weights(directory: Path) -> dict[str, Any]:
+    """Every tensor of every safetensors file below a directory, by file and name."""
+    from safetensors.torch import load_file
+
+    files = sorted(directory.rglob("*.safetensors"))
+    return {f"{file.relative_to(directory)}:{name}": x for file in files for name, x in load_file(file).items()}

@@ -1,0 +1,165 @@
+"""Bad input is an error before training, with the path of the setting; what fails later ends the run in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer.runs import GRPO, PPO, Prompts, ppo_run, read_lines
+
+from verl import config
+from verl.algorithms.kl import KLInReward, NoKL
+from verl.description import BuildContext, Description
+from verl.engines.sharding import DDP
+from verl.errors import ConfigError, RewardError
+from verl.models.pretrained import Pretrained
+from verl.rewards.function import CallableReward, RewardFunction
+from verl.rollout.hf import HFRollout
+from verl.tracking.jsonl import JsonLines
+from verl.tracking.trackers import Trackers
+
+
+def faults_of(model: Any, algorithm: Any = PPO, **parts: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        ppo_run(model, algorithm, **parts)
+    return caught.value.faults
+
+
+def test_a_group_of_one_is_refused_where_responses_are_compared_with_siblings(model32):
+    (fault,) = faults_of(model32, dataclasses.replace(GRPO, mini_batches=1), group_size=1)
+    assert fault.startswith("trainer.group_size is 1: GroupRelative compares")
+    assert "trainer.group_size >= 2" in fault
+    ppo_run(model32, PPO, group_size=1)  # which is fine without groups
+
+
+@pytest.mark.parametrize(("mini_batches", "fitting"), [(4, 3), (7, 6), (100, 6)])
+def test_mini_batches_that_do_not_divide_are_refused_with_a_number_that_would(model32, mini_batches, fitting):
+    algorithm = dataclasses.replace(PPO, mini_batches=mini_batches)
+    (fault,) = faults_of(model32, algorithm, prompts_per_step=3, group_size=2)
+    assert fault.startswith(f"algorithm.mini_batches is {mini_batches}: it does not divide the 6 responses")
+    assert f"{fitting} would" in fault
+    ppo_run(model32, dataclasses.replace(PPO, mini_batches=fitting), prompts_per_step=3, group_size=2)
+
+
+def test_values_without_a_critic_are_refused(model32):
+    (fault,) = faults_of(model32, critic=None)
+    assert fault.startswith("critic is null: GAE needs values")
+    assert "algorithm=grpo" in fault
+    ppo_run(model32, GRPO, critic=None)
+
+
+def test_kl_without_a_reference_is_refused(model32):
+    (fault,) = faults_of(model32, reference=None)
+    assert fault.startswith("reference is null: algorithm.kl needs one")
+    for kl in (NoKL(), KLInReward(coef=0.0)):
+        ppo_run(model32, dataclasses.replace(PPO, kl=kl), reference=None)
+
+
+def test_texts_longer_than_the_context_of_the_models_are_refused(model32):
+    actor, critic = faults_of(model32, data=Prompts(max_prompt_length=60), rollout=HFRollout(max_new_tokens=5))
+    assert actor.startswith("data.max_prompt_length is 60: with rollout.max_new_tokens 5 that makes 65 tokens")
+    assert "actor.model holds 64" in actor
+    assert "critic.model holds 64" in critic
+    ppo_run(model32, data=Prompts(max_prompt_length=59), rollout=HFRollout(max_new_tokens=5))
+
+
+def test_several_processes_without_a_sharding_are_refused(model32):
+    (fault,) = faults_of(model32, n_gpus_per_node=2)
+    assert fault.startswith("trainer.n_gpus_per_node is 2: sharding=none runs in one process")
+    ppo_run(model32, n_gpus_per_node=2, sharding=DDP())
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", ""])
+def test_a_device_that_does_not_exist_anywhere_is_refused(model32, device):
+    (fault,) = faults_of(model32, device=device)
+    assert fault.startswith(f"device is {device!r}: ")
+
+
+def test_all_faults_are_told_at_once(model32):
+    faults = faults_of(model32, critic=None, reference=None, n_gpus_per_node=2)
+    assert [fault.split()[0] for fault in faults] == ["critic", "reference", "trainer.n_gpus_per_node"]
+
+
+def test_more_prompts_in_a_step_than_in_the_data_are_refused(model32, tmp_path):
+    with pytest.raises(ConfigError, match=r"trainer\.prompts_per_step is 9: the data has 8 training prompts"):
+        ppo_run(model32, prompts_per_step=9).build(BuildContext(run_dir=tmp_path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_refused(model32, tmp_path):
+    with pytest.raises(ConfigError, match=r"trainer\.device is 'cuda': torch finds no GPU here"):
+        ppo_run(model32, device="cuda").build(BuildContext(run_dir=tmp_path))
+
+
+def test_a_model_directory_that_vanished_is_named_and_nothing_stays_changed(dir32, tmp_path):
+    shutil.copytree(dir32, tmp_path / "model")
+    run = ppo_run(Pretrained(path=str(tmp_path / "model")), strict_data_check=True, num_threads=1)
+    shutil.rmtree(tmp_path / "model")
+    threads = torch.get_num_threads()
+    with pytest.raises((ConfigError, OSError), match=str(tmp_path / "model")):
+        run.build(BuildContext(run_dir=tmp_path / "run"))
+    assert not config.strict_data_check
+    assert "VERL_STRICT_DATA_CHECK" not in os.environ
+    assert torch.get_num_threads() == threads
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailsAtCall(Description):
+    """A reward that goes wrong at one of its calls, in one of several ways."""
+
+    way: str
+    call: int
+
+    def build(self, context: BuildContext) -> CallableReward:
+        calls = []
+
+        def my_reward(prompts, responses, **columns):
+            calls.append(len(responses))
+            if len(calls) < self.call:
+                return [0.5] * len(responses)
+            if self.way == "raises":
+                raise KeyError("no such entry")
+            good = [0.5] * (len(responses) - 1)
+            return {"short": good, "nan": [*good, float("nan")], "none": None, "item": [*good, None]}[self.way]
+
+        return RewardFunction.wrap(my_reward)
+
+
+@pytest.mark.parametrize(
+    ("way", "found"),
+    [("raises", "KeyError"), ("short", "5 items"), ("nan", "nan"), ("none", "None"), ("item", "of type NoneType")],
+)
+def test_a_reward_that_goes_wrong_ends_the_run_and_keeps_what_was_written(model32, tmp_path, way, found):
+    reward = FailsAtCall(way=way, call=3)
+    run = ppo_run(model32, reward=reward, total_steps=4, eval_before=False, tracker=Trackers(jsonl=JsonLines()))
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer, pytest.raises(RewardError) as caught:
+        trainer.fit()
+    assert "my_reward()" in str(caught.value)
+    assert found in str(caught.value)
+    assert "test_faults.py" in str(caught.value)
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", 2)
+    assert not (tmp_path / "actor").exists()
+    trainer.close()  # again
+
+
+def test_a_whole_run_passes_the_strict_check_which_is_off_again_afterwards(model32, tmp_path):
+    run = ppo_run(model32, strict_data_check=True, total_steps=2, num_threads=1)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        assert config.strict_data_check
+        assert os.environ["VERL_STRICT_DATA_CHECK"] == "1"  # for workers
+        result = trainer.fit()
+    assert result.status == "finished"
+    assert not config.strict_data_check
+    assert "VERL_STRICT_DATA_CHECK" not in os.environ
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
+    assert Path(tmp_path / "actor" / "config.json").is_file()

@@ -1,0 +1,135 @@
+"""The loop around a trainer: what it evaluates when, what it writes, and how it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer.runs import GRPO, PROMPTS, Prompts, ppo_run, read_lines
+
+from verl.data.arithmetic import ArithmeticSFT
+from verl.description import BuildContext
+from verl.engines.optim import AdamW
+from verl.engines.sharding import NoSharding
+from verl.errors import ConfigError
+from verl.models.pretrained import Pretrained
+from verl.tracking.jsonl import JsonLines
+from verl.tracking.logs import setup_logging
+from verl.tracking.trackers import Trackers
+from verl.trainer.ppo import PPORun
+from verl.trainer.settings import SFTSettings
+from verl.trainer.sft import SFTRun
+from verl.workers.actor import Actor
+
+JSONL = Trackers(jsonl=JsonLines())
+
+
+def fit(run: PPORun | SFTRun, directory: Path) -> Any:
+    with run.build(BuildContext(run_dir=directory)) as trainer:
+        return trainer.fit()
+
+
+def test_a_run_evaluates_before_during_and_after_and_says_what_it_did(model32, tmp_path):
+    run = ppo_run(model32, total_steps=5, eval_interval=2, eval_samples=3, tracker=JSONL)
+    undo = setup_logging(tmp_path, console_level=logging.ERROR)
+    try:
+        result = fit(run, tmp_path)
+    finally:
+        undo()
+    assert (result.status, result.steps) == ("finished", 5)
+    assert list(result.evaluations) == [0, 2, 4, 5]
+    assert set(result.evaluations[5]) >= {"eval/accuracy", "eval/mean@3", "eval/best@3"}
+
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    steps = [line for line in lines if "eval/accuracy" not in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    stages = ["gen", "reward", "old", "ref", "values", "adv", "update_critic", "update_actor", "sync"]
+    for line in steps:
+        assert [f"timing/{stage}_s" for stage in stages] == [k for k in line if k.startswith("timing/")][: len(stages)]
+        assert {"reward/mean", "actor/loss", "actor/grad_norm", "critic/loss", "kl/reference_nats"} <= set(line)
+    log = (tmp_path / "run.log").read_text()
+    for stage in [*stages, "eval", "save"]:
+        assert f"[{stage}] " in log
+    assert "[gen]" in log
+    assert "6 responses to 3 prompts" in log
+
+    tables = sorted(file.name for file in (tmp_path / "samples").iterdir())
+    assert tables == [f"step_{step}.jsonl" for step in (0, 2, 4, 5)]
+    (row,) = read_lines(tmp_path / "samples" / "step_0.jsonl")  # the one held-out prompt
+    assert row["prompt_text"] == "5+5="
+    assert {"table", "response_text", "score", "length"} <= set(row)
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 5)
+    assert list(summary["evaluations"]) == ["0", "2", "4", "5"]
+    assert summary["saved"] == [str(tmp_path / "actor"), str(tmp_path / "critic")]
+    for role in ("actor", "critic"):
+        Pretrained(path=str(tmp_path / role)).load_backbone("cpu")
+        Pretrained(path=str(tmp_path / role)).load_tokenizer()
+
+
+def test_steps_go_on_over_epochs_and_every_epoch_has_its_own_order(model32, tmp_path):
+    run = ppo_run(model32, prompts_per_step=4, total_steps=5, eval_before=False, save_final=False, tracker=JSONL)
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        assert trainer.sampler.batches_per_epoch == 2
+        result = trainer.fit()
+        assert trainer.sampler.state_dict() | {"seed": 0} == {"seed": 0, "epoch": 2, "position": 4}
+    assert result.steps == 5
+    assert list(result.evaluations) == [5]
+    assert not (tmp_path / "actor").exists()
+
+
+def test_epochs_count_where_no_number_of_steps_is_given(model32, tmp_path):
+    run = ppo_run(model32, prompts_per_step=3, total_epochs=2, save_final=False, eval_before=False)
+    assert fit(run, tmp_path).steps == 2 * (len(PROMPTS) // 3)
+
+
+def test_a_run_without_held_out_prompts_does_not_evaluate(model32, tmp_path):
+    run = ppo_run(model32, GRPO, data=Prompts(eval=()), critic=None, total_steps=1)
+    result = fit(run, tmp_path)
+    assert result.evaluations == {}
+    assert [path.name for path in result.saved] == ["actor"]
+
+
+def test_the_actor_learns_the_faster_the_higher_its_rate_and_nothing_at_zero(model32, tmp_path):
+    def moved(lr: float) -> float:
+        run = ppo_run(model32, lr=lr, total_steps=1, eval_before=False)
+        result = fit(run, tmp_path / str(lr))
+        before = model32.load_causal_lm("cpu").state_dict()
+        after = Pretrained(path=str(result.saved[0])).load_causal_lm("cpu").state_dict()
+        return max(float((after[name] - x).abs().max()) for name, x in before.items())
+
+    assert moved(0.0) == 0.0
+    assert 0 < moved(1e-4) < moved(1e-2)
+
+
+def test_a_run_that_cannot_save_is_an_error_that_leaves_its_summary(model32, tmp_path):
+    (tmp_path / "actor").write_text("in the way")
+    run = ppo_run(model32, total_steps=1, eval_before=False, tracker=JSONL)
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer, pytest.raises(FileExistsError, match="actor"):
+        trainer.fit()
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 1]
+
+
+def test_fine_tuning_in_the_same_loop_lowers_its_loss(model32, tmp_path):
+    run = SFTRun(
+        actor=Actor(model=model32, optimizer=AdamW(lr=1e-2)),
+        sharding=NoSharding(),
+        data=ArithmeticSFT(digits=1, held_out=10),
+        trainer=SFTSettings(total_steps=8, batch_size=16, eval_before=True, eval_interval=4, num_threads=1),
+        tracker=JSONL,
+    )
+    result = fit(run, tmp_path)
+    assert list(result.evaluations) == [0, 4, 8]
+    losses = [metrics["eval/loss"] for metrics in result.evaluations.values()]
+    assert losses[0] > losses[1] > losses[2]
+    assert Pretrained(path=str(tmp_path / "actor")).max_positions() == 64
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert sum("sft/loss" in line for line in lines) == 8
+    with pytest.raises(ConfigError, match=r"trainer\.batch_size is 101"):
+        dataclasses.replace(run, trainer=SFTSettings(batch_size=101)).build(BuildContext(run_dir=tmp_path))
