@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from random_models import save_random_model
 
-from verl.models.pretrained import Pretrained, quiet_transformers
+from verl.models.pretrained import Pretrained
 from verl.models.tiny_tokenizer import character_tokenizer
 from verl.protocol import DataProto
-
-FAMILIES = {
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.2},
-    "gemma2": {"head_dim": 8},
-    "gemma3_text": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
-    "gptj": {"rotary_dim": 4},
-    "qwen3": {"head_dim": 8},
-    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -89,38 +80,3 @@ def prompts(tokenizer) -> Callable[..., DataProto]:
         )
 
     return make
-
-
-def save_random_model(directory: Path, family: str, dtype: torch.dtype, **options: Any) -> Path:
-    """A model with the character tokenizer; weights wide enough that tokens differ much in probability.
-
-    Args:
-        family: `model_type` of transformers; `options` are added to its configuration.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    tokenizer = character_tokenizer()
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **FAMILIES.get(family, {}),
-        **options,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with quiet_transformers():
-        model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory

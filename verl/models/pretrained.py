@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +19,8 @@ VALUE_HEAD_FILE = "value_head.safetensors"
 @dataclass(frozen=True, kw_only=True)
 class Pretrained(ModelSource):
     """A model written by `save_pretrained`, or one on the Hugging Face hub.
+
+    The directory of a peft adapter is its model with the adapter merged into the weights: a whole model again.
 
     Args:
         path: a directory that holds config.json, a hub name such as `Qwen/Qwen2-0.5B`, or `warm-start://NAME`: the
@@ -53,6 +54,8 @@ class Pretrained(ModelSource):
     def load_backbone(self, device: str) -> Any:
         from transformers import AutoModel
 
+        if (self._adapter() or {}).get("task_type") == "CAUSAL_LM":
+            return self.load_causal_lm(device).base_model
         return self._load(AutoModel, device)
 
     def load_tokenizer(self) -> Any:
@@ -67,14 +70,34 @@ class Pretrained(ModelSource):
         return tokenizer
 
     def max_positions(self) -> int | None:
-        config = _read_config(self.path)
+        adapter = self._adapter()
+        config = _read_json(Path(adapter["base_model_name_or_path"] if adapter else self.path) / "config.json") or {}
         return config.get("max_position_embeddings") or config.get("n_positions")
 
     def value_head(self) -> Path | None:
         file = Path(self.path) / VALUE_HEAD_FILE
         return file if file.is_file() else None
 
+    def _adapter(self) -> dict[str, Any] | None:
+        """The settings of the adapter that `path` is, or None if it is a model."""
+        adapter = _read_json(Path(self.path) / "adapter_config.json")
+        if adapter is not None and not adapter.get("base_model_name_or_path"):
+            raise ConfigError(
+                f"path is {self.path!r}: an adapter that does not say which model it belongs to. Write that into "
+                "base_model_name_or_path of its adapter_config.json."
+            )
+        return adapter
+
     def _load(self, auto_class: Any, device: str) -> Any:
+        if (adapter := self._adapter()) is not None:
+            from peft import PeftModel
+
+            base = replace(self, path=adapter["base_model_name_or_path"], revision=adapter.get("revision"))
+            adapted = PeftModel.from_pretrained(base._load(auto_class, device), self.path)
+            return adapted.merge_and_unload().requires_grad_(True).eval()
+        return self._load_whole(auto_class, device)
+
+    def _load_whole(self, auto_class: Any, device: str) -> Any:
         import torch
 
         with quiet_transformers():
@@ -146,7 +169,5 @@ def _path_faults(field: str, path: str) -> Iterator[str]:
         yield f"{field} is {path!r}: not a model directory, it has no config.json (found: {found})."
 
 
-@functools.cache
-def _read_config(path: str) -> dict[str, Any]:
-    file = Path(path) / "config.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
+def _read_json(file: Path) -> dict[str, Any] | None:
+    return json.loads(file.read_text()) if file.is_file() else None

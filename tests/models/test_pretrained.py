@@ -1,0 +1,131 @@
+"""Any Hugging Face model: what is refused before and while it loads, and what is done to it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from random_models import save_random_model
+from roles import experience, start_actor
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from verl.errors import ConfigError
+from verl.models.pretrained import VALUE_HEAD_FILE, Pretrained
+from verl.rollout.base import Request
+from verl.rollout.hf import HFRollout
+
+
+def test_a_directory_that_is_no_model_is_refused_and_its_content_named(tmp_path):
+    (tmp_path / "notes.txt").write_text("nothing")
+    with pytest.raises(
+        ConfigError, match=r"path is .*: not a model directory, it has no config.json \(found: notes.txt\)"
+    ):
+        Pretrained(path=str(tmp_path))
+    with pytest.raises(ConfigError, match="no such directory"):
+        Pretrained(path=str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match=r"tokenizer_path is .*: no such directory"):
+        Pretrained(path="owner/name", tokenizer_path="./absent")
+
+
+@pytest.mark.parametrize("path", ["gpt2", "Qwen/Qwen2-0.5B", "warm-start://arithmetic"])
+def test_a_name_on_the_hub_passes_without_asking_the_hub(path):
+    assert Pretrained(path=path).path == path
+    assert Pretrained(path=path).max_positions() is None
+    assert Pretrained(path=path).value_head() is None
+
+
+def test_a_directory_with_missing_weights_is_refused(dir32, tmp_path):
+    broken = shutil.copytree(dir32, tmp_path / "broken")
+    kept = load_file(broken / "model.safetensors")
+    save_file(
+        {n: x for n, x in kept.items() if "layers.1.mlp" not in n}, broken / "model.safetensors", {"format": "pt"}
+    )
+    source = Pretrained(path=str(broken))
+    for load in (source.load_causal_lm, source.load_backbone):
+        with pytest.raises(ConfigError, match=r"3 weights are absent.*such as (model\.)?layers\.1\.mlp"):
+            load("cpu")
+
+
+def test_the_directory_of_a_bare_backbone_is_no_language_model(model32, tmp_path):
+    model32.load_backbone("cpu").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"1 weights are absent there .* such as lm_head.weight"):
+        Pretrained(path=str(tmp_path)).load_causal_lm("cpu")
+
+
+def test_the_context_length_is_read_without_the_weights(dir32, tmp_path):
+    shutil.copy(dir32 / "config.json", tmp_path)
+    assert Pretrained(path=str(tmp_path)).max_positions() == 64
+
+
+def test_a_value_head_is_found_beside_the_weights(dir32, tmp_path):
+    critic = shutil.copytree(dir32, tmp_path / "critic")
+    assert Pretrained(path=str(critic)).value_head() is None
+    (critic / VALUE_HEAD_FILE).touch()
+    assert Pretrained(path=str(critic)).value_head() == critic / VALUE_HEAD_FILE
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end_of_text_on_the_left(dir64, tmp_path):
+    directory = shutil.copytree(dir64, tmp_path / "unpadded")
+    file = directory / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    settings.pop("pad_token")
+    file.write_text(json.dumps(settings | {"padding_side": "right"}))
+    tokenizer = Pretrained(path=str(directory)).load_tokenizer()
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
+    assert tokenizer.padding_side == "left"
+
+
+@pytest.mark.parametrize(
+    ("family", "rates"),
+    [
+        ("llama", {"attention_dropout": 0.5}),
+        ("gpt_neox", {"attention_dropout": 0.5, "hidden_dropout": 0.5}),
+        ("starcoder2", {"attention_dropout": 0.5, "residual_dropout": 0.5, "embedding_dropout": 0.5}),
+        ("opt", {"dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5, "ffn_dim": 64, "word_embed_proj_dim": 32}),
+        ("gpt2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}),
+    ],
+)
+def test_dropout_is_off_in_training_too(family, rates, tmp_path):
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    config = AutoConfig.for_model(family, **sizes, **special, **rates)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = Pretrained(path=str(tmp_path)).load_causal_lm("cpu")
+    tokens = torch.randint(3, 50, (2, 9))
+    still = model(tokens).logits
+    assert torch.equal(model.train()(tokens).logits, still)
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() == model.config.to_dict() | {"dtype": "float32"}
+
+
+def test_attention_that_a_family_lacks_is_refused_with_the_way_out(tmp_path, prompts):
+    save_random_model(tmp_path, "gptj", torch.float32)
+    with pytest.raises(ConfigError, match=r"attention is 'sdpa': GPTJ.* Set attention=eager."):
+        Pretrained(path=str(tmp_path)).load_causal_lm("cpu")
+    rows = start_actor(Pretrained(path=str(tmp_path), attention="eager")).generate(prompts(), Request(0, 2))
+    assert len(rows) == 8
+
+
+def test_sdpa_is_refused_where_it_would_leave_out_a_part_of_the_model(tmp_path):
+    save_random_model(tmp_path, "gemma2", torch.float32)
+    for load in ("load_causal_lm", "load_backbone"):
+        with pytest.raises(ConfigError, match=r"attention is 'sdpa': .* caps its attention scores at 50.0"):
+            getattr(Pretrained(path=str(tmp_path)), load)("cpu")
+
+
+def test_a_bfloat16_model_generates_and_trains_with_float32_numbers(dir32, prompts):
+    actor = start_actor(Pretrained(path=str(dir32), dtype="bfloat16"), HFRollout(max_new_tokens=6))
+    rows = experience(actor, prompts())
+    assert actor.model.dtype == torch.bfloat16
+    assert rows["rollout_log_probs"].dtype == rows["old_log_probs"].dtype == torch.float32
+    assert (rows["rollout_log_probs"] - rows["old_log_probs"]).abs().max() < 0.2
+    assert actor.update(rows)["grad_norm"] > 0

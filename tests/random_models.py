@@ -1,0 +1,55 @@
+"""Models of any family, small and random, saved as a user would give them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.models.pretrained import quiet_transformers
+from verl.models.tiny_tokenizer import character_tokenizer
+
+FAMILIES = {
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.2},
+    "gemma2": {"head_dim": 8},
+    "gemma3_text": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gptj": {"rotary_dim": 4},
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
+def save_random_model(directory: Path, family: str, dtype: torch.dtype, **options: Any) -> Path:
+    """A model with the character tokenizer; weights wide enough that tokens differ much in probability.
+
+    Args:
+        family: `model_type` of transformers; `options` are added to its configuration.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = character_tokenizer()
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **FAMILIES.get(family, {}),
+        **options,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with quiet_transformers():
+        model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
