@@ -67,13 +67,11 @@ class Arbitrary(Description, Reward):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShareOf(Description, Reward):
-    """The share of a response that is made of certain characters."""
-
-    characters: str = "0123456789"
+class Echo(Description, Reward):
+    """The share of a response that repeats the first character of its prompt."""
 
     def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
-        return [sum(c in self.characters for c in text) / max(1, len(text)) for text in responses]
+        return [text.count(prompt[0]) / max(1, len(text)) for prompt, text in zip(prompts, responses, strict=True)]
 
 
 def ppo_run(

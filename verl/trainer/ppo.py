@@ -77,9 +77,9 @@ class PPORun(Description):
             fitting = [n for n in range(1, rows + 1) if rows % n == 0]
             near = min(fitting, key=lambda n: abs(n - algorithm.mini_batches))
             yield (
-                f"algorithm.mini_batches is {algorithm.mini_batches}: it does not divide the {rows} responses of a step "
-                f"(trainer.prompts_per_step {settings.prompts_per_step} x trainer.group_size {settings.group_size}); "
-                f"{near} would."
+                f"algorithm.mini_batches is {algorithm.mini_batches}: it does not divide the {rows} responses of a "
+                f"step (trainer.prompts_per_step {settings.prompts_per_step} x trainer.group_size "
+                f"{settings.group_size}); {near} would."
             )
         yield from sharding_faults(self.sharding, settings)
         yield from self._context_faults()

@@ -1,0 +1,48 @@
+"""PPO and GRPO teach a model that starts from nothing to answer each prompt with what it asks for."""
+
+from __future__ import annotations
+
+import pytest
+from trainer.runs import Echo, Prompts, ppo_run, read_lines
+
+from verl.algorithms.advantages import GAE, GroupRelative
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.kl import KLInLoss, KLInReward
+from verl.algorithms.policy_losses import PPOClip
+from verl.description import BuildContext
+from verl.models.tiny import TinyModel
+from verl.rollout.hf import HFRollout
+from verl.tracking.jsonl import JsonLines
+from verl.tracking.trackers import Trackers
+
+LETTERS = ("a", "b", "c", "d")
+ALGORITHMS = {
+    "ppo": Algorithm(advantage=GAE(), policy_loss=PPOClip(), kl=KLInReward(coef=0.001), mini_batches=2),
+    "grpo": Algorithm(advantage=GroupRelative(), policy_loss=PPOClip(), kl=KLInLoss(coef=0.001), mini_batches=2),
+}
+
+
+@pytest.mark.learning
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_random_model_learns_to_repeat_the_letter_that_it_is_given(name, tmp_path):
+    run = ppo_run(
+        TinyModel(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2),
+        ALGORITHMS[name],
+        lr=1e-2,
+        reward=Echo(),
+        rollout=HFRollout(max_new_tokens=5, min_new_tokens=3),
+        data=Prompts(train=LETTERS, eval=LETTERS),
+        prompts_per_step=4,
+        group_size=24,
+        total_steps=30,
+        save_final=False,
+        tracker=Trackers(jsonl=JsonLines()),
+    )
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        result = trainer.fit()
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+    assert rewards[0] < 0.05  # chance is one of about a hundred characters
+    assert sum(rewards[-5:]) / 5 > 0.9
+    assert result.evaluations[0]["eval/accuracy"] == 0.0
+    assert result.evaluations[30]["eval/accuracy"] == 1.0

@@ -1,0 +1,65 @@
+"""Ctrl-C: what is finished is written, the workers end, and the exit status is 130."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from cluster.processes_of import wait_until_gone, workers_of
+from trainer.runs import read_lines
+
+from verl.models.pretrained import Pretrained
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARDINGS = {"none": [], "ddp": ["sharding=ddp", "trainer.n_gpus_per_node=2"]}
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_an_interrupted_run_writes_what_is_finished_and_leaves_nothing_running(sharding, model32, tmp_path):
+    run_dir = tmp_path / "run"
+    (tmp_path / "rate.py").write_text("def variety(prompts, responses):\n    return [len(set(r)) for r in responses]\n")
+    choices = ["actor=pretrained", f"actor.model.path={model32.path}", "reward=function", "reward.path=rate.py:variety"]
+    length = ["trainer.total_steps=100000", "data.held_out=4", "actor.optimizer.lr=1e-3"]
+    sizes = ["trainer.prompts_per_step=4", "trainer.group_size=2", "rollout.max_new_tokens=6", "trainer.eval_samples=0"]
+    quiet = ["trainer.num_threads=1", "tracker.tensorboard=null", "tracker.curves=null", f"hydra.run.dir={run_dir}"]
+    command = [sys.executable, ROOT / "main_ppo.py", *choices, *length, *sizes, *quiet, *SHARDINGS[sharding]]
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path)
+    try:
+        _wait_for_steps(run_dir / "metrics.jsonl", 3, process)
+        workers = workers_of(process.pid)
+        assert len(workers) == (2 if sharding == "ddp" else 0)
+        process.send_signal(signal.SIGINT)
+        status = process.wait(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    told = (tmp_path / "output").read_text()
+    assert status == 130, told
+    assert "Interrupted after step" in told
+    assert "Traceback" not in told
+    assert wait_until_gone(workers, seconds=5) == []
+
+    steps = [line["step"] for line in read_lines(run_dir / "metrics.jsonl") if "actor/loss" in line]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("interrupted", steps[-1])
+    assert steps == list(range(1, len(steps) + 1))
+    before = model32.load_causal_lm("cpu").state_dict()
+    after = Pretrained(path=str(run_dir / "actor")).load_causal_lm("cpu").state_dict()
+    assert any(not torch.equal(x, after[name]) for name, x in before.items())
+    assert (run_dir / "critic" / "config.json").is_file()
+
+
+def _wait_for_steps(file: Path, count: int, process: subprocess.Popen) -> None:
+    """Until so many lines of metrics are there; the run must not end before."""
+    end = time.monotonic() + 120
+    while not (file.is_file() and file.read_bytes().count(b"\n") > count):
+        assert process.poll() is None, "the run ended by itself"
+        assert time.monotonic() < end, "no steps were made"
+        time.sleep(0.1)
