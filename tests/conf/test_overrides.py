@@ -139,3 +139,12 @@ def test_a_short_file_is_flattened_to_paths_and_whole_components_stay_whole():
 def test_null_for_a_group_chooses_its_option_none_where_it_has_one():
     assert assign("ppo", [("critic", None), ("experiment", None)]).options == ["critic=none"]
     assert assign("ppo", [("actor", None)]).faults == ["actor is null: a run needs one."]
+
+
+def test_a_key_below_a_reference_leaves_the_other_keys_and_the_referred_component_as_they_are(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    arguments, _ = command_line("ppo", [f"critic.model.path={tmp_path}", "trainer.seed=3"])
+    run = check(compose_root("ppo", arguments))
+    assert run.critic.model.path == str(tmp_path)
+    assert run.actor.model.path != str(tmp_path)
+    assert run.critic.model.attention == run.actor.model.attention

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -43,13 +43,22 @@ def lay(config: DictConfig, values: Iterable[tuple[str, Any]]) -> None:
             OmegaConf.update(config, path, value, merge=False, force_add=True)
 
 
-def _detach_parents(config: DictConfig, path: str) -> None:
-    """Turn `${actor.model}` into a copy of the actor's model, so that a key set below it leaves the actor alone."""
+def references_above(config: DictConfig, path: str) -> Iterator[tuple[str, str, list[str]]]:
+    """The nodes above `path` that refer to another one: their path, the path they refer to, and the keys found there."""
     keys = path.split(".")
     node: Any = config
-    for key in keys[:-1]:
+    for depth, key in enumerate(keys[:-1], start=1):
         if not isinstance(node, DictConfig) or key not in node or OmegaConf.is_missing(node, key):
             return
         if OmegaConf.is_interpolation(node, key) and isinstance(node[key], DictConfig):
-            node[key] = OmegaConf.create(OmegaConf.to_container(node[key], resolve=False))
+            raw: Any = OmegaConf.to_container(node, resolve=False)
+            target = str(raw[key]).strip("${}")
+            yield ".".join(keys[:depth]), target, [str(name) for name in node[key]]
         node = node[key]
+
+
+def _detach_parents(config: DictConfig, path: str) -> None:
+    """Turn `${actor.model}` into a copy of the actor's model, so that a key set below it leaves the actor alone."""
+    for node, target, _ in references_above(config, path):
+        copy = OmegaConf.to_container(OmegaConf.select(config, target), resolve=False)
+        OmegaConf.update(config, node, OmegaConf.create(copy), merge=False)

@@ -7,7 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
 from verl.compose.aliases import Translated, translate
+from verl.compose.composition import compose_root, references_above
 from verl.compose.nearest import hint, nearest
 from verl.compose.paths import conf_dir, group_options
 from verl.compose.schema import CHOOSERS, root_keys
@@ -79,7 +83,28 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Assign
             pairs.append((match["key"], match["value"]))
     judge = not any(argument.startswith(_OTHER_SEARCH_PATH) for argument in arguments)
     assigned = assign(root, pairs, judge_options=judge)
+    assigned.values = _with_copies(root, assigned)
     return [*passed, *assigned.options, *(f"++{key}={value}" for key, value in assigned.values)], assigned
+
+
+def _with_copies(root: str, assigned: Assignments) -> list[tuple[str, Any]]:
+    """Before a value is set below a node that refers to another, such as `critic.model` to `${actor.model}`, set every
+    key of that node to the one it refers to: the others then stay as they are, where Hydra would drop them."""
+    if not any(path.count(".") > 1 for path, _ in assigned.values):
+        return assigned.values
+    try:
+        config = compose_root(root, [option.partition(",")[0] for option in assigned.options])
+    except (HydraException, OmegaConfBaseException):
+        return assigned.values  # Hydra reports it when it composes for itself
+    values: list[tuple[str, Any]] = []
+    copied: set[str] = set()
+    for path, value in assigned.values:
+        for node, target, keys in references_above(config, path):
+            if node not in copied:
+                copied.add(node)
+                values += [(f"{node}.{key}", f"${{{target}.{key}}}") for key in keys]
+        values.append((path, value))
+    return values
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -10,6 +10,8 @@ from verl.models.source import ModelSource, without_dropout
 from verl.models.tiny_tokenizer import character_tokenizer
 from verl.utils.seeding import derive_seed
 
+INITIALIZER_RANGE = 0.06  # std of the first weights: with the usual 0.02 a net this narrow takes three times the steps
+
 
 @dataclass(frozen=True, kw_only=True)
 class TinyModel(ModelSource):
@@ -65,6 +67,7 @@ class TinyModel(ModelSource):
             num_attention_heads=self.num_heads,
             num_key_value_heads=self.num_heads,
             max_position_embeddings=self.context_length,
+            initializer_range=INITIALIZER_RANGE,
             tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
