@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from cluster.processes_of import is_running, temporary_directories, wait_until_gone, workers_of
 from cluster.toy_roles import ToyHost
 
+from verl.cluster import processes
 from verl.cluster.base import role_handles
 from verl.cluster.in_process import InProcess
 from verl.cluster.processes import Processes
@@ -108,7 +110,8 @@ def test_an_exception_in_one_worker_fails_the_call_by_name_and_ends_all(own_tmp)
     assert temporary_directories(own_tmp) == []
 
 
-def test_a_worker_that_dies_in_a_call_is_named_and_not_the_sibling_that_noticed(own_tmp):
+def test_a_worker_that_dies_in_a_call_is_named_and_not_the_sibling_that_noticed(own_tmp, monkeypatch):
+    monkeypatch.setattr(processes, "GRACE_S", 10.0)  # a machine under load takes its time to end a process
     cluster, toy = start(2)
     workers = workers_of(os.getpid())
     try:
@@ -182,13 +185,17 @@ def driver(size: int) -> str:
 
 def test_a_script_without_a_main_guard_works_and_its_death_ends_the_workers(tmp_path, own_tmp):
     script = tmp_path / "script.py"
-    script.write_text(driver(1) + "toy.sleep(600).result()\n")
+    sign = tmp_path / "asleep"
+    script.write_text(driver(1) + f"toy.sleep(600, {str(sign)!r}).result()\n")
     env = os.environ | {"TMPDIR": str(own_tmp)}
     process = subprocess.Popen([sys.executable, script], env=env, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "0\n"
         workers = workers_of(process.pid)
         assert len(workers) == 1
+        while not sign.exists():
+            assert process.poll() is None
+            time.sleep(0.05)
     finally:
         process.kill()
         process.wait()

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,14 +44,17 @@ class Toy:
 
     @on_all
     def die_on(self, rank: int) -> None:
-        """One rank dies; its siblings notice and fail, as in a collective operation."""
-        if self.rank == rank:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.05)
-        raise ConnectionError("a sibling hung up")
+        """One rank dies, and its siblings fail for it, as in a collective operation; the driver hears of them first."""
+        if self.rank != rank:
+            raise ConnectionError("a sibling hung up")
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     @on_all
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float, sign: str | None = None) -> None:
+        """Sleep, once a file is there that tells of it."""
+        if sign is not None:
+            Path(sign).touch()
         time.sleep(seconds)
 
     def unspoken(self) -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from verl.errors import WorkerDied
 
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 5.0
-GRACE_S = 0.3  # from the death of a worker, which a sibling may notice first, to the exit status of its process
 LOG_TAIL_LINES = 20
 
 
@@ -64,16 +62,6 @@ class Crew:
             return WorkerDied(rank, call, step, "the process does not answer")
         tail = "\n".join(self._log(rank).read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
         return WorkerDied(rank, call, step, f"the process ended with {_ending(code)}\n{tail}")
-
-    def dead_sibling(self, rank: int) -> int | None:
-        """Another process that has just ended, or None if all the others live."""
-        deadline = Deadline(GRACE_S)
-        while deadline.left_s:
-            for sibling, process in enumerate(self._processes):
-                if sibling != rank and process.poll() is not None:
-                    return sibling
-            time.sleep(0.02)
-        return None
 
     def kill(self) -> None:
         """End every process at once."""

@@ -16,6 +16,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -29,6 +30,8 @@ from verl.cluster.worker import READY, Answer, Call, Start
 from verl.description import BuildContext
 from verl.dispatch import dispatch_of
 from verl.errors import VerlError, WorkerError
+
+GRACE_S = 0.3  # an error waits so long to be told: a sibling's death, where that is the cause, is told first
 
 
 @dataclass
@@ -135,9 +138,8 @@ class Processes:
                 continue
             if answer.error is None:
                 self._take(answer, rank, pending)
-            elif (dead := self._crew.dead_sibling(rank)) is not None:
-                self._fail(self._crew.death(dead, pending.name, pending.step))  # which the error only follows from
             else:
+                time.sleep(GRACE_S)
                 self._fail(WorkerError(rank, pending.name, pending.step, answer.error))
 
     def _take(self, answer: Answer, rank: int, pending: _Pending) -> None:
