@@ -110,6 +110,14 @@ def test_the_order_of_rows_changes_their_order_alone(model64, batch):
     torch.testing.assert_close(shuffled["old_log_probs"], straight["old_log_probs"][order], rtol=0, atol=1e-10)
 
 
+def test_gradients_do_not_pile_up_over_updates(model64, batch):
+    actor = start_actor(model64, optimizer=AdamW(lr=0.0, max_grad_norm=None))
+    actor.update(batch)
+    once = gradients(actor.model)
+    actor.update(batch)
+    assert largest_difference(gradients(actor.model), once) < 1e-12
+
+
 def test_gradient_checkpointing_changes_nothing(model64, batch):
     for role in (start_actor, start_critic):
         assert_agree(updated(model64, batch, role, gradient_checkpointing=True), updated(model64, batch, role))

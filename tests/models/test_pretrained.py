@@ -49,6 +49,14 @@ def test_a_directory_with_missing_weights_is_refused(dir32, tmp_path):
             load("cpu")
 
 
+def test_weights_of_another_shape_are_refused(dir32, tmp_path):
+    broken = shutil.copytree(dir32, tmp_path / "broken")
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+    with pytest.raises(ConfigError, match=r"6 weights .*mlp.down_proj.weight \[32, 64\] instead of \[32, 48\]"):
+        Pretrained(path=str(broken)).load_causal_lm("cpu")
+
+
 def test_the_directory_of_a_bare_backbone_is_no_language_model(model32, tmp_path):
     model32.load_backbone("cpu").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"1 weights are absent there .* such as lm_head.weight"):

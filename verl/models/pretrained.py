@@ -108,6 +108,7 @@ class Pretrained(ModelSource):
                     attn_implementation=self.attention,
                     revision=self.revision,
                     trust_remote_code=self.trust_remote_code,
+                    ignore_mismatched_sizes=True,  # so that they are reported, and refused below by name
                     output_loading_info=True,
                 )
             except (ValueError, ImportError) as error:
@@ -129,7 +130,8 @@ class Pretrained(ModelSource):
 
     def _refuse_holes(self, report: dict[str, Any]) -> None:
         """Transformers fills absent weights with random ones and only warns; training them would be a silent loss."""
-        holes = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+        reshaped = [f"{key} {list(there)} instead of {list(here)}" for key, there, here in report["mismatched_keys"]]
+        holes = sorted(report["missing_keys"]) + sorted(reshaped)
         if holes:
             raise ConfigError(
                 f"path is {self.path!r}: {len(holes)} weights are absent there or of another shape, such as "
