@@ -27,9 +27,9 @@ class ConfigError(VerlError, ValueError):
 
     def __init__(self, faults: Sequence[str] | str):
         self.faults = [faults] if isinstance(faults, str) else list(faults)
-        count = len(self.faults)
-        lines = self.faults if count == 1 else [f"{count} faults in the configuration:", *(f"  {f}" for f in self.faults)]
-        super().__init__("\n".join(lines))
+        indented = "\n".join(f"  {fault}" for fault in self.faults)
+        alone = len(self.faults) == 1
+        super().__init__(self.faults[0] if alone else f"{len(self.faults)} faults in the configuration:\n{indented}")
 
     def __reduce__(self):
         return type(self), (self.faults,)

@@ -20,11 +20,11 @@ import torch
 from verl import config
 from verl.contract.columns import Indices, ReadOnlyFields, absent_error, object_array, only, row_indices
 from verl.contract.content import check_content
-from verl.errors import DataProtoValidationError
-from verl.fields import Bound, check_rows, check_tensor
 from verl.contract.joining import join_arrays, join_tensors, lengths_of, merged_meta, same_tensor, same_value
 from verl.contract.source import Source, contract_error, source_of, source_of_caller
 from verl.contract.storing import pack, read, unpack, write
+from verl.errors import DataProtoValidationError
+from verl.fields import Bound, check_rows, check_tensor
 
 
 class DataProto:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl.contract.source import Source, contract_error, source_of, source_of_caller
 from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto, pad_to_divisor
-from verl.contract.source import Source, contract_error, source_of, source_of_caller
 
 
 def line_of(text: str) -> int:

@@ -8,11 +8,12 @@ import shutil
 import pytest
 import torch
 from random_models import save_random_model
-from roles import experience, start_actor
+from roles import experience, largest_difference, start_actor, weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.errors import ConfigError
+from verl.models.lora import LoRA
 from verl.models.pretrained import VALUE_HEAD_FILE, Pretrained
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
@@ -130,10 +131,31 @@ def test_sdpa_is_refused_where_it_would_leave_out_a_part_of_the_model(tmp_path):
             getattr(Pretrained(path=str(tmp_path)), load)("cpu")
 
 
-def test_a_bfloat16_model_generates_and_trains_with_float32_numbers(dir32, prompts):
-    actor = start_actor(Pretrained(path=str(dir32), dtype="bfloat16"), HFRollout(max_new_tokens=6))
+def test_training_all_weights_in_bfloat16_is_refused_for_it_loses_small_updates(dir32):
+    with pytest.raises(ConfigError, match="autocast=bfloat16, or train a lora adapter"):
+        start_actor(Pretrained(path=str(dir32), dtype="bfloat16"))
+
+
+def test_a_bfloat16_model_generates_and_trains_an_adapter_with_float32_numbers(dir32, prompts):
+    actor = start_actor(Pretrained(path=str(dir32), dtype="bfloat16"), HFRollout(max_new_tokens=6), lora=LoRA(rank=2))
     rows = experience(actor, prompts())
     assert actor.model.dtype == torch.bfloat16
     assert rows["rollout_log_probs"].dtype == rows["old_log_probs"].dtype == torch.float32
     assert (rows["rollout_log_probs"] - rows["old_log_probs"]).abs().max() < 0.2
     assert actor.update(rows)["grad_norm"] > 0
+
+
+def test_autocast_computes_in_bfloat16_and_keeps_weights_in_float32(dir32, prompts):
+    source = Pretrained(path=str(dir32))
+    exact = start_actor(source, HFRollout(max_new_tokens=6))
+    cast = start_actor(source, HFRollout(max_new_tokens=6), autocast="bfloat16")
+    rows = experience(exact, prompts())
+    gap = (cast.compute_log_probs(rows)["old_log_probs"] - rows["old_log_probs"]).abs().max()
+    assert 0 < gap < 0.1
+    before = weights(cast.model)
+    assert cast.update(rows)["grad_norm"] > 0
+    assert {weight.dtype for weight in cast.model.parameters()} == {torch.float32}
+    assert largest_difference(before, weights(cast.model)) > 0
+    drawn = cast.generate(prompts(), Request(0, 4))
+    own = cast.compute_log_probs(drawn)["old_log_probs"]
+    assert (drawn["rollout_log_probs"] - own).abs().max() < 0.1

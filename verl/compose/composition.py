@@ -44,7 +44,7 @@ def lay(config: DictConfig, values: Iterable[tuple[str, Any]]) -> None:
 
 
 def references_above(config: DictConfig, path: str) -> Iterator[tuple[str, str, list[str]]]:
-    """The nodes above `path` that refer to another one: their path, the path they refer to, and the keys found there."""
+    """The nodes above `path` that refer to another one: their path, the path referred to, and the keys found there."""
     keys = path.split(".")
     node: Any = config
     for depth, key in enumerate(keys[:-1], start=1):

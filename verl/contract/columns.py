@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.errors import DataProtoValidationError
 from verl.contract.source import Source, contract_error
+from verl.errors import DataProtoValidationError
 
 Indices = int | slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from verl.fields import FIELDS, Bound
 from verl.contract.source import Source, contract_error
+from verl.fields import FIELDS, Bound
 
 Tensors = Mapping[str, torch.Tensor]
 # (field at fault, what was expected, the offending places [B ...])

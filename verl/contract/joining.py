@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.contract.source import Source, contract_error
 from verl.errors import DataProtoValidationError
 from verl.fields import FIELDS, Bound, Field
-from verl.contract.source import Source, contract_error
 
 # a dim of an unregistered field, the same in every part
 _FREE = ""

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.errors import DataProtoValidationError
 from verl.contract.source import Source
+from verl.errors import DataProtoValidationError
 
 Packed = list[tuple[str, str, tuple[int, ...], np.ndarray]]
 

@@ -17,6 +17,7 @@ from verl.engines.micro import MicroBatch, cut_into_micro_batches
 from verl.engines.optim import AdamW
 from verl.engines.sharding import Parallel
 from verl.errors import NonFiniteError
+from verl.models.precision import Autocast, computing_in
 from verl.ops.aggregate import Totals
 from verl.ops.logprobs import response_positions
 from verl.protocol import DataProto
@@ -34,6 +35,7 @@ class TrainingEngine:
         micro_batch_tokens: padding included, per forward pass.
         optimizer: None for a model that only infers.
         total_updates: of the whole run, for the schedule of the learning rate.
+        autocast: the type of matrix products, if not that of the weights.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class TrainingEngine:
         micro_batch_tokens: int,
         optimizer: AdamW | None = None,
         total_updates: int = 0,
+        autocast: Autocast = None,
     ):
         self.model = model
         self.parallel = parallel
@@ -52,6 +55,7 @@ class TrainingEngine:
         self.recipe = optimizer
         self.optimizer = None if optimizer is None else optimizer.attach(model.parameters())
         self.device = next(model.parameters()).device
+        self.autocast = autocast
 
     @torch.no_grad()
     def infer(self, batch: DataProto, compute: Compute) -> dict[str, Tensor]:
@@ -68,7 +72,9 @@ class TrainingEngine:
         mask = batch.batch["response_mask"]
         results: dict[str, Tensor] = {}
         for micro in cut_into_micro_batches(batch.to(self.device), self.micro_batch_tokens):
-            for name, x in compute(self.model, micro).items():
+            with computing_in(self.autocast, self.device):
+                found = compute(self.model, micro)
+            for name, x in found.items():
                 x = x.masked_fill(~micro.tensors["response_mask"], 0.0).to(mask.device)
                 whole = results.setdefault(name, x.new_zeros(mask.shape))
                 whole[micro.rows.to(mask.device), : x.shape[1]] = x
@@ -93,7 +99,8 @@ class TrainingEngine:
         self.optimizer.zero_grad(set_to_none=True)
         shares: dict[str, Tensor] = {}
         for micro in cut_into_micro_batches(batch.to(self.device), self.micro_batch_tokens):
-            value, stats = loss(self.model, micro, totals)
+            with computing_in(self.autocast, self.device):
+                value, stats = loss(self.model, micro, totals)
             value.backward()
             for name, x in {"loss": value, **stats}.items():
                 shares[name] = shares.get(name, 0.0) + x.detach().double()

@@ -49,7 +49,8 @@ class ValueModel(nn.Module):
         hidden = self.backbone(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         ).last_hidden_state
-        return ValueOutput(values=self.head(hidden.to(self.head.weight.dtype)).squeeze(-1))
+        with torch.autocast(hidden.device.type, enabled=False):  # values are regressed on in the head's own precision
+            return ValueOutput(values=self.head(hidden.to(self.head.weight.dtype)).squeeze(-1))
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:
         self.backbone.gradient_checkpointing_enable(**options)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.contract.source import source_of
 from verl.description import BuildContext, Description
 from verl.errors import RewardError
 from verl.rewards.base import Reward
 from verl.rewards.locate import load_function, path_faults
 from verl.rewards.results import reward_error
-from verl.contract.source import source_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.description import Description
+from verl.models.precision import Autocast
 from verl.protocol import DataProto
 
 TRAINING, EVALUATION = 0, 1  # streams of noise that never meet
@@ -51,8 +52,8 @@ class Rollout(Description):
             limit = self.max_new_tokens
             yield f"min_new_tokens is {self.min_new_tokens}: must lie between 0 and max_new_tokens {limit}."
 
-    def attach(self, model: Any, tokenizer: Any, seed: int) -> RolloutEngine:
-        """The engine, sampling from `model` with noise that derives from `seed`."""
+    def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None) -> RolloutEngine:
+        """The engine, sampling from `model` with noise that derives from `seed`; it computes as `autocast` says."""
         raise NotImplementedError
 
 

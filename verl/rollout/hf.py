@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.models.precision import Autocast, computing_in
 from verl.ops.logprobs import log_probs_of
 from verl.ops.noise import uniform
 from verl.ops.sampling import filter_logits, inverse_cdf
@@ -40,15 +41,15 @@ class HFRollout(Rollout):
         if self.max_rows < 1:
             yield f"max_rows is {self.max_rows}: must be at least 1."
 
-    def attach(self, model: Any, tokenizer: Any, seed: int) -> HFSampler:
-        return HFSampler(self, model, tokenizer, seed)
+    def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None) -> HFSampler:
+        return HFSampler(self, model, tokenizer, seed, autocast)
 
 
 class HFSampler:
     """The running engine of `HFRollout`."""
 
-    def __init__(self, options: HFRollout, model: Any, tokenizer: Any, seed: int):
-        self.options, self.model, self.seed = options, model, seed
+    def __init__(self, options: HFRollout, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None):
+        self.options, self.model, self.seed, self.autocast = options, model, seed, autocast
         self.pad_id = tokenizer.pad_token_id
         self.device = model.device
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
@@ -68,7 +69,8 @@ class HFSampler:
         lengths = prompts.batch["prompt_mask"].sum(dim=1)
         by_length = torch.argsort(lengths, descending=True, stable=True)
         for rows in by_length.split(max(1, self.options.max_rows // n)) if len(prompts) else ():
-            out = self._decode(prompts[rows].to(self.device), int(lengths[rows].max()), request)
+            with computing_in(self.autocast, self.device):
+                out = self._decode(prompts[rows].to(self.device), int(lengths[rows].max()), request)
             target = (rows[:, None] * n + torch.arange(n)).flatten()
             for whole, part in zip((responses, mask, log_probs), out, strict=True):
                 whole[target] = part.to(whole.device)

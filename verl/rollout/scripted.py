@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.models.precision import Autocast, computing_in
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
 from verl.rollout.base import Request, Rollout, assemble, stop_tokens
@@ -31,15 +32,15 @@ class Scripted(Rollout):
         if not self.texts:
             yield "texts is empty: give at least one response."
 
-    def attach(self, model: Any, tokenizer: Any, seed: int) -> ScriptedSampler:
-        return ScriptedSampler(self, model, tokenizer)
+    def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None) -> ScriptedSampler:
+        return ScriptedSampler(self, model, tokenizer, autocast)
 
 
 class ScriptedSampler:
     """The running engine of `Scripted`."""
 
-    def __init__(self, options: Scripted, model: Any, tokenizer: Any):
-        self.options, self.model = options, model
+    def __init__(self, options: Scripted, model: Any, tokenizer: Any, autocast: Autocast = None):
+        self.options, self.model, self.autocast = options, model, autocast
         self.pad_id = tokenizer.pad_token_id
         end = [int(stop_tokens(model, tokenizer, ())[0])]
         limit = options.max_new_tokens
@@ -70,5 +71,6 @@ class ScriptedSampler:
         device = self.model.device
         fields = {name: rows.batch[name].to(device) for name in ("input_ids", "attention_mask", "position_ids")}
         responses = rows.batch["responses"].to(device)
-        logits = response_positions(self.model(**fields, use_cache=False).logits, responses.shape[1])
+        with computing_in(self.autocast, device):
+            logits = response_positions(self.model(**fields, use_cache=False).logits, responses.shape[1])
         return log_probs_of(logits, responses, self.options.temperature).cpu()

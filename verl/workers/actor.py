@@ -35,7 +35,7 @@ class Actor(TrainedRole):
         if self.lora is not None:
             model = self.lora.apply(model, causal_lm=True)
         engine = self.engine(model, parallel, total_updates)
-        sampler = rollout.attach(model, context.tokenizer, context.seed)
+        sampler = rollout.attach(model, context.tokenizer, context.seed, self.autocast)
         return HybridActor(engine, algorithm, sampler, rollout.temperature, context.tokenizer)
 
 

@@ -43,10 +43,14 @@ class Reference(Description):
     ) -> ReferenceWorker:
         """Load the weights, or borrow the actor's."""
         if self.model is None and actor.lora is not None:
-            engine = TrainingEngine(running.model, parallel, self.micro_batch_tokens)
+            engine = self._engine(running.model, parallel, actor)
             return ReferenceWorker(engine, temperature, lambda: adapter_off(running.model))
         model = (self.model or actor.model).load_causal_lm(context.device).requires_grad_(False)
-        return ReferenceWorker(TrainingEngine(model, parallel, self.micro_batch_tokens), temperature)
+        return ReferenceWorker(self._engine(model, parallel, actor), temperature)
+
+    def _engine(self, model: nn.Module, parallel: Parallel, actor: Actor) -> TrainingEngine:
+        """It computes as the actor does, so that equal weights have a KL of zero."""
+        return TrainingEngine(model, parallel, self.micro_batch_tokens, autocast=actor.autocast)
 
 
 class ReferenceWorker:

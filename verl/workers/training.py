@@ -13,6 +13,7 @@ from verl.engines.engine import TrainingEngine
 from verl.engines.optim import AdamW
 from verl.engines.sharding import Parallel
 from verl.models.lora import LoRA
+from verl.models.precision import Autocast
 from verl.models.source import ModelSource
 
 
@@ -26,6 +27,8 @@ class TrainedRole(Description):
         optimizer: and the schedule of its learning rate.
         micro_batch_tokens: tokens of one forward and backward pass, padding included. Bounds memory; changes no
             result but by rounding.
+        autocast: `bfloat16` computes matrix products in it, generation included, while weights and optimizer state stay
+            in `model.dtype`; null computes in that.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
     """
 
@@ -33,15 +36,21 @@ class TrainedRole(Description):
     optimizer: AdamW
     lora: LoRA | None = None
     micro_batch_tokens: int = 16384
+    autocast: Autocast = None
     gradient_checkpointing: bool = False
 
     def faults(self) -> Iterator[str]:
         if self.micro_batch_tokens < 1:
             yield f"micro_batch_tokens is {self.micro_batch_tokens}: must be at least 1."
+        if self.lora is None and self.model.dtype in ("bfloat16", "float16"):
+            yield (
+                f"model.dtype is {self.model.dtype}: training all weights in it silently loses updates that are small "
+                "beside their weight. Set model.dtype=float32 and autocast=bfloat16, or train a lora adapter."
+            )
 
     def engine(self, model: nn.Module, parallel: Parallel, total_updates: int) -> TrainingEngine:
         """The engine that trains `model` as this role says."""
         if self.gradient_checkpointing:
             enable: Any = model.gradient_checkpointing_enable
             enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return TrainingEngine(model, parallel, self.micro_batch_tokens, self.optimizer, total_updates)
+        return TrainingEngine(model, parallel, self.micro_batch_tokens, self.optimizer, total_updates, self.autocast)

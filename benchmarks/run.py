@@ -1,0 +1,46 @@
+"""Run every benchmark, keep its JSON line in benchmarks/results/, and rewrite the table in the README.
+
+python benchmarks/run.py [name ...]
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+
+
+def hardware() -> dict[str, str | int]:
+    """What the numbers were measured on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or sorted(path.stem for path in HERE.glob("*.py") if path.stem != "run")
+    RESULTS.mkdir(exist_ok=True)
+    for name in wanted:
+        print(f"{name} ...", flush=True)
+        done = subprocess.run([sys.executable, HERE / f"{name}.py"], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")
+        result = {**json.loads(done.stdout.splitlines()[-1]), "hardware": hardware()}
+        (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    subprocess.run([sys.executable, HERE.parent / "scripts/make_results_table.py"], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Write the results of benchmarks/results/ and of the quickstart between the marks in README.md.
+
+Each result file holds `rows`: lists of what was measured, the figure with its spread, and what it is compared with.
+`--check` exits 1 if the README is not up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAD = "| measured | result | against |\n|---|---|---|\n"
+
+
+def table() -> str:
+    """The table of all results, with the machines that they were measured on."""
+    results = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("*.json"))]
+    rows = [row for result in results for row in result["rows"]]
+    machines = sorted({_machine(result["hardware"]) for result in results})
+    lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return f"{HEAD}{lines}\nMeasured with `make bench` on {'; '.join(machines)}. Medians, with quartiles in brackets.\n"
+
+
+def between(text: str, mark: str, content: str) -> str:
+    """`text` with `content` between <!-- mark --> and <!-- /mark -->."""
+    start, end = f"<!-- {mark} -->\n", f"<!-- /{mark} -->"
+    head, rest = text.split(start)
+    return head + start + content + end + rest.split(end)[1]
+
+
+def _machine(hardware: dict) -> str:
+    gpu = "no GPU" if hardware["gpu"] == "none" else hardware["gpu"]
+    return f"{hardware['cpu']}, {hardware['threads']} threads, {gpu}, torch {hardware['torch']}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    readme = ROOT / "README.md"
+    old = readme.read_text()
+    new = between(old, "results", table())
+    if args.check and new != old:
+        sys.exit("README.md is not up to date: run scripts/make_results_table.py")
+    readme.write_text(new)
+
+
+if __name__ == "__main__":
+    main()
