@@ -20,14 +20,14 @@ MAX_ROWS_WITHOUT_SIZE = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic(Description):
-    """All sums of two numbers below `10**digits`, in a seeded order, divided into training and held-out problems.
+    """All sums of two numbers of `digits` digits, in a seeded order, divided into training and held-out problems.
 
     The first `held_out` problems of the order are for evaluation. A training problem is neither one of them nor one of
     them with its summands exchanged. Sets with equal `digits`, `held_out` and `seed` hold out the same problems,
     whatever their `train_size`: a policy warmed up on one is evaluated fairly on the other.
 
     Args:
-        digits: digits of the larger summands, from 1 to 6.
+        digits: of each summand, from 1 to 6; the first of several is not 0.
         held_out: number of problems to evaluate on.
         seed: order of the problems.
         train_size: number of training problems, the first of the order; None takes all that are left.
@@ -38,11 +38,20 @@ class Arithmetic(Description):
     seed: int = 0
     train_size: int | None = None
 
+    @property
+    def _lowest(self) -> int:
+        return 10 ** (self.digits - 1) if self.digits > 1 else 0
+
+    @property
+    def _count(self) -> int:
+        """How many numbers a summand may be."""
+        return 10**self.digits - self._lowest
+
     def faults(self) -> Iterator[str]:
         if not 1 <= self.digits <= 6:
             yield f"digits is {self.digits}: must lie in [1, 6]."
             return
-        total = 100**self.digits
+        total = self._count**2
         # Each held-out problem can take its mirror image out of training too.
         available = total - 2 * self.held_out
         if self.held_out < 1:
@@ -62,7 +71,7 @@ class Arithmetic(Description):
         """
         if split not in ("train", "eval"):
             raise ConfigError(f"split is {split!r}: expected one of train, eval.")
-        order = _shuffled(100**self.digits, self.seed)
+        order = _shuffled(self._count**2, self.seed)
         held_out = [next(order) for _ in range(self.held_out)]
         if split == "eval":
             return [self._row(problem) for problem in held_out]
@@ -76,12 +85,12 @@ class Arithmetic(Description):
         return rows
 
     def _row(self, problem: int) -> dict[str, str]:
-        left, right = divmod(problem, 10**self.digits)
+        left, right = (self._lowest + place for place in divmod(problem, self._count))
         return {"prompt": f"{left}+{right}=", "answer": str(left + right)}
 
     def _mirror(self, problem: int) -> int:
-        left, right = divmod(problem, 10**self.digits)
-        return right * 10**self.digits + left
+        left, right = divmod(problem, self._count)
+        return right * self._count + left
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,49 @@
+"""The documents say what the code does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trainer.runs import GRPO, PPO, ppo_run, read_lines
+
+from verl.description import BuildContext
+from verl.models.pretrained import Pretrained
+from verl.tracking.jsonl import JsonLines
+from verl.tracking.trackers import Trackers
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("script", ["make_glossary.py", "make_results_table.py"])
+def test_what_is_made_from_the_code_and_the_results_is_up_to_date(script):
+    done = subprocess.run([sys.executable, ROOT / "scripts" / script, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def documented_keys() -> list[re.Pattern[str]]:
+    text = (ROOT / "docs/metrics.md").read_text()
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    keys = [key for cell in cells for key in re.findall(r"`([^`]+/[^`]+)`", cell)]
+    return [re.compile(re.sub(r"\\\*|STAGE|(?<=@)k", r"[\\w]+", re.escape(key))) for key in keys]
+
+
+@pytest.mark.parametrize("algorithm", [PPO, GRPO], ids=["ppo", "grpo"])
+def test_every_metric_of_a_run_is_explained(algorithm, dir32, tmp_path):
+    run = ppo_run(Pretrained(path=str(dir32)), algorithm, total_steps=1, tracker=Trackers(jsonl=JsonLines()))
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        trainer.fit()
+    logged = {key for line in read_lines(tmp_path / "metrics.jsonl") for key in line} - {"step", "time_s"}
+    known = documented_keys()
+    assert logged
+    assert {key for key in logged if not any(pattern.fullmatch(key) for pattern in known)} == set()
+
+
+def test_every_path_that_the_documents_name_exists():
+    pattern = re.compile(r"`((?:verl|conf|scripts|tests|benchmarks|docs)/[\w/.-]+)`")
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        named = set(pattern.findall(page.read_text()))
+        assert {path for path in named if not (ROOT / path).exists()} == set(), page.name
