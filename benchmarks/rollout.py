@@ -112,10 +112,24 @@ def main(arguments: list[str] | None = None) -> None:
         for name, how in WAYS.items()
     }
     ways["transformers"] = transformers_way(model, prompts, options.samples, options.new_tokens)
-    result: dict[str, object] = {"benchmark": "rollout", **vars(options)}
+    result: dict[str, Any] = {"benchmark": "rollout", **vars(options)}
     for name, rates in measure(ways, options.rounds).items():
         low, median, high = statistics.quantiles(rates, n=4)
         result |= {f"{name}_tokens_per_s": round(median), f"{name}_spread": [round(low), round(high)]}
+    ratio = {name: result["verl_tokens_per_s"] / result[f"{name}_tokens_per_s"] for name in ways}
+    work = f"{options.prompts} prompts of {options.prompt_length} tokens x {options.samples} responses"
+    result["rows"] = [
+        [
+            f"rollout with log-probs, {work}",
+            f"{result['verl_tokens_per_s']} {result['verl_spread']} tokens/s",
+            f"{ratio['transformers']:.1f}x transformers `generate` without log-probs",
+        ],
+        [
+            "the same without sharing prompts among samples, and without dropping finished rows",
+            f"{result['without_both_tokens_per_s']} {result['without_both_spread']} tokens/s",
+            f"{1 / ratio['without_both']:.2f}x of it with both",
+        ],
+    ]
     print(json.dumps(result))
 
 
