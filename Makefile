@@ -13,7 +13,7 @@ install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
 
 $(VENV)/.installed: requirements.txt setup.py
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "verl needs Python 3.10 or newer; set PYTHON=...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "verl needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel
 	$(BIN)/python -m pip install --quiet torch==$$(sed -n 's/^torch==//p' requirements.txt)

@@ -21,7 +21,7 @@ setup(
     description="Reinforcement-learning post-training of language models, from a laptop to a cluster",
     long_description=(here / "README.md").read_text(),
     long_description_content_type="text/markdown",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=[
         *find_packages(include=["verl", "verl.*"]),
         *sorted({c.replace("conf", "verl.conf", 1).replace("/", ".") for c in conf}),

@@ -11,7 +11,8 @@ VerlError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 
 class VerlError(Exception):
@@ -33,6 +34,15 @@ class ConfigError(VerlError, ValueError):
 
     def __reduce__(self):
         return type(self), (self.faults,)
+
+
+@contextlib.contextmanager
+def faults_below(path: str) -> Iterator[None]:
+    """Faults found inside are of the component at `path`: `prompt_key is ...` becomes `data.prompt_key is ...`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([f"{path}.{fault}" for fault in error.faults]) from error
 
 
 class DataProtoValidationError(VerlError, ValueError):

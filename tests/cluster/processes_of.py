@@ -16,7 +16,7 @@ def workers_of(driver: int) -> list[int]:
         try:
             if mark in (directory / "environ").read_bytes().split(b"\0"):
                 found.append(int(directory.name))
-        except OSError:  # noqa: PERF203 - it ended meanwhile, or is not ours
+        except OSError:
             continue
     return sorted(found)
 

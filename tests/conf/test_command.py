@@ -104,3 +104,10 @@ def test_a_sweep_gives_each_job_its_values_and_directory(tmp_path):
     assert [Path(job[2]).name for job in jobs] == ["0", "1"]
     assert all(job[2].startswith("verl/sft/") for job in jobs)
     assert len(list(tmp_path.glob("multirun/verl/sft/*/*/config.yaml"))) == 2
+
+
+def test_a_job_that_fails_does_not_end_the_sweep(tmp_path):
+    done = run(tmp_path, str(ROOT / "main_ppo.py"), "-m", "actor.optimizer.lr=-1,1e-3", "trainer.group_sise=2")
+    assert done.returncode == 2
+    assert done.stderr.count("group_sise is not a known key") == 2
+    assert "Job 0 of the sweep ended with status 2" in done.stderr

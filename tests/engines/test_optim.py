@@ -63,7 +63,7 @@ def test_the_first_step_moves_each_weight_by_the_rate():
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"lr": -1.0}, "lr is -1.0: must not be negative"),
+        ({"lr": -1.0}, "lr is -1.0: must be a finite number, at least 0"),
         ({"betas": [0.9]}, "betas is"),
         ({"betas": [0.9, 1.0]}, "betas is"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),

@@ -7,9 +7,9 @@ import torch
 from roles import start_actor
 
 from verl.ops.logprobs import log_probs_of
-from verl.ops.noise import uniform
+from verl.ops.noise import EVALUATION, uniform
 from verl.protocol import DataProto
-from verl.rollout.base import EVALUATION, Request
+from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
 
 DIGITS = tuple(range(7, 17))

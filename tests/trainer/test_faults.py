@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 from trainer.runs import GRPO, PPO, Prompts, ppo_run, read_lines
+from transformers import AutoTokenizer
 
 from verl import config
 from verl.algorithms.kl import KLInReward, NoKL
+from verl.data.files import PromptFiles
 from verl.description import BuildContext, Description
+from verl.engines.optim import AdamW
 from verl.engines.sharding import DDP
 from verl.errors import ConfigError, RewardError
 from verl.models.pretrained import Pretrained
@@ -24,6 +27,9 @@ from verl.rewards.function import CallableReward, RewardFunction
 from verl.rollout.hf import HFRollout
 from verl.tracking.jsonl import JsonLines
 from verl.tracking.trackers import Trackers
+from verl.trainer.settings import PPOSettings
+from verl.trainer.setup import ProcessState
+from verl.workers.critic import Critic
 
 
 def faults_of(model: Any, algorithm: Any = PPO, **parts: Any) -> list[str]:
@@ -78,8 +84,8 @@ def test_several_processes_without_a_sharding_are_refused(model32):
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", ""])
 def test_a_device_that_does_not_exist_anywhere_is_refused(model32, device):
-    (fault,) = faults_of(model32, device=device)
-    assert fault.startswith(f"device is {device!r}: ")
+    with pytest.raises(ConfigError, match=f"device is '{device}': expected auto, cpu, cuda"):
+        ppo_run(model32, device=device)
 
 
 def test_all_faults_are_told_at_once(model32):
@@ -163,3 +169,41 @@ def test_a_whole_run_passes_the_strict_check_which_is_off_again_afterwards(model
     assert "VERL_STRICT_DATA_CHECK" not in os.environ
     assert torch.are_deterministic_algorithms_enabled() == deterministic
     assert Path(tmp_path / "actor" / "config.json").is_file()
+
+
+def test_a_critic_that_reads_other_token_ids_is_refused(dir32, tmp_path):
+    other = shutil.copytree(dir32, tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(other)
+    source = Pretrained(path=str(dir32))
+    critic = Critic(model=Pretrained(path=str(other)), optimizer=AdamW(lr=1e-3))
+    with pytest.raises(ConfigError, match=r"critic\.model has another tokenizer than actor\.model"):
+        ppo_run(source, critic=critic).build(BuildContext(run_dir=tmp_path / "run"))
+
+
+def test_faults_of_the_data_that_show_when_it_is_read_are_told_by_their_path(model32, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "1+1="}\n')
+    run = ppo_run(model32, data=PromptFiles(train_files=(str(file),), max_prompt_length=16))
+    with pytest.raises(ConfigError, match=r"^data\.prompt_key is 'prompt'"):
+        run.build(BuildContext(run_dir=tmp_path / "run"))
+
+
+def test_the_first_of_epochs_and_steps_ends_a_run():
+    given = {(None, None): 7, (3, None): 21, (None, 50): 50, (3, 50): 21, (3, 5): 5}
+    for (epochs, steps), expected in given.items():
+        assert PPOSettings(total_epochs=epochs, total_steps=steps).num_steps(7) == expected
+
+
+def test_what_a_run_changes_in_its_process_is_put_back_when_the_last_one_ends():
+    threads = torch.get_num_threads()
+    first = ProcessState(PPOSettings(num_threads=1))
+    second = ProcessState(PPOSettings(num_threads=1, strict_data_check=True))
+    first.restore()
+    first.restore()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert config.strict_data_check
+    second.restore()
+    assert torch.get_num_threads() == threads
+    assert not config.strict_data_check

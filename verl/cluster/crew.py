@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from verl.errors import WorkerDied
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 5.0
 LOG_TAIL_LINES = 20
+LONGEST_SOCKET_PATH = 100  # bytes; Linux allows 107, macOS 103
 
 
 class Crew:
@@ -36,7 +38,7 @@ class Crew:
         self.size, self.num_threads = size, num_threads
         self.connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._directory = Path(tempfile.mkdtemp(prefix="verl_"))
+        self._directory = _short_directory()
         self._logs = self._directory if logs is None else logs
         self._logs.mkdir(parents=True, exist_ok=True)
 
@@ -60,7 +62,10 @@ class Crew:
             code = self._processes[rank].wait(timeout=END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return WorkerDied(rank, call, step, "the process does not answer")
-        tail = "\n".join(self._log(rank).read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+        try:
+            tail = "\n".join(self._log(rank).read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+        except OSError as error:
+            tail = f"(its log cannot be read: {error})"
         return WorkerDied(rank, call, step, f"the process ended with {_ending(code)}\n{tail}")
 
     def kill(self) -> None:
@@ -76,7 +81,7 @@ class Crew:
         for process in self._processes:
             try:
                 process.wait(timeout=deadline.left_s)
-            except subprocess.TimeoutExpired:  # noqa: PERF203 - a few processes, each with its own end
+            except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
         for connection in self.connections:
@@ -114,12 +119,14 @@ class Crew:
         done = threading.Event()
 
         def accept() -> None:
-            try:
-                while len(arrived) < self.size:
+            while len(arrived) < self.size:
+                try:
                     connection = listener.accept()
                     arrived[connection.recv()] = connection
-            except (OSError, EOFError):
-                return
+                except (AuthenticationError, EOFError):  # a stranger at the door: noqa: PERF203
+                    continue
+                except OSError:  # the listener was closed
+                    return
             done.set()
 
         threading.Thread(target=accept, daemon=True).start()
@@ -134,8 +141,18 @@ class Crew:
         return self._logs / f"rank_{rank}.log"
 
 
+def _short_directory() -> Path:
+    """A new directory whose path is short enough for a socket, wherever TMPDIR points."""
+    directory = Path(tempfile.mkdtemp(prefix="verl_"))
+    if len(str(directory / "driver")) < LONGEST_SOCKET_PATH:
+        return directory
+    directory.rmdir()
+    return Path(tempfile.mkdtemp(prefix="verl_", dir="/tmp"))
+
+
 def _ending(code: int) -> str:
     if code >= 0:
         return f"exit status {code}"
     hint = " (out of memory, if nobody sent it)" if -code == signal.SIGKILL else ""
-    return f"signal {signal.Signals(-code).name}{hint}"
+    names = {int(known): known.name for known in signal.Signals}
+    return f"signal {names.get(-code, -code)}{hint}"

@@ -17,6 +17,7 @@ import pickle
 import sys
 import threading
 import time
+import traceback
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -132,6 +133,8 @@ class Processes:
                 answer: Answer = connection.recv()
             except (EOFError, OSError):
                 return self._on_hang_up(rank)
+            except Exception:  # noqa: BLE001 - an answer that cannot be read; whoever waits for it is told
+                return self._fail(WorkerError(rank, "an answer", self.step, traceback.format_exc()))
             with self._lock:
                 pending = self._pending.get(answer.number)
             if pending is None:

@@ -107,7 +107,10 @@ def translate(root: str, key: str, value: Any, chosen: set[str]) -> Translated |
     choice = alias.choices.get(_text(value).lower())
     if choice is None:
         return Translated(fault=f"{said} {alias.refusal}")
-    return Translated(options=[choice] if choice else [], note=f"{said} became {choice or 'nothing: it is so anyway'}")
+    return Translated(
+        options=[choice] if choice else [],
+        note=f"{said} became {choice or 'nothing: the roles follow from the algorithm'}",
+    )
 
 
 def _renamed(alias: Alias, root: str, key: str, value: Any, chosen: set[str]) -> Translated:

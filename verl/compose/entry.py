@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -32,6 +33,7 @@ from verl.utils.redact import redact
 if TYPE_CHECKING:
     from rich.console import Console
 
+INTERRUPTED = 130
 _SHOWS_ONLY = ("--cfg", "-c", "--info", "-i")  # Hydra flags that print and never reach the run's own check
 
 
@@ -73,6 +75,7 @@ def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None
         def command() -> None:
             with _clean_end():
                 schema.register()
+                sys.path.append(str(Path.cwd()))  # a user's own modules lie where the user stands
                 arguments, assigned = command_line(root, sys.argv[1:])
                 for note in assigned.notes:
                     _tell(note)
@@ -87,6 +90,8 @@ def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None
 
 
 def _run_hydra(root: str, main: Callable[[Job], Any], faults: Sequence[str]) -> None:
+    statuses: list[int] = []
+
     def task(config: DictConfig) -> None:
         import rich
 
@@ -94,15 +99,23 @@ def _run_hydra(root: str, main: Callable[[Job], Any], faults: Sequence[str]) -> 
         run_dir = Path(running.runtime.output_dir)
         overrides: Any = OmegaConf.to_container(running.overrides.task, resolve=False)
         job = Job(config, run_dir, rich.get_console(), overrides, list(faults))
-        with _clean_end():
-            try:
-                with job.closing:
-                    main(job)
-            finally:
-                _remove_if_empty(run_dir)
+        try:
+            with _clean_end():
+                try:
+                    with job.closing:
+                        main(job)
+                finally:
+                    _remove_if_empty(run_dir)
+        except SystemExit as end:
+            statuses.append(int(end.code or 0))
+            if running.mode != RunMode.MULTIRUN or statuses[-1] == INTERRUPTED:
+                raise
+            _tell(f"Job {running.job.num} of the sweep ended with status {statuses[-1]}; the others go on.")
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us as they are, and `_clean_end` words them
     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=root)(task)()
+    if any(statuses):
+        sys.exit(max(statuses))
 
 
 @contextmanager
@@ -118,7 +131,7 @@ def _clean_end() -> Iterator[None]:
         sys.exit(2)
     except KeyboardInterrupt:
         _tell("interrupted")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except Exception:  # noqa: BLE001 - the end of the program: all that is left is to tell, without secrets
         _tell(traceback.format_exc())
         sys.exit(1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 CHOOSERS = ("experiment", "debug")  # groups that write into the other nodes and have none of their own
 
@@ -54,7 +54,8 @@ def root_keys(root: str) -> list[str]:
 
 
 def register() -> None:
-    """Make the schemas known to Hydra under `schema_ppo` and `schema_sft`; calling it again changes nothing."""
+    """Make the schemas known to Hydra under `schema_ppo` and `schema_sft`, and `${divide:384,8}` a whole number."""
+    OmegaConf.register_new_resolver("divide", lambda whole, parts: max(1, whole // parts), replace=True)
     store = ConfigStore.instance()
     for root, schema in ROOTS.items():
         store.store(name=f"schema_{root}", node=schema, provider="verl")

@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import tempfile
 import time
@@ -24,11 +26,10 @@ from verl.compose.nearest import hint, nearest
 from verl.compose.paths import conf_dir, group_options
 from verl.description import BuildContext, Description, as_plain
 from verl.errors import ConfigError
+from verl.models.pretrained import WARM_START
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-PREFIX = "warm-start://"
 
 
 def resolve_warm_starts(run: Any, console: Console, overrides: Sequence[str] = ()) -> Any:
@@ -42,9 +43,14 @@ def resolve_warm_starts(run: Any, console: Console, overrides: Sequence[str] = (
         ConfigError: there is no such experiment.
     """
 
+    same_machine = [
+        f"++trainer.device={run.trainer.device}",
+        f"++trainer.num_threads={'null' if run.trainer.num_threads is None else run.trainer.num_threads}",
+    ]
+
     @functools.cache
     def directory(name: str) -> str:
-        return str(_actor_dir(name, console, overrides))
+        return str(_actor_dir(name, console, [*same_machine, *overrides]))
 
     return _replace(run, directory)
 
@@ -60,24 +66,26 @@ def _replace(value: Any, directory: Callable[[str], str]) -> Any:
         new = {name: _replace(item, directory) for name, item in old.items()}
         changed = {name: item for name, item in new.items() if item is not old[name]}
         return dataclasses.replace(value, **changed) if changed else value
-    if isinstance(value, str) and value.startswith(PREFIX):
-        return directory(value.removeprefix(PREFIX))
+    if isinstance(value, str) and value.startswith(WARM_START):
+        return directory(value.removeprefix(WARM_START))
     return value
 
 
 def _actor_dir(name: str, console: Console, overrides: Sequence[str]) -> Path:
     known = group_options(conf_dir()).get("experiment", [])
     if name not in known:
-        raise ConfigError(f"{PREFIX}{name}: there is no experiment {name}.{hint(nearest(name, known))}")
+        raise ConfigError(f"{WARM_START}{name}: there is no experiment {name}.{hint(nearest(name, known))}")
     run = check(compose_root("sft", [f"experiment={name}", "tracker=none", *overrides]))
     final = warm_start_dir(name, run)
     if (final / "actor" / "config.json").is_file():
-        console.print(f"{PREFIX}{name} lies in {final}", soft_wrap=True)
+        console.print(f"{WARM_START}{name} lies in {final}", soft_wrap=True)
         return final / "actor"
-    console.print(f"{PREFIX}{name} is made once, by main_sft.py experiment={name}, about a minute ...", soft_wrap=True)
+    console.print(
+        f"{WARM_START}{name} is made once, by main_sft.py experiment={name}, about a minute ...", soft_wrap=True
+    )
     begin = time.monotonic()
     _make(run, final)
-    console.print(f"{PREFIX}{name} made in {time.monotonic() - begin:.0f} s, kept in {final}", soft_wrap=True)
+    console.print(f"{WARM_START}{name} made in {time.monotonic() - begin:.0f} s, kept in {final}", soft_wrap=True)
     return final / "actor"
 
 
@@ -113,8 +121,9 @@ def _cache() -> Path:
 def _key(run: Any) -> str:
     import torch
 
-    machine = ["cuda" if torch.cuda.is_available() else "cpu", str(torch.get_num_threads())]
-    parts = [json.dumps(as_plain(run), sort_keys=True), _sources(), torch.__version__, *machine]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    versions = [torch.__version__, importlib.metadata.version("transformers")]
+    parts = [json.dumps(as_plain(run), sort_keys=True), _sources(), *versions, device, str(torch.get_num_threads())]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 

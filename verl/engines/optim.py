@@ -38,8 +38,9 @@ class AdamW(Description):
     final_fraction: float = 0.0
 
     def faults(self) -> Iterator[str]:
-        if self.lr < 0:
-            yield f"lr is {self.lr}: must not be negative."
+        for name in ("lr", "eps", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                yield f"{name} is {getattr(self, name)}: must be a finite number, at least 0."
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             yield f"betas is {list(self.betas)}: expected two numbers in [0, 1)."
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:

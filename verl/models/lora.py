@@ -29,6 +29,8 @@ class LoRA(Description):
     def faults(self) -> Iterator[str]:
         if self.rank < 1:
             yield f"rank is {self.rank}: must be at least 1."
+        if self.alpha <= 0:
+            yield f"alpha is {self.alpha}: must be above 0."
         if not self.target_modules:
             yield "target_modules is empty: name layers, or give [all-linear]."
 

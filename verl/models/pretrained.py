@@ -62,9 +62,13 @@ class Pretrained(ModelSource):
         from transformers import AutoTokenizer
 
         path = self.tokenizer_path or self.path
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, revision=self.revision, trust_remote_code=self.trust_remote_code, padding_side="left"
-        )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, revision=self.revision, trust_remote_code=self.trust_remote_code, padding_side="left"
+            )
+        except OSError as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"path is {path!r}: {reason} Or give a directory made by save_pretrained.") from error
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer

@@ -74,6 +74,6 @@ class TinyModel(ModelSource):
             pad_token_id=tokenizer.pad_token_id,
         )
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(self.seed, "tiny model"))
+            torch.default_generator.manual_seed(derive_seed(self.seed, "tiny model"))
             model = auto_class.from_config(config, dtype=torch.float32)
         return without_dropout(model).to(device=device, dtype=getattr(torch, self.dtype)).eval()

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from verl.description import Description
 from verl.models.precision import Autocast
+from verl.ops.noise import TRAINING
 from verl.protocol import DataProto
-
-TRAINING, EVALUATION = 0, 1  # streams of noise that never meet
 
 
 @dataclass(frozen=True, kw_only=True)

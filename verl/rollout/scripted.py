@@ -31,6 +31,9 @@ class Scripted(Rollout):
         yield from super().faults()
         if not self.texts:
             yield "texts is empty: give at least one response."
+        for name, unset in (("top_k", 0), ("top_p", 1.0), ("min_new_tokens", 0), ("stop_token_ids", ())):
+            if getattr(self, name) != unset:
+                yield f"{name} is {getattr(self, name)!r}: given responses are not drawn. Leave it at {unset!r}."
 
     def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None) -> ScriptedSampler:
         return ScriptedSampler(self, model, tokenizer, autocast)

@@ -162,6 +162,8 @@ def _compose(short: Mapping[str, Any], train_dataset: Any, reward_fn: Any, overr
         kept = {key: value for key, value in short["data"].items() if key != "train_files"}
         short = {**short, "data": kept}
         notes.append("data.train_files is set aside: train_dataset is given.")
+    if train_dataset is not None and not any(option.startswith("data=") for option in overrides):
+        overrides = ["data=files", *overrides]  # not the lengths that suit the embedded example
     composed = compose_over_default("ppo", short, overrides, replacements)
     composed.notes = [*notes, *composed.notes]
     return composed

@@ -7,6 +7,7 @@ evaluate ── [ step ── log ── evaluate every eval_interval steps ] ×
 from __future__ import annotations
 
 import json
+import logging
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from verl.protocol import DataProto
 from verl.tracking.trackers import TrackerSet
 from verl.trainer.settings import LoopSettings
 from verl.trainer.stages import Stages
+from verl.utils.redact import redact
+
+_log = logging.getLogger(__name__)
 
 
 class Trainer(Protocol):
@@ -28,6 +32,7 @@ class Trainer(Protocol):
     tracker: TrackerSet
     stages: Stages
     train_data: Dataset
+    eval_data: Dataset | None
     sampler: EpochSampler
     num_steps: int
     run_dir: Path
@@ -57,7 +62,8 @@ class Result:
         evaluations: step -> metrics; step 0 is before training.
         wall_s: from the first evaluation to the last.
         train_s: of that, spent in training steps.
-        saved: directories of weights.
+        saved: directories of weights; of an interrupted run they may hold a part of the step after `steps`.
+        error: what a failed run failed of.
     """
 
     run_dir: Path
@@ -69,6 +75,7 @@ class Result:
     wall_s: float = 0.0
     train_s: float = 0.0
     saved: list[Path] = field(default_factory=list)
+    error: str | None = None
 
     def write(self) -> None:
         """Write `summary.json` into the run's directory."""
@@ -90,7 +97,13 @@ def fit(trainer: Trainer, config: dict[str, Any]) -> Result:
         result.status = "finished"
     except KeyboardInterrupt:
         result.status = "interrupted"
-        trainer.tracker.message(f"Interrupted after step {result.steps}: writing what is finished.")
+        trainer.tracker.message(
+            f"Interrupted in step {result.steps + 1}: writing what is finished. The weights may hold a part of it."
+        )
+        raise
+    except Exception as error:
+        result.error = redact(f"{type(error).__name__}: {error}")
+        _log.exception("The run failed after step %d.", result.steps)
         raise
     finally:
         result.wall_s = time.perf_counter() - started
@@ -121,6 +134,8 @@ def _train(trainer: Trainer, result: Result) -> None:
 
 
 def _evaluate(trainer: Trainer, step: int, result: Result) -> None:
+    if trainer.eval_data is None:
+        return
     with trainer.stages.stage("eval") as note:
         metrics = trainer.evaluate(step)
         note.say(f"the weights after {step} steps")

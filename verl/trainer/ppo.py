@@ -21,10 +21,12 @@ from verl.cluster.base import role_handles
 from verl.data.sampler import EpochSampler
 from verl.description import BuildContext, Description, as_plain
 from verl.engines.sharding import Sharding
-from verl.errors import ConfigError
+from verl.errors import ConfigError, faults_below
+from verl.models.tokenizers import tokenizer_fault
 from verl.ops.masking import masked_mean
+from verl.ops.noise import EVALUATION
 from verl.protocol import DataProto
-from verl.rollout.base import EVALUATION, Request, Rollout
+from verl.rollout.base import Request, Rollout
 from verl.tracking.trackers import Trackers
 from verl.trainer.loop import Result, fit
 from verl.trainer.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
@@ -117,10 +119,14 @@ class PPOTrainer:
         self._state = ProcessState(run.trainer)
         self._cluster = None
         try:
-            context = with_tokenizer(prepare_context(context, run.trainer), run.actor)
+            context = prepare_context(context, run.trainer)
+            with faults_below("actor.model"):
+                context = with_tokenizer(context, run.actor)
             assert context.run_dir is not None
             self.run_dir, self.tokenizer = context.run_dir, context.tokenizer
-            splits = run.data.build(context)
+            self._refuse_other_tokenizers(run)
+            with faults_below("data"):
+                splits = run.data.build(context)
             self.train_data, self.eval_data = splits.train, splits.eval
             self.sampler = self._make_sampler(len(self.train_data))
             self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
@@ -131,6 +137,17 @@ class PPOTrainer:
         except BaseException:
             self.close()
             raise
+
+    def _refuse_other_tokenizers(self, run: PPORun) -> None:
+        """The critic and the reference read the actor's token ids, so their tokenizer must be the actor's."""
+        needed = {
+            "critic.model": run.critic.model if run.critic and run.algorithm.needs_values else None,
+            "reference.model": run.reference.model if run.reference and run.algorithm.needs_reference else None,
+        }
+        others = {name: model for name, model in needed.items() if model is not None and model != run.actor.model}
+        faults = [tokenizer_fault(name, model, self.tokenizer) for name, model in others.items()]
+        if found := [fault for fault in faults if fault is not None]:
+            raise ConfigError(found)
 
     def _make_sampler(self, size: int) -> EpochSampler:
         wanted = self.settings.prompts_per_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ class LoopSettings(Description):
         n_gpus_per_node: processes on this machine, each with a GPU where there are GPUs; 1 with sharding=none.
         nnodes: machines.
         total_epochs: passes over the training data.
-        total_steps: ends the run earlier or, over several epochs, later than `total_epochs`; null counts epochs.
+        total_steps: training steps. Of the two, what is reached first ends the run; with neither it is one epoch.
         eval_before: evaluate the weights before the first step.
         eval_interval: steps between evaluations; 0 for none but the last.
         sample_rows: rows kept in each table of samples.
@@ -37,7 +38,7 @@ class LoopSettings(Description):
     num_threads: int | None = None
     n_gpus_per_node: int = 1
     nnodes: int = 1
-    total_epochs: int = 1
+    total_epochs: int | None = None
     total_steps: int | None = None
     eval_before: bool = True
     eval_interval: int = 0
@@ -55,12 +56,17 @@ class LoopSettings(Description):
                 yield f"{name} is {getattr(self, name)}: must not be negative."
         if (fault := _device_fault(self.device)) is not None:
             yield f"device is {self.device!r}: {fault}. Set auto, cpu, cuda or cuda:N."
+        if self.device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", self.device):
+            yield f"device is {self.device!r}: expected auto, cpu, cuda or one GPU such as cuda:1."
         if self.nnodes > 1:
             yield f"nnodes is {self.nnodes}: this version runs on one machine. Set nnodes=1."
 
     def num_steps(self, steps_per_epoch: int) -> int:
         """Steps of the whole run."""
-        return self.total_steps if self.total_steps is not None else self.total_epochs * steps_per_epoch
+        if self.total_epochs is None:
+            return steps_per_epoch if self.total_steps is None else self.total_steps
+        epochs = self.total_epochs * steps_per_epoch
+        return epochs if self.total_steps is None else min(epochs, self.total_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

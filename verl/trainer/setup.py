@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -20,12 +21,17 @@ from verl.utils.seeding import derive_seed, seed_everything
 
 
 class ProcessState:
-    """Settings of this process that a run changes, and `restore` puts back."""
+    """Settings of this process that a run changes; `restore` puts them back when the last run here has ended."""
+
+    _alive: ClassVar[list[ProcessState]] = []
+    _before: ClassVar[tuple[int, bool, bool, str | None]]
 
     def __init__(self, settings: LoopSettings):
-        self._threads = torch.get_num_threads()
-        self._strict = config.strict_data_check, os.environ.get("VERL_STRICT_DATA_CHECK")
-        self._deterministic = torch.are_deterministic_algorithms_enabled()
+        if not self._alive:
+            variable = os.environ.get("VERL_STRICT_DATA_CHECK")
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            type(self)._before = (torch.get_num_threads(), deterministic, config.strict_data_check, variable)
+        self._alive.append(self)
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
         if settings.strict_data_check:
@@ -34,9 +40,15 @@ class ProcessState:
         seed_everything(derive_seed(settings.seed, "driver"))
 
     def restore(self) -> None:
-        torch.set_num_threads(self._threads)
-        torch.use_deterministic_algorithms(self._deterministic)
-        config.strict_data_check, variable = self._strict
+        """May be called again, to no effect."""
+        if self not in self._alive:
+            return
+        self._alive.remove(self)
+        if self._alive:
+            return
+        threads, deterministic, config.strict_data_check, variable = self._before
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
         if variable is None:
             os.environ.pop("VERL_STRICT_DATA_CHECK", None)
         else:
@@ -55,6 +67,8 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
     elif device.startswith("cuda") and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):
         found = f"{count} GPUs, numbered from 0," if count else "no GPU"
         raise ConfigError(f"trainer.device is {device!r}: torch finds {found} here. Set trainer.device=auto.")
+    if device.startswith("cuda"):
+        torch.cuda.set_device(torch.device(device).index or 0)  # kernels that take the current device take this one
     run_dir = context.run_dir or Path("outputs") / settings.project_name / settings.experiment_name
     run_dir.mkdir(parents=True, exist_ok=True)
     return replace(context, device=device, seed=settings.seed, run_dir=run_dir)
@@ -82,4 +96,6 @@ def sharding_faults(sharding: Sharding, settings: LoopSettings) -> list[str]:
     count = settings.n_gpus_per_node * settings.nnodes
     if count > 1 and not sharding.needs_processes:
         return [f"trainer.n_gpus_per_node is {count}: sharding=none runs in one process. Set it to 1, or sharding=ddp."]
+    if sharding.needs_processes and ":" in settings.device:
+        return [f"trainer.device is {settings.device!r}: each process takes a GPU of its own. Set it to cuda or auto."]
     return []

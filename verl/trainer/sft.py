@@ -10,7 +10,7 @@ from verl.cluster.base import role_handles
 from verl.data.sampler import EpochSampler
 from verl.description import BuildContext, Description, as_plain
 from verl.engines.sharding import Sharding
-from verl.errors import ConfigError
+from verl.errors import ConfigError, faults_below
 from verl.protocol import DataProto
 from verl.tracking.trackers import Trackers
 from verl.trainer.loop import Result, fit
@@ -52,10 +52,13 @@ class SFTTrainer:
         self._state = ProcessState(run.trainer)
         self._cluster = None
         try:
-            context = with_tokenizer(prepare_context(context, run.trainer), run.actor)
+            context = prepare_context(context, run.trainer)
+            with faults_below("actor.model"):
+                context = with_tokenizer(context, run.actor)
             assert context.run_dir is not None
             self.run_dir = context.run_dir
-            splits = run.data.build(context)
+            with faults_below("data"):
+                splits = run.data.build(context)
             self.train_data, self.eval_data = splits.train, splits.eval
             self.sampler = self._make_sampler(len(self.train_data))
             self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)

@@ -21,7 +21,7 @@ from typing import Any
 from verl.errors import ConfigError
 
 MET, MISSING, LACKING = "✓", "✗", "!"
-PYTHON = ">=3.10"
+PYTHON = ">=3.11"
 
 
 @dataclass(frozen=True)
