@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from verl.engines.sharding import Parallel
 from verl.errors import NonFiniteError
 from verl.models.precision import Autocast, computing_in
 from verl.ops.aggregate import Totals
-from verl.ops.logprobs import response_positions
 from verl.protocol import DataProto
 
 Compute = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
@@ -127,20 +125,3 @@ class TrainingEngine:
         assert self.recipe is not None
         limit = self.recipe.max_grad_norm
         return nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit)
-
-
-def forward_logits(model: Any, micro: MicroBatch) -> Tensor:
-    """The logits that predict each response token, [b t V], from any Hugging Face causal language model.
-
-    Only the last T + 1 positions pass through the output head where the model allows it.
-    """
-    x = micro.tensors
-    t = micro.response_width
-    logits = model(
-        input_ids=x["input_ids"],
-        attention_mask=x["attention_mask"],
-        position_ids=x["position_ids"],
-        use_cache=False,
-        logits_to_keep=t + 1,
-    ).logits
-    return response_positions(logits, t)

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from verl.algorithms.algorithm import Algorithm
 from verl.description import BuildContext
 from verl.dispatch import by_rows, by_rows_to_one, on_all
-from verl.engines.engine import TrainingEngine, forward_logits
+from verl.engines.engine import TrainingEngine
 from verl.engines.micro import MicroBatch
 from verl.engines.sharding import Parallel
+from verl.engines.token_scores import score_tokens
+from verl.models.output_head import OutputHead
 from verl.models.pretrained import quiet_transformers
 from verl.ops.aggregate import Totals, aggregate
-from verl.ops.logprobs import entropy_of, log_probs_of
 from verl.protocol import DataProto
 from verl.rollout.base import Request, Rollout
 from verl.workers.training import TrainedRole
@@ -50,6 +51,7 @@ class HybridActor:
     def __init__(self, engine: TrainingEngine, algorithm: Algorithm, sampler: Any, temperature: float, tokenizer: Any):
         self.engine, self.algorithm, self.sampler = engine, algorithm, sampler
         self.temperature, self.tokenizer = temperature, tokenizer
+        self.head = OutputHead(engine.model)
 
     @property
     def model(self) -> Any:
@@ -89,25 +91,20 @@ class HybridActor:
             self.tokenizer.save_pretrained(directory)
 
     def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        logits = forward_logits(model, micro)
-        return {
-            "old_log_probs": log_probs_of(logits, micro.tensors["responses"], self.temperature),
-            "entropies": entropy_of(logits, self.temperature),
-        }
+        scores = score_tokens(model, self.head, micro, self.temperature, entropy=True)
+        return {"old_log_probs": scores.log_probs, "entropies": scores.entropies}
 
     def _loss(self, model: nn.Module, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         algorithm, x = self.algorithm, micro.tensors
         mask = x["response_mask"]
-        logits = forward_logits(model, micro)
-        log_probs = log_probs_of(logits, x["responses"], self.temperature)
-        per_token, stats = algorithm.policy_loss(log_probs, x)
-        penalty = algorithm.kl.loss(log_probs, x)
+        scores = score_tokens(model, self.head, micro, self.temperature, entropy=algorithm.entropy_coef > 0)
+        per_token, stats = algorithm.policy_loss(scores.log_probs, x)
+        penalty = algorithm.kl.loss(scores.log_probs, x)
         if penalty is not None:
             per_token = per_token + penalty
             stats["kl_loss"] = penalty
         if algorithm.entropy_coef:
-            entropy = entropy_of(logits, self.temperature)
-            per_token = per_token - algorithm.entropy_coef * entropy
-            stats["entropy"] = entropy
+            per_token = per_token - algorithm.entropy_coef * scores.entropies
+            stats["entropy"] = scores.entropies
         loss = aggregate(per_token, mask, algorithm.aggregation, totals)
         return loss, {name: aggregate(stat, mask, "token-mean", totals) for name, stat in stats.items()}

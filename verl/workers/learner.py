@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from verl.description import BuildContext
 from verl.dispatch import by_rows_to_one, on_all
-from verl.engines.engine import TrainingEngine, forward_logits
+from verl.engines.engine import TrainingEngine
 from verl.engines.micro import MicroBatch
 from verl.engines.sharding import Parallel
+from verl.engines.token_scores import score_tokens
+from verl.models.output_head import OutputHead
 from verl.models.pretrained import quiet_transformers
 from verl.ops.aggregate import Totals, aggregate
-from verl.ops.logprobs import log_probs_of
 from verl.protocol import DataProto
 from verl.workers.training import TrainedRole
 
@@ -27,6 +28,7 @@ class Learner:
 
     def __init__(self, engine: TrainingEngine, tokenizer: Any):
         self.engine, self.tokenizer = engine, tokenizer
+        self.head = OutputHead(engine.model)
 
     @classmethod
     def start(cls, role: TrainedRole, context: BuildContext, parallel: Parallel, total_updates: int) -> Learner:
@@ -59,12 +61,12 @@ class Learner:
             self.tokenizer.save_pretrained(directory)
 
     def _loss(self, model: nn.Module, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs = log_probs_of(forward_logits(model, micro), micro.tensors["responses"])
+        log_probs = score_tokens(model, self.head, micro).log_probs
         return aggregate(-log_probs, micro.tensors["response_mask"], "token-mean", totals), {}
 
     def _judge(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        logits, tokens = forward_logits(model, micro), micro.tensors["responses"]
-        return {"nll": -log_probs_of(logits, tokens), "correct": (logits.argmax(dim=-1) == tokens).float()}
+        scores = score_tokens(model, self.head, micro, rank=True)
+        return {"nll": -scores.log_probs, "correct": scores.is_likeliest.float()}
 
 
 def _as_continuation(batch: DataProto) -> DataProto:

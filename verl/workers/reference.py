@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from verl.description import BuildContext, Description
 from verl.dispatch import by_rows
-from verl.engines.engine import TrainingEngine, forward_logits
+from verl.engines.engine import TrainingEngine
 from verl.engines.micro import MicroBatch
 from verl.engines.sharding import Parallel
+from verl.engines.token_scores import score_tokens
 from verl.models.lora import adapter_off
+from verl.models.output_head import OutputHead
 from verl.models.source import ModelSource
-from verl.ops.logprobs import log_probs_of
 from verl.protocol import DataProto
 from verl.workers.actor import Actor, HybridActor
 
@@ -67,6 +68,7 @@ class ReferenceWorker:
         frozen: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ):
         self.engine, self.temperature, self.frozen = engine, temperature, frozen
+        self.head = OutputHead(engine.model)
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
@@ -75,5 +77,4 @@ class ReferenceWorker:
             return DataProto.from_dict(self.engine.infer(batch, self._score))
 
     def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        logits = forward_logits(model, micro)
-        return {"ref_log_probs": log_probs_of(logits, micro.tensors["responses"], self.temperature)}
+        return {"ref_log_probs": score_tokens(model, self.head, micro, self.temperature).log_probs}

@@ -1,0 +1,129 @@
+"""Scores of tokens are those of the whole logits, however few logits are made at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_models import save_random_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from verl.engines import token_scores
+from verl.engines.micro import cut_into_micro_batches
+from verl.engines.token_scores import score_tokens
+from verl.models.output_head import OutputHead
+from verl.models.pretrained import Pretrained
+from verl.ops.logprobs import entropy_of, log_probs_of, response_positions
+from verl.protocol import DataProto
+
+
+@pytest.fixture(scope="module")
+def loaded(dir64):
+    return Pretrained(path=str(dir64), dtype="float64").load_causal_lm("cpu")
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the numbers in the largest tensor that any operation gives."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.numbers = max(self.numbers, x.numel())
+        return out
+
+
+def micro_batch(vocabulary, rows=6, prompt=5, response=7):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, response + 1, (rows, 1), generator=generator)
+    mask = torch.arange(response) < lengths
+    attention = torch.cat([torch.ones(rows, prompt, dtype=torch.bool), mask], dim=1).long()
+    ids = torch.randint(3, vocabulary, attention.shape, generator=generator) * attention
+    batch = DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0),
+            "responses": ids[:, prompt:].contiguous(),
+            "response_mask": mask,
+        }
+    )
+    return next(iter(cut_into_micro_batches(batch, 10_000)))
+
+
+def plain_scores(model, micro, temperature):
+    x = micro.tensors
+    names = ("input_ids", "attention_mask", "position_ids")
+    logits = response_positions(model(**{name: x[name] for name in names}).logits, micro.response_width)
+    mask = x["response_mask"]
+    log_probs = log_probs_of(logits, x["responses"], temperature).masked_fill(~mask, 0)
+    entropies = entropy_of(logits, temperature).masked_fill(~mask, 0)
+    return log_probs, entropies, (logits.argmax(dim=-1) == x["responses"]) & mask
+
+
+@pytest.mark.parametrize("at_a_time", [1, 3 * 102, 2**24])
+def test_scores_and_gradients_are_those_of_the_whole_logits(loaded, at_a_time, monkeypatch):
+    monkeypatch.setattr(token_scores, "LOGITS_AT_A_TIME", at_a_time)
+    micro = micro_batch(100)
+    found = score_tokens(loaded, OutputHead(loaded), micro, 0.7, entropy=True, rank=True)
+    log_probs, entropies, likeliest = plain_scores(loaded, micro, 0.7)
+    torch.testing.assert_close(found.log_probs, log_probs, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.entropies, entropies, rtol=0, atol=1e-12)
+    assert torch.equal(found.is_likeliest, likeliest)
+    parameters = [p for p in loaded.parameters() if p.requires_grad]
+    weight = torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ours = torch.autograd.grad((weight * (found.log_probs + found.entropies)).sum(), parameters)
+    theirs = torch.autograd.grad((weight * (log_probs + entropies)).sum(), parameters)
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-10)
+
+
+def test_no_more_than_a_part_of_the_logits_ever_exists_forward_or_backward(monkeypatch):
+    config = Qwen2Config(
+        vocab_size=20_000,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    model = Qwen2ForCausalLM(config)
+    micro = micro_batch(100, rows=40)
+    tokens, weight = int(micro.tensors["response_mask"].sum()), 20_000 * 16
+    monkeypatch.setattr(token_scores, "LOGITS_AT_A_TIME", 4 * 20_000)
+    head = OutputHead(model)
+    with LargestTensor() as seen:
+        score_tokens(model, head, micro, entropy=True).log_probs.sum().backward()
+    assert seen.numbers <= weight  # a part of the logits, 80 000 numbers, is smaller
+    assert tokens * 20_000 > 8 * weight
+    with LargestTensor() as plain:
+        plain_scores(model, micro, 1.0)
+    assert plain.numbers >= tokens * 20_000
+
+
+@pytest.mark.parametrize(
+    ("family", "separable"), [("qwen2", True), ("gpt_neox", True), ("cohere", True), ("gemma2", False)]
+)
+def test_a_model_that_does_more_than_multiply_by_its_head_is_found_out(family, separable, tmp_path):
+    options = {"logit_scale": 0.5} if family == "cohere" else {}
+    path = save_random_model(tmp_path, family, torch.float32, **options)
+    source = Pretrained(path=str(path), attention="eager" if family == "gemma2" else "sdpa")
+    model = source.load_causal_lm("cpu")
+    head = OutputHead(model)
+    assert head.is_separable is separable
+    micro = micro_batch(100)
+    found = score_tokens(model, head, micro, entropy=True)
+    log_probs, entropies, _ = plain_scores(model, micro, 1.0)
+    torch.testing.assert_close(found.log_probs, log_probs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.entropies, entropies, rtol=1e-4, atol=1e-5)
+
+
+def test_the_model_is_whole_again_after_its_head_was_left_out(loaded):
+    micro = micro_batch(100)
+    names = ("input_ids", "attention_mask", "position_ids")
+    before = loaded(**{name: micro.tensors[name] for name in names}).logits
+    score_tokens(loaded, OutputHead(loaded), micro)
+    assert torch.equal(loaded(**{name: micro.tensors[name] for name in names}).logits, before)

@@ -1,0 +1,91 @@
+"""Log-probabilities and entropies of response tokens, without ever holding all of their logits.
+
+    hidden states of the tokens on the mask [n D] ── some at a time ──> logits [c V] ──> log-prob, entropy [c]
+
+In the backward pass the logits of each part are made again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from verl.engines.micro import MicroBatch
+from verl.models.output_head import OutputHead
+from verl.ops.logprobs import entropy_of, log_probs_of, response_positions
+
+LOGITS_AT_A_TIME = 2**24  # numbers: 64 MiB in float32
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What a model says of each response token.
+
+    Attributes:
+        log_probs: [b t] nats, float32 at least.
+        entropies: [b t] nats, or None if they were not asked for.
+        is_likeliest: [b t] bool, whether the token is the greedy choice, or None likewise.
+    """
+
+    log_probs: Tensor
+    entropies: Tensor | None = None
+    is_likeliest: Tensor | None = None
+
+
+def score_tokens(
+    model: Any,
+    head: OutputHead,
+    micro: MicroBatch,
+    temperature: float = 1.0,
+    *,
+    entropy: bool = False,
+    rank: bool = False,
+) -> TokenScores:
+    """Score the response tokens of a micro-batch; everything is 0 off the mask.
+
+    Args:
+        model: any Hugging Face causal language model, and its head.
+        temperature: divides the logits.
+        entropy: give entropies too.
+        rank: say too whether each token is the likeliest.
+    """
+    x = micro.tensors
+    mask, t = x["response_mask"], micro.response_width
+    inputs = {name: x[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    if not head.is_separable:
+        logits = response_positions(model(**inputs, use_cache=False, logits_to_keep=t + 1).logits, t)
+        found = _score(logits[mask], x["responses"][mask], temperature, entropy, rank)
+        return _place(found, mask, entropy, rank)
+    with head.left_out():
+        hidden = model(**inputs, use_cache=False, logits_to_keep=t + 1).logits
+    hidden, tokens = response_positions(hidden, t)[mask], x["responses"][mask]
+    at_a_time = max(1, LOGITS_AT_A_TIME // model.config.get_text_config().vocab_size)
+
+    def part(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        return _score(head(hidden), tokens, temperature, entropy, rank)
+
+    if len(tokens) <= at_a_time:
+        return _place(part(hidden, tokens), mask, entropy, rank)
+    parts = [
+        checkpoint(part, h, y, use_reentrant=False, preserve_rng_state=False)
+        for h, y in zip(hidden.split(at_a_time), tokens.split(at_a_time), strict=True)
+    ]
+    return _place(tuple(torch.cat(column) for column in zip(*parts, strict=True)), mask, entropy, rank)
+
+
+def _score(logits: Tensor, tokens: Tensor, temperature: float, entropy: bool, rank: bool) -> tuple[Tensor, ...]:
+    found = [log_probs_of(logits, tokens, temperature)]
+    if entropy:
+        found.append(entropy_of(logits, temperature))
+    if rank:
+        found.append(logits.argmax(dim=-1) == tokens)
+    return tuple(found)
+
+
+def _place(found: tuple[Tensor, ...], mask: Tensor, entropy: bool, rank: bool) -> TokenScores:
+    placed = iter([torch.zeros(mask.shape, dtype=x.dtype, device=mask.device).masked_scatter(mask, x) for x in found])
+    return TokenScores(next(placed), next(placed) if entropy else None, next(placed) if rank else None)
