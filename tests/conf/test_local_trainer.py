@@ -99,7 +99,7 @@ def test_a_dataset_made_with_another_tokenizer_is_refused(short_file):
     tokenizer.pad_token = "7"
     dataset = RLHFDataset.from_rows(ROWS, tokenizer, {"max_prompt_length": 8})
     (fault,) = faults_of(short_file(), train_dataset=dataset)
-    assert fault.startswith("train_dataset pads with token")
+    assert fault.startswith("data.train_dataset pads with token")
 
 
 def test_unknown_keys_and_what_is_missing_here_are_told_at_once(short_file):
