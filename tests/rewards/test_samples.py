@@ -91,6 +91,7 @@ def test_each_sample_is_a_call_with_its_own_columns_and_scores_keep_their_order(
         "__import__('time').sleep(1000)",
         "__import__('re').match('(a+)+$', 'a' * 64 + 'b')",  # never lets go of the interpreter
         "__import__('signal').pthread_sigmask(0, range(1, 32)), __import__('time').sleep(1000)",  # deaf to signals
+        "__import__('os').kill(__import__('os').getpid(), 19)",  # stopped: even its own watchdog stands still
     ],
 )
 def test_a_hanging_sample_costs_itself_only(hang, made, batch):
@@ -247,7 +248,8 @@ def test_a_tensor_is_a_number(made, batch):
         ("'1'", "'1' of type str"),
         ("[1, 2]", "a list of 2 items"),
         ("[]", "a list of 0 items"),
-        ("np.zeros((2, 3))", "a ndarray of 6 items"),
+        ("np.zeros((1, 3))", "a ndarray of 3 items"),
+        ("__import__('torch').zeros(1, 3)", "a Tensor of 3 items"),
         ("float('nan')", "nan"),
         ("[float('inf')]", "inf"),
         ("1e300", "1e+300"),
@@ -290,6 +292,21 @@ def test_close_ends_every_process_and_may_be_called_again(made, batch):
     assert not any(map(is_alive, processes))
     with pytest.raises(RewardError, match=r"close\(\) was called"):
         reward.score(batch)
+
+
+def test_what_an_interrupted_batch_leaves_under_way_is_ended_and_the_next_batch_is_rated(made, batch, monkeypatch):
+    reward = made("import time\ndef my_reward(prompt, response): return time.sleep(1000) if response == 'hang' else 1")
+    before = processes_of(reward)
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("verl.rewards.pool.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            reward.score(batch_of(["hang", "hang"]))
+    assert not any(map(is_alive, before))
+    assert list(reward.score(batch)["score"]) == [1.0] * 5
 
 
 SCRIPT = """

@@ -152,17 +152,17 @@ class CallableReward(Reward):
 
 def _awaited(result: Any) -> Any:
     """The result; where it is a coroutine, or a list of coroutines, what they give, awaited concurrently."""
-    several = isinstance(result, (list, tuple)) and any(inspect.isawaitable(item) for item in result)
-    if not several and not inspect.isawaitable(result):
+    one = inspect.isawaitable(result)
+    items: list = [result] if one else list(result) if isinstance(result, (list, tuple)) else []
+    if not any(map(inspect.isawaitable, items)):
         return result
 
-    async def one(item: Any) -> Any:
+    async def value(item: Any) -> Any:
         return await item if inspect.isawaitable(item) else item
 
     async def every() -> Any:
-        if several:
-            return list(await asyncio.gather(*map(one, result)))
-        return await one(result)
+        values = await asyncio.gather(*map(value, items))
+        return values[0] if one else values
 
     try:
         asyncio.get_running_loop()

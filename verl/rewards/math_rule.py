@@ -16,9 +16,9 @@ def rate(prompt: str, response: str, answer: str | float, correct: float, wrong:
     from math_verify import parse, verify
 
     gold = _parsed_answer(answer, parse)
-    given = parse(_final(response), parsing_timeout=None)
+    given = parse(_final(response), parsing_timeout=0)
     # Its own time-outs are left off, since they cannot end code that never comes back to Python.
-    return correct if given and verify(gold, given, timeout_seconds=None) else wrong
+    return correct if given and verify(gold, given, timeout_seconds=0) else wrong
 
 
 def _parsed_answer(answer: Any, parse: Any) -> list:
@@ -26,7 +26,7 @@ def _parsed_answer(answer: Any, parse: Any) -> list:
         raise ValueError(f"the answer in the data is {answer!r}: expected a text or a number")
     text = _final(str(answer)).strip()
     # bare LaTeX is only recognised within an environment
-    gold = parse(text if re.search(r"\\boxed|\$|\\\(|\\\[", text) else f"${text}$", parsing_timeout=None)
+    gold = parse(text if re.search(r"\\boxed|\$|\\\(|\\\[", text) else f"${text}$", parsing_timeout=0)
     if not gold:
         raise ValueError(f"the answer in the data is {answer!r}: it holds nothing that can be read as mathematics")
     return gold

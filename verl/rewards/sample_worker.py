@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import faulthandler
 import inspect
+import math
 import os
 import pickle
 import signal
@@ -61,7 +62,7 @@ def plain_number(result: Any) -> float | str:
     """One number as a float, also from a list, array or tensor of one; in words what it is instead."""
     found = result
     if isinstance(result, (list, tuple)) or getattr(result, "ndim", 0):
-        size = result.size if isinstance(getattr(result, "size", None), int) else len(result)
+        size = len(result) if isinstance(result, (list, tuple)) else math.prod(result.shape)
         if size != 1:
             return f"a {type(result).__name__} of {size} items"
         found = result[0] if isinstance(result, (list, tuple)) else result.reshape(-1)[0]
