@@ -170,6 +170,16 @@ def test_a_crash_of_the_interpreter_costs_its_sample_only(crash, words, made, ba
     assert "Sample: 1, prompt 'prompt 1'" in caplog.text
 
 
+def test_a_relative_path_stays_the_same_file_for_a_worker_that_starts_later(made, batch, tmp_path, monkeypatch):
+    made("import os\ndef my_reward(prompt, response): return 1 if response != '1' else os._exit(1)")
+    monkeypatch.chdir(tmp_path)
+    described = RewardFunction(path="reward.py:my_reward", per_sample=True, num_workers=1, on_error="score")
+    reward = described.build(BuildContext())
+    monkeypatch.chdir("/")
+    assert list(reward.score(batch)["score"]) == [1, 0, 1, 1, 1]
+    reward.close()
+
+
 def test_every_sample_may_crash(made, batch):
     reward = made("import os\ndef my_reward(prompt, response): os._exit(1)", on_error="score")
     assert list(reward.score(batch)["reward/failed"]) == [1] * 5

@@ -53,7 +53,7 @@ class Pool:
         self.path, self.file, self.timeout_s = path, file, timeout_s
         search_path = [os.path.abspath(entry) for entry in sys.path]
         self._start = pickle.dumps(
-            {"path": path, "kwargs": dict(kwargs), "timeout_s": timeout_s, "sys_path": search_path}
+            {"path": _absolute(path), "kwargs": dict(kwargs), "timeout_s": timeout_s, "sys_path": search_path}
         )
         self._workers: list[_Worker] = []
         atexit.register(self.close)
@@ -227,6 +227,12 @@ def _packed(
                 return
             continue
         yield index, message
+
+
+def _absolute(path: str) -> str:
+    """The same path to a function for a process that starts after the working directory has changed."""
+    module, _, name = path.rpartition(":")
+    return f"{os.path.abspath(module)}:{name}" if module.endswith(".py") else path
 
 
 def _package_path() -> dict[str, str]:
