@@ -28,7 +28,7 @@ def documented_keys() -> list[re.Pattern[str]]:
     text = (ROOT / "docs/metrics.md").read_text()
     cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     keys = [key for cell in cells for key in re.findall(r"`([^`]+/[^`]+)`", cell)]
-    return [re.compile(re.sub(r"\\\*|STAGE|(?<=@)k", r"[\\w]+", re.escape(key))) for key in keys]
+    return [re.compile(re.sub(r"\\\*|STAGE|NAME|(?<=@)k", r"[\\w]+", re.escape(key))) for key in keys]
 
 
 @pytest.mark.parametrize("algorithm", [PPO, GRPO], ids=["ppo", "grpo"])

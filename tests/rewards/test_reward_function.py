@@ -293,7 +293,6 @@ def test_a_path_that_leads_nowhere_is_a_fault_of_the_configuration(path, fault):
         ("def my_rewards(prompts, responses): pass", {}, "reward.py defines no my_reward. Did you mean my_rewards?"),
         ("x = 1", {}, "reward.py defines no my_reward. Its functions: none."),
         ("def my_reward(prompts responses): pass", {}, "reward.py is no valid Python, line 2"),
-        ("async def my_reward(prompts, responses): pass", {}, "my_reward() at line 2 in reward.py is async"),
         ("def my_reward(prompts): pass", {}, "takes no `responses`"),
         ("def my_reward(prompts, responses, bonus): pass", {"bonsu": 1}, "kwargs.bonsu: my_reward() at line 2"),
         ("def my_reward(prompts, responses, bonus): pass", {"bonsu": 1}, "Did you mean bonus?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,24 @@ from verl.rewards.results import checked_scores
 TEXT_COLUMNS = ("prompt_text", "response_text")
 
 
+@dataclass(frozen=True)
+class Rating:
+    """Scores and what they are made of.
+
+    Attributes:
+        scores: [B] float64.
+        parts: by name, [B] floats each: a metric `reward/NAME` (their mean) and a column of the sample tables.
+    """
+
+    scores: np.ndarray
+    parts: dict[str, np.ndarray] = field(default_factory=dict)
+
+
 class Reward:
-    """Base of every reward: a subclass rates texts, this class checks its answer and places it on the tokens."""
+    """Base of every reward: a subclass rates texts, this class checks its answer and places it on the tokens.
+
+    One that needs more than texts, such as lengths in tokens, overrides `rate_batch` in place of `rate`.
+    """
 
     def rate(self, prompts: list[str], responses: list[str], **columns: list) -> Any:
         """Rate B responses.
@@ -35,6 +52,16 @@ class Reward:
         """The function that errors name as their source."""
         return self.rate
 
+    def rate_batch(self, batch: DataProto) -> Rating:
+        """Rate every response of a batch, as `score` does, but place nothing on the tokens."""
+        prompts, responses, columns = texts_of(batch)
+        if not len(batch):
+            return Rating(np.zeros(0))
+        return Rating(checked_scores(self.rate(prompts, responses, **columns), prompts, responses, self.producer))
+
+    def close(self) -> None:
+        """End what was started to rate; the trainer calls it at the end of a run, and it may be called again."""
+
     def score(self, batch: DataProto) -> DataProto:
         """Score every response of a batch.
 
@@ -42,27 +69,27 @@ class Reward:
             batch: response_mask [B T]; `prompt_text`, `response_text` and the columns of the data.
         Returns:
             token_level_scores [B T] float32: the score on the last True of response_mask, 0 elsewhere, so a row whose
-            mask is empty has none; and `score` in `non_tensor_batch`, B floats as they were rated.
+            mask is empty has none; and in `non_tensor_batch` `score`, B floats as they were rated, and a column
+            `reward/NAME` for each part of the rating.
         Raises:
             RewardError: the rating raised, or is not B finite numbers; names the sample and the function.
         """
-        prompts, responses, columns = _texts_of(batch)
-        scores = np.zeros(0)
-        if len(batch):
-            scores = checked_scores(self.rate(prompts, responses, **columns), prompts, responses, self.producer)
+        rating = self.rate_batch(batch)
         mask = batch.batch["response_mask"]
         last = last_true(mask)
         rows = torch.nonzero(last >= 0).squeeze(1)
         placed = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-        placed[rows, last[rows]] = torch.tensor(scores, dtype=torch.float32, device=mask.device)[rows]
+        placed[rows, last[rows]] = torch.tensor(rating.scores, dtype=torch.float32, device=mask.device)[rows]
+        parts = {f"reward/{name}": values.astype(object) for name, values in rating.parts.items()}
         return DataProto.from_dict(
             tensors={"token_level_scores": placed},
-            non_tensors={"score": scores.astype(object)},
+            non_tensors={"score": rating.scores.astype(object), **parts},
             producer=self.producer,
         )
 
 
-def _texts_of(batch: DataProto) -> tuple[list[str], list[str], dict[str, list]]:
+def texts_of(batch: DataProto) -> tuple[list[str], list[str], dict[str, list]]:
+    """Prompts, responses and the columns of the data, B items each."""
     arrays = batch.non_tensor_batch
     if missing := [name for name in TEXT_COLUMNS if name not in arrays]:
         raise RewardError(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from verl.contract.source import source_of
 from verl.description import BuildContext, Description
 from verl.errors import RewardError
 from verl.rewards.base import Reward
-from verl.rewards.locate import load_function, path_faults
+from verl.rewards.locate import load_function, own_line, path_faults
 from verl.rewards.results import reward_error
+from verl.rewards.samples import SampleReward, pool_faults
+from verl.rewards.signature import check_columns, named_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,24 +25,52 @@ class RewardFunction(Description):
         def my_reward(prompts: list[str], responses: list[str], **columns: list) -> list[float]
 
     It is called once per batch, by keyword, and returns one finite number per response. A function without `**columns`
-    receives only those columns of the data that it names.
+    receives only those columns of the data that it names. An `async def` is awaited; a list of coroutines is awaited
+    concurrently. With `per_sample` it is called once per response, and returns one number:
+
+        def my_reward(prompt: str, response: str, **columns) -> float
+
+    in worker processes, so that a call that hangs or crashes costs its own sample only.
 
     Args:
         path: `package.module:function`, or `file.py:function` with the file relative to the working directory.
         kwargs: further keyword arguments of every call; they win over a column of the same name.
+        per_sample: whether the function rates one response at a time, in worker processes.
+        timeout_s: seconds for one sample, after which its process is killed. For `per_sample`.
+        num_workers: processes. For `per_sample`.
+        on_error: `raise` ends the run at a sample that raises, hangs, crashes or gives no finite number; `score` gives
+            it `error_score`, warns, and counts it in `reward/failed`. `score` needs `per_sample`.
+        error_score: see `on_error`.
     """
 
     path: str
     kwargs: dict[str, Any] = field(default_factory=dict)
+    per_sample: bool = False
+    timeout_s: float = 10.0
+    num_workers: int = 4
+    on_error: Literal["raise", "score"] = "raise"
+    error_score: float = 0.0
 
     def faults(self) -> Iterator[str]:
-        for name in ("prompts", "responses"):
+        texts = ("prompt", "response") if self.per_sample else ("prompts", "responses")
+        for name in texts:
             if name in self.kwargs:
                 yield f"kwargs.{name}: is what the function is called with. Choose another name."
-        yield from path_faults(self.path, self.kwargs)
+        yield from pool_faults(self.timeout_s, self.num_workers, error_score=self.error_score)
+        if self.on_error == "score" and not self.per_sample:
+            yield "on_error is score: a function of the whole batch fails as a whole. Set per_sample=true."
+        yield from path_faults(self.path, self.kwargs, texts)
 
-    def build(self, context: BuildContext) -> CallableReward:
-        return CallableReward(load_function(self.path), self.kwargs)
+    def build(self, context: BuildContext) -> Reward:
+        if not self.per_sample:
+            return CallableReward(load_function(self.path), self.kwargs)
+        return SampleReward(
+            self.path,
+            self.kwargs,
+            timeout_s=self.timeout_s,
+            num_workers=self.num_workers,
+            error_score=self.error_score if self.on_error == "score" else None,
+        )
 
     @staticmethod
     def wrap(function: Callable, **kwargs: Any) -> CallableReward:
@@ -62,7 +92,7 @@ class CallableReward(Reward):
         if not callable(function):
             raise RewardError(f"reward is {function!r}: expected a function of prompts and responses.")
         self.function, self.kwargs = function, dict(kwargs or {})
-        self._accepted = _named_parameters(function)
+        self._accepted = named_parameters(function)
         for name in ("prompts", "responses", *self.kwargs):
             if self._accepted is not None and name not in self._accepted:
                 raise reward_error(f"a function that takes `{name}`", f"it takes {', '.join(self._accepted)}", function)
@@ -80,13 +110,13 @@ class CallableReward(Reward):
         Raises:
             RewardError: the function raised, or needs a column that the data lacks.
         """
-        self._check_columns(columns)
+        check_columns(self._accepted, columns, ("prompts", "responses", *self.kwargs), self.function)
         try:
             return self._call(prompts, responses, columns)
         except Exception as error:  # whatever user code raises is reported with its place
             sample = self._find_sample(prompts, responses, columns, type(error))
             expected = f"{len(responses)} finite numbers, one for each response"
-            found = f"{type(error).__name__}: {error}{_own_line(error, self.function)}"
+            found = f"{type(error).__name__}: {error}{own_line(error, self.function)}"
             raise reward_error(expected, found, self.function, prompts, responses, sample) from error
 
     def _call(self, prompts: list[str], responses: list[str], columns: Mapping[str, list]) -> Any:
@@ -94,14 +124,8 @@ class CallableReward(Reward):
             columns = {name: values for name, values in columns.items() if name in self._accepted}
         # Lists of its own, so that a function that changes them does not change what it is checked against.
         columns = {name: list(values) for name, values in columns.items()}
-        return self.function(prompts=list(prompts), responses=list(responses), **{**columns, **self.kwargs})
-
-    def _check_columns(self, columns: Mapping[str, list]) -> None:
-        for name, needed in (self._accepted or {}).items():
-            if needed and name not in ("prompts", "responses", *columns, *self.kwargs):
-                present = ", ".join(columns) or "none"
-                found = f"no column {name!r} in the data. Its columns: {present}"
-                raise reward_error(f"a column or a keyword argument {name!r}", found, self.function)
+        result = self.function(prompts=list(prompts), responses=list(responses), **{**columns, **self.kwargs})
+        return _awaited(result)
 
     def _find_sample(self, prompts: list, responses: list, columns: Mapping[str, list], kind: type) -> int | None:
         """The first sample on which the function raises this kind of error by itself, or None."""
@@ -126,23 +150,23 @@ class CallableReward(Reward):
         return False
 
 
-def _named_parameters(function: Callable) -> dict[str, bool] | None:
-    """The keyword arguments that a function names, each with whether it is required; None where it takes any."""
+def _awaited(result: Any) -> Any:
+    """The result; where it is a coroutine, or a list of coroutines, what they give, awaited concurrently."""
+    one = inspect.isawaitable(result)
+    items: list = [result] if one else list(result) if isinstance(result, (list, tuple)) else []
+    if not any(map(inspect.isawaitable, items)):
+        return result
+
+    async def value(item: Any) -> Any:
+        return await item if inspect.isawaitable(item) else item
+
+    async def every() -> Any:
+        values = await asyncio.gather(*map(value, items))
+        return values[0] if one else values
+
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C, without a signature
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {
-        parameter.name: parameter.default is parameter.empty
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-
-
-def _own_line(error: Exception, function: Callable) -> str:
-    """The innermost line of the user's own file that the error passed through."""
-    file = source_of(function).file
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f"\n  Raised at line {own[-1].lineno}: {own[-1].line}".rstrip(": ") if own else ""
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(every())
+    with ThreadPoolExecutor(1) as thread:  # in a notebook, whose loop already runs in this thread
+        return thread.submit(asyncio.run, every()).result()

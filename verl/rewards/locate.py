@@ -9,17 +9,23 @@ import importlib
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from verl.contract.source import source_of
 from verl.errors import RewardError
 
 FORMS = "expected `package.module:function` or `file.py:function`"
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def path_faults(path: str, kwargs: dict) -> Iterator[str]:
-    """Yield what is wrong with a path and the keyword arguments given with it, without running any of the code."""
+def path_faults(path: str, kwargs: dict, texts: Sequence[str] = ("prompts", "responses")) -> Iterator[str]:
+    """Yield what is wrong with a path and the keyword arguments given with it, without running any of the code.
+
+    Args:
+        texts: the arguments that the function is always called with.
+    """
     seen = f"path is {path!r}"
     module, _, name = path.rpartition(":")
     if not module or not name.isidentifier():
@@ -43,7 +49,7 @@ def path_faults(path: str, kwargs: dict) -> Iterator[str]:
         hint = f"Did you mean {nearest[0]}?" if nearest else f"Its functions: {', '.join(functions) or 'none'}."
         yield f"{seen}: {file.name} defines no {name}. {hint}"
     elif isinstance(node := names.get(name), _Function):
-        yield from _signature_faults(node, seen, kwargs, file)
+        yield from _signature_faults(node, seen, kwargs, texts, file)
 
 
 def load_function(path: str) -> Callable:
@@ -64,6 +70,13 @@ def load_function(path: str) -> Callable:
         found = "defines no such name" if function is None else f"{name} is {function!r}, which cannot be called"
         raise RewardError(f"path is {path!r}: {module_name} {found}.")
     return function
+
+
+def own_line(error: BaseException, function: Callable) -> str:
+    """The innermost line of the user's own file that an error passed through, as a line to append to a message."""
+    file = source_of(function).file
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"\n  Raised at line {own[-1].lineno}: {own[-1].line}".rstrip(": ") if own else ""
 
 
 def _source_file(module: str) -> tuple[Path | None, str | None]:
@@ -111,17 +124,15 @@ def _top_level_names(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
                 yield from _top_level_names(handler.body)
 
 
-def _signature_faults(node: _Function, seen: str, kwargs: dict, file: Path) -> Iterator[str]:
+def _signature_faults(node: _Function, seen: str, kwargs: dict, texts: Sequence[str], file: Path) -> Iterator[str]:
     where = f"{node.name}() at line {node.lineno} in {file.name}"
-    if isinstance(node, ast.AsyncFunctionDef):
-        yield f"{seen}: {where} is async. Define it with `def`."
-        return
     if node.decorator_list or node.args.kwarg:
         return
     accepted = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
-    for name in ("prompts", "responses"):
+    called_with = ", ".join(f"{name}=" for name in texts)
+    for name in texts:
         if name not in accepted:
-            yield f"{seen}: {where} takes no `{name}`. It is called with prompts=, responses= and columns of data."
+            yield f"{seen}: {where} takes no `{name}`. It is called with {called_with} and columns of data."
     for name in kwargs:
         if name not in accepted:
             nearest = difflib.get_close_matches(name, accepted, n=1)

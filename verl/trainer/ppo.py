@@ -117,7 +117,7 @@ class PPOTrainer:
     def __init__(self, run: PPORun, context: BuildContext):
         self.description, self.settings, self.algorithm = run, run.trainer, run.algorithm
         self._state = ProcessState(run.trainer)
-        self._cluster = None
+        self._cluster = self.reward = None
         try:
             context = prepare_context(context, run.trainer)
             with faults_below("actor.model"):
@@ -269,6 +269,8 @@ class PPOTrainer:
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
+        if self.reward is not None:
+            self.reward.close()
         self._state.restore()
 
     def __enter__(self) -> PPOTrainer:

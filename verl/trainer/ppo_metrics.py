@@ -28,6 +28,8 @@ def experience_metrics(batch: DataProto) -> dict[str, float]:
         "perf/samples": float(len(batch)),
         "perf/tokens": float(lengths.sum()),
     }
+    parts = [name for name in batch.non_tensor_batch if name.startswith("reward/")]
+    metrics |= {name: float(batch[name].astype(float).mean()) for name in parts}
     if "values" in batch:
         metrics["critic/explained_variance"] = _explained_variance(batch["values"][mask], batch["returns"][mask])
     return metrics

@@ -53,6 +53,7 @@ REQUIREMENTS = (
     Requirement("matplotlib", "3.9", "3.11.2"),
     Requirement("wandb", "0.22", "0.31.0"),
     Requirement("tensorboard", "2.18", "2.21.0"),
+    Requirement("math-verify", "0.8", "0.9.0"),
 )
 OPTIONAL = ("vllm", "ray")  # nothing of this version uses them
 

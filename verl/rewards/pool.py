@@ -1,0 +1,242 @@
+"""Worker processes that rate single samples, each of which can be killed and replaced.
+
+driver ──sample──> worker 0, worker 1, ...      one sample at a time each
+       <─score───
+       ──SIGKILL─> after timeout_s; a new worker takes its place
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from verl.errors import RewardError
+
+START_TIMEOUT_S = 300.0  # the user's module may import much
+GRACE_S = 0.5  # a worker that is late ends itself, and says where it was; after this it is killed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a sample: its number, or in words why it has none."""
+
+    score: float | None = None
+    failure: str | None = None
+
+
+class Pool:
+    """Workers that call one function by its path.
+
+    Args:
+        path: as `verl.rewards.locate.load_function` takes it.
+        file: that holds the function, to say where in it a sample was when its time ran out.
+        kwargs: further keyword arguments of every call.
+        timeout_s: for one sample, from when it is handed to a worker.
+    Raises:
+        RewardError: the function cannot be imported in a worker.
+    """
+
+    def __init__(self, path: str, file: str, kwargs: Mapping[str, Any], timeout_s: float, num_workers: int):
+        self.path, self.file, self.timeout_s = path, file, timeout_s
+        search_path = [os.path.abspath(entry) for entry in sys.path]
+        self._start = pickle.dumps(
+            {"path": _absolute(path), "kwargs": dict(kwargs), "timeout_s": timeout_s, "sys_path": search_path}
+        )
+        self._workers: list[_Worker] = []
+        atexit.register(self.close)
+        try:
+            for _ in range(num_workers):
+                self._workers.append(_Worker(self._start))
+            for worker in self._workers:
+                worker.await_ready(self.path)
+        except BaseException:
+            self.close()
+            raise
+
+    def rate(self, samples: Sequence[dict[str, Any]], stop_at_failure: bool = False) -> list[Outcome | None]:
+        """Rate every sample, each by one call with its keyword arguments.
+
+        Args:
+            stop_at_failure: hand out no more once one failed. Those before it are rated; None stands for the others.
+        """
+        if not self._workers:
+            raise RewardError("The workers of this reward were ended: close() was called.")
+        outcomes: list[Outcome | None] = [None] * len(samples)
+        waiting = _packed(samples, outcomes, stop_at_failure)
+        busy: dict[_Worker, int] = {}
+        try:
+            while True:
+                for place, worker in enumerate(self._workers):
+                    if worker in busy or (handed := next(waiting, None)) is None:
+                        continue
+                    index, message = handed
+                    worker = self._workers[place] = self._hand_over(worker, message)
+                    busy[worker] = index
+                if not busy:
+                    return outcomes
+                for worker, outcome in self._finished(list(busy)):
+                    outcomes[busy.pop(worker)] = outcome
+                    if stop_at_failure and outcome.failure is not None:
+                        waiting.close()
+        finally:
+            for worker in busy:  # interrupted: what they are at belongs to no one any more
+                worker.kill()
+
+    def close(self) -> None:
+        """End the workers, whatever they are at; may be called again."""
+        atexit.unregister(self.close)
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.kill()
+
+    def _hand_over(self, worker: _Worker, message: bytes) -> _Worker:
+        """Give a sample to a worker; to a new one where this one is gone. Returns who has it."""
+        if not worker.ended and worker.send(message, self.timeout_s):
+            return worker
+        worker.kill()
+        worker = _Worker(self._start)
+        try:
+            worker.await_ready(self.path)
+            if not worker.send(message, self.timeout_s):
+                raise RewardError(f"path is {self.path!r}: a new worker process ended at once.")
+        except BaseException:
+            worker.kill()
+            raise
+        return worker
+
+    def _finished(self, busy: list[_Worker]) -> Iterator[tuple[_Worker, Outcome]]:
+        """Those that answered, ended or are late, each with its outcome; waits for the first."""
+        until = min(worker.deadline for worker in busy) - time.monotonic()
+        heard = set(wait([worker.connection for worker in busy], timeout=max(0.0, until)))
+        now = time.monotonic()
+        for worker in busy:
+            if worker.connection in heard:
+                yield worker, self._outcome(worker)
+            elif worker.deadline <= now:
+                worker.kill()
+                yield worker, self._late(worker)
+
+    def _outcome(self, worker: _Worker) -> Outcome:
+        """What a worker answered; or why it hung up, as one does by itself when its time has run out."""
+        try:
+            kind, detail = worker.connection.recv()
+        except (EOFError, OSError):
+            words = worker.exit_words()
+            return self._late(worker) if worker.trace() else Outcome(failure=f"the process ended with {words}")
+        return Outcome(score=detail) if kind == "score" else Outcome(failure=detail)
+
+    def _late(self, worker: _Worker) -> Outcome:
+        lines = re.findall(rf'File "{re.escape(self.file)}", (line \d+) in (\S+)', worker.trace())
+        where = f"\n  It was at {lines[0][0]}, in {lines[0][1]}()" if lines else ""
+        return Outcome(
+            failure=f"no answer within timeout_s, which is {self.timeout_s:g}: its process was killed{where}"
+        )
+
+
+class _Worker:
+    """One process, its connection, and the file into which it writes where it was when its time ran out."""
+
+    def __init__(self, start: bytes):
+        self.ended, self.deadline = False, float("inf")
+        self._trace = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill()
+        ours, theirs = socket.socketpair()
+        fds = (theirs.fileno(), self._trace.fileno())
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "verl.rewards.sample_worker", *map(str, fds), str(os.getpid())],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # so that what the user's function started ends with it
+                env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, **_package_path()},
+            )
+        finally:
+            theirs.close()
+        self.connection = Connection(ours.detach())
+        with contextlib.suppress(OSError):  # gone already: await_ready says so
+            self.connection.send_bytes(start)
+
+    def await_ready(self, path: str) -> None:
+        """Wait until the function is imported."""
+        kind, detail = "error", f"it was not done after {START_TIMEOUT_S:g} s"
+        if self.connection.poll(START_TIMEOUT_S):
+            try:
+                kind, detail = self.connection.recv()
+            except (EOFError, OSError):
+                detail = f"the process ended with {self.exit_words()}"
+        if kind != "ready":
+            raise RewardError(f"path is {path!r}: a worker process could not import it: {detail}.")
+
+    def send(self, message: bytes, timeout_s: float) -> bool:
+        """Send a sample; False where the worker is gone."""
+        self.deadline = time.monotonic() + timeout_s + GRACE_S
+        try:
+            self.connection.send_bytes(message)
+        except OSError:
+            return False
+        return True
+
+    def trace(self) -> str:
+        self._trace.seek(0)
+        return self._trace.read().decode(errors="replace")
+
+    def kill(self) -> None:
+        """End the process and all that it started."""
+        if self.ended:
+            return
+        self.ended = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.connection.close()
+
+    def exit_words(self) -> str:
+        try:
+            code = self._process.wait(timeout=GRACE_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        self.kill()
+        if code is None:
+            return "its connection closed"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _packed(
+    samples: Sequence[dict[str, Any]], outcomes: list[Outcome | None], stop_at_failure: bool
+) -> Generator[tuple[int, bytes], None, None]:
+    """Each sample as it is sent; the outcome of one that cannot be sent is noted."""
+    for index, sample in enumerate(samples):
+        try:
+            message = pickle.dumps(sample)
+        except Exception as error:  # noqa: BLE001 - pickling runs the code of what it is given
+            found = f"a column cannot be sent to a worker process ({type(error).__name__}: {error})"
+            outcomes[index] = Outcome(failure=found)
+            if stop_at_failure:
+                return
+            continue
+        yield index, message
+
+
+def _absolute(path: str) -> str:
+    """The same path to a function for a process that starts after the working directory has changed."""
+    module, _, name = path.rpartition(":")
+    return f"{os.path.abspath(module)}:{name}" if module.endswith(".py") else path
+
+
+def _package_path() -> dict[str, str]:
+    """What lets `python -m verl...` find this package wherever the working directory is."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    given = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": root if not given else os.pathsep.join((root, given))}

@@ -1,0 +1,93 @@
+"""A process that rates one sample after another: `python -m verl.rewards.sample_worker`.
+
+`verl.rewards.pool` starts it. It imports the user's function by its path, and never the driver's main script, nor torch
+unless the function does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import inspect
+import math
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from verl.rewards.locate import load_function, own_line
+
+
+def serve(connection: Connection, trace_fd: int) -> None:
+    """Import the function, and rate samples until the driver hangs up."""
+    start = pickle.loads(connection.recv_bytes())
+    sys.path[:] = [*start["sys_path"], *(path for path in sys.path if path not in start["sys_path"])]
+    try:
+        function = load_function(start["path"])
+    except BaseException as error:  # noqa: BLE001 - the driver's to handle
+        connection.send(("error", f"{type(error).__name__}: {error}"))
+        return
+    connection.send(("ready", None))
+    while True:
+        message = connection.recv_bytes()
+        # This watchdog needs no interpreter: it also ends code that never lets go of it, and one whose driver is gone.
+        faulthandler.dump_traceback_later(start["timeout_s"], exit=True, file=trace_fd)
+        answer = _rated(function, message, start["kwargs"])
+        faulthandler.cancel_dump_traceback_later()
+        connection.send(answer)
+
+
+def _rated(function: Callable, message: bytes, kwargs: dict[str, Any]) -> tuple[str, float | str]:
+    try:
+        result = function(**{**pickle.loads(message), **kwargs})
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
+        number = plain_number(result)
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
+        return "error", f"{type(error).__name__}: {error}{own_line(error, function)}"
+    return ("error", number) if isinstance(number, str) else ("score", number)
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def plain_number(result: Any) -> float | str:
+    """One number as a float, also from a list, array or tensor of one; in words what it is instead."""
+    found = result
+    if isinstance(result, (list, tuple)) or getattr(result, "ndim", 0):
+        size = len(result) if isinstance(result, (list, tuple)) else math.prod(result.shape)
+        if size != 1:
+            return f"a {type(result).__name__} of {size} items"
+        found = result[0] if isinstance(result, (list, tuple)) else result.reshape(-1)[0]
+    if not isinstance(found, (bool, int, float)) and getattr(found, "ndim", None) == 0 and hasattr(found, "item"):
+        found = found.item()
+    if isinstance(found, (bool, int, float)):
+        return float(found)
+    text = repr(result)
+    return f"{text if len(text) <= 120 else text[:110] + ' ...'} of type {type(result).__name__}"
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its driver."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def main(socket_fd: int, trace_fd: int, parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which ends its workers
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    with contextlib.suppress(EOFError, OSError):  # the driver hung up
+        serve(Connection(socket_fd), trace_fd)
+    os._exit(0)  # whatever threads the user's code left running
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,80 @@
+"""Several rewards as one: their weighted sum, each part logged by its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl.description import BuildContext, Description
+from verl.protocol import DataProto
+from verl.rewards.base import Rating, Reward
+
+TAKEN = ("mean", "std", "failed")  # metrics `reward/NAME` of every reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedSum(Description):
+    """score = sum over parts of weight * score of the part.
+
+    Each part is a metric `reward/NAME`, before its weight, and a column of the sample tables.
+
+    Args:
+        parts: rewards by name.
+        weights: of every part, by the same names; a weight of 0 logs a part and leaves it out of the sum.
+    """
+
+    parts: dict[str, Description]
+    weights: dict[str, float]
+
+    def faults(self) -> Iterator[str]:
+        if not self.parts:
+            yield "parts is {}: expected at least one reward by its name."
+        for name in self.parts:
+            if name in TAKEN or not name.replace("-", "_").isidentifier():
+                yield f"parts.{name}: expected a name of letters, digits, - and _, other than {', '.join(TAKEN)}."
+            if name not in self.weights:
+                yield f"weights has no {name}: expected the weight of parts.{name}."
+        for name, weight in self.weights.items():
+            if name not in self.parts:
+                yield f"weights.{name}: there is no such part. The parts: {', '.join(self.parts)}."
+            if not math.isfinite(weight):
+                yield f"weights.{name} is {weight}: must be finite."
+
+    def build(self, context: BuildContext) -> Reward:
+        with ExitStack() as built:
+            parts = {}
+            for name, described in self.parts.items():
+                parts[name] = described.build(context)
+                built.callback(parts[name].close)
+            built.pop_all()
+        return SumOfRewards(parts, self.weights)
+
+
+class SumOfRewards(Reward):
+    """The running form of `WeightedSum`; `close` closes every part."""
+
+    def __init__(self, parts: Mapping[str, Reward], weights: Mapping[str, float]):
+        self.parts, self.weights = dict(parts), dict(weights)
+
+    @property
+    def producer(self) -> Callable:
+        return self.rate_batch
+
+    def rate_batch(self, batch: DataProto) -> Rating:
+        """The sum; `parts` has each part's scores, and what a part has of its own as `NAME_...`."""
+        total, parts = np.zeros(len(batch)), {}
+        for name, reward in self.parts.items():
+            rating = reward.rate_batch(batch)
+            total = total + self.weights[name] * rating.scores
+            parts[name] = rating.scores
+            parts |= {f"{name}_{inner}": values for inner, values in rating.parts.items()}
+        return Rating(total, parts)
+
+    def close(self) -> None:
+        with ExitStack() as ending:
+            for reward in self.parts.values():
+                ending.callback(reward.close)
