@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
+from verl.data.bad_rows import BadRows
 from verl.data.options import PromptOptions, SFTOptions
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.rows import file_faults, read_rows
@@ -62,7 +64,12 @@ def _split_faults(files: PromptFiles | SFTFiles) -> Iterator[str]:
 
 def _build(files: PromptFiles | SFTFiles, context: BuildContext, dataset: type, options: type) -> Splits:
     config = options(**{field.name: getattr(files, field.name) for field in fields(options)})
-    made = {}
-    for name, paths in (("train", files.train_files), ("eval", files.eval_files)):
-        made[name] = dataset.from_rows(read_rows(paths, f"{name}_files"), context.tokenizer, config) if paths else None
-    return Splits(**made)
+
+    def made(paths: tuple[str, ...], name: str) -> Any:
+        bad = BadRows(files.on_bad_row)
+        return dataset.from_rows(read_rows(paths, bad, name), context.tokenizer, config, bad)
+
+    return Splits(
+        train=made(files.train_files, "train_files"),
+        eval=made(files.eval_files, "eval_files") if files.eval_files else None,
+    )
