@@ -126,3 +126,19 @@ def test_a_conversation_cut_on_the_left_learns_what_is_left_but_its_first_token(
 def test_cutting_every_answer_away_is_an_error():
     with pytest.raises(ConfigError, match="cutting row 0 on the right leaves no prompt or nothing to learn"):
         conversations([USER, ANSWER], max_length=5, truncation="right")
+
+
+def test_answers_are_found_in_the_tokens_of_a_byte_level_tokenizer():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bytewise = Tokenizer(models.BPE())
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<eos>"]
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=special)
+    bytewise.train_from_iterator(["user assistant one two é 😀 the answer"] * 20, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>", chat_template=CHATML)
+    chat = [USER, {"role": "assistant", "content": " é 😀\nthe answer "}, USER, {"role": "assistant", "content": "two"}]
+    row = SFTDataset.from_rows([{"messages": chat}], tokenizer, {"messages_key": "messages"})[0]
+    assert tokenizer.decode(row["input_ids"][row["loss_mask"]]) == " é 😀\nthe answer <eos>two<eos>"

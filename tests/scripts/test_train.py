@@ -128,17 +128,23 @@ def test_help_tells_every_flag_and_an_example(capsys):
     assert "python scripts/train.py --algorithm grpo --total_steps 50" in said
 
 
-def test_the_run_that_the_flags_ask_for_is_the_one_that_runs(tmp_path, dir32):
+def test_the_run_that_the_flags_ask_for_is_the_one_that_runs(tmp_path, dir32, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])  # which Hydra reads
     flags = ["--model", str(dir32), "--algorithm", "grpo", "--prompts_per_step", "2", "--total_steps", "1"]
-    flags += ["--output_dir", str(tmp_path / "run"), "debug=smoke", "trainer.total_steps=1", "data.held_out=8"]
+    train.main([*flags, "--output_dir", str(tmp_path / "run"), "data.held_out=8", "trainer.num_threads=1"])
+    assert capfd.readouterr().out.startswith("python main_ppo.py ")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+
+
+def test_faults_of_the_run_end_the_script_with_status_2(tmp_path):
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "train.py"), *flags],
+        [sys.executable, str(ROOT / "scripts" / "train.py"), "--seed", "-1"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("python main_ppo.py ")
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+    assert (done.returncode, done.stderr) == (2, "trainer.seed is -1: must not be negative.\n")
+    assert done.stdout == "python main_ppo.py trainer.seed=-1\n"
