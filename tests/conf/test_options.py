@@ -16,7 +16,8 @@ from verl.compose.paths import conf_dir, group_options
 from verl.compose.schema import root_keys
 
 SFT_ONLY = {"data=arithmetic_sft", "data=sft_files", "trainer=sft", "experiment=arithmetic_sft"}
-PPO_ONLY = {"data=arithmetic", "data=files", "trainer=local", "experiment=arithmetic_ppo", "experiment=arithmetic_grpo"}
+PPO_ONLY = {"data=arithmetic", "data=files", "trainer=local"}
+PPO_ONLY |= {"experiment=arithmetic_ppo", "experiment=arithmetic_grpo", "experiment=gsm8k_qwen2_0_5b"}
 OPTIONS = [f"{group}={option}" for group, options in group_options(conf_dir()).items() for option in options]
 NEEDED = {  # what an option leaves to the user
     "actor=pretrained": ["actor.model.path=owner/model"],
@@ -25,6 +26,7 @@ NEEDED = {  # what an option leaves to the user
     "reference=none": ["algorithm.kl.coef=0"],
     "reward=function": ["reward.path=rule.py:score"],
     "data=files": ["data.train_files=[rows.jsonl]", "data.max_prompt_length=16"],
+    "experiment=gsm8k_qwen2_0_5b": ["data.train_files=[rows.jsonl]", "data.eval_files=[rows.jsonl]"],
     "data=sft_files": ["data.train_files=[rows.jsonl]", "data.max_length=16"],
 }
 
@@ -58,9 +60,9 @@ def test_option_composes_and_checks_in_sft(option, users_files):
 
 @pytest.mark.parametrize("experiment", group_options(conf_dir())["experiment"])
 @pytest.mark.parametrize("debug", group_options(conf_dir())["debug"])
-def test_debug_goes_with_every_experiment(experiment, debug):
-    root = "sft" if f"experiment={experiment}" in SFT_ONLY else "ppo"
-    check(compose_root(root, [f"experiment={experiment}", f"debug={debug}"]))
+def test_debug_goes_with_every_experiment(experiment, debug, users_files):
+    root, option = "sft" if f"experiment={experiment}" in SFT_ONLY else "ppo", f"experiment={experiment}"
+    check(compose_root(root, [option, f"debug={debug}", *NEEDED.get(option, [])]))
 
 
 @pytest.mark.parametrize("experiment", group_options(conf_dir())["experiment"])

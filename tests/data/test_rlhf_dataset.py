@@ -14,6 +14,7 @@ from verl.errors import ConfigError
 from verl.models.tiny_tokenizer import character_tokenizer
 
 TOKENIZER = character_tokenizer()
+HINT = "Mend the data, or set on_bad_row to skip."
 ROWS = [
     {"prompt": "1+1=", "answer": "2", "level": 1},
     {"prompt": "10+20=", "answer": "30", "level": 2},
@@ -229,7 +230,7 @@ def test_a_prompt_that_is_none_is_named_by_file_and_line(tmp_path, prompt, expec
     file = write(tmp_path / "train.jsonl", [{"prompt": "1+1="}, {"prompt": prompt}])
     with pytest.raises(ConfigError) as refused:
         RLHFDataset([file], TOKENIZER)
-    assert str(refused.value) == f"prompt is {prompt!r} at line 2 of {file}: expected {expected}."
+    assert str(refused.value) == f"prompt is {prompt!r} at line 2 of {file}: expected {expected}. {HINT}"
 
 
 def test_a_null_prompt_in_parquet_is_named_by_its_row(tmp_path):
@@ -248,13 +249,13 @@ def test_chat_messages_without_any_template_are_refused():
     bare = character_tokenizer()
     bare.chat_template = None
     rows = [{"prompt": "1"}, {"prompt": [{"role": "user", "content": "1"}]}]
-    with pytest.raises(ConfigError, match="chat_template is null: row 1 holds chat messages and the tokenizer has no"):
+    with pytest.raises(ConfigError, match="chat_template is null: row 1 needs one for its chat messages"):
         RLHFDataset.from_rows(rows, tokenizer=bare)
 
 
 def test_a_template_that_refuses_the_messages_is_reported_with_the_row():
     template = "{{ raise_exception('only users speak') }}"
-    with pytest.raises(ConfigError, match="chat_template refuses the messages at row 0: only users speak"):
+    with pytest.raises(ConfigError, match="chat_template refuses the roles user at row 0: only users speak"):
         open_rows([{"prompt": [{"role": "user", "content": "1"}]}], chat_template=template)
 
 

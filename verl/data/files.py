@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
+from verl.data.bad_rows import BadRows
 from verl.data.options import PromptOptions, SFTOptions
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.rows import file_faults, read_rows
+from verl.data.sampler import Mixture
 from verl.data.sft_dataset import SFTDataset
 from verl.data.splits import Splits
 from verl.description import BuildContext
+from verl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +26,13 @@ class PromptFiles(PromptOptions):
     Args:
         train_files: paths whose rows are trained on, in order.
         eval_files: paths whose rows are evaluated on; none for no evaluation.
+        weights: one number per training file: its share of an epoch, relative to the others. None visits every row
+            once.
     """
 
     train_files: tuple[str, ...]
     eval_files: tuple[str, ...] = ()
+    weights: tuple[float, ...] | None = None
 
     def faults(self) -> Iterator[str]:
         yield from _split_faults(self)
@@ -40,10 +49,13 @@ class SFTFiles(SFTOptions):
     Args:
         train_files: paths whose rows are trained on, in order.
         eval_files: paths whose rows are evaluated on; none for no evaluation.
+        weights: one number per training file: its share of an epoch, relative to the others. None visits every row
+            once.
     """
 
     train_files: tuple[str, ...]
     eval_files: tuple[str, ...] = ()
+    weights: tuple[float, ...] | None = None
 
     def faults(self) -> Iterator[str]:
         yield from _split_faults(self)
@@ -58,11 +70,34 @@ def _split_faults(files: PromptFiles | SFTFiles) -> Iterator[str]:
         yield "train_files is empty: name at least one file."
     yield from file_faults("train_files", files.train_files)
     yield from file_faults("eval_files", files.eval_files)
+    weights = files.weights
+    if weights is not None and len(weights) != len(files.train_files):
+        yield f"weights is {list(weights)}: expected one number for each of {len(files.train_files)} training files."
+    elif weights is not None and not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        yield f"weights is {list(weights)}: each must be a positive number. Leave a file out to give it no share."
 
 
 def _build(files: PromptFiles | SFTFiles, context: BuildContext, dataset: type, options: type) -> Splits:
     config = options(**{field.name: getattr(files, field.name) for field in fields(options)})
-    made = {}
-    for name, paths in (("train", files.train_files), ("eval", files.eval_files)):
-        made[name] = dataset.from_rows(read_rows(paths, f"{name}_files"), context.tokenizer, config) if paths else None
-    return Splits(**made)
+
+    def made(paths: tuple[str, ...], name: str) -> Any:
+        bad = BadRows(files.on_bad_row)
+        return dataset.from_rows(read_rows(paths, bad, name), context.tokenizer, config, bad)
+
+    train = made(files.train_files, "train_files")
+    return Splits(
+        train=train,
+        eval=made(files.eval_files, "eval_files") if files.eval_files else None,
+        mixture=None if files.weights is None else _mixture(files, train.sources),
+    )
+
+
+def _mixture(files: PromptFiles | SFTFiles, sources: list[int]) -> Mixture:
+    """The share of each file, whose rows follow one another in the data set."""
+    assert files.weights is not None
+    counted = Counter(sources)
+    sizes = tuple(counted[index] for index in range(len(files.train_files)))
+    if 0 in sizes:
+        empty = files.train_files[sizes.index(0)]
+        raise ConfigError(f"weights gives a share to {empty!r}, of which no row is left. Leave the file out.")
+    return Mixture(sizes, files.weights)

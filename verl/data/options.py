@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
+from verl.data.bad_rows import OnBadRow
 from verl.description import Description
 from verl.errors import ConfigError
 
@@ -25,12 +26,18 @@ class PromptOptions(Description):
             cut that end; `drop` leaves the row out. The default refuses, because a cut prompt asks another question
             than the one its answer belongs to, and that shows only as a reward that stays low.
         chat_template: a Jinja template to use in place of the tokenizer's own; for chat messages alone.
+        system_prompt: opens every chat that has no system message of its own; with it, a prompt that is a text is the
+            message of a user and goes through the chat template too.
+        on_bad_row: what happens to a row that cannot be used (no text, empty, not UTF-8, refused by the template).
+            `error` refuses the data set; `skip` leaves the row out and says how many and which.
     """
 
     prompt_key: str = "prompt"
     max_prompt_length: int = 512
     truncation: Truncation = "error"
     chat_template: str | None = None
+    system_prompt: str | None = None
+    on_bad_row: OnBadRow = "error"
 
     def faults(self) -> Iterator[str]:
         if self.max_prompt_length < 1:
@@ -44,17 +51,26 @@ class SFTOptions(Description):
     Args:
         prompt_key: the column that holds a text or a list of chat messages.
         completion_key: the column that holds the text to learn; None takes `completion` or else `response`.
+        messages_key: the column that holds whole conversations, of which the assistant's turns are learned; the two
+            columns above are then not read. None takes prompts and completions.
         max_length: most tokens of prompt, completion and EOS together.
         truncation: what happens to a longer sequence. `error` refuses the data set and counts them; `left` cuts the
             start of the prompt, `right` the end of the completion with its EOS; `drop` leaves the row out.
         chat_template: a Jinja template to use in place of the tokenizer's own; for chat messages alone.
+        system_prompt: opens every chat that has no system message of its own; with it, a prompt that is a text is the
+            message of a user and goes through the chat template too.
+        on_bad_row: `error` refuses a data set with a row that cannot be used; `skip` leaves the row out and says how
+            many and which.
     """
 
     prompt_key: str = "prompt"
     completion_key: str | None = None
+    messages_key: str | None = None
     max_length: int = 512
     truncation: Truncation = "error"
     chat_template: str | None = None
+    system_prompt: str | None = None
+    on_bad_row: OnBadRow = "error"
 
     def faults(self) -> Iterator[str]:
         if self.max_length < 2:

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from verl.data.bad_rows import BadRows
 from verl.data.options import PromptOptions, read_options
+from verl.data.prompts import Chat, render_prompts
 from verl.data.rows import Rows, read_rows
-from verl.data.tokens import RaggedTokens, cut, fit_lengths, object_array, pad_id_of, render_prompts
+from verl.data.tokens import RaggedTokens, cut, fit_lengths, object_array, pad_id_of
 from verl.errors import ConfigError
 from verl.fields import FIELDS
 from verl.protocol import DataProto
@@ -28,6 +30,8 @@ class RLHFDataset:
         data_files: one path or several, ending in `.parquet` or `.jsonl`.
         tokenizer: a Hugging Face tokenizer.
         config: keys of `PromptOptions`.
+    Attributes:
+        sources: the index of each row's file, in order; None where the rows came from memory.
     Raises:
         ConfigError: a file is missing, empty or unreadable; the prompt column is absent; a prompt is null, no text or
             too long; a column takes a name that the batch needs; a key of `config` is unknown.
@@ -41,7 +45,8 @@ class RLHFDataset:
     ):
         options = config if isinstance(config, PromptOptions) else read_options(PromptOptions, config)
         files = [data_files] if isinstance(data_files, (str, Path)) else list(data_files)
-        self._prepare(read_rows(files), tokenizer, options)
+        bad = BadRows(options.on_bad_row)
+        self._prepare(read_rows(files, bad), tokenizer, options, bad)
 
     @classmethod
     def from_rows(
@@ -49,30 +54,40 @@ class RLHFDataset:
         rows: Sequence[Mapping[str, Any]] | Rows,
         tokenizer: Any,
         config: Mapping[str, Any] | PromptOptions | None = None,
+        bad: BadRows | None = None,
     ) -> RLHFDataset:
-        """The same from rows in memory, each a mapping of columns."""
+        """The same from rows in memory, each a mapping of columns; `bad` knows of those left out when reading."""
         options = config if isinstance(config, PromptOptions) else read_options(PromptOptions, config)
-        if not len(rows):
+        bad = BadRows(options.on_bad_row) if bad is None else bad
+        if not len(rows) and not len(bad):
             raise ConfigError("rows is []: the data set is empty.")
         dataset = cls.__new__(cls)
-        dataset._prepare(rows if isinstance(rows, Rows) else Rows(list(rows)), tokenizer, options)
+        dataset._prepare(rows if isinstance(rows, Rows) else Rows(list(rows)), tokenizer, options, bad)
         return dataset
 
-    def _prepare(self, rows: Rows, tokenizer: Any, options: PromptOptions):
+    def _prepare(self, rows: Rows, tokenizer: Any, options: PromptOptions, bad: BadRows):
         self.options = options
         self._pad_id = pad_id_of(tokenizer)
+        num_rows = len(rows) + len(bad)
         columns = _columns_beside(rows, options.prompt_key)
-        texts, tokens = render_prompts(rows, options.prompt_key, tokenizer, options.chat_template)
-        lengths = [len(ids) for ids in tokens]
-        limit = options.max_prompt_length
-        kept = fit_lengths(lengths, limit, "max_prompt_length", options.truncation, rows.place)
+        chat = Chat(tokenizer, options.chat_template, options.system_prompt)
+        texts, tokens = render_prompts(rows, options.prompt_key, chat, bad)
+        bad.settle(num_rows)
+        usable = [index for index, ids in enumerate(tokens) if ids]
+        limit, lengths = options.max_prompt_length, [len(tokens[index]) for index in usable]
+        fitting = fit_lengths(
+            lengths, limit, "max_prompt_length", options.truncation, lambda place: rows.place(usable[place])
+        )
+        kept = [usable[place] for place in fitting]
         for index in kept:
-            if lengths[index] > limit:
+            if len(tokens[index]) > limit:
                 tokens[index] = cut(tokens[index], limit, options.truncation)
                 texts[index] = tokenizer.decode(tokens[index])
+        rows = rows.only(kept)
+        self.sources = rows.sources
         self._tokens = RaggedTokens([tokens[index] for index in kept])
-        self._prompt_ids = torch.tensor(kept, dtype=torch.int64)
-        self._columns = {name: object_array([rows.values[index].get(name) for index in kept]) for name in columns}
+        self._prompt_ids = torch.tensor([rows.number(index) for index in range(len(rows))], dtype=torch.int64)
+        self._columns = {name: object_array([row.get(name) for row in rows.values]) for name in columns}
         self._columns["prompt_text"] = object_array([texts[index] for index in kept])
 
     @property

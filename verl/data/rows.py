@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.data.bad_rows import BadRows
 from verl.errors import ConfigError
 
 FILE_TYPES = (".parquet", ".jsonl")
@@ -21,10 +22,14 @@ class Rows:
         values: one mapping of columns per row.
         places: `(file, number)` per row, the number being the line of a JSONL file or the row of a parquet file,
             counted from 1 and from 0 as editors and data frames do; None for rows that came from memory.
+        numbers: the index of each row over all files, counting rows that were left out; None where none was.
+        sources: the index of each row's file in the list of files; None for rows that came from memory.
     """
 
     values: list[Mapping[str, Any]]
     places: list[tuple[str, int]] | None = None
+    numbers: list[int] | None = None
+    sources: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.values)
@@ -36,21 +41,40 @@ class Rows:
         file, number = self.places[index]
         return f"{'line' if file.endswith('.jsonl') else 'row'} {number} of {file}"
 
-    def column(self, key: str, option: str) -> list[Any]:
-        """One column of all rows.
+    def number(self, index: int) -> int:
+        """The index of a row over all files, the same whether or not rows before it were left out."""
+        return index if self.numbers is None else self.numbers[index]
+
+    def only(self, kept: Sequence[int]) -> Rows:
+        """The rows at `kept`, which keep their places and numbers."""
+        if len(kept) == len(self):
+            return self
+
+        def chosen(items: list[Any]) -> list[Any]:
+            return [items[index] for index in kept]
+
+        return Rows(
+            chosen(self.values),
+            None if self.places is None else chosen(self.places),
+            [self.number(index) for index in kept],
+            None if self.sources is None else chosen(self.sources),
+        )
+
+    def column_fault(self, key: str, option: str, index: int) -> str | None:
+        """What is wrong where a row lacks a column, naming those it has; None where it has it.
 
         Args:
-            option: the setting that chose `key`, for the message.
+            option: the setting that chose `key`.
         Raises:
-            ConfigError: a row lacks the column; names those it has.
+            ConfigError: no row has the column.
         """
-        for index, row in enumerate(self.values):
-            if key not in row:
-                present = ", ".join(str(name) for name in row) or "none"
-                raise ConfigError(
-                    f"{option} is {key!r}: no such column at {self.place(index)}. Its columns: {present}."
-                )
-        return [row[key] for row in self.values]
+        if key in self.values[index]:
+            return None
+        present = ", ".join(str(name) for name in self.values[index]) or "none"
+        fault = f"{option} is {key!r}: no such column at {self.place(index)}. Its columns: {present}."
+        if not any(key in row for row in self.values):
+            raise ConfigError(fault)
+        return fault
 
 
 def file_faults(name: str, files: Sequence[str | Path]) -> Iterator[str]:
@@ -65,29 +89,36 @@ def file_faults(name: str, files: Sequence[str | Path]) -> Iterator[str]:
             yield f"{seen}: not a file."
 
 
-def read_rows(files: Sequence[str | Path], name: str = "data_files") -> Rows:
+def read_rows(files: Sequence[str | Path], bad: BadRows, name: str = "data_files") -> Rows:
     """Read files one after another.
 
     Args:
         files: paths ending in `.parquet` or `.jsonl`.
+        bad: is told of lines that are no row, which are left out here.
         name: what messages call this list.
     Raises:
-        ConfigError: a file is missing, is no parquet or JSONL, or holds no row.
+        ConfigError: a file is missing, is no parquet or JSONL, or holds nothing.
     """
     if faults := list(file_faults(name, files)) or ([] if files else [f"{name} is empty: name at least one file."]):
         raise ConfigError(faults)
-    values, places = [], []
+    values, places, numbers, sources, count = [], [], [], [], 0
     for index, file in enumerate(files):
-        read = _read_parquet if Path(file).suffix == ".parquet" else _read_jsonl
-        rows = list(read(Path(file), f"{name}[{index}] is {str(file)!r}"))
-        if not rows:
-            raise ConfigError(f"{name}[{index}] is {str(file)!r}: the data set is empty, it holds no rows.")
-        places.extend((str(file), number) for number, _ in rows)
-        values.extend(row for _, row in rows)
-    return Rows(values, places)
+        before, seen, path = count, f"{name}[{index}] is {str(file)!r}", Path(file)
+        for number, row in _read_parquet(path, seen) if path.suffix == ".parquet" else _read_jsonl(path):
+            if isinstance(row, dict):
+                values.append(row)
+                places.append((str(file), number))
+                numbers.append(count)
+                sources.append(index)
+            else:
+                bad.add(f"{seen}: {row}")
+            count += 1
+        if count == before:
+            raise ConfigError(f"{seen}: the data set is empty, it holds no rows.")
+    return Rows(values, places, numbers, sources)
 
 
-def _read_parquet(path: Path, seen: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_parquet(path: Path, seen: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -96,25 +127,35 @@ def _read_parquet(path: Path, seen: str) -> Iterator[tuple[int, dict[str, Any]]]
         table = pyarrow.parquet.ParquetFile(path).read()
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{seen}: not a readable parquet file ({error}).") from error
-    yield from enumerate(table.to_pylist())
-
-
-def _read_jsonl(path: Path, seen: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in _decoded(lines, seen):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{seen}: line {number} is no JSON ({error}).") from error
-            if not isinstance(row, dict):
-                raise ConfigError(f"{seen}: line {number} holds {line.strip()[:40]!r}, expected a JSON object.")
-            yield number, row
-
-
-def _decoded(lines: Iterator[str], seen: str) -> Iterator[tuple[int, str]]:
     try:
-        yield from enumerate(lines, start=1)
+        rows = table.to_pylist()
+    except UnicodeDecodeError:  # slower, but it finds the rows
+        rows = [_parquet_row(table, index) for index in range(table.num_rows)]
+    yield from enumerate(rows)
+
+
+def _parquet_row(table: Any, index: int) -> dict[str, Any] | str:
+    try:
+        return {name: table.column(name)[index].as_py() for name in table.column_names}
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{seen}: not UTF-8 text ({error}).") from error
+        return f"row {index} is not UTF-8 text ({error})"
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """The number of every line that is not blank, with its row or with what is wrong with it."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, _parsed(line, number)
+
+
+def _parsed(line: bytes, number: int) -> dict[str, Any] | str:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return f"line {number} is not UTF-8 text ({error})"
+    except (json.JSONDecodeError, RecursionError) as error:
+        return f"line {number} is no JSON ({error})"
+    if isinstance(row, dict):
+        return row
+    return f"line {number} holds {line.decode('utf-8').strip()[:40]!r}, expected a JSON object"

@@ -9,25 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.data.bad_rows import BadRows
+from verl.data.learnable import from_conversations, from_prompts
 from verl.data.options import SFTOptions, read_options
+from verl.data.prompts import Chat
 from verl.data.rows import Rows, read_rows
-from verl.data.tokens import RaggedTokens, cut, fit_lengths, pad_id_of, render_prompts
+from verl.data.tokens import RaggedTokens, fit_lengths, pad_id_of
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 
-COMPLETION_KEYS = ("completion", "response")
-
 
 class SFTDataset:
-    """Sequences to imitate from parquet or JSONL files: a prompt, its completion, and the tokenizer's EOS.
+    """Sequences to imitate from parquet or JSONL files: prompts with completions, or conversations.
 
-    Prompt and completion are tokenised apart, so that the prompt has the very tokens that generation starts from.
+    A completion is learned with the EOS that ends it; of a conversation, the assistant's turns with their end tokens.
     A row is one sequence without a padded prompt part, so its padding is all on the right, as that of a response is.
 
     Args:
         data_files: one path or several, ending in `.parquet` or `.jsonl`.
         tokenizer: a Hugging Face tokenizer with an EOS token.
         config: keys of `SFTOptions`.
+    Attributes:
+        sources: the index of each row's file, in order; None where the rows came from memory.
     Raises:
         ConfigError: a file is missing, empty or unreadable; a column is absent; a prompt or a completion is null or no
             text; a sequence is too long; a key of `config` is unknown; the tokenizer has no EOS.
@@ -41,7 +44,8 @@ class SFTDataset:
     ):
         options = config if isinstance(config, SFTOptions) else read_options(SFTOptions, config)
         files = [data_files] if isinstance(data_files, (str, Path)) else list(data_files)
-        self._prepare(read_rows(files), tokenizer, options)
+        bad = BadRows(options.on_bad_row)
+        self._prepare(read_rows(files, bad), tokenizer, options, bad)
 
     @classmethod
     def from_rows(
@@ -49,35 +53,46 @@ class SFTDataset:
         rows: Sequence[Mapping[str, Any]] | Rows,
         tokenizer: Any,
         config: Mapping[str, Any] | SFTOptions | None = None,
+        bad: BadRows | None = None,
     ) -> SFTDataset:
-        """The same from rows in memory, each a mapping of columns."""
+        """The same from rows in memory, each a mapping of columns; `bad` knows of those left out when reading."""
         options = config if isinstance(config, SFTOptions) else read_options(SFTOptions, config)
-        if not len(rows):
+        bad = BadRows(options.on_bad_row) if bad is None else bad
+        if not len(rows) and not len(bad):
             raise ConfigError("rows is []: the data set is empty.")
         dataset = cls.__new__(cls)
-        dataset._prepare(rows if isinstance(rows, Rows) else Rows(list(rows)), tokenizer, options)
+        dataset._prepare(rows if isinstance(rows, Rows) else Rows(list(rows)), tokenizer, options, bad)
         return dataset
 
-    def _prepare(self, rows: Rows, tokenizer: Any, options: SFTOptions):
+    def _prepare(self, rows: Rows, tokenizer: Any, options: SFTOptions, bad: BadRows):
         self.options = options
         self._pad_id = pad_id_of(tokenizer)
-        _, prompts = render_prompts(rows, options.prompt_key, tokenizer, options.chat_template)
-        completions = _completion_tokens(rows, options.completion_key, tokenizer)
-        lengths = [len(prompt) + len(ids) for prompt, ids in zip(prompts, completions, strict=True)]
-        kept = fit_lengths(lengths, options.max_length, "max_length", options.truncation, rows.place)
-        sequences, prompt_lengths = [], []
-        for index in kept:
-            tokens = cut(prompts[index] + completions[index], options.max_length, options.truncation)
-            start = len(prompts[index]) - (lengths[index] - len(tokens) if options.truncation == "left" else 0)
-            if not 0 < start < len(tokens):
+        num_rows = len(rows) + len(bad)
+        chat = Chat(tokenizer, options.chat_template, options.system_prompt)
+        if options.messages_key is None:
+            texts = from_prompts(rows, options.prompt_key, options.completion_key, chat, bad)
+        else:
+            texts = from_conversations(rows, options.messages_key, chat, bad)
+        bad.settle(num_rows)
+        usable = list(texts)
+        kept = fit_lengths(
+            [len(texts[index]) for index in usable],
+            options.max_length,
+            "max_length",
+            options.truncation,
+            lambda place: rows.place(usable[place]),
+        )
+        cuts = []
+        for index in (usable[place] for place in kept):
+            cuts.append(texts[index].cut(options.max_length, options.truncation))
+            if not cuts[-1].can_be_learned:
                 raise ConfigError(
                     f"max_length is {options.max_length}: cutting {rows.place(index)} on the {options.truncation} "
                     "leaves no prompt or nothing to learn. Raise max_length, or set truncation to drop."
                 )
-            sequences.append(tokens)
-            prompt_lengths.append(start)
-        self._tokens = RaggedTokens(sequences)
-        self._prompt_lengths = torch.tensor(prompt_lengths, dtype=torch.int64)
+        self.sources = rows.only([usable[place] for place in kept]).sources
+        self._tokens = RaggedTokens([text.tokens for text in cuts])
+        self._learned = RaggedTokens([[False, *text.learned[1:]] for text in cuts], dtype=torch.bool)
 
     @property
     def lengths(self) -> Tensor:
@@ -85,13 +100,12 @@ class SFTDataset:
         return self._tokens.lengths
 
     def __len__(self) -> int:
-        return len(self._prompt_lengths)
+        return len(self._tokens.lengths)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """One row, not padded: `input_ids` [S] int64 and `loss_mask` [S] bool."""
         place = range(len(self))[index]
-        tokens = self._tokens[place]
-        return {"input_ids": tokens, "loss_mask": torch.arange(len(tokens)) >= self._prompt_lengths[place]}
+        return {"input_ids": self._tokens[place], "loss_mask": self._learned[place]}
 
     def collate(self, indices: Sequence[int]) -> DataProto:
         """A batch of the rows at `indices`, padded on the right to the longest of them.
@@ -109,20 +123,7 @@ class SFTDataset:
                 "input_ids": input_ids,
                 "attention_mask": mask.long(),
                 "position_ids": place.masked_fill(~mask, 0),
-                "loss_mask": mask & (place >= self._prompt_lengths[chosen].unsqueeze(1)),
+                "loss_mask": self._learned.padded(chosen, False, left=False)[0],
             },
             meta_info={"pad_token_id": self._pad_id},
         )
-
-
-def _completion_tokens(rows: Rows, key: str | None, tokenizer: Any) -> list[list[int]]:
-    """The tokens of every completion, EOS at the end."""
-    if tokenizer.eos_token_id is None:
-        raise ConfigError("tokenizer has no EOS token: a completion could not say where it ends. Set eos_token.")
-    key = key or next((name for name in COMPLETION_KEYS if name in rows.values[0]), COMPLETION_KEYS[0])
-    completions = rows.column(key, "completion_key")
-    for index, completion in enumerate(completions):
-        if not isinstance(completion, str) or not completion:
-            raise ConfigError(f"{key} is {completion!r} at {rows.place(index)}: expected a text that is not empty.")
-    encoded = tokenizer(completions, add_special_tokens=False)["input_ids"]
-    return [[*ids, tokenizer.eos_token_id] for ids in encoded]

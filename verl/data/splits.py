@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from verl.data.sampler import Mixture
 from verl.protocol import DataProto
 
 
@@ -28,7 +29,9 @@ class Splits:
     Attributes:
         train: the rows to learn from.
         eval: rows that are never trained on, or None where there are none.
+        mixture: the parts of `train` and their shares of an epoch; None visits every row once.
     """
 
     train: Dataset
     eval: Dataset | None = None
+    mixture: Mixture | None = None

@@ -18,7 +18,7 @@ import torch
 
 from verl.algorithms.algorithm import Algorithm
 from verl.cluster.base import role_handles
-from verl.data.sampler import EpochSampler
+from verl.data.sampler import EpochSampler, Mixture
 from verl.description import BuildContext, Description, as_plain
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, faults_below
@@ -128,7 +128,7 @@ class PPOTrainer:
             with faults_below("data"):
                 splits = run.data.build(context)
             self.train_data, self.eval_data = splits.train, splits.eval
-            self.sampler = self._make_sampler(len(self.train_data))
+            self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
             self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
             self.reward = run.reward.build(context)
             self.tracker = run.tracker.build(context)
@@ -149,13 +149,13 @@ class PPOTrainer:
         if found := [fault for fault in faults if fault is not None]:
             raise ConfigError(found)
 
-    def _make_sampler(self, size: int) -> EpochSampler:
+    def _make_sampler(self, size: int, mixture: Mixture | None) -> EpochSampler:
         wanted = self.settings.prompts_per_step
         if wanted > size:
             raise ConfigError(
                 f"trainer.prompts_per_step is {wanted}: the data has {size} training prompts. Set it to at most that."
             )
-        return EpochSampler(size, wanted, derive_seed(self.settings.seed, "data order"))
+        return EpochSampler(size, wanted, derive_seed(self.settings.seed, "data order"), mixture=mixture)
 
     def _start_roles(self, run: PPORun, context: BuildContext) -> None:
         host = RLHost(

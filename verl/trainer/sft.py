@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.cluster.base import role_handles
-from verl.data.sampler import EpochSampler
+from verl.data.sampler import EpochSampler, Mixture
 from verl.description import BuildContext, Description, as_plain
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, faults_below
@@ -60,7 +60,7 @@ class SFTTrainer:
             with faults_below("data"):
                 splits = run.data.build(context)
             self.train_data, self.eval_data = splits.train, splits.eval
-            self.sampler = self._make_sampler(len(self.train_data))
+            self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
             self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
             self.tracker = run.tracker.build(context)
             self.stages = Stages(self.tracker)
@@ -71,13 +71,13 @@ class SFTTrainer:
             self.close()
             raise
 
-    def _make_sampler(self, size: int) -> EpochSampler:
+    def _make_sampler(self, size: int, mixture: Mixture | None) -> EpochSampler:
         wanted = self.settings.batch_size
         if wanted > size:
             raise ConfigError(
                 f"trainer.batch_size is {wanted}: the data has {size} training rows. Set it to at most that."
             )
-        return EpochSampler(size, wanted, derive_seed(self.settings.seed, "data order"))
+        return EpochSampler(size, wanted, derive_seed(self.settings.seed, "data order"), mixture=mixture)
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One optimizer step on the mean negative log-likelihood per learned token."""

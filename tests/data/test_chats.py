@@ -1,0 +1,144 @@
+"""Chats: system prompts, templates that refuse, and which tokens of a conversation are learned."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.data.sft_dataset import SFTDataset
+from verl.errors import ConfigError
+from verl.models.tiny_tokenizer import character_tokenizer
+
+TOKENIZER = character_tokenizer()
+USER, ANSWER = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+SYSTEM = {"role": "system", "content": "Add."}
+CHATML = (
+    "{% for m in messages %}{{ '<' + m.role + '>\\n' + m.content + '<eos>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>\\n' }}{% endif %}"
+)
+NO_SYSTEM = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+NO_SYSTEM += "{{ m.content }}{% endfor %}"
+FORGETS = (  # earlier turns lose what they said, as templates do that strip thoughts
+    "{% for m in messages %}<{{ m.role }}>{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}<eos>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<eos>"
+    "{% endgeneration %}{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}"
+)
+
+
+def prompts(rows, **config):
+    return RLHFDataset.from_rows(rows, TOKENIZER, config)
+
+
+def conversations(*chats, **config):
+    rows = [{"messages": list(chat)} for chat in chats]
+    return SFTDataset.from_rows(rows, TOKENIZER, {"messages_key": "messages", **config})
+
+
+def learned(dataset, index=0):
+    row = dataset[index]
+    return TOKENIZER.decode(row["input_ids"][row["loss_mask"]])
+
+
+def test_a_system_prompt_opens_chats_and_makes_chats_of_texts_but_replaces_no_system_message():
+    own = {"role": "system", "content": "Sum."}
+    dataset = prompts([{"prompt": [USER]}, {"prompt": "1+1="}, {"prompt": [own, USER]}], system_prompt="Add.")
+    chat = "<system>Add.<eos><user>1+1=<eos><assistant>"
+    assert [dataset[index]["prompt_text"] for index in range(3)] == [chat, chat, chat.replace("Add", "Sum")]
+
+
+def test_a_template_without_the_roles_used_is_named_with_row_roles_and_its_error(caplog):
+    rows = [{"prompt": [USER]}, {"prompt": [SYSTEM, USER]}]
+    with pytest.raises(ConfigError) as refused:
+        prompts(rows, chat_template=NO_SYSTEM)
+    said = "chat_template refuses the roles system, user at row 1: no system role"
+    assert str(refused.value).startswith(said)
+    assert len(prompts(rows, chat_template=NO_SYSTEM, on_bad_row="skip")) == 1
+    assert f"1 of 2 rows are left out: {said}" in caplog.text
+
+
+def test_a_system_prompt_needs_a_template():
+    bare = character_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(ConfigError, match="chat_template is null: row 0 needs one"):
+        RLHFDataset.from_rows([{"prompt": "1"}], bare, {"system_prompt": "Add."})
+
+
+def test_every_turn_of_the_assistant_is_learned_with_its_end_token_and_nothing_else():
+    more = {"role": "user", "content": "3+4="}, {"role": "assistant", "content": "7"}
+    dataset = conversations([SYSTEM, USER, ANSWER, *more], [USER, ANSWER])
+    assert learned(dataset) == "2<eos>7<eos>"
+    assert TOKENIZER.decode(dataset[0]["input_ids"]) == (
+        "<system>Add.<eos><user>1+1=<eos><assistant>2<eos><user>3+4=<eos><assistant>7<eos>"
+    )
+    batch = dataset.collate([0, 1]).check(strict=True)
+    assert batch["loss_mask"].sum(dim=1).tolist() == [4, 2]
+
+
+def test_what_stands_before_an_answer_is_what_generation_starts_from():
+    row = conversations([USER, ANSWER], system_prompt="Add.")[0]
+    prompt = prompts([{"prompt": [USER]}], system_prompt="Add.")[0]["prompts"]
+    assert row["input_ids"][~row["loss_mask"]].tolist() == prompt.tolist()
+
+
+def test_whitespace_that_a_template_puts_after_the_end_token_is_not_learned():
+    dataset = conversations([USER, ANSWER, USER, ANSWER], chat_template=CHATML)
+    assert learned(dataset) == "2<eos>2<eos>"
+    assert TOKENIZER.decode(dataset[0]["input_ids"]).endswith("<eos>\n")
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_by_row():
+    said = "chat_template renders message 1 at row 1 otherwise"
+    with pytest.raises(ConfigError, match=said):
+        conversations([USER, ANSWER], [USER, ANSWER, USER, ANSWER], chat_template=FORGETS)
+    assert learned(conversations([USER, ANSWER], chat_template=FORGETS)) == "2<eos>"
+
+
+def test_a_template_that_marks_the_assistants_part_is_asked():
+    assert learned(conversations([USER, ANSWER, USER, ANSWER], chat_template=MARKED)) == "2<eos>2<eos>"
+
+
+@pytest.mark.parametrize("template", [None, MARKED])
+def test_a_conversation_without_an_answer_teaches_nothing_and_is_named(template):
+    with pytest.raises(ConfigError, match="row 1 has no message of the role assistant"):
+        conversations([USER, ANSWER], [USER], chat_template=template)
+
+
+@pytest.mark.parametrize("bad", [None, "text", [], [{"role": "user"}], [{"role": "assistant", "content": "\ud83d"}]])
+def test_what_is_no_conversation_is_a_bad_row(bad, caplog):
+    rows = [{"messages": [USER, ANSWER]}, {"messages": bad}]
+    with pytest.raises(ConfigError, match="messages is .* at row 1: expected "):
+        SFTDataset.from_rows(rows, TOKENIZER, {"messages_key": "messages"})
+    assert len(SFTDataset.from_rows(rows, TOKENIZER, {"messages_key": "messages", "on_bad_row": "skip"})) == 1
+    assert "1 of 2 rows are left out" in caplog.text
+
+
+def test_a_conversation_cut_on_the_left_learns_what_is_left_but_its_first_token():
+    long = {"role": "assistant", "content": "12345"}
+    row = conversations([USER, long, USER, ANSWER], max_length=12, truncation="left")[0]
+    assert len(row["input_ids"]) == 12
+    assert not row["loss_mask"][0]
+    assert learned(conversations([USER, long, USER, ANSWER], max_length=12, truncation="left")).endswith("2<eos>")
+
+
+def test_cutting_every_answer_away_is_an_error():
+    with pytest.raises(ConfigError, match="cutting row 0 on the right leaves no prompt or nothing to learn"):
+        conversations([USER, ANSWER], max_length=5, truncation="right")
+
+
+def test_answers_are_found_in_the_tokens_of_a_byte_level_tokenizer():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bytewise = Tokenizer(models.BPE())
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<eos>"]
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=special)
+    bytewise.train_from_iterator(["user assistant one two é 😀 the answer"] * 20, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>", chat_template=CHATML)
+    chat = [USER, {"role": "assistant", "content": " é 😀\nthe answer "}, USER, {"role": "assistant", "content": "two"}]
+    row = SFTDataset.from_rows([{"messages": chat}], tokenizer, {"messages_key": "messages"})[0]
+    assert tokenizer.decode(row["input_ids"][row["loss_mask"]]) == " é 😀\nthe answer <eos>two<eos>"

@@ -1,0 +1,150 @@
+"""Plain flags: what each becomes, what is refused, and that the run they ask for is the one that runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from verl.compose.check import check
+from verl.compose.composition import compose_root
+from verl.compose.overrides import command_line
+from verl.compose.paths import conf_dir
+
+ROOT = conf_dir().parent
+spec = importlib.util.spec_from_file_location("train", ROOT / "scripts" / "train.py")
+train = importlib.util.module_from_spec(spec)
+sys.modules["train"] = train  # dataclasses look their module up
+spec.loader.exec_module(train)
+
+VALUES = {
+    "experiment": "arithmetic_grpo",
+    "actor": "tiny",
+    "critic_model": "owner/critic",
+    "algorithm": "grpo",
+    "train_files": "rows.jsonl",
+    "eval_files": "rows.jsonl",
+    "reward_function": "rule.py:score",
+    "fsdp_sharding_strategy": "NO_SHARD",
+    "num_nodes": "1",
+}
+GIVEN = {name: flag for flags in train.FLAGS.values() for name, flag in flags.items() if flag.needs is None}
+
+
+def told(capsys, *arguments):
+    """The assignments that the flags become."""
+    train.main([*arguments, "--dry_run"])
+    program, script, *overrides = shlex.split(capsys.readouterr().out)
+    assert (program, script) == ("python", "main_ppo.py")
+    return overrides
+
+
+@pytest.fixture
+def users_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    (tmp_path / "rule.py").write_text("def score(prompts, responses):\n    return [0.0] * len(prompts)\n")
+
+
+@pytest.mark.parametrize("name", list(GIVEN))
+def test_every_flag_becomes_assignments_that_compose_and_pass_the_check(name, capsys, users_files):
+    value = VALUES.get(name, {"int": "8", "float": "0.5", "str": "owner/name"}.get(GIVEN[name].kind.__name__))
+    flag = [f"--{name}"] if GIVEN[name].kind is bool else [f"--{name}", value]
+    if name in ("train_files", "eval_files"):
+        flag += ["--train_files", "rows.jsonl", "--max_prompt_length", "16"]
+    overrides = told(capsys, *flag)
+    assert overrides
+    arguments, assigned = command_line("ppo", [part for part in overrides if not part.startswith("hydra.")])
+    assert (assigned.faults, assigned.notes) == ([], [])
+    check(compose_root("ppo", arguments))
+
+
+def test_flags_become_assignments_in_our_spelling(capsys):
+    overrides = told(
+        capsys,
+        *("--model", "./m", "--train_files", "a.jsonl", "b c.jsonl", "rollout.top_p=0.9", "--num-gpus", "2"),
+        *("--reward_function", "my.py:reward", "--lora_rank", "8", "--wandb", "--output_dir", "out/x"),
+    )
+    assert sorted(overrides) == [
+        "actor.lora={_target_:verl.models.lora.LoRA,rank:8}",
+        "actor.model.path=./m",
+        "actor=pretrained",
+        "data.train_files=[a.jsonl,'b c.jsonl']",
+        "data=files",
+        "hydra.run.dir=out/x",
+        "reward.path=my.py:reward",
+        "reward=function",
+        "rollout.top_p=0.9",
+        "sharding=ddp",
+        "tracker=wandb",
+        "trainer.n_gpus_per_node=2",
+    ]
+
+
+def test_a_model_beside_an_experiment_keeps_the_rates_that_the_experiment_chose(capsys):
+    overrides = told(capsys, "--experiment", "gsm8k_qwen2_0_5b", "--model", "./m")
+    assert sorted(overrides) == ["actor.model.path=./m", "experiment=gsm8k_qwen2_0_5b"]
+
+
+def test_what_this_version_does_not_have_is_refused_by_name_with_what_it_needs(capsys):
+    flags = "--resume_from_checkpoint PATH --num_gpus 64 --fsdp_sharding_strategy FULL_SHARD --buffer_warmup_steps 50"
+    with pytest.raises(SystemExit) as ended:
+        train.main(flags.split())
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "3 faults in the configuration:"
+    assert any(line.startswith("  --resume_from_checkpoint PATH needs checkpoints") for line in said)
+    assert any(line.startswith("  --buffer_warmup_steps 50 needs a replay buffer") for line in said)
+    assert any(line.startswith("  --fsdp_sharding_strategy FULL_SHARD needs a sharding") for line in said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--algorithm grop", "--algorithm grop: no such option; there are "),
+        ("--fsdp_sharding_strategy NO_SHARD --num_gpus 2", "means sharding=none, but --num_gpus 2 is given too"),
+        ("--learning_rat 1", "unknown: --learning_rat 1; a flag of the list in --help, or KEY=VALUE, is expected"),
+        ("--seed one", "argument --seed: invalid int value: 'one'"),
+    ],
+)
+def test_wrong_flags_are_told_by_their_names(flags, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        train.main(flags.split())
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help_tells_every_flag_and_an_example(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    said = capsys.readouterr().out
+    flags = [name for group in train.FLAGS.values() for name in group]
+    assert [name for name in flags if f"--{name}" not in said] == []
+    assert "python scripts/train.py --algorithm grpo --total_steps 50" in said
+
+
+def test_the_run_that_the_flags_ask_for_is_the_one_that_runs(tmp_path, dir32, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])  # which Hydra reads
+    flags = ["--model", str(dir32), "--algorithm", "grpo", "--prompts_per_step", "2", "--total_steps", "1"]
+    train.main([*flags, "--output_dir", str(tmp_path / "run"), "data.held_out=8", "trainer.num_threads=1"])
+    assert capfd.readouterr().out.startswith("python main_ppo.py ")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+
+
+def test_faults_of_the_run_end_the_script_with_status_2(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "train.py"), "--seed", "-1"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2, "trainer.seed is -1: must not be negative.\n")
+    assert done.stdout == "python main_ppo.py trainer.seed=-1\n"

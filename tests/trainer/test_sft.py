@@ -1,0 +1,79 @@
+"""Supervised fine-tuning as a whole: conversations, several epochs, evaluation loss, adapters."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from verl.data.files import SFTFiles
+from verl.description import BuildContext
+from verl.engines.optim import AdamW
+from verl.engines.sharding import NoSharding
+from verl.models.lora import LoRA
+from verl.models.pretrained import Pretrained
+from verl.tracking.trackers import Trackers
+from verl.trainer.settings import SFTSettings
+from verl.trainer.sft import SFTRun
+from verl.workers.actor import Actor
+
+
+def write_conversations(path, count):
+    rows = []
+    for index in range(count):
+        user, answer = {"role": "user", "content": f"{index}+1="}, {"role": "assistant", "content": str(index + 1)}
+        rows.append({"messages": [user, answer, {**user, "content": "again"}, answer]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def sft_run(directory, tmp_path, **actor):
+    return SFTRun(
+        actor=Actor(model=Pretrained(path=str(directory)), optimizer=AdamW(lr=3e-3), **actor),
+        sharding=NoSharding(),
+        data=SFTFiles(
+            train_files=[write_conversations(tmp_path / "train.jsonl", 8)],
+            eval_files=[write_conversations(tmp_path / "eval.jsonl", 4)],
+            messages_key="messages",
+            max_length=64,
+        ),
+        trainer=SFTSettings(total_epochs=6, batch_size=4, eval_before=True, eval_interval=4, num_threads=1),
+        tracker=Trackers(),
+    )
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["all weights", "lora"])
+def test_conversations_are_learned_over_several_epochs_with_a_falling_evaluation_loss(lora, dir32, tmp_path):
+    with sft_run(dir32, tmp_path, lora=lora).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        batch = trainer.train_data.collate([0])
+        learned = trainer.learner.evaluate(batch).result()["tokens"]
+        result = trainer.fit()
+    assert learned == 4  # "1<eos>" twice
+    assert (result.status, result.steps, result.samples) == ("finished", 12, 48)
+    assert list(result.evaluations) == [0, 4, 8, 12]
+    losses = [metrics["eval/loss"] for metrics in result.evaluations.values()]
+    assert losses[-1] < losses[0] - 0.2
+    assert result.evaluations[0].keys() == {"eval/loss", "eval/token_accuracy"}
+
+
+def test_an_adapter_is_all_that_lora_trains_and_its_directory_opens_as_a_whole_model(dir32, tmp_path):
+    with sft_run(dir32, tmp_path, lora=LoRA(rank=4)).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        evaluation = list(trainer.fit().evaluations.values())[-1]
+        sums = trainer.learner.evaluate(trainer.eval_data.collate(range(4))).result()
+        batch = trainer.eval_data.collate([3])
+    actor = tmp_path / "run" / "actor"
+    assert (actor / "adapter_model.safetensors").exists()
+    assert not (actor / "model.safetensors").exists()
+    assert evaluation["eval/loss"] == pytest.approx(sums["nll"] / sums["tokens"])
+    tuned = Pretrained(path=str(actor)).load_causal_lm("cpu")
+    start = Pretrained(path=str(dir32)).load_causal_lm("cpu")
+    with torch.no_grad():
+        losses = [float(loss_of(model, batch)) for model in (start, tuned)]
+    assert losses[1] < losses[0]
+
+
+def loss_of(model, batch):
+    log_probs = model(batch["input_ids"]).logits[:, :-1].log_softmax(dim=-1)
+    nll = -log_probs.gather(2, batch["input_ids"][:, 1:, None])[..., 0]
+    return nll[batch["loss_mask"][:, 1:]].mean()

@@ -1,0 +1,146 @@
+"""From the prompt column to text and tokens: texts as they are, chat messages through a template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.data.bad_rows import BadRows
+from verl.data.rows import Rows
+from verl.errors import ConfigError
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How messages become text.
+
+    Attributes:
+        template: a Jinja template in place of the tokenizer's own, or None.
+        system_prompt: the system message of chats that have none; with it a text prompt is the message of a user.
+    """
+
+    tokenizer: Any
+    template: str | None = None
+    system_prompt: str | None = None
+
+    @property
+    def source(self) -> str | None:
+        """The template in use."""
+        return self.template or getattr(self.tokenizer, "chat_template", None)
+
+    def with_system(self, messages: Messages) -> list[Mapping[str, Any]]:
+        """The messages, opened by the system prompt unless they open with a system message of their own."""
+        if self.system_prompt is None or messages[0]["role"] == "system":
+            return list(messages)
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def render(self, messages: Messages, place: str, *, reply_follows: bool) -> str:
+        """The text of a chat.
+
+        Args:
+            place: of the row, in words.
+            reply_follows: end with the generation prompt, where the assistant begins to speak.
+        Raises:
+            ConfigError: there is no template, or it refuses the messages; names row, roles and the template's error.
+        """
+        if self.source is None:
+            raise ConfigError(
+                f"chat_template is null: {place} needs one for its chat messages and the tokenizer has none. "
+                "Set one, or write the prompts as text."
+            )
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=reply_follows
+            )
+        except Exception as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ConfigError(f"chat_template refuses the roles {roles} at {place}: {error}.") from error
+
+
+def render_prompts(rows: Rows, key: str, chat: Chat, bad: BadRows) -> tuple[list[str], list[list[int]]]:
+    """The text and the tokens of every prompt; both are empty for rows that `bad` was told of.
+
+    A text is tokenised as it is, with the special tokens that the tokenizer puts before a text. Chat messages go
+    through the chat template, up to where the assistant begins to speak; the template writes its own special tokens.
+
+    Raises:
+        ConfigError: no row has the column, or messages meet no template at all.
+    """
+    texts, is_chat = [""] * len(rows), [False] * len(rows)
+    for index in range(len(rows)):
+        fault = rows.column_fault(key, "prompt_key", index) or _prompt_fault(rows, key, index)
+        if fault is None:
+            prompt = rows.values[index][key]
+            if isinstance(prompt, str) and chat.system_prompt is not None:
+                prompt = [{"role": "user", "content": prompt}]
+            is_chat[index] = not isinstance(prompt, str)
+            texts[index], fault = _rendered(prompt, chat, rows.place(index)) if is_chat[index] else (prompt, None)
+        if fault is not None:
+            bad.add(fault)
+    tokens = _tokens(texts, is_chat, chat.tokenizer)
+    for index, (text, ids) in enumerate(zip(texts, tokens, strict=True)):
+        if text and not ids:
+            bad.add(f"{key} is {shortened(rows.values[index][key])} at {rows.place(index)}: it has no tokens.")
+    return texts, tokens
+
+
+def messages_fault(messages: Any) -> str | None:
+    """What was expected, where a value is no list of chat messages; None where it is one."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        return "a list of chat messages"
+    for message in messages:
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            return "each chat message to have a text `role` and a text `content`"
+        if text_fault(message["content"]) is not None:
+            return "each chat message to be valid Unicode"
+    return None
+
+
+def text_fault(text: str) -> str | None:
+    """What was expected, where a text cannot be tokenised: JSON can hold halves of surrogate pairs."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return "valid Unicode"
+    return None
+
+
+def shortened(value: Any) -> str:
+    """A value for a message, in at most 80 characters."""
+    text = repr(value[:80]) if isinstance(value, str) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _prompt_fault(rows: Rows, key: str, index: int) -> str | None:
+    prompt = rows.values[index][key]
+    if isinstance(prompt, str):
+        expected = text_fault(prompt) if prompt else "a text that is not empty"
+    elif isinstance(prompt, (list, tuple)) and prompt:
+        expected = messages_fault(prompt)
+    else:
+        expected = "a text or a list of chat messages"
+    return expected and f"{key} is {shortened(prompt)} at {rows.place(index)}: expected {expected}."
+
+
+def _rendered(messages: Messages, chat: Chat, place: str) -> tuple[str, str | None]:
+    """The text of a chat, or why the row has none."""
+    try:
+        return chat.render(chat.with_system(messages), place, reply_follows=True), None
+    except ConfigError as error:
+        if chat.source is None:  # no row could be rendered
+            raise
+        return "", str(error)
+
+
+def _tokens(texts: list[str], is_chat: list[bool], tokenizer: Any) -> list[list[int]]:
+    tokens: list[list[int]] = [[] for _ in texts]
+    for special in (True, False):
+        chosen = [index for index, text in enumerate(texts) if text and is_chat[index] is not special]
+        if chosen:
+            encoded = tokenizer([texts[index] for index in chosen], add_special_tokens=special)["input_ids"]
+            for index, ids in zip(chosen, encoded, strict=True):
+                tokens[index] = list(ids)
+    return tokens
