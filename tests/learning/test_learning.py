@@ -1,14 +1,13 @@
-"""PPO and GRPO teach a model that starts from nothing to answer each prompt with what it asks for."""
+"""Every algorithm teaches a model that starts from nothing to answer each prompt with what it asks for."""
 
 from __future__ import annotations
 
 import pytest
 from trainer.runs import Echo, Prompts, ppo_run, read_lines
 
-from verl.algorithms.advantages import GAE, GroupRelative
-from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.kl import KLInLoss, KLInReward
-from verl.algorithms.policy_losses import PPOClip
+from verl.compose.check import check
+from verl.compose.composition import compose_root
+from verl.compose.paths import conf_dir, group_options
 from verl.description import BuildContext
 from verl.models.tiny import TinyModel
 from verl.rollout.hf import HFRollout
@@ -16,18 +15,15 @@ from verl.tracking.jsonl import JsonLines
 from verl.tracking.trackers import Trackers
 
 LETTERS = ("a", "b", "c", "d")
-ALGORITHMS = {
-    "ppo": Algorithm(advantage=GAE(), policy_loss=PPOClip(), kl=KLInReward(coef=0.001), mini_batches=2),
-    "grpo": Algorithm(advantage=GroupRelative(), policy_loss=PPOClip(), kl=KLInLoss(coef=0.001), mini_batches=2),
-}
 
 
 @pytest.mark.learning
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", group_options(conf_dir())["algorithm"])
 def test_a_random_model_learns_to_repeat_the_letter_that_it_is_given(name, tmp_path):
+    algorithm = check(compose_root("ppo", [f"algorithm={name}", "algorithm.mini_batches=2"])).algorithm
     run = ppo_run(
         TinyModel(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2),
-        ALGORITHMS[name],
+        algorithm,
         lr=1e-2,
         reward=Echo(),
         rollout=HFRollout(max_new_tokens=5, min_new_tokens=3),

@@ -109,5 +109,5 @@ class HybridActor:
             entropy = entropy_of(logits, self.temperature)
             per_token = per_token - algorithm.entropy_coef * entropy
             stats["entropy"] = entropy
-        loss = aggregate(per_token, mask, algorithm.aggregation, totals)
+        loss = aggregate(per_token, mask, algorithm.aggregation, totals, algorithm.norm_length)
         return loss, {name: aggregate(stat, mask, "token-mean", totals) for name, stat in stats.items()}
