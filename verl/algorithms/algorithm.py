@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from verl.algorithms.advantages import AdvantageEstimator
+from verl.algorithms.correction import TruncatedIS
 from verl.algorithms.kl import KLControl, NoKL
 from verl.algorithms.policy_losses import PolicyLoss
+from verl.algorithms.selection import MixedGroups
 from verl.algorithms.value_losses import ClippedValueLoss, ValueLoss
 from verl.description import Description
 from verl.ops.aggregate import Aggregation
@@ -28,6 +30,8 @@ class Algorithm(Description):
         entropy_coef: loss per nat of entropy, at least 0: the entropy of each token is rewarded by it.
         aggregation: how losses per token become one, see verl.ops.aggregate.
         norm_length: tokens that a response counts for under seq-mean-token-sum-norm; null under any other.
+        correction: weights for an engine that samples from other numbers than those trained on; null for none.
+        selection: which groups a step trains on; null for all.
         epochs: passes over the batch of a step.
         mini_batches: optimizer steps per pass.
     Raises:
@@ -41,6 +45,8 @@ class Algorithm(Description):
     entropy_coef: float = 0.0
     aggregation: Aggregation = "token-mean"
     norm_length: int | None = None
+    correction: TruncatedIS | None = None
+    selection: MixedGroups | None = None
     epochs: int = 1
     mini_batches: int = 1
 
@@ -52,7 +58,7 @@ class Algorithm(Description):
     @property
     def needs_groups(self) -> bool:
         """Whether a prompt needs more than one response."""
-        return self.advantage.needs_groups
+        return self.advantage.needs_groups or self.selection is not None
 
     @property
     def needs_greedy_baseline(self) -> bool:
