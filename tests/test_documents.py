@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 from trainer.runs import GRPO, PPO, ppo_run, read_lines
 
+from verl.algorithms.correction import TruncatedIS
+from verl.algorithms.kl import AdaptiveKLInReward
+from verl.algorithms.selection import MixedGroups
 from verl.description import BuildContext
 from verl.models.pretrained import Pretrained
 from verl.tracking.jsonl import JsonLines
@@ -31,7 +35,13 @@ def documented_keys() -> list[re.Pattern[str]]:
     return [re.compile(re.sub(r"\\\*|STAGE|NAME|(?<=@)k", r"[\\w]+", re.escape(key))) for key in keys]
 
 
-@pytest.mark.parametrize("algorithm", [PPO, GRPO], ids=["ppo", "grpo"])
+ADAPTIVE = dataclasses.replace(PPO, kl=AdaptiveKLInReward(coef=0.1, target=1.0), correction=TruncatedIS())
+SELECTING = dataclasses.replace(GRPO, selection=MixedGroups(on_none="skip"), mini_batches=1)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [PPO, GRPO, ADAPTIVE, SELECTING], ids=["ppo", "grpo", "adaptive and corrected", "selecting"]
+)
 def test_every_metric_of_a_run_is_explained(algorithm, dir32, tmp_path):
     run = ppo_run(Pretrained(path=str(dir32)), algorithm, total_steps=1, tracker=Trackers(jsonl=JsonLines()))
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:

@@ -6,6 +6,13 @@ import pytest
 import torch
 
 from verl.algorithms.advantages import GAE, AdvantageEstimator, GroupRelative
+from verl.algorithms.reinforce import (
+    GreedyBaseline,
+    LeaveOneOut,
+    OptimalBaseline,
+    RewardToGo,
+    WhitenedGroupBaseline,
+)
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 
@@ -14,6 +21,11 @@ ESTIMATORS = [
     GAE(gamma=0.97, lam=0.9, whiten=False),
     GroupRelative(),
     GroupRelative(normalize_std=False),
+    LeaveOneOut(),
+    OptimalBaseline(),
+    RewardToGo(gamma=0.9),
+    WhitenedGroupBaseline(),
+    GreedyBaseline(gamma=0.9),
 ]
 
 
@@ -37,6 +49,7 @@ def random_batch(rows=12, length=9, seed=0):
             "response_mask": mask,
             "values": values,
             "group_ids": torch.arange(rows) // 3,
+            "greedy_scores": torch.randn(rows, dtype=torch.float64, generator=generator),
         }
     )
 
@@ -165,6 +178,7 @@ def test_a_row_with_an_empty_mask_gives_zeros_and_leaves_its_siblings_alone():
     assert credit["advantages"].tolist() == [[-1], [1], [0]]
     assert credit["returns"].tolist() == [[1], [3], [0]]
     only_empty = batch_of([[0.0], [0.0]], mask=[[0], [0]], group_ids=[0, 0], values=[[0.0], [0.0]])
+    only_empty = changed(only_empty, greedy_scores=torch.tensor([1.0, 2.0], dtype=torch.float64))
     for estimator in ESTIMATORS:
         assert estimator(only_empty)["advantages"].tolist() == [[0], [0]]
 
@@ -194,7 +208,14 @@ def test_padding_neither_its_width_nor_its_content_counts(estimator):
         name: torch.nn.functional.pad(torch.where(batch["response_mask"], batch[name], 1e9), (0, 4), value=torch.nan)
         for name in ("token_level_rewards", "values")
     }
-    padded = DataProto.from_dict({"response_mask": mask, "group_ids": batch["group_ids"], **dirty})
+    padded = DataProto.from_dict(
+        {
+            "response_mask": mask,
+            "group_ids": batch["group_ids"],
+            "greedy_scores": batch["greedy_scores"],
+            **dirty,
+        }
+    )
     for name in ("advantages", "returns"):
         found = estimator(padded)[name]
         assert torch.allclose(found[:, :9], estimator(batch)[name], rtol=0, atol=1e-13)
@@ -211,6 +232,7 @@ def test_empty_batches_and_one_token_responses_keep_shape_and_dtype(estimator, d
             "response_mask": torch.ones(shape, dtype=torch.bool),
             "values": torch.zeros(shape, dtype=dtype),
             "group_ids": torch.zeros(shape[0], dtype=torch.int64),
+            "greedy_scores": torch.zeros(shape[0], dtype=dtype),
         }
     )
     credit = estimator(batch)

@@ -35,7 +35,15 @@ def test_the_defaults_are_one_pass_with_neither_kl_nor_entropy():
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_every_aggregation_can_be_chosen(mode):
-    assert Algorithm(advantage=GAE(), policy_loss=PPOClip(), aggregation=mode).aggregation == mode
+    length = 5 if mode.endswith("-norm") else None
+    algorithm = Algorithm(advantage=GAE(), policy_loss=PPOClip(), aggregation=mode, norm_length=length)
+    assert algorithm.aggregation == mode
+
+
+@pytest.mark.parametrize(("mode", "length"), [("token-mean", 5), (AGGREGATIONS[-1], None), (AGGREGATIONS[-1], 0)])
+def test_a_length_is_given_with_the_aggregation_that_reads_it_and_no_other(mode, length):
+    with pytest.raises(ConfigError, match=f"norm_length is {length}: .*aggregation=seq-mean-token-sum-norm"):
+        Algorithm(advantage=GAE(), policy_loss=PPOClip(), aggregation=mode, norm_length=length)
 
 
 def test_all_faults_are_told_at_once():

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from verl.algorithms.kl import KLInLoss, KLInReward, NoKL
+from verl.algorithms.kl import AdaptiveKLInReward, KLInLoss, KLInReward, NoKL
+from verl.description import BuildContext
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 
@@ -122,3 +123,52 @@ def test_wrong_coefficients_and_estimators_are_refused(kind):
         kind(coef=-0.1)
     with pytest.raises(ConfigError, match="estimator is 'k4': expected one of k1, k2, k3"):
         kind(coef=0.1, estimator="k4")
+
+
+def controller(**fields):
+    return AdaptiveKLInReward(**{"coef": 0.1, "target": 1.0, "horizon": 20.0} | fields).build(BuildContext())
+
+
+# Two responses with tokens, of 3 ln 2 and ln 2 nats: 2 ln 2 a response.
+@pytest.mark.parametrize(
+    ("target", "error"),
+    [(4.0, -0.2), (1.5, 2 * LN2 / 1.5 - 1), (0.5, 0.2)],
+)
+def test_the_coefficient_moves_by_the_clipped_error_and_the_batch_pays_by_the_one_before(target, error):
+    running = controller(target=target)
+    rewards, metrics = running.shape_rewards(scored())
+    assert torch.equal(rewards, KLInReward(coef=0.1).shape_rewards(scored())[0])
+    assert metrics["kl/coef"] == 0.1
+    assert metrics["kl/response_nats"] == pytest.approx(2 * LN2)
+    assert running.coef == pytest.approx(0.1 * (1 + error * 2 / 20))
+
+
+def test_a_batch_beyond_the_horizon_moves_the_coefficient_by_a_fifth_at_most():
+    running = controller(target=0.5, horizon=0.01)
+    running.shape_rewards(scored())
+    assert running.coef == pytest.approx(0.12)
+
+
+def test_a_batch_without_responses_leaves_the_coefficient():
+    running = controller()
+    running.shape_rewards(scored()[:0])
+    running.shape_rewards(scored()[2:])  # a row whose mask is empty
+    assert running.coef == 0.1
+
+
+def test_the_coefficient_goes_on_from_a_saved_state():
+    running, other = controller(), controller()
+    running.shape_rewards(scored())
+    other.load_state_dict(running.state_dict())
+    assert other.state_dict() == running.state_dict() == {"coef": running.coef}
+    for state in ({}, {"coef": 0.0}, {"coef": 0.1, "step": 3}):
+        with pytest.raises(ConfigError, match="expected a finite coef above 0"):
+            other.load_state_dict(state)
+
+
+def test_the_description_stays_as_it_was_and_needs_a_reference():
+    described = AdaptiveKLInReward(coef=0.1, target=1.0)
+    described.build(BuildContext()).shape_rewards(scored())
+    assert (described.coef, described.needs_reference) == (0.1, True)
+    with pytest.raises(ConfigError, match=r"coef is 0.0: must be a finite number above 0"):
+        AdaptiveKLInReward(coef=0.0, target=1.0)

@@ -94,12 +94,14 @@ def test_options_state_every_field_of_their_components():
             return
         if "_target_" in node and not path.startswith("tracker"):
             fields = {f.name for f in dataclasses.fields(_import(node["_target_"]))}
-            optional = {"value_loss"} if path == "algorithm" else set()
+            needs_values = path != "algorithm" or _import(node["advantage"]["_target_"]).needs_values
+            optional = set() if needs_values else {"value_loss"}
             assert fields - optional <= set(node), path
         for key, item in node.items():
             visit(item, f"{path}.{key}" if path else key)
 
-    for root, overrides in (("ppo", []), ("ppo", ["algorithm=grpo"]), ("sft", [])):
+    algorithms = [("ppo", [f"algorithm={name}"]) for name in group_options(conf_dir())["algorithm"]]
+    for root, overrides in (("ppo", []), *algorithms, ("sft", [])):
         visit(OmegaConf.to_container(compose_root(root, overrides), resolve=True), "")
 
 

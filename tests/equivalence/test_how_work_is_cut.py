@@ -10,7 +10,10 @@ from equivalence.courses import assert_same, run_course
 from trainer.runs import GRPO, PPO, ppo_run
 
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.correction import TruncatedIS
 from verl.algorithms.kl import KLInLoss
+from verl.algorithms.policy_losses import SequenceClip
+from verl.algorithms.reinforce import RewardToGo
 from verl.description import BuildContext
 from verl.protocol import DataProto
 from verl.rollout.base import Request
@@ -18,9 +21,19 @@ from verl.rollout.hf import HFRollout
 
 STEPS = [[0, 1, 2, 3], [7, 6, 5, 2], [4, 3, 1, 0]]
 PPO_KL_IN_LOSS = dataclasses.replace(PPO, kl=KLInLoss(coef=0.1))
+NORMED_GSPO = dataclasses.replace(
+    PPO_KL_IN_LOSS,
+    advantage=RewardToGo(),
+    policy_loss=SequenceClip(),
+    aggregation="seq-mean-token-sum-norm",
+    norm_length=7,
+    correction=TruncatedIS(level="sequence"),
+)
 
 
-@pytest.mark.parametrize("algorithm", [PPO, PPO_KL_IN_LOSS, GRPO], ids=["ppo", "ppo, kl in loss", "grpo"])
+@pytest.mark.parametrize(
+    "algorithm", [PPO, PPO_KL_IN_LOSS, GRPO, NORMED_GSPO], ids=["ppo", "ppo, kl in loss", "grpo", "gspo, normed"]
+)
 def test_the_budget_of_a_micro_batch_changes_no_number(algorithm, model64, tmp_path):
     group_size = 3 if algorithm is GRPO else 1
     whole = run_course(ppo_run(model64, algorithm, group_size=group_size), STEPS, tmp_path / "whole")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from verl.description import Description
+from verl.ops.groups import centred_in_groups, group_sums
 from verl.ops.masking import masked_sum, masked_whiten
 from verl.protocol import DataProto
 
@@ -26,10 +27,12 @@ class AdvantageEstimator(Description):
     Attributes:
         needs_values: reads `values`, so that the run needs a critic.
         needs_groups: compares responses of one prompt through `group_ids`, so that a prompt needs several.
+        needs_greedy_baseline: reads `greedy_scores` [B], the score of the greedy response to the same prompt.
     """
 
     needs_values: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False
+    needs_greedy_baseline: ClassVar[bool] = False
 
     def __call__(self, batch: DataProto) -> DataProto:
         """Credit a batch.
@@ -79,7 +82,7 @@ class GAE(AdvantageEstimator):
     def __call__(self, batch: DataProto) -> DataProto:
         mask, rewards, values = batch["response_mask"], batch["token_level_rewards"], batch["values"]
         delta = rewards + self.gamma * _next_on_mask(values, mask) - values
-        advantages = _discounted_sums(delta, mask, self.gamma * self.lam)
+        advantages = discounted_sums(delta, mask, self.gamma * self.lam)
         returns = torch.where(mask, advantages + values, 0.0)
         if self.whiten:
             advantages = masked_whiten(advantages, mask)
@@ -96,6 +99,7 @@ class GroupRelative(AdvantageEstimator):
 
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2.
     Differs: the paper does not say which std; this is the sample one (divided by n - 1, as torch.std) with epsilon.
+    Without the std it is the advantage of Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
     Degenerate: a group of one, or of equal rewards, gives exact zeros. A row with an empty mask gives zeros and does
     not count as a member of its group.
 
@@ -119,14 +123,23 @@ class GroupRelative(AdvantageEstimator):
     def __call__(self, batch: DataProto) -> DataProto:
         mask, rewards = batch["response_mask"], batch["token_level_rewards"]
         scores = masked_sum(rewards, mask, dim=-1)
-        centred, std = _within_groups(scores, batch["group_ids"], is_member=mask.any(dim=-1))
-        advantages = centred / (std + self.epsilon) if self.normalize_std else centred
-        return DataProto.from_dict(
-            {
-                "advantages": torch.where(mask, advantages.unsqueeze(-1), 0.0),
-                "returns": torch.where(mask, scores.unsqueeze(-1), 0.0),
-            }
-        )
+        is_member = mask.any(dim=-1).to(scores.dtype)
+        advantages = centred_in_groups(scores, batch["group_ids"], is_member)
+        if self.normalize_std:
+            size = group_sums(is_member, batch["group_ids"])
+            variance = group_sums(advantages.square(), batch["group_ids"]) / (size - 1).clamp(min=1)
+            advantages = advantages / (variance.sqrt() + self.epsilon)
+        return per_response(advantages, scores, mask)
+
+
+def per_response(advantages: Tensor, scores: Tensor, mask: Tensor) -> DataProto:
+    """One advantage and one return for each response [B], given to each token of the mask [B, T]."""
+    return DataProto.from_dict(
+        {
+            "advantages": torch.where(mask, advantages.unsqueeze(-1), 0.0),
+            "returns": torch.where(mask, scores.unsqueeze(-1), 0.0),
+        }
+    )
 
 
 def _next_on_mask(values: Tensor, mask: Tensor) -> Tensor:
@@ -139,7 +152,7 @@ def _next_on_mask(values: Tensor, mask: Tensor) -> Tensor:
     return padded.gather(-1, later)
 
 
-def _discounted_sums(delta: Tensor, mask: Tensor, decay: float) -> Tensor:
+def discounted_sums(delta: Tensor, mask: Tensor, decay: float) -> Tensor:
     """[B, T]: x_t = delta_t + decay * x_{t+1} along the tokens on the mask, 0 off it."""
     # Off the mask x_t = 0 + 1 * x_{t+1} carries the running sum over.
     steps = torch.where(mask, delta, 0.0).t().contiguous()
@@ -149,19 +162,3 @@ def _discounted_sums(delta: Tensor, mask: Tensor, decay: float) -> Tensor:
     for t in reversed(range(delta.shape[1])):
         running = torch.addcmul(steps[t], decays[t], running, out=sums[t])
     return torch.where(mask, sums.t(), 0.0)
-
-
-def _within_groups(scores: Tensor, group_ids: Tensor, is_member: Tensor) -> tuple[Tensor, Tensor]:
-    """Each score less the mean of its group, and the sample std of that group: [B] and [B]; 0 for non-members."""
-    labels, group = torch.unique(group_ids, return_inverse=True)
-    zeros = scores.new_zeros(len(labels))
-    # Measured from the lowest of the group, equal scores are exactly 0 and so is their mean.
-    lowest = torch.full_like(zeros, torch.inf).scatter_reduce(
-        0, group, scores.masked_fill(~is_member, torch.inf), "amin"
-    )
-    shifted = torch.where(is_member, scores - lowest[group], 0.0)
-    size = zeros.index_add(0, group, is_member.to(scores.dtype))
-    mean = zeros.index_add(0, group, shifted) / size.clamp(min=1)
-    centred = torch.where(is_member, shifted - mean[group], 0.0)
-    variance = zeros.index_add(0, group, centred.square()) / (size - 1).clamp(min=1)
-    return centred, variance.sqrt()[group]

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from verl.algorithms.advantages import AdvantageEstimator
+from verl.algorithms.correction import TruncatedIS
 from verl.algorithms.kl import KLControl, NoKL
 from verl.algorithms.policy_losses import PolicyLoss
+from verl.algorithms.selection import MixedGroups
 from verl.algorithms.value_losses import ClippedValueLoss, ValueLoss
 from verl.description import Description
 from verl.ops.aggregate import Aggregation
+
+NORMED = "seq-mean-token-sum-norm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +29,9 @@ class Algorithm(Description):
         kl: how the reference holds the policy.
         entropy_coef: loss per nat of entropy, at least 0: the entropy of each token is rewarded by it.
         aggregation: how losses per token become one, see verl.ops.aggregate.
+        norm_length: tokens that a response counts for under seq-mean-token-sum-norm; null under any other.
+        correction: weights for an engine that samples from other numbers than those trained on; null for none.
+        selection: which groups a step trains on; null for all.
         epochs: passes over the batch of a step.
         mini_batches: optimizer steps per pass.
     Raises:
@@ -37,6 +44,9 @@ class Algorithm(Description):
     kl: KLControl = field(default_factory=NoKL)
     entropy_coef: float = 0.0
     aggregation: Aggregation = "token-mean"
+    norm_length: int | None = None
+    correction: TruncatedIS | None = None
+    selection: MixedGroups | None = None
     epochs: int = 1
     mini_batches: int = 1
 
@@ -48,7 +58,12 @@ class Algorithm(Description):
     @property
     def needs_groups(self) -> bool:
         """Whether a prompt needs more than one response."""
-        return self.advantage.needs_groups
+        return self.advantage.needs_groups or self.selection is not None
+
+    @property
+    def needs_greedy_baseline(self) -> bool:
+        """Whether each prompt also needs a greedy response with its score."""
+        return self.advantage.needs_greedy_baseline
 
     @property
     def needs_reference(self) -> bool:
@@ -61,3 +76,7 @@ class Algorithm(Description):
         for name in ("epochs", "mini_batches"):
             if getattr(self, name) < 1:
                 yield f"{name} is {getattr(self, name)}: must be at least 1."
+        if self.aggregation != NORMED and self.norm_length is not None:
+            yield f"norm_length is {self.norm_length}: only aggregation={NORMED} reads it. Set it to null."
+        if self.aggregation == NORMED and (self.norm_length is None or self.norm_length < 1):
+            yield f"norm_length is {self.norm_length}: aggregation={NORMED} needs a number of tokens, at least 1."

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.description import Description
+from verl.description import BuildContext, Description
+from verl.errors import ConfigError
 from verl.ops.kl_estimators import ESTIMATORS, Estimator
 from verl.ops.masking import masked_mean, masked_sum
 from verl.protocol import DataProto
@@ -100,6 +101,80 @@ class KLInReward(_WeightedKL):
             "kl/penalty_mean": masked_mean(penalties, mask.any(dim=-1)).item(),
         }
         return scores - self.coef * kl, metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveKLInReward(KLInReward):
+    """KLInReward whose coefficient is led so that the KL of a response comes near a target.
+
+        e    = clip((KL - target) / target, -0.2, 0.2)
+        coef <- coef * (1 + e * B / horizon)      after each batch of B responses
+
+    KL is the mean over the responses of the sum of the estimates over their tokens. `build` gives the controller that
+    carries the coefficient from batch to batch; the batch itself pays by the coefficient from before it.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, sec. 2.2.
+    Differs: B / horizon counts as 1 at most, so that one large batch moves the coefficient by a fifth at most.
+    Degenerate: a batch without responses leaves the coefficient as it is.
+
+    Metrics: those of KLInReward; `kl/response_nats`, the KL that is led; `kl/coef`, what the batch paid by.
+
+    Args:
+        coef: to begin with, above 0.
+        target: nats per response, above 0.
+        horizon: responses, above 0: how many it takes to change the coefficient by a fifth.
+    Raises:
+        ConfigError: a number outside its range.
+    """
+
+    target: float
+    horizon: float = 10000.0
+
+    def faults(self) -> Iterator[str]:
+        for name in ("coef", "target", "horizon"):
+            if not 0 < getattr(self, name) < math.inf:
+                yield f"{name} is {getattr(self, name)}: must be a finite number above 0."
+
+    def build(self, context: BuildContext) -> AdaptiveKLController:
+        return AdaptiveKLController(self)
+
+
+class AdaptiveKLController:
+    """The running AdaptiveKLInReward.
+
+    Attributes:
+        coef: reward per nat that the next batch pays.
+    """
+
+    def __init__(self, options: AdaptiveKLInReward):
+        self.options, self.coef = options, options.coef
+
+    def shape_rewards(self, batch: DataProto) -> tuple[Tensor, dict[str, float]]:
+        """See `KLControl.shape_rewards`; moves the coefficient on."""
+        options, mask = self.options, batch["response_mask"]
+        fixed = KLInReward(coef=self.coef, estimator=options.estimator)
+        rewards, metrics = fixed.shape_rewards(batch)
+        responses = int(mask.any(dim=-1).sum())
+        kl = metrics["kl/penalty_mean"] / self.coef
+        metrics |= {"kl/response_nats": kl, "kl/coef": self.coef}
+        if responses:
+            error = min(max(kl / options.target - 1, -0.2), 0.2)
+            self.coef *= 1 + error * min(responses / options.horizon, 1.0)
+        return rewards, metrics
+
+    def state_dict(self) -> dict[str, float]:
+        """`coef`, all that a later run needs to go on."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from a saved state.
+
+        Raises:
+            ConfigError: it holds anything but a `coef` above 0.
+        """
+        if set(state) != {"coef"} or not 0 < state["coef"] < math.inf:
+            raise ConfigError(f"state is {dict(state)!r}: expected a finite coef above 0.")
+        self.coef = float(state["coef"])
 
 
 @dataclass(frozen=True, kw_only=True)

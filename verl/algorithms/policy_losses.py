@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verl.description import Description
 from verl.ops.kl_estimators import k3
+from verl.ops.masking import masked_mean
 
 _MAX_LOG_RATIO = 20.0
 
@@ -63,17 +64,14 @@ class PPOClip(PolicyLoss):
     dual_clip: float | None = None
 
     def faults(self) -> Iterator[str]:
-        if not 0 <= self.clip_low <= 1:
-            yield f"clip_low is {self.clip_low}: must lie in [0, 1]."
-        if not (0 <= self.clip_high < math.inf):
-            yield f"clip_high is {self.clip_high}: must be a finite number, at least 0."
+        yield from _clip_faults(self.clip_low, self.clip_high)
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             yield f"dual_clip is {self.dual_clip}: must be a finite number above 1, or null."
 
     def __call__(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         mask, old_log_probs = batch["response_mask"], batch["old_log_probs"]
         advantages = torch.where(mask, batch["advantages"], 0.0)
-        log_ratio = torch.where(mask, log_probs - old_log_probs, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        log_ratio = _log_ratio(log_probs, old_log_probs, mask)
         ratio = log_ratio.exp()
         free = -advantages * ratio
         held = -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
@@ -82,9 +80,104 @@ class PPOClip(PolicyLoss):
             ceiling = torch.where(advantages < 0, -advantages * self.dual_clip, torch.inf)
             is_clipped = is_clipped | (loss > ceiling)
             loss = torch.minimum(loss, ceiling)
-        stats = {
-            "ratio": torch.where(mask, ratio.detach(), 0.0),
-            "clip_fraction": is_clipped.to(loss.dtype),
-            "approx_kl": k3(torch.zeros_like(ratio), log_ratio.detach()),
-        }
-        return loss, stats
+        return loss, _stats(ratio, is_clipped, log_ratio, mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceClip(PolicyLoss):
+    """The loss of GSPO: one ratio for a whole response, clipped for the whole response.
+
+        s_i  = (pi_new(y_i) / pi_old(y_i)) ^ (1 / length of y_i)
+        s_it = sg[s_i] * pi_new(y_it) / sg[pi_new(y_it)]
+        L_it = -min(s_it * A, clip(s_it, 1 - clip_low, 1 + clip_high) * A)
+
+    s_it has the value of s_i, and its gradient reaches each token through that token's own probability.
+
+    Source: Zheng et al. 2025, arXiv:2507.18071, with the token form of its GSPO-token; sg is stop-gradient. The paper
+    averages over the tokens of a response, then over responses: aggregation=seq-mean-token-mean.
+    Differs: the mean of log(ratio) is held within +-20.
+    Degenerate: a response of one token is PPO's. Off the mask the loss and its gradient are 0.
+
+    Stats per token: `ratio`, s_i; `clip_fraction`, 1 on every token of a clipped response; `approx_kl`, the k3 estimate
+    of KL(old || new) per token, from the tokens' own ratios.
+
+    Args:
+        clip_low, clip_high: how far s_i may usefully leave 1. A mean of logarithms hardly moves, so they are far below
+            PPO's: the paper's are 3e-4 and 4e-4.
+    Raises:
+        ConfigError: a bound outside its range.
+    """
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+    def faults(self) -> Iterator[str]:
+        yield from _clip_faults(self.clip_low, self.clip_high)
+
+    def __call__(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        mask = batch["response_mask"]
+        advantages = torch.where(mask, batch["advantages"], 0.0)
+        difference = torch.where(mask, log_probs - batch["old_log_probs"], 0.0)
+        mean = masked_mean(difference.detach(), mask, dim=-1).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        ratio = (mean.unsqueeze(-1) + difference - difference.detach()).exp()
+        free = -advantages * ratio
+        held = -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        log_ratio = difference.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        return torch.maximum(free, held), _stats(ratio, held > free, log_ratio, mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedWeight(PolicyLoss):
+    """The loss of CISPO: REINFORCE under a clipped importance weight that carries no gradient.
+
+        L_t = -sg[clip(ratio, 1 - clip_low, 1 + clip_high)] * A * log pi_new(y_t)
+
+    No token loses its gradient to the clip, as rare but decisive tokens do in PPO; only its weight is bounded.
+
+    Source: MiniMax 2025, arXiv:2506.13585, averaged over all tokens: aggregation=token-mean. The paper
+    leaves the weight unbounded below (clip_low 1) and gives no number for clip_high.
+    Differs: log(ratio) is held within +-20.
+    Degenerate: at pi_new = pi_old the gradient is the policy gradient. Off the mask the loss and its gradient are 0.
+
+    Stats per token: as of PPOClip, but `clip_fraction` is 1 where the weight was clipped; gradient flows there too.
+
+    Args:
+        clip_low: how far the weight may fall below 1, in [0, 1]; 1 is no bound.
+        clip_high: how far it may rise above 1, at least 0.
+    Raises:
+        ConfigError: a bound outside its range.
+    """
+
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+
+    def faults(self) -> Iterator[str]:
+        yield from _clip_faults(self.clip_low, self.clip_high)
+
+    def __call__(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        mask = batch["response_mask"]
+        advantages = torch.where(mask, batch["advantages"], 0.0)
+        log_ratio = _log_ratio(log_probs, batch["old_log_probs"], mask)
+        ratio = log_ratio.detach().exp()
+        weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        loss = -weight * advantages * torch.where(mask, log_probs, 0.0)
+        return loss, _stats(ratio, weight != ratio, log_ratio, mask)
+
+
+def _log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, log_probs - old_log_probs, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+
+
+def _stats(ratio: Tensor, is_clipped: Tensor, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    return {
+        "ratio": torch.where(mask, ratio.detach(), 0.0),
+        "clip_fraction": is_clipped.to(ratio.dtype),
+        "approx_kl": k3(torch.zeros_like(ratio), log_ratio.detach()),
+    }
+
+
+def _clip_faults(clip_low: float, clip_high: float) -> Iterator[str]:
+    if not 0 <= clip_low <= 1:
+        yield f"clip_low is {clip_low}: must lie in [0, 1]."
+    if not 0 <= clip_high < math.inf:
+        yield f"clip_high is {clip_high}: must be a finite number, at least 0."

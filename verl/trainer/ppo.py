@@ -9,7 +9,7 @@ y ~ pi(.|x)  reward,    KL, advantages,  critic,    the sampler
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.correction import weighted
+from verl.algorithms.selection import MixedGroups, joined, kept_groups, no_group_left, selection_metrics
 from verl.cluster.base import role_handles
 from verl.data.sampler import EpochSampler, Mixture
 from verl.description import BuildContext, Description, as_plain
@@ -66,8 +68,9 @@ class PPORun(Description):
         settings, algorithm = self.trainer, self.algorithm
         estimator = type(algorithm.advantage).__name__
         if algorithm.needs_groups and settings.group_size < 2:
+            comparing = estimator if algorithm.advantage.needs_groups else type(algorithm.selection).__name__
             yield (
-                f"trainer.group_size is {settings.group_size}: {estimator} compares a response with its siblings. "
+                f"trainer.group_size is {settings.group_size}: {comparing} compares a response with its siblings. "
                 "Set trainer.group_size >= 2, or algorithm=ppo."
             )
         if algorithm.needs_values and self.critic is None:
@@ -133,6 +136,7 @@ class PPOTrainer:
             self.reward = run.reward.build(context)
             self.tracker = run.tracker.build(context)
             self.stages = Stages(self.tracker)
+            self.kl = run.algorithm.kl.build(context)
             self._start_roles(run, context)
         except BaseException:
             self.close()
@@ -177,25 +181,52 @@ class PPOTrainer:
         """One iteration on a batch of prompts [B P]; returns its metrics."""
         self._cluster.step = step
         rollout = self.generate(batch, Request(step, self.settings.group_size))
+        selected = {}
+        if self.algorithm.selection is not None:
+            rollout, selected = self.select(rollout, self.algorithm.selection, step)
+            if not len(rollout):
+                return selected
         scored = self.score(rollout)
         experience, metrics = self.assign_credit(scored)
         metrics |= self.update(experience, step)
         self.sync()
-        return {**experience_metrics(experience), **metrics}
+        return {**experience_metrics(experience), **selected, **metrics}
 
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
         """Draw responses y ~ pi(. | x): rows of prompts with their responses, [B S], and their texts."""
         with self.stages.stage("gen") as note:
             rows = self._respond(prompts, request)
+            if self.algorithm.needs_greedy_baseline:
+                greedy = self._judge(prompts, replace(request, num_samples=1, greedy=True))
+                baseline = torch.tensor(greedy["score"].astype(float)).repeat_interleave(request.num_samples)
+                rows = rows.union(DataProto.from_dict({"greedy_scores": baseline}))
             tokens = int(rows["response_mask"].sum())
             note.say(f"{len(rows)} responses to {len(prompts)} prompts, {tokens} tokens")
         return rows
 
+    def select(self, rollout: DataProto, selection: MixedGroups, step: int) -> tuple[DataProto, dict[str, float]]:
+        """Keep the groups that teach something, and draw further prompts in place of the others."""
+        drawn, kept = [self._rewarded(rollout)], []
+        for round_ in range(1, selection.max_rounds + 1):
+            kept = kept_groups(drawn, selection)
+            wanted = self.settings.prompts_per_step
+            if len(kept) >= wanted or round_ == selection.max_rounds:
+                break
+            seen = torch.cat([rows["prompt_ids"] for rows in drawn])
+            further = self.train_data.collate(self.sampler.next_batch())
+            further = further[~torch.isin(further["prompt_ids"], seen)]
+            if not len(further):  # an epoch ended within the step: all that is left was drawn already
+                break
+            drawn.append(self._rewarded(self.generate(further, Request(step, self.settings.group_size))))
+        if not kept and selection.on_none == "error":
+            raise no_group_left(drawn)
+        chosen = joined(kept[: self.settings.prompts_per_step]) if kept else drawn[0][:0]
+        return chosen, selection_metrics(drawn, kept)
+
     def score(self, rollout: DataProto) -> DataProto:
         """Add what is known of each response: its reward, log-probs under pi_old and pi_ref, values."""
-        with self.stages.stage("reward") as note:
-            rollout = rollout.union(self.reward.score(rollout))
-            note.say(f"mean {float(np.mean(rollout['score'].astype(float))):.4f}")
+        if "token_level_scores" not in rollout:
+            rollout = self._rewarded(rollout)
         sequences = rollout.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[])
         with self.stages.stage("old") as note:
             rollout = rollout.union(self.actor.compute_log_probs(sequences).result())
@@ -213,9 +244,13 @@ class PPOTrainer:
     def assign_credit(self, scored: DataProto) -> tuple[DataProto, dict[str, float]]:
         """From scores to advantages: subtract the KL penalty, and credit the rewards to tokens."""
         with self.stages.stage("adv") as note:
-            rewards, metrics = self.algorithm.kl.shape_rewards(scored)
+            rewards, metrics = self.kl.shape_rewards(scored)
             scored = scored.union(DataProto.from_dict({"token_level_rewards": rewards}))
-            experience = scored.union(self.algorithm.advantage(scored))
+            credit = self.algorithm.advantage(scored)
+            if self.algorithm.correction is not None:
+                weights, found = self.algorithm.correction(scored)
+                credit, metrics = weighted(credit, weights), metrics | found
+            experience = scored.union(credit)
             note.say(type(self.algorithm.advantage).__name__)
         return experience, metrics
 
@@ -279,6 +314,12 @@ class PPOTrainer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _rewarded(self, rollout: DataProto) -> DataProto:
+        with self.stages.stage("reward") as note:
+            rollout = rollout.union(self.reward.score(rollout))
+            note.say(f"mean {float(np.mean(rollout['score'].astype(float))):.4f}")
+        return rollout
+
     def _judge(self, prompts: DataProto, request: Request) -> DataProto:
         rows = self._respond(prompts, request)
         return rows.union(self.reward.score(rows))
@@ -293,8 +334,7 @@ class PPOTrainer:
         return rows.union(columns).union(DataProto.from_dict(non_tensors={"response_text": texts}))
 
     def _mini_batches(self, rows: DataProto, step: int) -> Iterator[DataProto]:
-        size = len(rows) // self.algorithm.mini_batches
         for epoch in range(self.algorithm.epochs):
             generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "mini-batches", step, epoch))
             order = torch.randperm(len(rows), generator=generator)
-            yield from (rows[part] for part in order.split(size))
+            yield from (rows[part] for part in order.tensor_split(self.algorithm.mini_batches) if len(part))

@@ -106,5 +106,5 @@ class HybridActor:
         if algorithm.entropy_coef:
             per_token = per_token - algorithm.entropy_coef * scores.entropies
             stats["entropy"] = scores.entropies
-        loss = aggregate(per_token, mask, algorithm.aggregation, totals)
+        loss = aggregate(per_token, mask, algorithm.aggregation, totals, algorithm.norm_length)
         return loss, {name: aggregate(stat, mask, "token-mean", totals) for name, stat in stats.items()}

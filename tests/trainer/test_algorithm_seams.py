@@ -1,0 +1,128 @@
+"""What an algorithm may ask of the loop: a greedy baseline, groups of mixed rewards, weights, a moving coefficient."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+from trainer.runs import GRPO, PPO, Arbitrary, Prompts, ppo_run, read_lines
+
+from verl.algorithms.correction import TruncatedIS
+from verl.algorithms.kl import AdaptiveKLInReward
+from verl.algorithms.reinforce import GreedyBaseline
+from verl.algorithms.selection import MixedGroups
+from verl.description import BuildContext, Description
+from verl.errors import RewardError
+from verl.protocol import DataProto
+from verl.rewards.base import Reward
+from verl.rollout.base import Request
+from verl.tracking.jsonl import JsonLines
+from verl.tracking.trackers import Trackers
+
+REMAX = dataclasses.replace(PPO, advantage=GreedyBaseline(), epochs=1)
+TEXTS = ("a", "9-", "1+2=", "12+", "34+5=", "77+1=")  # of 1, 2, 4, 3, 5 and 5 characters
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedFor(Description, Reward):
+    """Arbitrary scores for prompts of the lengths given, 1 for all others."""
+
+    lengths: tuple[int, ...]
+
+    def rate(self, prompts: list[str], responses: list[str], *, length: list[int], **columns: list) -> list[float]:
+        scores = Arbitrary().rate(prompts, responses)
+        return [score if n in self.lengths else 1.0 for score, n in zip(scores, length, strict=True)]
+
+
+def selecting(model, selection: MixedGroups, lengths: tuple[int, ...], **settings):
+    algorithm = dataclasses.replace(GRPO, selection=selection, mini_batches=2)
+    data = Prompts(train=TEXTS)
+    options = {"prompts_per_step": 2, "group_size": 4} | settings
+    return ppo_run(model, algorithm, reward=MixedFor(lengths=lengths), data=data, **options)
+
+
+def test_each_response_meets_the_greedy_one_to_its_own_prompt(model32, tmp_path):
+    with ppo_run(model32, REMAX, group_size=3).build(BuildContext(run_dir=tmp_path)) as trainer:
+        prompts = trainer.train_data.collate([4, 0, 2])
+        rows = trainer.generate(prompts, Request(1, 3))
+        greedy = trainer.generate(prompts, Request(1, 1, greedy=True))
+        expected = trainer.reward.score(greedy)["score"].astype(float).repeat(3)
+        assert rows["greedy_scores"].tolist() == expected.tolist()
+        assert len(set(expected)) == 3
+        metrics = trainer.step(prompts, 2)
+        assert trainer.critic is None
+    assert all(value == value for value in metrics.values())
+
+
+def test_groups_of_equal_rewards_are_replaced_by_groups_of_further_prompts(model32, tmp_path):
+    run = selecting(model32, MixedGroups(max_rounds=3), lengths=(5, 4))
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        seen = []
+        update, trainer.update = trainer.update, lambda rows, step: seen.append(rows) or update(rows, step)
+        first = trainer.train_data.collate([0, 1])  # neither is mixed
+        trainer.sampler.next_batch = iter([torch.tensor([0, 3]), torch.tensor([2, 4])]).__next__
+        metrics = trainer.step(first, 1)
+    (rows,) = seen
+    assert sorted(set(rows["prompt_ids"].tolist())) == [2, 4]
+    assert torch.equal(rows["group_ids"], torch.arange(2).repeat_interleave(4))
+    assert [metrics[f"selection/{name}"] for name in ("rounds", "groups", "kept_share")] == [3, 5, 2 / 5]
+    assert metrics["perf/samples"] == 8
+
+
+def test_a_batch_that_is_not_filled_trains_on_what_there_is(model32, tmp_path):
+    run = selecting(model32, MixedGroups(max_rounds=1), lengths=(4,))
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        metrics = trainer.step(trainer.train_data.collate([0, 2]), 1)
+        assert (trainer.actor.sync().result() is not None, metrics["perf/samples"]) == (True, 4)
+
+
+def test_without_a_mixed_group_a_run_skips_its_steps_or_ends_in_words(model32, tmp_path):
+    skipping = selecting(
+        model32,
+        MixedGroups(max_rounds=9, on_none="skip"),
+        lengths=(),
+        total_steps=2,
+        save_final=False,
+        tracker=Trackers(jsonl=JsonLines()),
+    )
+    with skipping.build(BuildContext(run_dir=tmp_path)) as trainer:
+        result = trainer.fit()
+    steps = [line for line in read_lines(tmp_path / "metrics.jsonl") if "selection/skipped" in line]
+    assert [line["selection/skipped"] for line in steps] == [1, 1]
+    assert all("actor/loss" not in line for line in steps)
+    assert (result.status, result.steps, result.samples) == ("finished", 2, 0)
+
+    ending = selecting(model32, MixedGroups(max_rounds=2), lengths=())
+    with (
+        ending.build(BuildContext(run_dir=tmp_path)) as trainer,
+        pytest.raises(RewardError, match="No group of mixed rewards among 4 prompts in 2 rounds .*rewards from 1 to 1"),
+    ):
+        trainer.step(trainer.train_data.collate(trainer.sampler.next_batch()), 1)
+
+
+def test_an_engine_that_agrees_with_the_trainer_needs_no_correction(model64, tmp_path):
+    def credit(correction):
+        algorithm = dataclasses.replace(GRPO, correction=correction)
+        with ppo_run(model64, algorithm, group_size=3).build(BuildContext(run_dir=tmp_path)) as trainer:
+            scored = trainer.score(trainer.generate(trainer.train_data.collate([0, 1]), Request(1, 3)))
+            off = scored.select([name for name in scored.batch if name != "rollout_log_probs"]).union(
+                DataProto.from_dict({"rollout_log_probs": scored["old_log_probs"] - torch.log(torch.tensor(1.5))})
+            )
+            return trainer.assign_credit(scored), trainer.assign_credit(off)
+
+    (plain, _), _ = credit(None)
+    (same, metrics), (weighted, _) = credit(TruncatedIS(cap=2.0))
+    assert torch.allclose(same["advantages"], plain["advantages"], rtol=1e-9, atol=0)
+    assert metrics["importance/weight_mean"] == pytest.approx(1)
+    assert torch.allclose(weighted["advantages"], 1.5 * plain["advantages"], rtol=1e-6, atol=0)
+
+
+def test_the_coefficient_of_an_adaptive_kl_moves_from_step_to_step(model32, tmp_path):
+    algorithm = dataclasses.replace(PPO, kl=AdaptiveKLInReward(coef=0.1, target=1e-3, horizon=10.0))
+    with ppo_run(model32, algorithm, lr=1e-2).build(BuildContext(run_dir=tmp_path)) as trainer:
+        coefs = [trainer.step(trainer.train_data.collate([0, 1, 2]), step)["kl/coef"] for step in (1, 2, 3)]
+        assert trainer.kl.state_dict()["coef"] not in coefs
+    assert coefs[0] == 0.1
+    assert len(set(coefs)) == 3
