@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.compose.check import check
-from verl.compose.composition import compose_root
+from verl.compose.composition import compose_root, lay
 from verl.compose.overrides import command_line
 from verl.description import Description
 from verl.errors import ConfigError
@@ -197,3 +197,11 @@ def test_a_directory_that_is_no_model_is_told(tmp_path):
     (fault,) = ppo_faults("actor=pretrained", f"actor.model.path={tmp_path}")
     assert fault.startswith("actor.model.path is")
     assert "not a model directory" in fault
+
+
+@pytest.mark.parametrize("node", ["reward", "data", "tracker.console"])
+def test_a_component_of_another_kind_is_refused_where_it_stands(node):
+    config = compose_root("ppo")
+    lay(config, [(node, {"_target_": "verl.algorithms.kl.NoKL"})])
+    with pytest.raises(ConfigError, match=f"{node} is NoKL.*: expected a component with _target_ of kind"):
+        check(config)

@@ -12,12 +12,12 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KLInLoss, KLInReward
 from verl.algorithms.policy_losses import PPOClip
 from verl.data.rlhf_dataset import RLHFDataset
-from verl.data.splits import Splits
-from verl.description import BuildContext, Description
+from verl.data.splits import PromptSource, Splits
+from verl.description import BuildContext
 from verl.engines.optim import AdamW
 from verl.engines.sharding import NoSharding
 from verl.models.source import ModelSource
-from verl.rewards.base import Reward
+from verl.rewards.base import Reward, RewardDescription
 from verl.rollout.hf import HFRollout
 from verl.tracking.trackers import Trackers
 from verl.trainer.ppo import PPORun
@@ -41,7 +41,7 @@ GRPO = Algorithm(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompts(Description):
+class Prompts(PromptSource):
     """Texts as prompts, each with its length as a column."""
 
     train: tuple[str, ...] = PROMPTS
@@ -59,7 +59,7 @@ class Prompts(Description):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arbitrary(Description, Reward):
+class Arbitrary(RewardDescription, Reward):
     """A score in [0, 1] that depends on every character of the response, so that no two are alike."""
 
     def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
@@ -67,7 +67,7 @@ class Arbitrary(Description, Reward):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Echo(Description, Reward):
+class Echo(RewardDescription, Reward):
     """The share of a response that repeats the first character of its prompt."""
 
     def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:

@@ -13,10 +13,10 @@ from verl.algorithms.correction import TruncatedIS
 from verl.algorithms.kl import AdaptiveKLInReward
 from verl.algorithms.reinforce import GreedyBaseline
 from verl.algorithms.selection import MixedGroups
-from verl.description import BuildContext, Description
+from verl.description import BuildContext
 from verl.errors import RewardError
 from verl.protocol import DataProto
-from verl.rewards.base import Reward
+from verl.rewards.base import Reward, RewardDescription
 from verl.rollout.base import Request
 from verl.tracking.jsonl import JsonLines
 from verl.tracking.trackers import Trackers
@@ -26,7 +26,7 @@ TEXTS = ("a", "9-", "1+2=", "12+", "34+5=", "77+1=")  # of 1, 2, 4, 3, 5 and 5 c
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedFor(Description, Reward):
+class MixedFor(RewardDescription, Reward):
     """Arbitrary scores for prompts of the lengths given, 1 for all others."""
 
     lengths: tuple[int, ...]

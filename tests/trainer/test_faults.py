@@ -18,11 +18,12 @@ from transformers import AutoTokenizer
 from verl import config
 from verl.algorithms.kl import KLInReward, NoKL
 from verl.data.files import PromptFiles
-from verl.description import BuildContext, Description
+from verl.description import BuildContext
 from verl.engines.optim import AdamW
 from verl.engines.sharding import DDP
 from verl.errors import ConfigError, RewardError
 from verl.models.pretrained import Pretrained
+from verl.rewards.base import RewardDescription
 from verl.rewards.function import CallableReward, RewardFunction
 from verl.rollout.hf import HFRollout
 from verl.tracking.jsonl import JsonLines
@@ -117,7 +118,7 @@ def test_a_model_directory_that_vanished_is_named_and_nothing_stays_changed(dir3
 
 
 @dataclass(frozen=True, kw_only=True)
-class FailsAtCall(Description):
+class FailsAtCall(RewardDescription):
     """A reward that goes wrong at one of its calls, in one of several ways."""
 
     way: str

@@ -9,7 +9,7 @@ from typing import Literal
 
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
-from verl.data.splits import Splits
+from verl.data.splits import PromptSource, Splits, TextSource
 from verl.description import BuildContext, Description
 from verl.errors import ConfigError
 
@@ -94,7 +94,7 @@ class Arithmetic(Description):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArithmeticPrompts(Arithmetic):
+class ArithmeticPrompts(Arithmetic, PromptSource):
     """Prompts for reinforcement learning, with the column `answer` for the reward.
 
     Args:
@@ -121,7 +121,7 @@ class ArithmeticPrompts(Arithmetic):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArithmeticSFT(Arithmetic):
+class ArithmeticSFT(Arithmetic, TextSource):
     """Problems with their answers for supervised fine-tuning; each answer ends with the tokenizer's EOS.
 
     Args:

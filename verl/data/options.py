@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
 from verl.data.bad_rows import OnBadRow
+from verl.data.splits import PromptSource, TextSource
 from verl.description import Description
 from verl.errors import ConfigError
 
@@ -16,7 +17,7 @@ Options = TypeVar("Options", bound=Description)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptOptions(Description):
+class PromptOptions(PromptSource):
     """How rows become prompts.
 
     Args:
@@ -45,7 +46,7 @@ class PromptOptions(Description):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTOptions(Description):
+class SFTOptions(TextSource):
     """How rows become sequences to imitate.
 
     Args:

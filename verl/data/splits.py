@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from verl.data.sampler import Mixture
+from verl.description import Description
 from verl.protocol import DataProto
 
 
@@ -20,6 +21,16 @@ class Dataset(Protocol):
     def collate(self, indices: Sequence[int]) -> DataProto:
         """The rows at `indices`, padded to the longest of them."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSource(Description):
+    """Base of what `data` may be in reinforcement learning: builds `Splits` of prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource(Description):
+    """Base of what `data` may be in supervised fine-tuning: builds `Splits` of texts to imitate."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.description import Description
 from verl.errors import RewardError
 from verl.ops.masking import last_true
 from verl.protocol import DataProto
@@ -28,6 +29,11 @@ class Rating:
 
     scores: np.ndarray
     parts: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardDescription(Description):
+    """Base of what `reward` may be: builds a `Reward`, or is one."""
 
 
 class Reward:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl.description import Description
 from verl.errors import RewardError
-from verl.rewards.base import Reward
+from verl.rewards.base import Reward, RewardDescription
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactMatch(Description, Reward):
+class ExactMatch(RewardDescription, Reward):
     """Compare each response with a column of the data.
 
     Args:

@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl.description import Description
-from verl.rewards.base import Reward
+from verl.rewards.base import Reward, RewardDescription
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format(Description, Reward):
+class Format(RewardDescription, Reward):
     """`correct` where the response matches a regular expression, `wrong` elsewhere.
 
     A pattern of nested repetition, such as `(a+)+$`, takes time that grows without bound on some responses.

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verl.description import BuildContext, Description
+from verl.description import BuildContext
 from verl.errors import RewardError
-from verl.rewards.base import Reward
+from verl.rewards.base import Reward, RewardDescription
 from verl.rewards.locate import load_function, own_line, path_faults
 from verl.rewards.results import reward_error
 from verl.rewards.samples import SampleReward, pool_faults
@@ -19,7 +19,7 @@ from verl.rewards.signature import check_columns, named_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardFunction(Description):
+class RewardFunction(RewardDescription):
     """A function of the user, found by name:
 
         def my_reward(prompts: list[str], responses: list[str], **columns: list) -> list[float]

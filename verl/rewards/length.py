@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl.description import Description
 from verl.protocol import DataProto
-from verl.rewards.base import Rating, Reward
+from verl.rewards.base import Rating, Reward, RewardDescription
 
 
 @dataclass(frozen=True, kw_only=True)
-class Length(Description, Reward):
+class Length(RewardDescription, Reward):
     """`inside` where a response has min_tokens to max_tokens tokens, both included, and `outside` elsewhere.
 
     Args:
@@ -47,7 +46,7 @@ class Length(Description, Reward):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overlong(Description, Reward):
+class Overlong(RewardDescription, Reward):
     """Soft overlong punishment: nothing up to a buffer before the limit, then linearly down to -penalty at the limit.
 
                    0                                            |y| <= L_max - L_cache

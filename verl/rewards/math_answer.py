@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl.description import BuildContext, Description
+from verl.description import BuildContext
+from verl.rewards.base import RewardDescription
 from verl.rewards.samples import SampleReward, pool_faults
 
 
 @dataclass(frozen=True, kw_only=True)
-class MathAnswer(Description):
+class MathAnswer(RewardDescription):
     """Compare the last answer in a response with a column of the data, by value: 0.5, 1/2 and \\boxed{\\frac12} agree.
 
     The column holds a solution as GSM8K writes it (`... #### 72`), one as MATH does (`... \\boxed{72}`), or the answer

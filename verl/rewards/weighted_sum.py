@@ -11,13 +11,13 @@ import numpy as np
 
 from verl.description import BuildContext, Description
 from verl.protocol import DataProto
-from verl.rewards.base import Rating, Reward
+from verl.rewards.base import Rating, Reward, RewardDescription
 
 TAKEN = ("mean", "std", "failed")  # metrics `reward/NAME` of every reward
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightedSum(Description):
+class WeightedSum(RewardDescription):
     """score = sum over parts of weight * score of the part.
 
     Each part is a metric `reward/NAME`, before its weight, and a column of the sample tables.

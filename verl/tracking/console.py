@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.description import BuildContext, Description
-from verl.tracking.tracker import Tracker, metrics_line, stage_line
+from verl.description import BuildContext
+from verl.tracking.tracker import Tracker, TrackerDescription, metrics_line, stage_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +21,7 @@ _RECENT_STEPS = 20  # the remaining time is estimated from this many
 
 
 @dataclass(frozen=True, kw_only=True)
-class Console(Description):
+class Console(TrackerDescription):
     """Lines on standard output; with a progress bar below them where that is a terminal.
 
     Args:

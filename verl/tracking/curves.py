@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.description import BuildContext, Description
-from verl.tracking.tracker import Tracker
+from verl.description import BuildContext
+from verl.tracking.tracker import Tracker, TrackerDescription
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ class Series:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curves(Description):
+class Curves(TrackerDescription):
     """`curves.png` in the run directory, written when the run closes, however it ended.
 
     Args:

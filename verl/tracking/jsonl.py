@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from verl.description import BuildContext, Description
-from verl.tracking.tracker import Tracker
+from verl.description import BuildContext
+from verl.tracking.tracker import Tracker, TrackerDescription
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonLines(Description):
+class JsonLines(TrackerDescription):
     """`metrics.jsonl`, one object a line `{"step": 3, "time_s": 12.5, "reward/mean": 0.81, ...}`, and sample tables.
 
     Evaluations are lines of the same file. A number that is not finite is written as the text "nan", "inf" or "-inf",

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.description import BuildContext, Description
-from verl.tracking.tracker import Tracker
+from verl.description import BuildContext
+from verl.tracking.tracker import Tracker, TrackerDescription
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorBoard(Description):
+class TensorBoard(TrackerDescription):
     """Event files in `run_dir/tensorboard`; look at them with `tensorboard --logdir RUN_DIR`.
 
     Args:

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from verl.description import Description
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerDescription(Description):
+    """Base of what a place under `tracker` may be: builds a `Tracker`."""
 
 
 class Tracker:

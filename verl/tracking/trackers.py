@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.description import BuildContext, Description
 from verl.errors import ConfigError
-from verl.tracking.tracker import Tracker, metrics_line, stage_line
+from verl.tracking.tracker import Tracker, TrackerDescription, metrics_line, stage_line
 from verl.utils.redact import redact, redact_tree
 
 _log = logging.getLogger(__name__)
@@ -25,11 +25,11 @@ class Trackers(Description):
         console, jsonl, tensorboard, wandb, curves: description of one tracker each.
     """
 
-    console: Description | None = None
-    jsonl: Description | None = None
-    tensorboard: Description | None = None
-    wandb: Description | None = None
-    curves: Description | None = None
+    console: TrackerDescription | None = None
+    jsonl: TrackerDescription | None = None
+    tensorboard: TrackerDescription | None = None
+    wandb: TrackerDescription | None = None
+    curves: TrackerDescription | None = None
 
     def build(self, context: BuildContext) -> TrackerSet:
         # The console starts last and closes last: it shows what the others have to say.

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from verl.description import BuildContext, Description
-from verl.tracking.tracker import Tracker
+from verl.description import BuildContext
+from verl.tracking.tracker import Tracker, TrackerDescription
 
 
 @dataclass(frozen=True, kw_only=True)
-class WandB(Description):
+class WandB(TrackerDescription):
     """A W&B run, its files below the run directory.
 
     Args:

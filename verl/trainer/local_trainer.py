@@ -24,8 +24,9 @@ from verl.data.files import PromptFiles
 from verl.data.options import PromptOptions
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.splits import Splits
-from verl.description import BuildContext, Description
+from verl.description import BuildContext
 from verl.errors import ConfigError
+from verl.rewards.base import RewardDescription
 from verl.rewards.function import RewardFunction
 from verl.tracking.logs import setup_logging
 from verl.trainer.loop import Result
@@ -128,7 +129,7 @@ class GivenPrompts(PromptOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenReward(Description):
+class GivenReward(RewardDescription):
     """A function passed as `reward_fn`. The function itself is no configuration and no field.
 
     Args:

@@ -21,6 +21,7 @@ from verl.algorithms.correction import weighted
 from verl.algorithms.selection import MixedGroups, joined, kept_groups, no_group_left, selection_metrics
 from verl.cluster.base import role_handles
 from verl.data.sampler import EpochSampler, Mixture
+from verl.data.splits import PromptSource
 from verl.description import BuildContext, Description, as_plain
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, faults_below
@@ -28,6 +29,7 @@ from verl.models.tokenizers import tokenizer_fault
 from verl.ops.masking import masked_mean
 from verl.ops.noise import EVALUATION
 from verl.protocol import DataProto
+from verl.rewards.base import RewardDescription
 from verl.rollout.base import Request, Rollout
 from verl.tracking.trackers import Trackers
 from verl.trainer.loop import Result, fit
@@ -55,11 +57,11 @@ class PPORun(Description):
     actor: Actor
     critic: Critic | None
     reference: Reference | None
-    reward: Description
+    reward: RewardDescription
     rollout: Rollout
     sharding: Sharding
     algorithm: Algorithm
-    data: Description
+    data: PromptSource
     trainer: PPOSettings
     tracker: Trackers
 

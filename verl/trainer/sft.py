@@ -8,6 +8,7 @@ from pathlib import Path
 
 from verl.cluster.base import role_handles
 from verl.data.sampler import EpochSampler, Mixture
+from verl.data.splits import TextSource
 from verl.description import BuildContext, Description, as_plain
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, faults_below
@@ -28,7 +29,7 @@ class SFTRun(Description):
 
     actor: Actor
     sharding: Sharding
-    data: Description
+    data: TextSource
     trainer: SFTSettings
     tracker: Trackers
 

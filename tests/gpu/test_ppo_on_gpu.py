@@ -1,0 +1,53 @@
+"""The CUDA path: the same steps as on the CPU, on the first GPU; skipped where there is none."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from trainer.runs import PPO, ppo_run, read_lines, weights, without_times
+
+from verl.description import BuildContext
+from verl.models.lora import LoRA
+from verl.models.pretrained import Pretrained
+from verl.rollout.hf import HFRollout
+from verl.tracking.jsonl import JsonLines
+from verl.tracking.trackers import Trackers
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
+]
+
+
+def train(model, directory, **parts):
+    settings = {"device": "cuda", "total_steps": 2, "tracker": Trackers(jsonl=JsonLines()), **parts}
+    run = ppo_run(model, PPO, **settings)
+    actor = dataclasses.replace(run.actor, lora=LoRA(rank=2), gradient_checkpointing=True, autocast="bfloat16")
+    run = dataclasses.replace(run, actor=actor, rollout=HFRollout(max_new_tokens=7, top_p=0.9, top_k=20))
+    with run.build(BuildContext(run_dir=directory)) as trainer:
+        trainer.fit()
+    lines = read_lines(directory / "metrics.jsonl")
+    return [without_times(line) for line in lines], weights(directory)
+
+
+def test_adapter_autocast_checkpointing_and_cut_sampling_train_and_repeat_themselves(dir32, tmp_path):
+    first = train(Pretrained(path=str(dir32)), tmp_path / "first")
+    second = train(Pretrained(path=str(dir32)), tmp_path / "second")
+    assert first[0] == second[0]
+    assert first[1].keys() == second[1].keys()
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+
+
+def test_losses_on_the_gpu_are_those_on_the_cpu(dir64, tmp_path):
+    found = {}
+    for device in ("cpu", "cuda"):
+        run = ppo_run(Pretrained(path=str(dir64), dtype="float64"), PPO, device=device, total_steps=2)
+        run = dataclasses.replace(run, tracker=Trackers(jsonl=JsonLines()))
+        with run.build(BuildContext(run_dir=tmp_path / device)) as trainer:
+            trainer.fit()
+        found[device] = [line for line in read_lines(tmp_path / device / "metrics.jsonl") if "actor/loss" in line]
+    for cpu, gpu in zip(found["cpu"], found["cuda"], strict=True):
+        assert gpu["actor/loss"] == pytest.approx(cpu["actor/loss"], abs=1e-8)
+        assert gpu["critic/loss"] == pytest.approx(cpu["critic/loss"], abs=1e-8)
