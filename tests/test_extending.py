@@ -1,0 +1,56 @@
+"""The example of docs/extending.md works as it stands, and adding it changes no other file."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ["verl/algorithms/batch_mean.py", "conf/algorithm/batch_mean.yaml", "tests/algorithms/test_batch_mean.py"]
+RUN = """
+import sys
+import pytest
+from verl.compose.check import check
+from verl.compose.composition import compose_root
+from verl.compose.overrides import command_line
+
+arguments, assigned = command_line("ppo", ["algorithm=batch_mean"])
+print(check(compose_root("ppo", arguments), assigned.faults).algorithm.advantage, flush=True)
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/algorithms/test_batch_mean.py"]))
+"""
+
+
+def files_of_the_page() -> dict[str, str]:
+    """The code blocks whose first line is a comment with a path, by that path."""
+    blocks = re.findall(r"```\w+\n(# ([\w/.]+)\n.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
+    return {path: text for text, path in blocks if "/" in path}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def test_an_algorithm_is_added_by_three_files_and_no_edit(tmp_path):
+    for name in ("verl", "conf"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    before = contents(tmp_path)
+
+    page = files_of_the_page()
+    assert sorted(page) == sorted(FILES)
+    for path, text in page.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("BatchMean(scale=1.0)\n")
+    assert "2 passed" in done.stdout
+
+    after = contents(tmp_path)
+    assert after.keys() - before.keys() == set(FILES)
+    assert {path: after.get(path) for path in before} == before
