@@ -74,17 +74,19 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Assign
     the nearest known key, where Hydra would stop at the first. Flags, `hydra.*`, `~key` and `group@package` pass as
     they are.
     """
-    passed, pairs = [], []
+    passed, for_hydra, pairs = [], [], []
     for argument in arguments:
         match = _ASSIGNMENT.match(argument)
-        if match is None or match["key"].split(".")[0] == "hydra":
+        if match is not None and match["key"].split(".")[0] == "hydra":
+            for_hydra.append(argument)
+        elif match is None:
             passed.append(argument)
         else:
             pairs.append((match["key"], match["value"]))
     judge = not any(argument.startswith(_OTHER_SEARCH_PATH) for argument in arguments)
     assigned = assign(root, pairs, judge_options=judge)
     assigned.values = _with_copies(root, assigned)
-    return [*passed, *assigned.options, *(f"++{key}={value}" for key, value in assigned.values)], assigned
+    return [*passed, *for_hydra, *assigned.options, *(f"++{key}={value}" for key, value in assigned.values)], assigned
 
 
 def _with_copies(root: str, assigned: Assignments) -> list[tuple[str, Any]]:

@@ -55,7 +55,7 @@ def root_keys(root: str) -> list[str]:
 
 def register() -> None:
     """Make the schemas known to Hydra under `schema_ppo` and `schema_sft`, and `${divide:384,8}` a whole number."""
-    OmegaConf.register_new_resolver("divide", lambda whole, parts: max(1, whole // parts), replace=True)
+    OmegaConf.register_new_resolver("divide", lambda whole, parts: max(1, whole // max(1, parts)), replace=True)
     store = ConfigStore.instance()
     for root, schema in ROOTS.items():
         store.store(name=f"schema_{root}", node=schema, provider="verl")
