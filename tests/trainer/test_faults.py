@@ -95,7 +95,7 @@ def test_all_faults_are_told_at_once(model32):
 
 
 def test_more_prompts_in_a_step_than_in_the_data_are_refused(model32, tmp_path):
-    with pytest.raises(ConfigError, match=r"trainer\.prompts_per_step is 9: the data has 8 training prompts"):
+    with pytest.raises(ConfigError, match=r"trainer\.prompts_per_step is 9: must lie between 1 and the 8 rows"):
         ppo_run(model32, prompts_per_step=9).build(BuildContext(run_dir=tmp_path))
 
 

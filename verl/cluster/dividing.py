@@ -22,7 +22,6 @@ class Division:
 
     def __init__(self, batch: DataProto, parts: int):
         self.rows: list[Tensor] = balance(_lengths(batch), parts)
-        self.num_rows = len(batch)
 
     def divide(self, batch: DataProto) -> list[DataProto]:
         return [batch[rows] for rows in self.rows]

@@ -156,12 +156,8 @@ class PPOTrainer:
             raise ConfigError(found)
 
     def _make_sampler(self, size: int, mixture: Mixture | None) -> EpochSampler:
-        wanted = self.settings.prompts_per_step
-        if wanted > size:
-            raise ConfigError(
-                f"trainer.prompts_per_step is {wanted}: the data has {size} training prompts. Set it to at most that."
-            )
-        return EpochSampler(size, wanted, derive_seed(self.settings.seed, "data order"), mixture=mixture)
+        seed, name = derive_seed(self.settings.seed, "data order"), "trainer.prompts_per_step"
+        return EpochSampler(size, self.settings.prompts_per_step, seed, name, mixture=mixture)
 
     def _start_roles(self, run: PPORun, context: BuildContext) -> None:
         host = RLHost(

@@ -11,7 +11,7 @@ from verl.data.sampler import EpochSampler, Mixture
 from verl.data.splits import TextSource
 from verl.description import BuildContext, Description, as_plain
 from verl.engines.sharding import Sharding
-from verl.errors import ConfigError, faults_below
+from verl.errors import faults_below
 from verl.protocol import DataProto
 from verl.tracking.trackers import Trackers
 from verl.trainer.loop import Result, fit
@@ -73,12 +73,8 @@ class SFTTrainer:
             raise
 
     def _make_sampler(self, size: int, mixture: Mixture | None) -> EpochSampler:
-        wanted = self.settings.batch_size
-        if wanted > size:
-            raise ConfigError(
-                f"trainer.batch_size is {wanted}: the data has {size} training rows. Set it to at most that."
-            )
-        return EpochSampler(size, wanted, derive_seed(self.settings.seed, "data order"), mixture=mixture)
+        seed, name = derive_seed(self.settings.seed, "data order"), "trainer.batch_size"
+        return EpochSampler(size, self.settings.batch_size, seed, name, mixture=mixture)
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One optimizer step on the mean negative log-likelihood per learned token."""
