@@ -38,6 +38,7 @@ test: install-dev lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 bench: install
+	$(BIN)/python -m pip install --quiet -r requirements-bench.txt
 	$(BIN)/python benchmarks/run.py
 
 docs: install

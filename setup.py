@@ -32,6 +32,6 @@ setup(
         **{c.replace("conf", "verl.conf", 1).replace("/", "."): ["*.yaml"] for c in set(conf)},
     },
     install_requires=pinned("requirements.txt"),
-    extras_require={"test": pinned("requirements-dev.txt")},
+    extras_require={"test": pinned("requirements-dev.txt"), "bench": pinned("requirements-bench.txt")},
     entry_points={"console_scripts": ["verl = verl.cli.main:app"]},
 )

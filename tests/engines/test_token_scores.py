@@ -67,7 +67,7 @@ def plain_scores(model, micro, temperature):
 def test_scores_and_gradients_are_those_of_the_whole_logits(loaded, at_a_time, monkeypatch):
     monkeypatch.setattr(token_scores, "LOGITS_AT_A_TIME", at_a_time)
     micro = micro_batch(100)
-    found = score_tokens(loaded, OutputHead(loaded), micro, 0.7, entropy=True, rank=True)
+    found = score_tokens(loaded, OutputHead(loaded), micro, 0.7, entropy="grad", rank=True)
     log_probs, entropies, likeliest = plain_scores(loaded, micro, 0.7)
     torch.testing.assert_close(found.log_probs, log_probs, rtol=0, atol=1e-12)
     torch.testing.assert_close(found.entropies, entropies, rtol=0, atol=1e-12)
@@ -96,7 +96,7 @@ def test_no_more_than_a_part_of_the_logits_ever_exists_forward_or_backward(monke
     monkeypatch.setattr(token_scores, "LOGITS_AT_A_TIME", 4 * 20_000)
     head = OutputHead(model)
     with LargestTensor() as seen:
-        score_tokens(model, head, micro, entropy=True).log_probs.sum().backward()
+        score_tokens(model, head, micro, entropy="grad").log_probs.sum().backward()
     assert seen.numbers <= weight  # a part of the logits, 80 000 numbers, is smaller
     assert tokens * 20_000 > 8 * weight
     with LargestTensor() as plain:
@@ -115,7 +115,7 @@ def test_a_model_that_does_more_than_multiply_by_its_head_is_found_out(family, s
     head = OutputHead(model)
     assert head.is_separable is separable
     micro = micro_batch(100)
-    found = score_tokens(model, head, micro, entropy=True)
+    found = score_tokens(model, head, micro, entropy="grad")
     log_probs, entropies, _ = plain_scores(model, micro, 1.0)
     torch.testing.assert_close(found.log_probs, log_probs, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found.entropies, entropies, rtol=1e-4, atol=1e-5)

@@ -66,6 +66,14 @@ class Algorithm(Description):
         return self.advantage.needs_greedy_baseline
 
     @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether log-probs of the policy that sampled are needed before the update.
+
+        With one optimizer step they are those of the update itself, before it moves the weights.
+        """
+        return self.epochs * self.mini_batches > 1 or self.correction is not None or self.kl.needs_old_log_probs
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the run needs a reference."""
         return self.kl.needs_reference

@@ -28,11 +28,16 @@ class KLControl(Description):
         """Whether the batch must hold ref_log_probs."""
         return False
 
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether the penalty is made from old_log_probs, before the update."""
+        return False
+
     def shape_rewards(self, batch: DataProto) -> tuple[Tensor, dict[str, float]]:
         """The rewards that advantages are made from.
 
         Args:
-            batch: token_level_scores, response_mask, old_log_probs, [B, T]; ref_log_probs if a reference is needed.
+            batch: token_level_scores, response_mask, [B, T]; ref_log_probs and old_log_probs if they are needed.
         Returns:
             token_level_rewards [B, T], 0 off the mask, and metrics.
         """
@@ -88,6 +93,10 @@ class KLInReward(_WeightedKL):
     """
 
     estimator: Estimator = "k1"
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        return self.needs_reference
 
     def shape_rewards(self, batch: DataProto) -> tuple[Tensor, dict[str, float]]:
         scores, metrics = super().shape_rewards(batch)
@@ -200,7 +209,7 @@ class KLInLoss(_WeightedKL):
 
     def shape_rewards(self, batch: DataProto) -> tuple[Tensor, dict[str, float]]:
         scores, metrics = super().shape_rewards(batch)
-        if self.needs_reference:
+        if self.needs_reference and "old_log_probs" in batch:
             mask = batch["response_mask"]
             kl = _estimate(self.estimator, batch["old_log_probs"], batch["ref_log_probs"], mask)
             metrics = {"kl/reference_nats": masked_mean(kl, mask).item()}

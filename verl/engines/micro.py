@@ -1,15 +1,27 @@
-"""From a batch to the tensors of one forward pass: rows chosen, and trimmed to the longest among them."""
+"""From a batch to the tensors of one forward pass: padded rows, or a packed line in which shared prompts stand once.
+
+    plan ──> rows of each micro-batch ──> MicroBatch ──> predict(call) ──> what predicts each response token [n ...]
+
+Which of the two is used changes no result but by rounding.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from verl.fields import FIELDS
-from verl.ops.batching import micro_batches
+from verl.models.line_attention import take
+from verl.ops.batching import micro_batches, micro_batches_of_groups
+from verl.ops.logprobs import response_positions
+from verl.ops.packing import Packing, own_tokens, pack
 from verl.protocol import DataProto
+
+WORTH_IT = 0.85  # packing, and sharing prompts, must leave at most this share of the tokens
 
 
 @dataclass(frozen=True)
@@ -20,38 +32,89 @@ class MicroBatch:
         rows: [b] which rows of the batch these are.
         tensors: the fields, with P and T cut to the longest prompt and response among the rows.
         response_width: T of these tensors.
+        packing: how the rows make one line of tokens, or None if they are run as padded rows.
     """
 
     rows: Tensor
     tensors: dict[str, Tensor]
+    packing: Packing | None = None
 
     @property
     def response_width(self) -> int:
         return self.tensors["responses"].shape[1]
 
+    def predict(self, call: Callable[..., Tensor]) -> Tensor:
+        """What predicts each response token on the mask, [n ...], in the order of `response_mask.nonzero()`.
 
-def cut_into_micro_batches(batch: DataProto, token_budget: int) -> Iterator[MicroBatch]:
+        Args:
+            call: runs the model on `input_ids`, `attention_mask`, `position_ids` and further keywords, and gives
+                something for each token, [b s ...]; with `logits_to_keep=k`, for the last k of them or for all.
+        """
+        x = self.tensors
+        if self.packing is None:
+            inputs = {name: x[name] for name in ("input_ids", "attention_mask", "position_ids")}
+            found = call(**inputs, logits_to_keep=self.response_width + 1)
+            return response_positions(found, self.response_width)[x["response_mask"]]
+        line: dict[str, Any] = {
+            "input_ids": x["input_ids"].flatten()[self.packing.tokens].unsqueeze(0),
+            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=x["input_ids"].device),  # taken as it is
+            "position_ids": self.packing.positions.unsqueeze(0),
+        }
+        return take(call(**line, packing=self.packing)[0], self.packing.predictors)
+
+
+def cut_into_micro_batches(batch: DataProto, token_budget: int, can_pack: bool = False) -> Iterator[MicroBatch]:
     """Cut a batch by a budget of tokens, padding included, over its rows sorted by length.
 
     How a batch is cut changes no result but by rounding: losses are normalised by the counts of the whole batch.
 
     Args:
-        batch: holds `input_ids`, `attention_mask` [B S] and `responses` [B T].
-        token_budget: rows x longest row of a micro-batch stays within it, unless a single row is longer.
+        batch: holds `input_ids`, `attention_mask` [B S] and `responses`, `response_mask` [B T].
+        token_budget: tokens of a micro-batch, padding included, unless a single row is longer.
+        can_pack: rows may be packed; they are where that leaves clearly fewer tokens.
     """
     attention = batch.batch["attention_mask"]
     response_width = batch.batch["responses"].shape[1]
     prompt_width = attention.shape[1] - response_width
-    prompt_lengths = attention[:, :prompt_width].sum(dim=1)
-    response_lengths = attention[:, prompt_width:].sum(dim=1)
-    for rows in micro_batches(prompt_lengths + response_lengths, token_budget):
-        p, t = max(1, int(prompt_lengths[rows].max())), int(response_lengths[rows].max())
+    prompts = attention[:, :prompt_width].sum(dim=1).cpu()
+    responses = attention[:, prompt_width:].sum(dim=1).cpu()
+    parts, prompt_of, share = micro_batches(prompts + responses, token_budget), None, False
+    if can_pack and len(batch):
+        padded = sum(len(rows) * int((prompts + responses)[rows[0]]) for rows in parts)
+        parts, prompt_of, share = _packed(batch, prompts, responses, padded, token_budget) or (parts, None, False)
+    for rows in parts:
+        p, t = max(1, int(prompts[rows].max())), int(responses[rows].max())
         windows = {
             "P": slice(prompt_width - p, prompt_width),
             "T": slice(0, t),
             "S": slice(prompt_width - p, prompt_width + t),
         }
-        yield MicroBatch(rows, {name: _cut(name, x, rows, windows) for name, x in batch.batch.items()})
+        tensors = {name: _cut(name, x, rows.to(x.device), windows) for name, x in batch.batch.items()}
+        packing = None
+        if prompt_of is not None:
+            mask = tensors["response_mask"]
+            packing = pack(prompts[rows], responses[rows], prompt_of[rows], mask.cpu(), p, share).to(mask.device)
+        yield MicroBatch(rows, tensors, packing)
+
+
+def _packed(
+    batch: DataProto, prompts: Tensor, responses: Tensor, padded: int, token_budget: int
+) -> tuple[list[Tensor], Tensor, bool] | None:
+    """Rows of each micro-batch, the prompt of each row, and whether prompts are shared; None if it is not worth it."""
+    width = batch.batch["attention_mask"].shape[1] - batch.batch["responses"].shape[1]
+    text = torch.cat([batch.batch["input_ids"][:, :width].cpu(), prompts[:, None]], dim=1)
+    prompt_of = torch.unique(text, dim=0, return_inverse=True)[1]
+    own = own_tokens(responses)
+    separate = int((own + prompts).sum())
+    of_prompt = torch.zeros(int(prompt_of.max()) + 1, dtype=torch.int64).scatter_(0, prompt_of, prompts)
+    shared = int(own.sum()) + int(of_prompt.sum())
+    share = shared <= WORTH_IT * separate
+    if min(shared, separate) > WORTH_IT * padded:
+        return None
+    if share:
+        return micro_batches_of_groups(own, prompts, prompt_of, token_budget), prompt_of, True
+    alone = torch.arange(len(own))
+    return micro_batches_of_groups(own + prompts, torch.zeros_like(own), alone, token_budget), prompt_of, False
 
 
 def _cut(name: str, x: Tensor, rows: Tensor, windows: dict[str, slice]) -> Tensor:

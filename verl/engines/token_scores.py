@@ -8,7 +8,7 @@ In the backward pass the logits of each part are made again.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from verl.engines.micro import MicroBatch
 from verl.models.output_head import OutputHead
-from verl.ops.logprobs import entropy_of, log_probs_of, response_positions
+from verl.ops.logprobs import entropy_of, log_probs_of
 
+Entropy = Literal["grad", "value"] | None
 LOGITS_AT_A_TIME = 2**24  # numbers: 64 MiB in float32
 
 
@@ -42,7 +43,7 @@ def score_tokens(
     micro: MicroBatch,
     temperature: float = 1.0,
     *,
-    entropy: bool = False,
+    entropy: Entropy = None,
     rank: bool = False,
 ) -> TokenScores:
     """Score the response tokens of a micro-batch; everything is 0 off the mask.
@@ -50,19 +51,19 @@ def score_tokens(
     Args:
         model: any Hugging Face causal language model, and its head.
         temperature: divides the logits.
-        entropy: give entropies too.
+        entropy: give entropies too, with their gradient or as mere values.
         rank: say too whether each token is the likeliest.
     """
-    x = micro.tensors
-    mask, t = x["response_mask"], micro.response_width
-    inputs = {name: x[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    mask = micro.tensors["response_mask"]
+    tokens = micro.tensors["responses"][mask]
+
+    def last_states(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
+        return model(**inputs, use_cache=False, logits_to_keep=logits_to_keep).logits
+
     if not head.is_separable:
-        logits = response_positions(model(**inputs, use_cache=False, logits_to_keep=t + 1).logits, t)
-        found = _score(logits[mask], x["responses"][mask], temperature, entropy, rank)
-        return _place(found, mask, entropy, rank)
+        return _place(_score(micro.predict(last_states), tokens, temperature, entropy, rank), mask, entropy, rank)
     with head.left_out():
-        hidden = model(**inputs, use_cache=False, logits_to_keep=t + 1).logits
-    hidden, tokens = response_positions(hidden, t)[mask], x["responses"][mask]
+        hidden = micro.predict(last_states)
     at_a_time = max(1, LOGITS_AT_A_TIME // model.config.get_text_config().vocab_size)
 
     def part(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
@@ -77,15 +78,15 @@ def score_tokens(
     return _place(tuple(torch.cat(column) for column in zip(*parts, strict=True)), mask, entropy, rank)
 
 
-def _score(logits: Tensor, tokens: Tensor, temperature: float, entropy: bool, rank: bool) -> tuple[Tensor, ...]:
+def _score(logits: Tensor, tokens: Tensor, temperature: float, entropy: Entropy, rank: bool) -> tuple[Tensor, ...]:
     found = [log_probs_of(logits, tokens, temperature)]
     if entropy:
-        found.append(entropy_of(logits, temperature))
+        found.append(entropy_of(logits if entropy == "grad" else logits.detach(), temperature))
     if rank:
         found.append(logits.argmax(dim=-1) == tokens)
     return tuple(found)
 
 
-def _place(found: tuple[Tensor, ...], mask: Tensor, entropy: bool, rank: bool) -> TokenScores:
+def _place(found: tuple[Tensor, ...], mask: Tensor, entropy: Entropy, rank: bool) -> TokenScores:
     placed = iter([torch.zeros(mask.shape, dtype=x.dtype, device=mask.device).masked_scatter(mask, x) for x in found])
     return TokenScores(next(placed), next(placed) if entropy else None, next(placed) if rank else None)

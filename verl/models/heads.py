@@ -44,10 +44,12 @@ class ValueModel(nn.Module):
     def config(self) -> Any:
         return self.backbone.config
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> ValueOutput:
-        """Values of each position, [B S]."""
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None, **others: Any
+    ) -> ValueOutput:
+        """Values of each position, [B S]; `others` are the backbone's own."""
         hidden = self.backbone(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **others
         ).last_hidden_state
         with torch.autocast(hidden.device.type, enabled=False):  # values are regressed on in the head's own precision
             return ValueOutput(values=self.head(hidden.to(self.head.weight.dtype)).squeeze(-1))

@@ -22,8 +22,7 @@ def micro_batches(lengths: Sequence[int] | Tensor, token_budget: int) -> list[Te
     Raises:
         ValueError: budget below 1.
     """
-    if token_budget < 1:
-        raise ValueError(f"token_budget is {token_budget}: a micro-batch holds at least one token.")
+    _check_budget(token_budget)
     sizes = _as_list(lengths)
     batches: list[list[int]] = []
     longest = 0
@@ -33,6 +32,46 @@ def micro_batches(lengths: Sequence[int] | Tensor, token_budget: int) -> list[Te
             longest = sizes[row]
         batches[-1].append(row)
     return [torch.tensor(rows, dtype=torch.int64) for rows in batches]
+
+
+def micro_batches_of_groups(own: Tensor, shared: Tensor, group_of: Tensor, token_budget: int) -> list[Tensor]:
+    """Cut rows by a budget of tokens, where what the rows of a group share counts once in each micro-batch.
+
+    Groups stay together unless one alone exceeds the budget; they come by their longest row, longest first, and so do
+    the rows of each. A single row over the budget is a micro-batch of its own.
+
+    Args:
+        own, shared: [b] tokens of each row, and tokens that it shares with its group.
+        group_of: [b].
+        token_budget: tokens of a micro-batch, at least 1.
+    Returns:
+        Row indices, int64, one tensor per micro-batch.
+    Raises:
+        ValueError: budget below 1.
+    """
+    _check_budget(token_budget)
+    groups: dict[int, list[int]] = {}
+    sizes, shares, group = own.tolist(), shared.tolist(), group_of.tolist()
+    for row in _longest_first(sizes):
+        groups.setdefault(group[row], []).append(row)
+    batches: list[list[int]] = []
+    used, present = token_budget, -1
+    for number, rows in groups.items():
+        if used + shares[rows[0]] + sum(sizes[row] for row in rows) > token_budget:
+            used = token_budget  # what is left of the last one is too small: begin a new one
+        for row in rows:
+            cost = sizes[row] + (0 if present == number else shares[row])
+            if not batches or used + cost > token_budget:
+                batches.append([])
+                used, cost = 0, sizes[row] + shares[row]
+            batches[-1].append(row)
+            used, present = used + cost, number
+    return [torch.tensor(rows, dtype=torch.int64) for rows in batches]
+
+
+def _check_budget(token_budget: int) -> None:
+    if token_budget < 1:
+        raise ValueError(f"token_budget is {token_budget}: a micro-batch holds at least one token.")
 
 
 def balance(lengths: Sequence[int] | Tensor, parts: int) -> list[Tensor]:

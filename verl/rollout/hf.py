@@ -110,14 +110,15 @@ class HFSampler:
 
     def _prefill(self, prompts: DataProto, prompt_width: int, n: int) -> tuple[Tensor, Any, Tensor]:
         """The logits of the first response token, [b * n, V], with the cache and the attention mask behind them."""
-        from transformers import DynamicCache
+        from verl.rollout.cache import roomy_cache  # brings transformers
 
         tokens = prompts.batch["prompts"][:, -prompt_width:]
         attention = prompts.batch["prompt_mask"][:, -prompt_width:].long()
-        cache = DynamicCache(config=self.model.config)
+        cache = roomy_cache(self.model.config, prompt_width + self.options.max_new_tokens)
         if not self.options.share_prefix:
             tokens, attention = tokens.repeat_interleave(n, dim=0), attention.repeat_interleave(n, dim=0)
         positions = (attention.cumsum(dim=1) - 1).clamp_min(0)
+        self._is_padded = not bool(attention.all())
         logits = self._forward(tokens, attention, positions, cache)
         if self.options.share_prefix and n > 1:
             cache.batch_repeat_interleave(n)
@@ -128,7 +129,7 @@ class HFSampler:
         """Logits of the last position, [b V], float32 at least."""
         logits = self.model(
             input_ids=tokens,
-            attention_mask=attention,
+            attention_mask=attention if self._is_padded else None,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,

@@ -226,9 +226,10 @@ class PPOTrainer:
         if "token_level_scores" not in rollout:
             rollout = self._rewarded(rollout)
         sequences = rollout.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[])
-        with self.stages.stage("old") as note:
-            rollout = rollout.union(self.actor.compute_log_probs(sequences).result())
-            note.say("log-probs of the responses under the present policy")
+        if self.algorithm.needs_old_log_probs:
+            with self.stages.stage("old") as note:
+                rollout = rollout.union(self.actor.compute_log_probs(sequences).result())
+                note.say("log-probs of the responses under the present policy")
         if self.reference is not None:
             with self.stages.stage("ref") as note:
                 rollout = rollout.union(self.reference.compute_log_probs(sequences).result())
@@ -261,7 +262,7 @@ class PPOTrainer:
                 continue
             with self.stages.stage(f"update_{name}") as note:
                 updates = [role.update(batch).result() for batch in self._mini_batches(rows, step)]
-                metrics |= {f"{name}/{key}": value for key, value in mean_of(updates).items()}
+                metrics |= {key if "/" in key else f"{name}/{key}": x for key, x in mean_of(updates).items()}
                 note.say(f"{len(updates)} optimizer steps, loss {metrics[f'{name}/loss']:.4f}")
         return metrics
 

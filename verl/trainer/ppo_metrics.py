@@ -16,18 +16,21 @@ def experience_metrics(batch: DataProto) -> dict[str, float]:
     """Metrics of the responses of a step, before the update; keys are explained in docs/metrics.md."""
     mask = batch["response_mask"]
     scores, lengths = _scores(batch), mask.sum(dim=1).double()
-    gap = batch["rollout_log_probs"] - batch["old_log_probs"]
     metrics = {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(unbiased=False)),
         "rollout/response_length_tokens": float(lengths.mean()),
         "rollout/response_length_max_tokens": float(lengths.max()),
-        "rollout/entropy_nats": _mean(batch["entropies"], mask),
-        "rollout/log_prob_gap_nats": _mean(gap.abs(), mask),
         "advantages/mean": _mean(batch["advantages"], mask),
         "perf/samples": float(len(batch)),
         "perf/tokens": float(lengths.sum()),
     }
+    if "old_log_probs" in batch:  # otherwise the update tells
+        gap = batch["rollout_log_probs"] - batch["old_log_probs"]
+        metrics |= {
+            "rollout/entropy_nats": _mean(batch["entropies"], mask),
+            "rollout/log_prob_gap_nats": _mean(gap.abs(), mask),
+        }
     parts = [name for name in batch.non_tensor_batch if name.startswith("reward/")]
     metrics |= {name: float(batch[name].astype(float).mean()) for name in parts}
     if "values" in batch:

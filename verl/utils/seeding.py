@@ -27,3 +27,5 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
+    # Filling every new tensor with NaN finds reads of memory that nothing wrote, and makes nothing deterministic.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

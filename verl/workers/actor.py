@@ -15,7 +15,7 @@ from verl.dispatch import by_rows, by_rows_to_one, on_all
 from verl.engines.engine import TrainingEngine
 from verl.engines.micro import MicroBatch
 from verl.engines.sharding import Parallel
-from verl.engines.token_scores import score_tokens
+from verl.engines.token_scores import TokenScores, score_tokens
 from verl.models.output_head import OutputHead
 from verl.models.pretrained import quiet_transformers
 from verl.ops.aggregate import Totals, aggregate
@@ -91,20 +91,37 @@ class HybridActor:
             self.tokenizer.save_pretrained(directory)
 
     def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        scores = score_tokens(model, self.head, micro, self.temperature, entropy=True)
+        scores = score_tokens(model, self.head, micro, self.temperature, entropy="value")
         return {"old_log_probs": scores.log_probs, "entropies": scores.entropies}
 
     def _loss(self, model: nn.Module, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        algorithm, x = self.algorithm, micro.tensors
-        mask = x["response_mask"]
-        scores = score_tokens(model, self.head, micro, self.temperature, entropy=algorithm.entropy_coef > 0)
+        algorithm, x = self.algorithm, dict(micro.tensors)
+        mask, is_first = x["response_mask"], "old_log_probs" not in x
+        rewarded = algorithm.entropy_coef > 0
+        scores = score_tokens(
+            model, self.head, micro, self.temperature, entropy="grad" if rewarded else "value" if is_first else None
+        )
+        if is_first:  # the only update of a step: the weights are still those that sampled
+            x["old_log_probs"] = scores.log_probs.detach()
         per_token, stats = algorithm.policy_loss(scores.log_probs, x)
         penalty = algorithm.kl.loss(scores.log_probs, x)
         if penalty is not None:
             per_token = per_token + penalty
             stats["kl_loss"] = penalty
-        if algorithm.entropy_coef:
+        if is_first:
+            stats |= self._before_the_update(scores, x, penalty)
+        if rewarded:
             per_token = per_token - algorithm.entropy_coef * scores.entropies
             stats["entropy"] = scores.entropies
         loss = aggregate(per_token, mask, algorithm.aggregation, totals, algorithm.norm_length)
         return loss, {name: aggregate(stat, mask, "token-mean", totals) for name, stat in stats.items()}
+
+    def _before_the_update(
+        self, scores: TokenScores, x: dict[str, Tensor], penalty: Tensor | None
+    ) -> dict[str, Tensor]:
+        """What `experience_metrics` and the KL control tell if log-probs are computed before the update."""
+        gap = (x["rollout_log_probs"] - x["old_log_probs"]).abs()
+        stats = {"rollout/entropy_nats": scores.entropies, "rollout/log_prob_gap_nats": gap}
+        if penalty is not None:
+            stats["kl/reference_nats"] = penalty / self.algorithm.kl.coef
+        return stats

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from verl.algorithms.algorithm import Algorithm
@@ -16,7 +17,6 @@ from verl.engines.micro import MicroBatch
 from verl.engines.sharding import Parallel
 from verl.models.heads import ValueModel
 from verl.ops.aggregate import Totals, aggregate
-from verl.ops.logprobs import response_positions
 from verl.protocol import DataProto
 from verl.workers.training import TrainedRole
 
@@ -73,6 +73,8 @@ class CriticWorker:
 
 
 def _values(model: Any, micro: MicroBatch) -> Tensor:
-    x = micro.tensors
-    values = model(x["input_ids"], x["attention_mask"], x["position_ids"]).values
-    return response_positions(values, micro.response_width)
+    def values_of(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
+        return model(**inputs).values
+
+    values, mask = micro.predict(values_of), micro.tensors["response_mask"]
+    return torch.zeros(mask.shape, dtype=values.dtype, device=mask.device).masked_scatter(mask, values)

@@ -51,7 +51,7 @@ class Reference(Description):
 
     def _engine(self, model: nn.Module, parallel: Parallel, actor: Actor) -> TrainingEngine:
         """It computes as the actor does, so that equal weights have a KL of zero."""
-        return TrainingEngine(model, parallel, self.micro_batch_tokens, autocast=actor.autocast)
+        return TrainingEngine(model, parallel, self.micro_batch_tokens, autocast=actor.autocast, packing=actor.packing)
 
 
 class ReferenceWorker:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from verl.description import Description
-from verl.engines.engine import TrainingEngine
+from verl.engines.engine import Packs, TrainingEngine
 from verl.engines.optim import AdamW
 from verl.engines.sharding import Parallel
 from verl.models.lora import LoRA
@@ -29,6 +29,8 @@ class TrainedRole(Description):
             result but by rounding.
         autocast: `bfloat16` computes matrix products in it, generation included, while weights and optimizer state stay
             in `model.dtype`; null computes in that.
+        packing: `auto` runs rows as one line of tokens, a prompt shared by several of them once, where the model can
+            and it leaves clearly fewer tokens; `off` pads. Changes no result but by rounding.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
     """
 
@@ -37,6 +39,7 @@ class TrainedRole(Description):
     lora: LoRA | None = None
     micro_batch_tokens: int = 16384
     autocast: Autocast = None
+    packing: Packs = "auto"
     gradient_checkpointing: bool = False
 
     def faults(self) -> Iterator[str]:
@@ -53,4 +56,6 @@ class TrainedRole(Description):
         if self.gradient_checkpointing:
             enable: Any = model.gradient_checkpointing_enable
             enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return TrainingEngine(model, parallel, self.micro_batch_tokens, self.optimizer, total_updates, self.autocast)
+        return TrainingEngine(
+            model, parallel, self.micro_batch_tokens, self.optimizer, total_updates, self.autocast, self.packing
+        )

@@ -1,0 +1,113 @@
+"""The work that is measured on both sides of a comparison: one model, prompts, and responses of prescribed lengths.
+
+A response of length L never ends before token L. Under `fixed` every response has the same length; under `longtail`
+lengths are log-normal (median 24, sigma 0.9, cut to 4..128) and token L is the end of text.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-=?:.\n"
+PAD, END = 0, 1
+
+
+def response_lengths(rule: str, count: int, longest: int) -> list[int]:
+    """Prescribed length of each response, in tokens; the same list in every step and on every machine."""
+    if rule == "fixed":
+        return [longest] * count
+    drawn = random.Random(0)
+    return [min(128, max(4, round(drawn.lognormvariate(math.log(24), 0.9)))) for _ in range(count)]
+
+
+def write_model(directory: Path, hidden: int, layers: int, context: int = 2048) -> int:
+    """Save a Qwen2 with random weights and a tokenizer of characters; returns its number of parameters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        model_max_length=context,
+    )
+    config = Qwen2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        bos_token_id=END,
+        eos_token_id=END,
+        pad_token_id=PAD,
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return sum(p.numel() for p in model.parameters())
+
+
+def prompt_texts(count: int, length: int) -> list[str]:
+    """Different prompts of equal length, one character a token."""
+    drawn = random.Random(0)
+    return ["".join(drawn.choices("0123456789", k=length - 1)) + "=" for _ in range(count)]
+
+
+def digit_rewards(prompts: list[str], responses: list[str], **_: object) -> list[float]:
+    """The share of digits in each response."""
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in responses]
+
+
+def forced(logits: Any, lengths: Any, position: int, ends: bool) -> Any:
+    """Logits [b V] of response token `position` (from 0) under which a response of `lengths` [b] tokens comes out.
+
+    Args:
+        ends: whether the last token is the end of text; otherwise it is any other token.
+    """
+    logits = logits.index_fill(-1, torch.tensor([END]), float("-inf"))
+    if ends:
+        last = (lengths == position + 1)[:, None]
+        only_end = torch.full_like(logits, float("-inf")).index_fill(-1, torch.tensor([END]), 0.0)
+        logits = torch.where(last, only_end, logits)
+    return logits
+
+
+def forced_rollout(lengths: Sequence[int], ends: bool, group_size: int, **options: Any) -> Any:
+    """Our rollout with the prescribed lengths; a prompt's number is its `prompt_ids` modulo the number of prompts."""
+    from verl.rollout.hf import HFRollout, HFSampler
+
+    wanted = torch.tensor(lengths)
+
+    class ForcedSampler(HFSampler):
+        def _choose(self, logits: Any, prompt_ids: Any, sample_ids: Any, t: int, request: Any) -> Any:
+            own = wanted[(prompt_ids * group_size + sample_ids) % len(wanted)]
+            return super()._choose(forced(logits, own, t, ends), prompt_ids, sample_ids, t, request)
+
+    class ForcedRollout(HFRollout):
+        def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Any = None) -> HFSampler:
+            return ForcedSampler(self, model, tokenizer, seed, autocast)
+
+    return ForcedRollout(max_new_tokens=max(lengths), **options)
+
+
+def spread(samples: Sequence[float], digits: int = 3) -> tuple[float, list[float]]:
+    """The median, and the quartiles."""
+    low, median, high = statistics.quantiles(samples, n=4)
+    return round(median, digits), [round(low, digits), round(high, digits)]

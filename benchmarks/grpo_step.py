@@ -1,0 +1,295 @@
+"""One GRPO step beside TRL's: the same model, prompts, response lengths, loss and number type.
+
+    python benchmarks/grpo_step.py --lengths longtail --prompt-length 64
+
+Each side lives in a process of its own; they take turns step by step, so that a busy machine slows both. A step draws
+the responses, scores them by a function, and makes one optimizer step (token-mean clipped loss, no reference). TRL
+generates by transformers' `generate` and runs at each of the micro-batch sizes given; its fastest one counts. TRL comes
+with `pip install -r requirements-bench.txt`. Prints one JSON line with seconds per step, medians and quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import _workload as work
+import torch
+
+CASES = {
+    "fixed": {"lengths": "fixed", "prompt_length": 16, "target": 1.25},
+    "fixed_bf16": {"lengths": "fixed", "prompt_length": 16, "bf16": True, "target": 1.5},
+    "longtail": {"lengths": "longtail", "prompt_length": 64, "target": 3.0},
+    "long_prompt": {"lengths": "fixed", "prompt_length": 128, "target": 2.5},
+}
+
+
+class Turns:
+    """A side's end of the conversation: it waits for its turn and tells what the turn took."""
+
+    def __init__(self) -> None:
+        self.out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # whatever a library prints must not be taken for an answer
+
+    def tell(self, **facts: Any) -> None:
+        print(json.dumps(facts), file=self.out, flush=True)
+
+    def wait(self) -> bool:
+        """Whether another step is wanted."""
+        return sys.stdin.readline().strip() == "go"
+
+
+def peak_mib() -> float:
+    """The most memory this process ever held."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def verl_side(options: argparse.Namespace, turns: Turns) -> None:
+    """Our trainer, step by step."""
+    from verl.algorithms.advantages import GroupRelative
+    from verl.algorithms.algorithm import Algorithm
+    from verl.algorithms.policy_losses import PPOClip
+    from verl.data.files import PromptFiles
+    from verl.description import BuildContext
+    from verl.engines.optim import AdamW
+    from verl.engines.sharding import NoSharding
+    from verl.models.pretrained import Pretrained
+    from verl.rewards.function import RewardFunction
+    from verl.tracking.trackers import Trackers
+    from verl.trainer.ppo import PPORun
+    from verl.trainer.settings import PPOSettings
+    from verl.workers.actor import Actor
+
+    directory = Path(options.model)
+    texts = work.prompt_texts(options.prompts, options.prompt_length)
+    file = directory / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    counted = work.response_lengths(options.lengths, options.prompts * options.samples, options.response)
+    run = PPORun(
+        actor=Actor(
+            model=Pretrained(path=str(directory)),
+            optimizer=AdamW(lr=1e-3),
+            micro_batch_tokens=options.micro_batch_tokens,
+            autocast="bfloat16" if options.bf16 else None,
+        ),
+        critic=None,
+        reference=None,
+        reward=RewardFunction(path="_workload:digit_rewards"),
+        rollout=work.forced_rollout(counted, options.lengths == "longtail", options.samples),
+        sharding=NoSharding(),
+        algorithm=Algorithm(advantage=GroupRelative(), policy_loss=PPOClip()),
+        data=PromptFiles(train_files=(str(file),), max_prompt_length=options.prompt_length),
+        trainer=PPOSettings(
+            prompts_per_step=options.prompts, group_size=options.samples, total_steps=10_000, device="cpu",
+            num_threads=options.threads,
+        ),
+        tracker=Trackers(),
+    )  # fmt: skip
+    with run.build(BuildContext(run_dir=directory / "run")) as trainer:
+        turns.tell(ready_mib=peak_mib())
+        step = 0
+        while turns.wait():
+            start = time.perf_counter()
+            step += 1
+            metrics = trainer.step(trainer.train_data.collate(trainer.sampler.next_batch()), step)
+            took = time.perf_counter() - start
+            assert metrics["perf/tokens"] == sum(counted), (metrics["perf/tokens"], sum(counted))
+            stages = trainer.stages.take()
+            turns.tell(step_s=took, generate_s=stages["timing/gen_s"], update_s=stages["timing/update_actor_s"])
+        turns.tell(peak_mib=peak_mib())
+
+
+def trl_side(options: argparse.Namespace, turns: Turns) -> None:
+    """TRL's trainer, held back between steps by a callback."""
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, TrainerCallback
+
+    rows = options.prompts * options.samples
+    counted = work.response_lengths(options.lengths, rows, options.response)
+    ends = options.lengths == "longtail"
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    generate = model.generate
+
+    def forced_generate(*args: Any, **kwargs: Any) -> Any:
+        assert kwargs["input_ids"].shape[0] == rows
+        width = kwargs["input_ids"].shape[1]
+        lengths = torch.tensor(counted)
+        processor: Any = lambda ids, logits: work.forced(logits, lengths, ids.shape[1] - width, ends)  # noqa: E731
+        return generate(*args, **kwargs, logits_processor=LogitsProcessorList([processor]))
+
+    model.generate = forced_generate
+
+    class TakeTurns(TrainerCallback):
+        start = 0.0
+        generated_s = 0.0
+
+        def on_step_begin(self, arguments: Any, state: Any, control: Any, **rest: Any) -> None:
+            if not turns.wait():
+                turns.tell(peak_mib=peak_mib())
+                os._exit(0)
+            self.start = time.perf_counter()
+
+        def on_step_end(self, arguments: Any, state: Any, control: Any, **rest: Any) -> None:
+            took = time.perf_counter() - self.start
+            turns.tell(step_s=took, generate_s=self.generated_s, update_s=took - self.generated_s)
+
+    turn = TakeTurns()
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=lambda prompts, completions, **_: work.digit_rewards(prompts, completions),
+        args=trl.GRPOConfig(
+            output_dir=options.model + "/trl", use_cpu=True, bf16=options.bf16, fp16=False,
+            per_device_train_batch_size=options.micro, gradient_accumulation_steps=rows // options.micro,
+            num_generations=options.samples, max_completion_length=max(counted), num_iterations=1,
+            temperature=1.0, top_p=1.0, top_k=0, use_vllm=False, learning_rate=1e-3, lr_scheduler_type="constant",
+            warmup_steps=0, max_grad_norm=1.0, beta=0.0, epsilon=0.2, loss_type="dapo", scale_rewards="group",
+            max_steps=10_000, logging_steps=1, report_to="none", disable_tqdm=True, save_strategy="no",
+            gradient_checkpointing=False, dataloader_num_workers=0, log_completions=False,
+        ),
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(
+            [{"prompt": t} for t in work.prompt_texts(options.prompts, options.prompt_length)]
+        ),
+        callbacks=[turn],
+    )  # fmt: skip
+    inner = trainer._generate
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        found = inner(*args, **kwargs)
+        turn.generated_s = time.perf_counter() - start
+        return found
+
+    trainer._generate = timed
+    turns.tell(ready_mib=peak_mib())
+    trainer.train()
+
+
+class Side:
+    """A contender in its own process, as the one that measures sees it."""
+
+    def __init__(self, name: str, model: str, arguments: list[str]):
+        self.name, self.steps = name, []
+        command = [sys.executable, __file__, "--side", name.split("_")[0], "--model", model, *arguments]
+        environment = {
+            **os.environ,
+            "TRL_EXPERIMENTAL_SILENCE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read if the side ends early
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment
+        )
+        self.ready_mib = self._answer()["ready_mib"]
+
+    def take_a_step(self) -> None:
+        self.steps.append(self._ask("go"))
+
+    def end(self) -> None:
+        self.peak_mib = self._ask("stop")["peak_mib"]
+        self.process.wait(30)
+
+    def column(self, key: str) -> list[float]:
+        return [step[key] for step in self.steps[1:]]  # the first one warms up
+
+    def _ask(self, word: str) -> dict[str, float]:
+        print(word, file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> dict[str, float]:
+        line = self.process.stdout.readline() if self.process.stdout else ""
+        if not line:
+            self.log.seek(0)
+            sys.exit(f"{self.name} ended:\n{self.log.read()[-3000:]}")
+        return json.loads(line)
+
+
+def measure(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds per step and memory of both sides in one case."""
+    with tempfile.TemporaryDirectory() as directory:
+        parameters = work.write_model(Path(directory), options.hidden, options.layers)
+        shared = ["--lengths", case["lengths"], "--prompt-length", str(case["prompt_length"])]
+        shared += ["--bf16"] * case.get("bf16", False)
+        for name in ("prompts", "samples", "response", "threads", "micro_batch_tokens"):
+            shared += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+        sides = [Side("verl", directory, shared)]
+        if not options.alone:
+            sides += [Side(f"trl_{m}", directory, [*shared, "--micro", m]) for m in options.trl_micro.split(",")]
+        for _ in range(options.steps + 1):
+            for side in sides:
+                side.take_a_step()
+        for side in sides:
+            side.end()
+    result: dict[str, Any] = {"parameters": parameters}
+    for side in sides:
+        result[side.name] = {key: work.spread(side.column(key)) for key in ("step_s", "generate_s", "update_s")}
+        result[side.name] |= {"peak_mib": round(side.peak_mib), "ready_mib": round(side.ready_mib)}
+    if peers := [side for side in sides if side.name != "verl"]:
+        best = min(peers, key=lambda side: work.spread(side.column("step_s"))[0])
+        ratios = [theirs / ours for theirs, ours in zip(best.column("step_s"), sides[0].column("step_s"), strict=True)]
+        result |= {"best_peer": best.name, "ratio": work.spread(ratios, 2), "target": case["target"]}
+    return result
+
+
+def table_row(name: str, found: dict[str, Any], options: argparse.Namespace) -> list[str]:
+    case = CASES[name]
+    ours, theirs = found["verl"], found[found["best_peer"]]
+    tokens = f"{options.response} tokens" if case["lengths"] == "fixed" else "long-tailed lengths (4 to 128 tokens)"
+    kind = "bfloat16 products" if case.get("bf16") else "float32"
+    return [
+        f"GRPO step, {options.prompts} prompts of {case['prompt_length']} tokens x {options.samples} responses, "
+        f"{tokens}, {kind}",
+        f"{ours['step_s'][0]} {ours['step_s'][1]} s, {ours['peak_mib']} MiB",
+        f"{found['ratio'][0]}x {found['ratio'][1]} as fast as TRL ({theirs['step_s'][0]} s, {theirs['peak_mib']} MiB); "
+        f"target: {case['target']}x",
+    ]
+
+
+def main() -> None:
+    """Measure and print; or be one of the sides."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES), help="which to measure (default: all)")
+    parser.add_argument("--prompts", type=int, default=16, help="different prompts of a step (default 16)")
+    parser.add_argument("--samples", type=int, default=8, help="responses to each (default 8)")
+    parser.add_argument("--response", type=int, default=64, help="tokens of a response of fixed length (default 64)")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the model (default 256)")
+    parser.add_argument("--layers", type=int, default=4, help="its depth (default 4)")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each side (default 5)")
+    parser.add_argument("--threads", type=int, default=2, help="of torch, on each side (default 2)")
+    parser.add_argument("--trl-micro", default="16,64", help="responses in a micro-batch of TRL (default 16,64)")
+    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="of ours (default 2048)")
+    parser.add_argument("--alone", action="store_true", help="measure our side only")
+    for hidden in ("--side", "--model", "--lengths"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    for hidden in ("--prompt-length", "--micro"):
+        parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--bf16", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sides: dict[str, Callable[[argparse.Namespace, Turns], None]] = {"verl": verl_side, "trl": trl_side}
+    if options.side:
+        torch.set_num_threads(options.threads)
+        sides[options.side](options, Turns())
+        return
+    found = {name: measure(CASES[name], options) for name in options.cases.split(",")}
+    rows = [table_row(name, case, options) for name, case in found.items() if "ratio" in case]
+    settings = {key: value for key, value in vars(options).items() if key not in ("side", "model", "lengths", "micro")}
+    print(json.dumps({"benchmark": "grpo_step", **settings, "cases": found, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Rows of different length as one line of tokens without padding, in which a shared prompt stands once.
+
+    rows     p p p a a        tokens   p p p | a a | b b b b | ...       p: a prompt, a and b: two responses to it
+             p p p b b b b             prompts   responses, longest first
+
+What couples tokens (attention) is done on blocks of segments of similar length; everything else runs on the line. The
+last token of a response predicts nothing that is asked for, so it is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+BLOCK_SLACK = 0.8  # a block goes on as long as its shortest segment has this share of its longest one
+
+
+@dataclass(frozen=True)
+class Take:
+    """Which entries of one line stand in which slots of another, in both directions.
+
+    Attributes:
+        index: [M] entry of each slot.
+        uses: for consecutive parts of the line, [k, m]: the slots that hold each of its k entries, at most m of them;
+            M where there are fewer. They make the backward pass a sum in a fixed order.
+        is_identity: the slots are the line itself.
+    """
+
+    index: Tensor
+    uses: tuple[Tensor, ...]
+    is_identity: bool = False
+
+    def to(self, device: torch.device | str) -> Take:
+        return Take(self.index.to(device), tuple(u.to(device) for u in self.uses), self.is_identity)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Segments that attend together.
+
+    Attributes:
+        count: segments.
+        queries, keys: slots of each.
+        prefix: of the keys, those before a segment's own: its prompt. 0: the segment is causal in itself.
+        prefix_lengths: [count] real keys among them, from the left.
+    """
+
+    count: int
+    queries: int
+    keys: int
+    prefix: int
+    prefix_lengths: Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How some rows [b S] become a line of N tokens, and what of it predicts the responses.
+
+    Attributes:
+        tokens: [N] entry of the flattened rows [b * S] that each token is.
+        positions: [N] of each token within its row.
+        blocks: in the order of their slots.
+        queries, keys: slots of all blocks, one after another, from the line.
+        out: the line from the query slots.
+        predictors: the state that predicts each response token on the mask, in the order of mask.nonzero(), from the
+            line.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    blocks: tuple[Block, ...]
+    queries: Take
+    keys: Take
+    out: Take
+    predictors: Take
+
+    def to(self, device: torch.device | str) -> Packing:
+        takes = {name: getattr(self, name).to(device) for name in ("queries", "keys", "out", "predictors")}
+        return replace(self, tokens=self.tokens.to(device), positions=self.positions.to(device), **takes)
+
+
+def pack(
+    prompt_lengths: Tensor,
+    response_lengths: Tensor,
+    prompt_of: Tensor,
+    response_mask: Tensor,
+    prompt_width: int,
+    share: bool = True,
+) -> Packing:
+    """Lay out rows of a left-padded prompt and a right-padded response.
+
+    Args:
+        prompt_lengths, response_lengths: [b] tokens; a prompt has at least one.
+        prompt_of: [b] equal where rows have the same prompt.
+        response_mask: [b T] the response tokens that have to be predicted.
+        prompt_width: P of the rows.
+        share: let the prompt of several rows stand once.
+    """
+    rows, width = response_mask.shape
+    order = torch.argsort(
+        response_lengths if share else prompt_lengths + response_lengths, descending=True, stable=True
+    )
+    if share:
+        _, prompt_of = torch.unique(prompt_of, return_inverse=True)
+        owner = torch.full((int(prompt_of.max()) + 1,), rows).scatter_reduce(0, prompt_of, torch.arange(rows), "amin")
+        owner = owner[torch.argsort(prompt_lengths[owner], descending=True, stable=True)]
+        rank_of = torch.empty_like(owner)
+        rank_of[prompt_of[owner]] = torch.arange(len(owner))
+        prompt_of = rank_of[prompt_of]  # numbers prompts by their place in the line
+        prefixes = prompt_lengths[owner]
+        own = own_tokens(response_lengths)[order]
+        first = prompt_width + torch.zeros_like(own)
+    else:
+        owner = prefixes = torch.zeros(0, dtype=torch.int64)
+        own = (prompt_lengths + own_tokens(response_lengths))[order]
+        first = (prompt_width - prompt_lengths)[order]
+    lengths = torch.cat([prefixes, own])
+    starts = lengths.cumsum(0) - lengths
+    stride = prompt_width + width
+    within = _ragged_arange(lengths)
+    source = torch.cat([owner * stride + prompt_width - prefixes, order * stride + first])
+    before = torch.cat([torch.zeros_like(prefixes), prompt_lengths[order] if share else torch.zeros_like(own)])
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    tokens, positions = source[segment] + within, before[segment] + within
+
+    blocks, queries, keys = [], _Slots(), _Slots()
+    prompts = len(owner)
+    for low, high in [*_cut(prefixes.tolist(), 0), *_cut(own.tolist(), prompts)]:
+        count, reach, real = high - low, 0, torch.zeros(high - low, dtype=torch.int64)
+        grid, is_real = _padded(starts[low:high], lengths[low:high])
+        queries.add(grid, is_real)
+        if share and low >= prompts:
+            mine = prompt_of[order[low - prompts : high - prompts]]
+            head, is_head = _padded(starts[mine], real := prefixes[mine])
+            grid, is_real, reach = torch.cat([head, grid], 1), torch.cat([is_head, is_real], 1), head.shape[1]
+        keys.add(grid, is_real)
+        blocks.append(Block(count, grid.shape[1] - reach, grid.shape[1], reach, real))
+    size, cut = len(tokens), int(prefixes.sum())
+    slot_of = torch.empty(size, dtype=torch.int64)
+    slot_of[queries.index[queries.is_real]] = queries.is_real.nonzero()[:, 0]
+
+    place = torch.empty_like(order)
+    place[order] = torch.arange(rows)
+    own_start = starts[prompts + place]
+    row, t = response_mask.nonzero(as_tuple=True)
+    if share:
+        last = starts[prompt_of] + prefixes[prompt_of] - 1
+        predictor = torch.where(t > 0, own_start[row] + t - 1, last[row])
+    else:
+        predictor = own_start[row] + prompt_lengths[row] + t - 1
+    return Packing(
+        tokens,
+        positions,
+        tuple(blocks),
+        queries=_take(queries.index, size, cut, queries.is_real),
+        keys=_take(keys.index, size, cut, keys.is_real),
+        out=_take(slot_of, len(queries.index), 0),
+        predictors=_take(predictor, size, cut),
+    )
+
+
+def own_tokens(response_lengths: Tensor) -> Tensor:
+    """Tokens of each response that stand in the line: all but the last one."""
+    return (response_lengths - 1).clamp_min(0)
+
+
+def _cut(lengths: Sequence[int], offset: int) -> list[tuple[int, int]]:
+    """Ranges of segments, longest first, that share a block; those without tokens are in none."""
+    ranges: list[tuple[int, int]] = []
+    for i, length in enumerate(lengths):
+        if not length:
+            break
+        if not ranges or length < BLOCK_SLACK * lengths[ranges[-1][0] - offset]:
+            ranges.append((i + offset, i + offset))
+        ranges[-1] = (ranges[-1][0], i + offset + 1)
+    return ranges
+
+
+class _Slots:
+    """Blocks of slots, one after another."""
+
+    def __init__(self) -> None:
+        self.index, self.is_real = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
+
+    def add(self, grid: Tensor, is_real: Tensor) -> None:
+        self.index = torch.cat([self.index, grid.flatten()])
+        self.is_real = torch.cat([self.is_real, is_real.flatten()])
+
+
+def _padded(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries of segments, [count, longest], and which are real: beyond its length a segment repeats its last one."""
+    column = torch.arange(int(lengths.max()))
+    is_real = column < lengths[:, None]
+    return starts[:, None] + torch.minimum(column, (lengths - 1)[:, None]), is_real
+
+
+def _ragged_arange(lengths: Tensor) -> Tensor:
+    """0 .. n-1 for each n, one after another."""
+    ends = lengths.cumsum(0)
+    return torch.arange(int(lengths.sum())) - torch.repeat_interleave(ends - lengths, lengths)
+
+
+def _take(index: Tensor, size: int, cut: int, is_real: Tensor | None = None) -> Take:
+    """The way from a line of `size` entries, those before `cut` used more often than the others, to slots.
+
+    Args:
+        is_real: slots that anything reads; the gradient of the others is zero.
+    """
+    is_identity = len(index) == size and bool((index == torch.arange(size)).all())
+    slots = torch.arange(len(index)) if is_real is None else is_real.nonzero()[:, 0]
+    slots = slots[torch.argsort(index[slots], stable=True)]
+    return Take(index, (_uses(index, slots, 0, cut), _uses(index, slots, cut, size)), is_identity)
+
+
+def _uses(index: Tensor, slots: Tensor, low: int, high: int) -> Tensor:
+    """[high - low, m]: the slots of each entry; `slots` are sorted by their entry."""
+    slots = slots[(index[slots] >= low) & (index[slots] < high)]
+    entries = index[slots] - low
+    counts = torch.bincount(entries, minlength=high - low)
+    uses = torch.full((high - low, int(counts.max()) if len(counts) else 0), len(index))
+    uses[entries, _ragged_arange(counts)] = slots
+    return uses

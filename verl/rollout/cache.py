@@ -1,0 +1,68 @@
+"""A key-value cache that is written in place: a new token copies itself alone, not all that came before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+FIRST_ROOM = 32  # tokens; doubled whenever it is used up
+
+
+class RoomyLayer(DynamicLayer):
+    """One layer's keys and values [B H L D], with room for further tokens behind the last one.
+
+    Args:
+        max_length: tokens that will be asked for at most; no more room than that is made.
+    """
+
+    def __init__(self, max_length: int):
+        super().__init__()
+        self.max_length = max_length
+        self._rooms: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:  # the prompts: kept as they are, and moved to a room with the first new token
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states, value_states
+            return key_states, value_states
+        length, added = self.keys.shape[2], key_states.shape[2]
+        if self._rooms is None or self._rooms[0].shape[2] < length + added:
+            self._move(length + added)
+        assert self._rooms is not None
+        for room, states in zip(self._rooms, (key_states, value_states), strict=True):
+            room[:, :, length : length + added] = states
+        self.keys, self.values = (room[:, :, : length + added] for room in self._rooms)
+        return self.keys, self.values
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._rooms = None
+        self.keys, self.values = (x.repeat_interleave(repeats, dim=0) for x in (self.keys, self.values))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        had_room = self._rooms is not None
+        self._rooms = None
+        self.keys, self.values = (x.index_select(0, indices) for x in (self.keys, self.values))
+        if had_room:
+            self._move(self.keys.shape[2] + 1)
+
+    def _move(self, needed: int) -> None:
+        """Into rooms for `needed` tokens and some more."""
+        length = self.keys.shape[2]
+        size = max(needed, min(self.max_length, length + max(FIRST_ROOM, length // 2)))
+        made = []
+        for states in (self.keys, self.values):
+            room = states.new_empty(*states.shape[:2], size, states.shape[3])
+            room[:, :, :length] = states
+            made.append(room)
+        self._rooms = (made[0], made[1])
+        self.keys, self.values = (room[:, :, :length] for room in self._rooms)
+
+
+def roomy_cache(config: Any, max_length: int) -> DynamicCache:
+    """An empty cache for a model; layers that keep less than everything (sliding windows, states) are as they were."""
+    cache = DynamicCache(config=config)
+    cache.layers = [RoomyLayer(max_length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
