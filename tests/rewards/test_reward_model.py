@@ -6,45 +6,19 @@ import numpy as np
 import pytest
 import torch
 from random_models import save_random_classifier, save_random_model, word_tokenizer
+from rewards.rated import PROMPTS, RESPONSES, built, described, rollout
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from verl.description import BuildContext
 from verl.errors import ConfigError, RewardError
 from verl.models.pretrained import Pretrained
-from verl.models.scores import ScoreModel
+from verl.models.scores import ScoreModel, ScoreOutput
 from verl.models.tiny_tokenizer import character_tokenizer
-from verl.protocol import DataProto
-from verl.rewards.model import RewardModel
+from verl.rewards.model import ModelReward, RewardModel
+from verl.rewards.reading import Reader
 from verl.rewards.weighted_sum import WeightedSum
 
-PROMPTS = ["1+2=", "what is 6*7? ", "9-", "34+5="]
-RESPONSES = ["3", "42 is it", "", "is this not 39?"]
 DECODERS = ["qwen2", "llama", "mistral", "gemma2", "gpt_neox", "gpt2", "opt"]
-
-
-def rollout(prompts=PROMPTS, responses=RESPONSES, **columns) -> DataProto:
-    """What the rollout gives the reward: prompts padded on the left, responses with <eos> on the right."""
-    tokenizer = character_tokenizer()
-    asked = tokenizer(prompts, padding=True, return_tensors="pt")
-    tokenizer.padding_side = "right"
-    said = tokenizer([f"{text}<eos>" for text in responses], padding=True, return_tensors="pt")
-    return DataProto.from_dict(
-        tensors={
-            "input_ids": torch.cat([asked["input_ids"], said["input_ids"]], dim=1),
-            "attention_mask": torch.cat([asked["attention_mask"], said["attention_mask"]], dim=1),
-            "responses": said["input_ids"],
-            "response_mask": said["attention_mask"].bool(),
-        },
-        non_tensors={"prompt_text": prompts, "response_text": responses, **columns},
-    )
-
-
-def described(path, family="", **options) -> RewardModel:
-    return RewardModel(model=Pretrained(path=str(path), attention="eager" if family == "gemma2" else "sdpa"), **options)
-
-
-def built(path, family="", **options):
-    return described(path, family, **options).build(BuildContext(tokenizer=character_tokenizer()))
 
 
 @torch.no_grad()
@@ -223,3 +197,17 @@ def test_weights_are_kept_in_the_dtype_asked_for_and_let_go_at_the_end(tmp_path)
     )
     reward.close()
     assert reward.model is None
+
+
+def test_any_module_that_returns_scores_is_a_reward_model():
+    class Lengths(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, input_ids, attention_mask):
+            return ScoreOutput(self.scale * attention_mask.sum(dim=1))
+
+    reward = ModelReward(Lengths(), Reader(character_tokenizer(), "tokens", None, "error"), micro_batch_tokens=40)
+    texts = zip(PROMPTS, RESPONSES, strict=True)
+    assert list(reward.rate_batch(rollout()).scores) == [0.5 * (len(a + b) + 1) for a, b in texts]

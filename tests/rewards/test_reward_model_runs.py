@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from random_models import save_random_classifier, word_tokenizer
-from rewards.test_reward_model import built, described, rollout
+from rewards.rated import built, described, rollout
 from trainer.runs import ppo_run, read_lines
 
 from verl.compose.check import check
