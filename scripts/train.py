@@ -100,6 +100,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "file.py:function or package.module:function",
             lambda path: [("reward", "function"), ("reward.path", quoted(path))],
         ),
+        "reward_model": to("reward_model.model.path", "directory or hub name of a sequence-classification model"),
     },
     "where it runs and what it leaves": {
         "num_gpus": Flag("processes on this machine, each with a GPU where there are GPUs", _gpus, int),

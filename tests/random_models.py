@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +22,56 @@ FAMILIES = {
 
 
 def save_random_model(directory: Path, family: str, dtype: torch.dtype, **options: Any) -> Path:
-    """A model with the character tokenizer; weights wide enough that tokens differ much in probability.
+    """A language model with the character tokenizer; weights wide enough that tokens differ much in probability.
 
     Args:
         family: `model_type` of transformers; `options` are added to its configuration.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = character_tokenizer()
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **FAMILIES.get(family, {}),
-        **options,
-    )
+    return _save(AutoModelForCausalLM, character_tokenizer(), directory, family, dtype, options)
+
+
+def save_random_classifier(
+    directory: Path, family: str, tokenizer: Any = None, *, num_labels: int = 1, **options: Any
+) -> Path:
+    """A sequence-classification model in float32, with the character tokenizer unless another is given."""
+    from transformers import AutoModelForSequenceClassification
+
+    tokenizer, options = tokenizer or character_tokenizer(), {"num_labels": num_labels, **options}
+    return _save(AutoModelForSequenceClassification, tokenizer, directory, family, torch.float32, options)
+
+
+def word_tokenizer() -> Any:
+    """A BERT tokenizer over pieces of words: [CLS] and [SEP] around a text, segments for the texts of a pair."""
+    from transformers import BertTokenizer
+
+    symbols = string.digits + string.ascii_lowercase + string.punctuation
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "what", "is", *symbols, *(f"##{x}" for x in symbols)]
+    return BertTokenizer(vocab={piece: index for index, piece in enumerate(pieces)})
+
+
+def _save(auto_class: Any, tokenizer: Any, directory: Path, family: str, dtype: torch.dtype, options: dict) -> Path:
+    from transformers import AutoConfig
+
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = AutoConfig.for_model(family, **(settings | FAMILIES.get(family, {}) | options))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = auto_class.from_config(config, dtype=dtype)
     with quiet_transformers():
         model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

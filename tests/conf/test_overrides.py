@@ -64,6 +64,8 @@ def test_options_of_further_directories_are_left_to_hydra():
         ("use_critic=false", ["critic=none"]),
         ("use_reference_policy=false", ["reference=none"]),
         ("use_rm=false", []),
+        ("use_rm=true", ["reward=model"]),
+        ("reward_model.model_name_or_path=D", ["reward=model", "++reward.model.path=D"]),
         ("data.train_files=[a.jsonl]", ["data=files", "++data.train_files=[a.jsonl]"]),
     ],
 )
@@ -98,7 +100,6 @@ def test_two_spellings_that_contradict_each_other_are_a_fault():
         ("+resume=latest", "checkpoints"),
         ("actor_rollout.use_vllm=true", "vLLM"),
         ("rollout=vllm", "vLLM"),
-        ("use_rm=true", "reward model"),
         ("trainer.backend=fsdp", "sharding"),
         ("actor_rollout.fsdp_config.sharding_strategy=FULL_SHARD", "sharding"),
         ("actor_rollout.fsdp_config.cpu_offload=true", "sharding"),
@@ -123,7 +124,7 @@ def test_every_alias_leads_to_a_key_or_option_that_exists():
         group, option = choice.format(files="files").split("=")
         assert option in options[group], choice
 
-    config = compose_root("ppo", ["actor=pretrained", "critic=own_model", "data=files"])
+    config = compose_root("ppo", ["actor=pretrained", "critic=own_model", "data=files", "reward=model"])
     lay(config, [(alias.path, "value") for alias in ALIASES.values() if alias.path])
     with pytest.raises(ConfigError) as caught:
         check(config)

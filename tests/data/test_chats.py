@@ -47,6 +47,14 @@ def test_a_system_prompt_opens_chats_and_makes_chats_of_texts_but_replaces_no_sy
     dataset = prompts([{"prompt": [USER]}, {"prompt": "1+1="}, {"prompt": [own, USER]}], system_prompt="Add.")
     chat = "<system>Add.<eos><user>1+1=<eos><assistant>"
     assert [dataset[index]["prompt_text"] for index in range(3)] == [chat, chat, chat.replace("Add", "Sum")]
+    roles = [[message["role"] for message in dataset[index]["prompt_messages"]] for index in range(3)]
+    assert roles == [["system", "user"]] * 3
+
+
+def test_the_messages_of_a_prompt_travel_with_it_and_texts_have_none():
+    dataset = prompts([{"prompt": [USER]}, {"prompt": "1+1="}])
+    assert list(dataset.collate([1, 0])["prompt_messages"]) == [None, [USER]]
+    assert "prompt_messages" not in prompts([{"prompt": "1+1="}]).columns
 
 
 def test_a_template_without_the_roles_used_is_named_with_row_roles_and_its_error(caplog):

@@ -11,9 +11,6 @@ from typing import Any
 _CHECKPOINTS = "needs checkpoints, which this version does not have; the final weights are saved when the run ends."
 _SHARDINGS = "needs a sharding that this version does not have; it has sharding=none and sharding=ddp."
 _VLLM = "needs the engine vLLM, which this version does not have; rollout=hf generates with the training weights."
-_REWARD_MODEL = (
-    "needs a reward model, which this version does not have; score by rule: reward=exact_match or reward=function."
-)
 _RAY = "needs Ray, which this version does not have; trainer.n_gpus_per_node counts the processes on this machine."
 _RESUME = "needs checkpoints to continue from, which this version does not have."
 
@@ -69,13 +66,16 @@ ALIASES: dict[str, Alias] = {
     "data.val_files": Alias(path="data.eval_files", option="data={files}"),
     "use_critic": Alias(choices={"true": "", "false": "critic=none"}, refusal="takes true or false."),
     "use_reference_policy": Alias(choices={"true": "", "false": "reference=none"}, refusal="takes true or false."),
-    "use_rm": Alias(choices=_OFF, refusal=_REWARD_MODEL),
+    "use_rm": Alias(choices={**_OFF, "true": "reward=model"}, refusal="takes true or false."),
+    "reward_model.enable": Alias(choices={**_OFF, "true": "reward=model"}, refusal="takes true or false."),
+    "reward_model.model_name_or_path": Alias(path="reward.model.path", option="reward=model"),
+    "reward_model.model.path": Alias(path="reward.model.path", option="reward=model"),
     "use_vllm": Alias(choices=_OFF, refusal=_VLLM),
     "resume": Alias(choices={"null": ""}, refusal=_RESUME),
 }
 
 FILES = {"ppo": "files", "sft": "sft_files"}
-PREFIXES = {"checkpoint.": _CHECKPOINTS, "storage.": _CHECKPOINTS, "ray.": _RAY, "reward_model.": _REWARD_MODEL}
+PREFIXES = {"checkpoint.": _CHECKPOINTS, "storage.": _CHECKPOINTS, "ray.": _RAY}
 OPTIONS = {"rollout=vllm": _VLLM, "sharding=fsdp": _SHARDINGS, "sharding=fsdp2": _SHARDINGS, "trainer=ray": _RAY}
 
 

@@ -37,6 +37,12 @@ class Chat:
             return list(messages)
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
+    def messages_of(self, prompt: str | Messages) -> list[Mapping[str, Any]] | None:
+        """The chat that a prompt is; None for a text, unless a system prompt makes it one."""
+        if not isinstance(prompt, str):
+            return self.with_system(prompt)
+        return None if self.system_prompt is None else self.with_system([{"role": "user", "content": prompt}])
+
     def render(self, messages: Messages, place: str, *, reply_follows: bool) -> str:
         """The text of a chat.
 
@@ -74,10 +80,9 @@ def render_prompts(rows: Rows, key: str, chat: Chat, bad: BadRows) -> tuple[list
         fault = rows.column_fault(key, "prompt_key", index) or _prompt_fault(rows, key, index)
         if fault is None:
             prompt = rows.values[index][key]
-            if isinstance(prompt, str) and chat.system_prompt is not None:
-                prompt = [{"role": "user", "content": prompt}]
-            is_chat[index] = not isinstance(prompt, str)
-            texts[index], fault = _rendered(prompt, chat, rows.place(index)) if is_chat[index] else (prompt, None)
+            messages = chat.messages_of(prompt)
+            is_chat[index] = messages is not None
+            texts[index], fault = (prompt, None) if messages is None else _rendered(messages, chat, rows.place(index))
         if fault is not None:
             bad.add(fault)
     tokens = _tokens(texts, is_chat, chat.tokenizer)
@@ -128,7 +133,7 @@ def _prompt_fault(rows: Rows, key: str, index: int) -> str | None:
 def _rendered(messages: Messages, chat: Chat, place: str) -> tuple[str, str | None]:
     """The text of a chat, or why the row has none."""
     try:
-        return chat.render(chat.with_system(messages), place, reply_follows=True), None
+        return chat.render(messages, place, reply_follows=True), None
     except ConfigError as error:
         if chat.source is None:  # no row could be rendered
             raise

@@ -17,7 +17,7 @@ from verl.errors import ConfigError
 from verl.fields import FIELDS
 from verl.protocol import DataProto
 
-RESERVED_COLUMNS = frozenset({"prompt_text", "response_text", "score"})
+RESERVED_COLUMNS = frozenset({"prompt_text", "prompt_messages", "response_text", "score"})
 
 
 class RLHFDataset:
@@ -89,6 +89,9 @@ class RLHFDataset:
         self._prompt_ids = torch.tensor([rows.number(index) for index in range(len(rows))], dtype=torch.int64)
         self._columns = {name: object_array([row.get(name) for row in rows.values]) for name in columns}
         self._columns["prompt_text"] = object_array([texts[index] for index in kept])
+        messages = [chat.messages_of(row[options.prompt_key]) for row in rows.values]
+        if any(found is not None for found in messages):
+            self._columns["prompt_messages"] = object_array(messages)
 
     @property
     def columns(self) -> list[str]:
@@ -109,7 +112,8 @@ class RLHFDataset:
 
         Returns:
             prompts [B P] int64, prompt_mask [B P] bool, prompt_ids [B] int64, and in `non_tensor_batch` the text of
-            each prompt as `prompt_text` beside the row's other columns.
+            each prompt as `prompt_text`, its chat messages as `prompt_messages` where any row has some, and the row's
+            other columns.
         """
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         prompts, mask = self._tokens.padded(chosen, self._pad_id, left=True)

@@ -58,6 +58,41 @@ class Pretrained(ModelSource):
             return self.load_causal_lm(device).base_model
         return self._load(AutoModel, device)
 
+    def load_classifier(self, device: str) -> Any:
+        """The model with its sequence-classification head, as reward models have one, in evaluation mode."""
+        from transformers import AutoModelForSequenceClassification
+
+        if self._adapter() is not None:
+            raise ConfigError(
+                f"path is {self.path!r}: an adapter, and its model has no classification head of its own. Merge it "
+                "into its model (merge_and_unload of peft) and give the directory of that."
+            )
+        try:
+            return self._load(AutoModelForSequenceClassification, device)
+        except ValueError as error:
+            if isinstance(error, ConfigError) or "Unrecognized configuration class" not in str(error):
+                raise
+            raise ConfigError(
+                f"path is {self.path!r}: transformers has no sequence-classification model of its family. Give "
+                "another reward model."
+            ) from error
+
+    def classifier_fault(self) -> str | None:
+        """What is wrong if this is to be a sequence-classification model, from its configuration alone."""
+        config = _read_json(Path(self.path) / "config.json") or {}
+        kind = next(iter(config.get("architectures") or ()), None)
+        if kind is None or self.trust_remote_code or "SequenceClassification" in kind:
+            return None
+        return f"path is {self.path!r}: a {kind}, where a sequence-classification model with one score is expected."
+
+    def labels(self) -> list[str] | None:
+        """The names of a classifier's labels, or None where they cannot be known without loading."""
+        config = _read_json(Path(self.path) / "config.json")
+        if config is None:
+            return None
+        names = config.get("id2label")  # left out by transformers where there are two labels without names
+        return list(names.values()) if names else ["LABEL_0", "LABEL_1"]
+
     def load_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 

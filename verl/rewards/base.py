@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +66,20 @@ class Reward:
         if not len(batch):
             return Rating(np.zeros(0))
         return Rating(checked_scores(self.rate(prompts, responses, **columns), prompts, responses, self.producer))
+
+    def frozen(self) -> AbstractContextManager[None]:
+        """The context in which what the reward learns of scores, such as their mean, stays as it is: evaluation."""
+        return contextlib.nullcontext()
+
+    def reset_stats(self) -> None:
+        """Forget what was learned of scores."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned of scores, as plain numbers and dicts; empty for most rewards."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
 
     def close(self) -> None:
         """End what was started to rate; the trainer calls it at the end of a run, and it may be called again."""

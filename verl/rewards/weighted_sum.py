@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from verl.description import BuildContext, Description
+from verl.errors import faults_below
 from verl.protocol import DataProto
 from verl.rewards.base import Rating, Reward, RewardDescription
 
@@ -48,7 +50,8 @@ class WeightedSum(RewardDescription):
         with ExitStack() as built:
             parts = {}
             for name, described in self.parts.items():
-                parts[name] = described.build(context)
+                with faults_below(f"parts.{name}"):
+                    parts[name] = described.build(context)
                 built.callback(parts[name].close)
             built.pop_all()
         return SumOfRewards(parts, self.weights)
@@ -73,6 +76,25 @@ class SumOfRewards(Reward):
             parts[name] = rating.scores
             parts |= {f"{name}_{inner}": values for inner, values in rating.parts.items()}
         return Rating(total, parts)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        with ExitStack() as frozen:
+            for reward in self.parts.values():
+                frozen.enter_context(reward.frozen())
+            yield
+
+    def reset_stats(self) -> None:
+        for reward in self.parts.values():
+            reward.reset_stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {name: reward.state_dict() for name, reward in self.parts.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, reward in self.parts.items():
+            reward.load_state_dict(state.get(name, {}))
 
     def close(self) -> None:
         with ExitStack() as ending:

@@ -135,7 +135,8 @@ class PPOTrainer:
             self.train_data, self.eval_data = splits.train, splits.eval
             self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
             self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
-            self.reward = run.reward.build(context)
+            with faults_below("reward"):
+                self.reward = run.reward.build(context)
             self.tracker = run.tracker.build(context)
             self.stages = Stages(self.tracker)
             self.kl = run.algorithm.kl.build(context)
@@ -277,11 +278,11 @@ class PPOTrainer:
         """Greedy accuracy on the held-out prompts, and mean@k, best@k of k drawn responses."""
         if self.eval_data is None:
             return {}
-        prompts = self.eval_data.collate(range(len(self.eval_data)))
-        greedy = self._judge(prompts, Request(step, greedy=True, stream=EVALUATION))
+        prompts, k = self.eval_data.collate(range(len(self.eval_data))), self.settings.eval_samples
+        with self.reward.frozen():
+            greedy = self._judge(prompts, Request(step, greedy=True, stream=EVALUATION))
+            drawn = self._judge(prompts, Request(step, num_samples=k, stream=EVALUATION)) if k else None
         self.tracker.samples(sample_rows(greedy, self.settings.sample_rows), step, "eval")
-        k = self.settings.eval_samples
-        drawn = self._judge(prompts, Request(step, num_samples=k, stream=EVALUATION)) if k else None
         return evaluation_metrics(greedy, drawn, k, self.settings.success_score)
 
     def save(self, directory: Path) -> list[Path]:

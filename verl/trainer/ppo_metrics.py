@@ -62,7 +62,7 @@ def sample_rows(batch: DataProto, count: int) -> list[dict[str, Any]]:
     """The first rows of a scored batch as a table: prompt, response, score and the columns of the data."""
     columns = batch.non_tensor_batch
     first = ["prompt_text", "response_text", "score"]
-    names = [*first, *(name for name in columns if name not in first)]
+    names = [*first, *(name for name in columns if name not in (*first, "prompt_messages"))]  # the text says the same
     return [{name: columns[name][row] for name in names} for row in range(min(count, len(batch)))]
 
 

@@ -1,0 +1,44 @@
+"""What reward models are given in tests, and how they are made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.description import BuildContext
+from verl.models.pretrained import Pretrained
+from verl.models.tiny_tokenizer import character_tokenizer
+from verl.protocol import DataProto
+from verl.rewards.model import ModelReward, RewardModel
+
+PROMPTS = ["1+2=", "what is 6*7? ", "9-", "34+5="]
+RESPONSES = ["3", "42 is it", "", "is this not 39?"]
+
+
+def rollout(prompts: list[str] = PROMPTS, responses: list[str] = RESPONSES, **columns: list) -> DataProto:
+    """What the rollout gives the reward: prompts padded on the left, responses with <eos> on the right."""
+    tokenizer = character_tokenizer()
+    asked = tokenizer(prompts, padding=True, return_tensors="pt")
+    tokenizer.padding_side = "right"
+    said = tokenizer([f"{text}<eos>" for text in responses], padding=True, return_tensors="pt")
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": torch.cat([asked["input_ids"], said["input_ids"]], dim=1),
+            "attention_mask": torch.cat([asked["attention_mask"], said["attention_mask"]], dim=1),
+            "responses": said["input_ids"],
+            "response_mask": said["attention_mask"].bool(),
+        },
+        non_tensors={"prompt_text": prompts, "response_text": responses, **columns},
+    )
+
+
+def described(path: str | Path, family: str = "", **options: Any) -> RewardModel:
+    """The description of the model at a path; Gemma 2 needs eager attention."""
+    return RewardModel(model=Pretrained(path=str(path), attention="eager" if family == "gemma2" else "sdpa"), **options)
+
+
+def built(path: str | Path, family: str = "", **options: Any) -> ModelReward:
+    """The running form, beside a policy with the character tokenizer."""
+    return described(path, family, **options).build(BuildContext(tokenizer=character_tokenizer()))

@@ -1,0 +1,35 @@
+"""A critic of another family than the actor's: it works where the tokenizer is shared."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from random_models import save_random_model
+from trainer.runs import ppo_run, read_lines
+
+from verl.description import BuildContext
+from verl.engines.optim import AdamW
+from verl.models.pretrained import Pretrained
+from verl.tracking.jsonl import JsonLines
+from verl.tracking.trackers import Trackers
+from verl.workers.critic import Critic
+
+
+def test_a_critic_of_another_family_with_the_tokenizer_of_the_actor_trains(tmp_path):
+    actor = save_random_model(tmp_path / "llama", "llama", torch.float32)
+    critic = save_random_model(tmp_path / "gpt_neox", "gpt_neox", torch.float32)
+    run = ppo_run(
+        Pretrained(path=str(actor)),
+        critic=Critic(model=Pretrained(path=str(critic)), optimizer=AdamW(lr=1e-2)),
+        total_steps=3,
+        tracker=Trackers(jsonl=JsonLines()),
+    )
+    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        assert trainer.fit().status == "finished"
+    kinds = [
+        json.loads((tmp_path / "run" / name / "config.json").read_text())["model_type"] for name in ("actor", "critic")
+    ]
+    assert kinds == ["llama", "gpt_neox"]
+    losses = [line["critic/loss"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "critic/loss" in line]
+    assert losses[-1] < losses[0]
