@@ -47,7 +47,7 @@ class JsonLinesTracker(Tracker):
     def log(self, metrics: dict[str, float], step: int) -> None:
         record = {"step": step, "time_s": round(time.monotonic() - self._begin, 3), **metrics}
         assert self._file is not None, "log before start"
-        _append(self._file, self._path, _line(record))
+        _append(self._file, self._path, json_line(record))
 
     def evaluation(self, metrics: dict[str, float], step: int) -> None:
         self.log(metrics, step)
@@ -57,7 +57,7 @@ class JsonLinesTracker(Tracker):
         path.parent.mkdir(exist_ok=True)
         # A step that is replayed replaces its table; a second table of the same step joins the first.
         with path.open("ab" if step in self._sampled else "wb", buffering=0) as file:
-            _append(file, path, b"".join(_line({"table": name, **row}) for row in rows))
+            _append(file, path, b"".join(json_line({"table": name, **row}) for row in rows))
         self._sampled.add(step)
 
     def close(self, status: str) -> None:
@@ -91,7 +91,7 @@ def _ends_within_a_line(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def _line(record: dict[str, Any]) -> bytes:
+def json_line(record: dict[str, Any]) -> bytes:
     text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
     for character in "\x85\u2028\u2029":  # legal within a JSON text, yet line ends to many readers
         text = text.replace(character, f"\\u{ord(character):04x}")
