@@ -85,11 +85,8 @@ def event_steps(directory: Path) -> list[int]:
     found = set()
     for file in directory.iterdir():
         events = EventAccumulator(str(file)).Reload()
-        found |= (
-            {event.step for event in events.Scalars("actor/loss")}
-            if "actor/loss" in events.Tags()["scalars"]
-            else set()
-        )
+        if "actor/loss" in events.Tags()["scalars"]:
+            found |= {event.step for event in events.Scalars("actor/loss")}
     return sorted(found)
 
 

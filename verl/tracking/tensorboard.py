@@ -38,7 +38,7 @@ class TensorBoard(TrackerDescription):
 class TensorBoardTracker(Tracker):
     """Scalars by metric key, the configuration and the samples as text.
 
-    A writer that failed, as on a full disk, writes nothing any more; it is replaced by a new one, with a file of its own.
+    A writer that failed, as on a full disk, writes nothing any more: a new one with a file of its own replaces it.
     """
 
     def __init__(self, settings: TensorBoard):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from verl.data.splits import Dataset
 from verl.protocol import DataProto
 from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import TrackerSet
+from verl.trainer.profiling import Profiler
 from verl.trainer.settings import LoopSettings
 from verl.trainer.stages import Stages
 from verl.utils.redact import redact
@@ -124,10 +125,18 @@ def _train(trainer: Trainer, result: Result) -> None:
     settings = trainer.settings
     if settings.eval_before:
         _evaluate(trainer, 0, result)
+    with closing(Profiler(settings.profile, trainer.run_dir)) as profiler:
+        _steps(trainer, result, profiler)
+
+
+def _steps(trainer: Trainer, result: Result, profiler: Profiler) -> None:
+    settings, rows = trainer.settings, None
     for step in range(1, trainer.num_steps + 1):
         started = time.perf_counter()
-        batch = trainer.train_data.collate(trainer.sampler.next_batch())
-        metrics = _step(trainer, batch, step)
+        if rows is None or not settings.repeat_first_batch:
+            rows = trainer.sampler.next_batch()
+        with profiler.step(step):
+            metrics = _step(trainer, trainer.train_data.collate(rows), step)
         took = time.perf_counter() - started
         metrics |= {
             **trainer.stages.take(),

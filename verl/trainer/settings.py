@@ -10,6 +10,7 @@ import torch
 
 from verl.description import Description
 from verl.safety.settings import Safety
+from verl.trainer.profiling import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class LoopSettings(Description):
         sample_rows: rows kept in each table of samples.
         strict_data_check: check the content of every batch, as VERL_STRICT_DATA_CHECK=1 does.
         save_final: write the weights at the end as Hugging Face directories.
+        repeat_first_batch: train on the first batch of the data again and again, to see whether it can be learned.
+        profile: steps to profile, or null.
         safety: what to do about numbers that are not finite, and about spikes.
     """
 
@@ -47,6 +50,8 @@ class LoopSettings(Description):
     sample_rows: int = 32
     strict_data_check: bool = False
     save_final: bool = True
+    repeat_first_batch: bool = False
+    profile: Profile | None = None
     safety: Safety = field(default_factory=Safety)
 
     def faults(self) -> Iterator[str]:
