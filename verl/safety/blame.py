@@ -32,9 +32,16 @@ class Blame:
     weights: Tensor
 
     def worst(self, count: int) -> list[int]:
-        """The rows that weigh most, without those that weigh nothing."""
-        order = torch.argsort(self._sizes(), descending=True, stable=True)[:count]
-        return [int(row) for row in order if self._sizes()[row] > 0]
+        """At most so many rows."""
+        return self._order()[:count].tolist()
+
+    def guilty(self, count: int) -> list[int]:
+        """The same, without rows that weigh nothing."""
+        sizes = self._sizes()
+        return [int(row) for row in self._order()[:count] if sizes[row] > 0]
+
+    def _order(self) -> Tensor:
+        return torch.argsort(self._sizes(), descending=True, stable=True)
 
     def _sizes(self) -> Tensor:
         return torch.nan_to_num(self.weights.double(), nan=float("inf"), posinf=float("inf"))

@@ -126,7 +126,7 @@ class Guard:
         story = "; ".join(map(str, spikes))
         blames = [] if self._anomalies.is_full else [self._ranking(spike.metric, batch) for spike in spikes]
         place = self._dump("spike", story, batch, blames) if blames else None
-        rows = [f"{_rows(blame.worst(4))} by {blame.reason}" for blame in blames]
+        rows = [f"{_rows(guilty)} by {blame.reason}" for blame in blames if (guilty := blame.guilty(4))]
         most = f" Most behind it: {'; '.join(rows)}." if rows else ""
         _log.warning("Step %d: beyond its band: %s.%s%s", self.step, story, most, _at(place))
 

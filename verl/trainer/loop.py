@@ -137,7 +137,7 @@ def _steps(trainer: Trainer, result: Result, profiler: Profiler) -> None:
             rows = trainer.sampler.next_batch()
         with profiler.step(step):
             metrics = _step(trainer, trainer.train_data.collate(rows), step)
-        took = time.perf_counter() - started
+            took = time.perf_counter() - started
         metrics |= {
             **trainer.stages.take(),
             "timing/step_s": took,
