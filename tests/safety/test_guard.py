@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from trainer.runs import GRPO, PPO, Arbitrary, Prompts, ppo_run, read_lines, weights, without_times
 from trainer.test_sft import sft_run
 
+from verl.algorithms.advantages import AdvantageEstimator
 from verl.algorithms.kl import AdaptiveKLInReward
+from verl.algorithms.selection import MixedGroups
 from verl.description import BuildContext
 from verl.engines.optim import AdamW
 from verl.engines.sharding import DDP
@@ -89,7 +91,7 @@ def skipping(**options: Any) -> Safety:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_reward_that_is_not_finite_stops_the_run_with_the_batch(model32, tmp_path, value, checked):
     reward = WrongAt(calls=(2,), value=value, checked=checked)
-    with pytest.raises(NonFiniteError, match=r"anomalies/step_2_(reward|score)") as caught:
+    with pytest.raises(NonFiniteError, match=r"anomalies/step_2_reward") as caught:
         fit(ppo_run(model32, GRPO, reward=reward, critic=None, total_steps=3, **QUICK), tmp_path)
     assert isinstance(caught.value, NonFiniteRewardError) == checked
     (directory,) = (tmp_path / "anomalies").iterdir()
@@ -134,6 +136,37 @@ def test_a_step_whose_reward_is_not_finite_is_skipped_as_if_it_had_not_been(mode
     assert all(torch.equal(x, after_sound[name]) for name, x in after.items())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Exponential(AdvantageEstimator):
+    """An estimator that overflows where a reward is large."""
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        mask, rewards = batch["response_mask"], batch["token_level_rewards"].sum(dim=1, keepdim=True)
+        credit = torch.where(mask, torch.exp(rewards), 0.0)
+        return DataProto.from_dict({"advantages": credit, "returns": credit})
+
+
+@pytest.mark.parametrize("on_non_finite", ["skip", "stop"])
+def test_credit_that_overflows_leaves_the_coefficient_of_the_kl_as_it_was(model32, tmp_path, on_non_finite):
+    kl = AdaptiveKLInReward(coef=0.1, target=1e-3, horizon=10.0)
+    algorithm = dataclasses.replace(PPO, advantage=Exponential(), kl=kl)
+    reward, safety = WrongAt(calls=(2,), value=1e3), Safety(on_non_finite=on_non_finite)
+    run = ppo_run(model32, algorithm, reward=reward, safety=safety, **QUICK)
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        trainer.tracker.start("run", {}, tmp_path, 3)
+        batch = trainer.train_data.collate([0, 1, 2])
+        trainer.step(batch, 1)
+        before = trainer.kl.state_dict()
+        with pytest.raises(StepSkipped if on_non_finite == "skip" else NonFiniteError):
+            trainer.step(batch, 2)
+        assert trainer.kl.state_dict() == before
+        trainer.step(batch, 3)
+        assert trainer.kl.state_dict() != before
+    row = read_lines(tmp_path / "anomalies" / "step_2_credit" / "rows.jsonl")[0]
+    assert (row["row"], row["score"]) == (1, 1e3)
+    assert row["advantages"]["not_finite"] > 0
+
+
 def test_a_run_goes_on_after_a_skipped_step_and_counts_it(model32, tmp_path):
     reward = WrongAt(calls=(2,), value=math.inf)
     result = fit(ppo_run(model32, reward=reward, total_steps=3, safety=skipping(), **QUICK), tmp_path)
@@ -143,11 +176,19 @@ def test_a_run_goes_on_after_a_skipped_step_and_counts_it(model32, tmp_path):
     assert [line["perf/samples"] for line in lines] == [6, 0, 6]
 
 
-def test_too_many_skips_in_a_row_stop_the_run_after_all(model32, tmp_path):
-    reward = WrongAt(calls=(2, 4, 5, 6, 7), value=math.nan)
-    with pytest.raises(NonFiniteRewardError, match="step_6_reward"):
+@pytest.mark.parametrize("checked", [True, False], ids=["by a function", "past the check"])
+def test_too_many_skips_in_a_row_stop_the_run_after_all(model32, tmp_path, checked):
+    reward = WrongAt(calls=(2, 4, 5, 6, 7), value=math.nan, checked=checked)
+    with pytest.raises(NonFiniteError, match="step_6_reward"):
         fit(ppo_run(model32, reward=reward, total_steps=9, safety=skipping(max_skips=2), **QUICK), tmp_path)
     assert [line["step"] for line in steps_of(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_selection_of_groups_never_sees_a_reward_that_is_not_finite(model32, tmp_path):
+    algorithm = dataclasses.replace(GRPO, selection=MixedGroups(on_none="skip"), mini_batches=1)
+    reward = WrongAt(calls=(1,), value=math.nan, checked=False)
+    with pytest.raises(NonFiniteError, match="token_level_scores at row 1"):
+        fit(ppo_run(model32, algorithm, critic=None, reward=reward, total_steps=1, **QUICK), tmp_path)
 
 
 def test_no_more_batches_are_written_than_the_settings_allow(model32, tmp_path):

@@ -26,7 +26,7 @@ from verl.data.sampler import EpochSampler, Mixture
 from verl.data.splits import PromptSource
 from verl.description import BuildContext, Description, as_plain
 from verl.engines.sharding import Sharding
-from verl.errors import ConfigError, faults_below
+from verl.errors import ConfigError, NonFiniteError, faults_below
 from verl.models.tokenizers import tokenizer_fault
 from verl.ops.masking import masked_mean
 from verl.ops.noise import EVALUATION
@@ -262,7 +262,7 @@ class PPOTrainer:
             note.say(type(self.algorithm.advantage).__name__)
         try:
             self.guard.inspect(experience, "credit")
-        except StepSkipped:
+        except (NonFiniteError, StepSkipped):
             self.kl = kl
             raise
         return experience, metrics
@@ -333,6 +333,7 @@ class PPOTrainer:
     def _rewarded(self, rollout: DataProto) -> DataProto:
         with self.stages.stage("reward") as note, self.guard.rating(rollout):
             rollout = rollout.union(self.reward.score(rollout))
+            self.guard.inspect(rollout, "reward")  # before a selection reads them
             note.say(f"mean {float(np.mean(rollout['score'].astype(float))):.4f}")
         return rollout
 
