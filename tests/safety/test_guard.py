@@ -35,6 +35,7 @@ from verl.tracking.jsonl import JsonLines
 from verl.tracking.trackers import Trackers
 from verl.workers.critic import Critic
 
+pytestmark = pytest.mark.xdist_group("two processes")
 JSONL = Trackers(jsonl=JsonLines())
 QUICK: dict[str, Any] = {"eval_before": False, "save_final": False, "data": Prompts(eval=()), "tracker": JSONL}
 
