@@ -30,7 +30,9 @@ def hardware() -> dict[str, str | int]:
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or sorted(path.stem for path in HERE.glob("*.py") if path.stem != "run" and not path.stem.startswith("_"))
+    wanted = sys.argv[1:] or sorted(
+        path.stem for path in HERE.glob("*.py") if path.stem != "run" and not path.stem.startswith("_")
+    )
     RESULTS.mkdir(exist_ok=True)
     for name in wanted:
         print(f"{name} ...", flush=True)

@@ -21,6 +21,7 @@ from verl.errors import (
     ConfigError,
     DataProtoValidationError,
     NonFiniteError,
+    NonFiniteRewardError,
     RewardError,
     VerlError,
     WorkerDied,
@@ -205,6 +206,7 @@ EXAMPLES = [
     DataProtoValidationError("Field `values` breaks its contract."),
     RewardError("returned None"),
     NonFiniteError("the loss is nan"),
+    NonFiniteRewardError("the reward is nan", [2]),
     WorkerError(1, "actor.update", 7, "Traceback ...\n"),
     WorkerDied(0, "critic.values", None, "exit status -9"),
 ]

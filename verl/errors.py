@@ -4,7 +4,8 @@ VerlError
 ├── ConfigError (ValueError)                  a fault in the configuration, by config path
 ├── DataProtoValidationError (ValueError)     a field breaks its contract; names the function that produced it
 ├── RewardError (ValueError)                  a reward function raised, or returned something that is no reward
-├── NonFiniteError (FloatingPointError)       a loss or a gradient is not a finite number
+├── NonFiniteError (FloatingPointError)       a loss, gradient, log-prob or advantage is not a finite number
+│   └── NonFiniteRewardError (RewardError)    a reward is not a finite number
 └── WorkerError (RuntimeError)                a role failed in another process; carries that process's traceback
     └── WorkerDied                            the process itself is gone
 """
@@ -54,7 +55,22 @@ class RewardError(VerlError, ValueError):
 
 
 class NonFiniteError(VerlError, FloatingPointError):
-    """A loss or a gradient is not a finite number; the weights were left as they were."""
+    """A number that training reads is not finite; the weights were left as they were."""
+
+
+class NonFiniteRewardError(RewardError, NonFiniteError):
+    """A reward function returned numbers that are not finite.
+
+    Args:
+        rows: of the batch, those whose reward it is.
+    """
+
+    def __init__(self, message: str, rows: Sequence[int] = ()):
+        self.rows = tuple(rows)
+        super().__init__(message)
+
+    def __reduce__(self):
+        return type(self), (str(self), self.rows)
 
 
 class WorkerError(VerlError, RuntimeError):

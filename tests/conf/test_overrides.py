@@ -149,3 +149,12 @@ def test_a_key_below_a_reference_leaves_the_other_keys_and_the_referred_componen
     assert run.critic.model.path == str(tmp_path)
     assert run.actor.model.path != str(tmp_path)
     assert run.critic.model.attention == run.actor.model.attention
+
+
+def test_an_option_whose_name_hydra_would_read_as_a_number_can_be_chosen():
+    arguments, assigned = command_line("ppo", ["debug=nan", "trainer.seed=3"])
+    assert assigned.faults == []
+    for overrides in (arguments, ["debug=nan"]):
+        assert compose_root("ppo", overrides).trainer.safety.plant_nan_at == 2
+    assert command_line("ppo", ["-m", "debug=smoke,nan"])[0] == ["-m", "debug=smoke,'nan'"]
+    assert command_line("ppo", ["trainer.seed=nan"])[0] == ["++trainer.seed=nan"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from roles import PPO, experience, gradients, largest_difference, start_actor, start_critic, weights
@@ -11,7 +13,6 @@ from verl.algorithms.kl import KLInLoss
 from verl.engines.engine import TrainingEngine
 from verl.engines.optim import AdamW
 from verl.engines.sharding import Parallel
-from verl.errors import NonFiniteError
 from verl.ops.aggregate import aggregate
 from verl.protocol import DataProto
 from verl.rollout.hf import HFRollout
@@ -153,15 +154,14 @@ def test_the_gradient_is_scaled_down_to_the_limit_and_its_norm_reported_as_it_wa
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_a_step_that_is_not_finite_is_refused_and_leaves_everything_as_it_was(model64, batch, wrong):
+def test_a_step_that_is_not_finite_is_not_made_and_leaves_everything_as_it_was(model64, batch, wrong):
     actor = start_actor(model64, optimizer=UNCLIPPED)
     actor.update(batch)
     before, moments = weights(actor.model), actor.engine.optimizer.state_dict()["state"]
     steps = [int(state["step"]) for state in moments.values()]
     advantages = batch["advantages"].clone()
     advantages[0, 0] = wrong
-    with pytest.raises(NonFiniteError, match=r"Update 1: loss is (nan|-?inf)"):
-        actor.update(replaced(batch, advantages=advantages))
+    assert not math.isfinite(actor.update(replaced(batch, advantages=advantages))["loss"])
     assert largest_difference(weights(actor.model), before) == 0
     assert [int(state["step"]) for state in actor.engine.optimizer.state_dict()["state"].values()] == steps
     assert actor.version == 1

@@ -110,8 +110,8 @@ def test_a_tracker_that_fails_while_training_is_named_once_and_training_goes_on(
         running.close()
     assert [call[0] for call in good.calls] == ["start", "log", "log", "log", "close"]
     assert [record.getMessage() for record in caplog.records] == [
-        "tracker.bad FAILED, training goes on without its records: RuntimeError: no room at https://u:***@h",
-        "tracker.bad lost 3 records of this run.",
+        "tracker.bad FAILED, training goes on: RuntimeError: no room at https://u:***@h",
+        "tracker.bad failed 3 times and lost 3 records of this run.",
     ]
 
 

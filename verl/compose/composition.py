@@ -27,9 +27,18 @@ def compose_root(root: str, overrides: Sequence[str] = ()) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), job_name=f"main_{root}", version_base="1.3"):
-            return compose(config_name=root, overrides=list(overrides))
+            return compose(config_name=root, overrides=[readable(override) for override in overrides])
     finally:
         GlobalHydra.instance().hydra = running
+
+
+def readable(choice: str) -> str:
+    """A choice of options as Hydra reads it: without quotes, the option of `debug=nan` would be a number."""
+    group, assigned, options = choice.partition("=")
+    if "." in group or not assigned:
+        return choice
+    quoted = (f"'{option}'" if option in ("nan", "inf") else option for option in options.split(","))
+    return f"{group}={','.join(quoted)}"
 
 
 def lay(config: DictConfig, values: Iterable[tuple[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.compose.aliases import Translated, translate
-from verl.compose.composition import compose_root, references_above
+from verl.compose.composition import compose_root, readable, references_above
 from verl.compose.nearest import hint, nearest
 from verl.compose.paths import conf_dir, group_options
 from verl.compose.schema import CHOOSERS, root_keys
@@ -86,7 +86,8 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Assign
     judge = not any(argument.startswith(_OTHER_SEARCH_PATH) for argument in arguments)
     assigned = assign(root, pairs, judge_options=judge)
     assigned.values = _with_copies(root, assigned)
-    return [*passed, *for_hydra, *assigned.options, *(f"++{key}={value}" for key, value in assigned.values)], assigned
+    options = [readable(option) for option in assigned.options]
+    return [*passed, *for_hydra, *options, *(f"++{key}={value}" for key, value in assigned.values)], assigned
 
 
 def _with_copies(root: str, assigned: Assignments) -> list[tuple[str, Any]]:

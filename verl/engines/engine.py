@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from verl.engines.micro import MicroBatch, cut_into_micro_batches
 from verl.engines.optim import AdamW
 from verl.engines.sharding import Parallel
-from verl.errors import NonFiniteError
 from verl.models import line_attention
 from verl.models.precision import Autocast, computing_in
 from verl.ops.aggregate import Totals
@@ -98,9 +97,9 @@ class TrainingEngine:
             loss: the micro-batch's share of the loss and of each metric, both normalised by the totals it is given;
                 the shares of all micro-batches of all processes add up to the loss and the metrics.
         Returns:
-            Metrics of the whole batch, with `loss`, `grad_norm` (before clipping) and `lr`.
-        Raises:
-            NonFiniteError: the loss or the gradient is not finite; the weights are as they were.
+            Metrics of the whole batch, with `loss`, `grad_norm` (before clipping) and `lr`. If one of them is not a
+            finite number, the step was not made: weights, optimizer and schedule are as they were. All processes see
+            the same numbers, so they agree on it.
         """
         assert self.recipe is not None, "this engine only infers"
         assert self.optimizer is not None
@@ -111,6 +110,8 @@ class TrainingEngine:
         for micro in self._micro_batches(batch):
             with computing_in(self.autocast, self.device):
                 value, stats = loss(self.model, micro, totals)
+            if "plant_nan" in batch.meta_info:  # to try out what a run does then; see verl.safety
+                value = value * math.nan
             value.backward()
             for name, x in {"loss": value, **stats}.items():
                 shares[name] = shares.get(name, 0.0) + x.detach().double()
@@ -118,10 +119,10 @@ class TrainingEngine:
         metrics = self.parallel.sums({name: float(x) for name, x in shares.items()})
         grad_norm = self._clip()
         metrics["grad_norm"] = float(grad_norm)
-        if wrong := [f"{name} is {x}" for name, x in metrics.items() if not math.isfinite(x)]:
-            self.optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteError(f"Update {self.updates}: {', '.join(wrong)}. The weights are as they were.")
         lr = self.recipe.learning_rate(self.updates, self.total_updates)
+        if not all(math.isfinite(x) for x in metrics.values()):
+            self.optimizer.zero_grad(set_to_none=True)
+            return {**metrics, "lr": lr}
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

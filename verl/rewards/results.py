@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from verl.contract.source import source_of
-from verl.errors import RewardError
+from verl.errors import NonFiniteRewardError, RewardError
 
 # Scores travel as float32; what overflows there is no finite number here.
 LARGEST = float(np.finfo(np.float32).max)
@@ -23,7 +23,7 @@ def checked_scores(result: Any, prompts: Sequence[str], responses: Sequence[str]
         function: who returned it, for the message.
     Raises:
         RewardError: it is anything else. Names what was expected and found, the first sample at fault with its texts,
-            and the line where the function is defined.
+            and the line where the function is defined. A NonFiniteRewardError where it is a number, but not finite.
     """
     count = len(responses)
     expected = f"{count} finite numbers, one for each response"
@@ -39,7 +39,8 @@ def checked_scores(result: Any, prompts: Sequence[str], responses: Sequence[str]
         number = _number(item)
         if number is None or not abs(number) <= LARGEST:
             found = f"{_shortened(item)}{f' of type {type(item).__name__}' if number is None else ''}"
-            raise reward_error(expected, found, function, prompts, responses, index)
+            error = reward_error(expected, found, function, prompts, responses, index)
+            raise error if number is None else NonFiniteRewardError(str(error), _not_finite(items))
         scores[index] = number
     return scores
 
@@ -61,6 +62,11 @@ def reward_error(
         )
     lines.append(f"  Source: {source}")
     return RewardError("\n".join(lines))
+
+
+def _not_finite(items: list) -> list[int]:
+    numbers = [_number(item) for item in items]
+    return [row for row, number in enumerate(numbers) if number is not None and not abs(number) <= LARGEST]
 
 
 def _items(result: Any) -> list | str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl.contract.source import source_of
-from verl.errors import RewardError
+from verl.errors import NonFiniteRewardError, RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import Rating, Reward, texts_of
 from verl.rewards.locate import load_function
@@ -81,7 +81,8 @@ class SampleReward(Reward):
         outcomes = self._pool.rate(samples, stop_at_failure=self.error_score is None)
         failures = {index: found for index, outcome in enumerate(outcomes) if (found := _failure(outcome)) is not None}
         if failures:
-            self._report(failures, prompts, responses)
+            numbers = [index for index in failures if (o := outcomes[index]) is not None and o.failure is None]
+            self._report(failures, prompts, responses, numbers)
         if self.error_score is None:
             return Rating(np.array([outcome.score for outcome in outcomes if outcome is not None], dtype=np.float64))
         scores = [
@@ -94,11 +95,12 @@ class SampleReward(Reward):
     def close(self) -> None:
         self._pool.close()
 
-    def _report(self, failures: dict[int, str], prompts: list[str], responses: list[str]) -> None:
+    def _report(self, failures: dict[int, str], prompts: list[str], responses: list[str], numbers: list[int]) -> None:
+        """`numbers`: the samples among the failures that gave a number, which is not finite."""
         first = min(failures)
         error = reward_error(EXPECTED, failures[first], self.function, prompts, responses, first)
         if self.error_score is None:
-            raise error
+            raise NonFiniteRewardError(str(error), numbers) if first in numbers else error
         logger.warning(
             "%d of %d samples have no reward of their own and get error_score %g. The first of them:\n%s",
             len(failures), len(responses), self.error_score, error,

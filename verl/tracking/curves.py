@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -123,7 +124,13 @@ def draw(panels: Mapping[str, Mapping[str, Series]], path: Path, title: str) -> 
     figure.suptitle(title, fontsize=13, fontweight="bold", parse_math=False)
     for place, (name, series) in enumerate(panels.items(), start=1):
         _panel(figure.add_subplot(height, width, place), name, series)
-    figure.savefig(path, format="png", metadata={"Title": title, "Description": ", ".join(panels)})
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", metadata={"Title": title, "Description": ", ".join(panels)})
+    try:
+        path.write_bytes(picture.getbuffer())
+    except OSError:
+        path.unlink(missing_ok=True)  # half a picture
+        raise
 
 
 def _panel(axes: Axes, name: str, series: Mapping[str, Series]) -> None:

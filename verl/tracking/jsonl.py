@@ -8,12 +8,15 @@ import json
 import math
 import os
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from verl.description import BuildContext
 from verl.tracking.tracker import Tracker, TrackerDescription
+
+_KEPT_BYTES = 64 * 2**20  # of records that wait for room; the oldest go first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,39 +33,82 @@ class JsonLines(TrackerDescription):
 
 
 class JsonLinesTracker(Tracker):
-    """Writes unbuffered: a line is on its way to the disk, whole, when the call returns."""
+    """Writes unbuffered: a line is on its way to the disk, whole, when the call returns.
+
+    What a full disk refuses is kept in memory and written, in order, once there is room again.
+    """
 
     def __init__(self) -> None:
-        self._file: BinaryIO | None = None
         self._path = Path("metrics.jsonl")
+        self._started = False
         self._sampled: set[int] = set()  # steps whose sample file this run has begun
+        self._waiting: deque[_Record] = deque()
+        self.num_lost = 0
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
         self._path = run_dir / "metrics.jsonl"
-        self._file = self._path.open("ab", buffering=0)
-        self._begin = time.monotonic()
-        if _ends_within_a_line(self._path):
-            _append(self._file, self._path, b"\n")
+        self._begin, self._started = time.monotonic(), True
+        with self._path.open("ab", buffering=0) as file:
+            if _ends_within_a_line(self._path):
+                _append(file, self._path, b"\n")
 
     def log(self, metrics: dict[str, float], step: int) -> None:
+        assert self._started, "log before start"
         record = {"step": step, "time_s": round(time.monotonic() - self._begin, 3), **metrics}
-        assert self._file is not None, "log before start"
-        _append(self._file, self._path, _line(record))
+        self._write(_Record(self._path, json_line(record)))
 
     def evaluation(self, metrics: dict[str, float], step: int) -> None:
         self.log(metrics, step)
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
         path = self._path.parent / "samples" / f"step_{step}.jsonl"
-        path.parent.mkdir(exist_ok=True)
+        lines = b"".join(json_line({"table": name, **row}) for row in rows)
         # A step that is replayed replaces its table; a second table of the same step joins the first.
-        with path.open("ab" if step in self._sampled else "wb", buffering=0) as file:
-            _append(file, path, b"".join(_line({"table": name, **row}) for row in rows))
+        self._write(_Record(path, lines, replaces=step not in self._sampled))
         self._sampled.add(step)
 
     def close(self, status: str) -> None:
-        if self._file is not None:
-            self._file.close()
+        try:
+            self._write_waiting()
+        finally:
+            self.num_lost += len(self._waiting)
+            self._waiting.clear()
+
+    def _write(self, record: _Record) -> None:
+        self._waiting.append(record)
+        while sum(len(kept.data) for kept in self._waiting) > _KEPT_BYTES and len(self._waiting) > 1:
+            self._waiting.popleft()
+            self.num_lost += 1
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        """Write what is waiting, each file in its order; one that cannot be written holds up no other."""
+        waiting, self._waiting = self._waiting, deque()
+        failures: dict[Path, OSError] = {}
+        for record in waiting:
+            try:
+                if record.path not in failures:
+                    record.write()
+                    continue
+            except OSError as error:
+                failures[record.path] = error
+            self._waiting.append(record)
+        for error in failures.values():
+            raise error
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Whole lines for one file."""
+
+    path: Path
+    data: bytes
+    replaces: bool = False
+
+    def write(self) -> None:
+        self.path.parent.mkdir(exist_ok=True)
+        with self.path.open("wb" if self.replaces else "ab", buffering=0) as file:
+            _append(file, self.path, self.data)
 
 
 def _append(file: BinaryIO, path: Path, data: bytes) -> None:
@@ -91,7 +137,7 @@ def _ends_within_a_line(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def _line(record: dict[str, Any]) -> bytes:
+def json_line(record: dict[str, Any]) -> bytes:
     text = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
     for character in "\x85\u2028\u2029":  # legal within a JSON text, yet line ends to many readers
         text = text.replace(character, f"\\u{ord(character):04x}")

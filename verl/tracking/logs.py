@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,10 +62,28 @@ def _exchange(logger: logging.Logger, out: list[logging.Handler], new: list[logg
 
 def _file_lines(run_dir: Path) -> logging.FileHandler:
     run_dir.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(run_dir / "run.log", encoding="utf-8", errors="backslashreplace")
+    handler = _RunLog(run_dir / "run.log", encoding="utf-8", errors="backslashreplace")
     handler.setLevel(logging.INFO)
     handler.setFormatter(logging.Formatter(_FILE_FORMAT))
     return handler
+
+
+class _RunLog(logging.FileHandler):
+    """A file whose disk may be full: that is told once and stops nothing; lines wait in memory for room."""
+
+    _has_told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_told:
+            self._has_told = True
+            logging.getLogger(__name__).warning("run.log cannot be written, training goes on: %s", error)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 class _ConsoleLines(logging.Handler):

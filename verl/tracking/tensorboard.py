@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,35 +36,56 @@ class TensorBoard(TrackerDescription):
 
 
 class TensorBoardTracker(Tracker):
-    """Scalars by metric key, the configuration and the samples as text."""
+    """Scalars by metric key, the configuration and the samples as text.
+
+    A writer that failed, as on a full disk, writes nothing any more: a new one with a file of its own replaces it.
+    """
 
     def __init__(self, settings: TensorBoard):
         self._settings = settings
         self._writer: SummaryWriter | None = None
+        self._directory: str | None = None
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError("the package tensorboard is missing: pip install tensorboard") from error
-        self._writer = SummaryWriter(log_dir=str(run_dir / "tensorboard"), flush_secs=self._settings.flush_s)
-        self._writer.add_text("config", _as_code(config), 0)
+        if find_spec("tensorboard") is None:
+            raise ImportError("the package tensorboard is missing: pip install tensorboard")
+        self._directory = str(run_dir / "tensorboard")
+        self._running().add_text("config", _as_code(config), 0)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        assert self._writer is not None, "log before start"
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
+        with self._replaced_on_failure() as writer:
+            for key, value in metrics.items():
+                writer.add_scalar(key, value, step)
 
     def evaluation(self, metrics: dict[str, float], step: int) -> None:
         self.log(metrics, step)
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
-        assert self._writer is not None, "samples before start"
-        self._writer.add_text(f"samples/{name}", "\n\n".join(_as_code(row) for row in rows[:20]), step)
+        with self._replaced_on_failure() as writer:
+            writer.add_text(f"samples/{name}", "\n\n".join(_as_code(row) for row in rows[:20]), step)
 
     def close(self, status: str) -> None:
         if self._writer is not None:
             self._writer.close()
+
+    def _running(self) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        assert self._directory is not None, "a call before start"
+        if self._writer is None:
+            self._writer = SummaryWriter(log_dir=self._directory, flush_secs=self._settings.flush_s)
+        return self._writer
+
+    @contextmanager
+    def _replaced_on_failure(self) -> Iterator[SummaryWriter]:
+        try:
+            yield self._running()
+        except Exception:
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                with suppress(Exception):
+                    writer.close()
+            raise
 
 
 def _as_code(value: Any) -> str:

@@ -20,7 +20,13 @@ class Tracker:
 
     Every method does nothing unless overridden, so a tracker names only what it cares for. All text it receives is
     already free of secrets, and every metric is a plain int or float, perhaps not finite.
+
+    Attributes:
+        num_lost: for a tracker that tries again after a failure, the records that it could not write after all, known
+            once it is closed; None for others, which lose a record with each call that fails.
     """
+
+    num_lost: int | None = None
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
         """Open everything that can fail, so that a fault shows before training. `run_dir` exists."""

@@ -50,7 +50,7 @@ class TrackerSet(Tracker):
 
     def __init__(self, trackers: Mapping[str, Tracker]):
         self._trackers = dict(trackers)
-        self._lost: dict[str, int] = {}  # failed calls by tracker
+        self._failed: dict[str, int] = {}  # calls by tracker
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path | str, total_steps: int | None) -> None:
         """Start every tracker.
@@ -107,9 +107,11 @@ class TrackerSet(Tracker):
         trackers, self._trackers = self._trackers, {}
         for name, tracker in trackers.items():
             self._close(name, tracker, status)
-        for name, calls in self._lost.items():
-            _log.warning("tracker.%s lost %d records of this run.", name, calls)
-        self._lost = {}
+        for name, calls in self._failed.items():
+            lost = trackers[name].num_lost if name in trackers else None
+            told = f"lost {calls if lost is None else lost} records of this run" if lost != 0 else "lost no record"
+            _log.warning("tracker.%s failed %d times and %s.", name, calls, told)
+        self._failed = {}
 
     def _close(self, name: str, tracker: Tracker, status: str) -> None:
         try:
@@ -125,10 +127,10 @@ class TrackerSet(Tracker):
         try:
             call(tracker)
         except Exception as error:  # noqa: BLE001 - a number that cannot be shown is no reason to lose a training run
-            if name not in self._lost:
+            if name not in self._failed:
                 text = redact(f"{type(error).__name__}: {error}")
-                _log.warning("tracker.%s FAILED, training goes on without its records: %s", name, text)
-            self._lost[name] = self._lost.get(name, 0) + 1
+                _log.warning("tracker.%s FAILED, training goes on: %s", name, text)
+            self._failed[name] = self._failed.get(name, 0) + 1
 
 
 def _number(key: str, value: Any) -> float:

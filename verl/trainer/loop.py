@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,9 @@ from typing import Any, Protocol
 from verl.data.sampler import EpochSampler
 from verl.data.splits import Dataset
 from verl.protocol import DataProto
+from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import TrackerSet
+from verl.trainer.profiling import Profiler
 from verl.trainer.settings import LoopSettings
 from verl.trainer.stages import Stages
 from verl.utils.redact import redact
@@ -31,6 +33,7 @@ class Trainer(Protocol):
     settings: LoopSettings
     tracker: TrackerSet
     stages: Stages
+    guard: Guard
     train_data: Dataset
     eval_data: Dataset | None
     sampler: EpochSampler
@@ -80,7 +83,14 @@ class Result:
     def write(self) -> None:
         """Write `summary.json` into the run's directory."""
         plain = {**vars(self), "run_dir": str(self.run_dir), "saved": [str(path) for path in self.saved]}
-        (self.run_dir / "summary.json").write_text(json.dumps(plain, indent=2) + "\n")
+        file = self.run_dir / "summary.json"
+        unfinished = file.with_name("summary.json.unfinished")
+        try:
+            unfinished.write_text(json.dumps(plain, indent=2) + "\n")
+            unfinished.replace(file)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
 
 
 def fit(trainer: Trainer, config: dict[str, Any]) -> Result:
@@ -115,11 +125,19 @@ def _train(trainer: Trainer, result: Result) -> None:
     settings = trainer.settings
     if settings.eval_before:
         _evaluate(trainer, 0, result)
+    with closing(Profiler(settings.profile, trainer.run_dir)) as profiler:
+        _steps(trainer, result, profiler)
+
+
+def _steps(trainer: Trainer, result: Result, profiler: Profiler) -> None:
+    settings, rows = trainer.settings, None
     for step in range(1, trainer.num_steps + 1):
         started = time.perf_counter()
-        batch = trainer.train_data.collate(trainer.sampler.next_batch())
-        metrics = trainer.step(batch, step)
-        took = time.perf_counter() - started
+        if rows is None or not settings.repeat_first_batch:
+            rows = trainer.sampler.next_batch()
+        with profiler.step(step):
+            metrics = _step(trainer, trainer.train_data.collate(rows), step)
+            took = time.perf_counter() - started
         metrics |= {
             **trainer.stages.take(),
             "timing/step_s": took,
@@ -131,6 +149,15 @@ def _train(trainer: Trainer, result: Result) -> None:
         result.train_s += took
         if step == trainer.num_steps or (settings.eval_interval and step % settings.eval_interval == 0):
             _evaluate(trainer, step, result)
+
+
+def _step(trainer: Trainer, batch: DataProto, step: int) -> dict[str, float]:
+    trainer.guard.step = step
+    try:
+        metrics = trainer.step(batch, step)
+    except StepSkipped:
+        metrics = {"perf/samples": 0.0}
+    return metrics | trainer.guard.take()
 
 
 def _evaluate(trainer: Trainer, step: int, result: Result) -> None:

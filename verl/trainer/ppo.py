@@ -8,6 +8,7 @@ y ~ pi(.|x)  reward,    KL, advantages,  critic,    the sampler
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.correction import weighted
@@ -24,13 +26,14 @@ from verl.data.sampler import EpochSampler, Mixture
 from verl.data.splits import PromptSource
 from verl.description import BuildContext, Description, as_plain
 from verl.engines.sharding import Sharding
-from verl.errors import ConfigError, faults_below
+from verl.errors import ConfigError, NonFiniteError, faults_below
 from verl.models.tokenizers import tokenizer_fault
 from verl.ops.masking import masked_mean
 from verl.ops.noise import EVALUATION
 from verl.protocol import DataProto
 from verl.rewards.base import RewardDescription
 from verl.rollout.base import Request, Rollout
+from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import Trackers
 from verl.trainer.loop import Result, fit
 from verl.trainer.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
@@ -139,6 +142,7 @@ class PPOTrainer:
                 self.reward = run.reward.build(context)
             self.tracker = run.tracker.build(context)
             self.stages = Stages(self.tracker)
+            self.guard = Guard(run.trainer.safety, self.run_dir, self.tokenizer)
             self.kl = run.algorithm.kl.build(context)
             self._start_roles(run, context)
         except BaseException:
@@ -178,7 +182,7 @@ class PPOTrainer:
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One iteration on a batch of prompts [B P]; returns its metrics."""
-        self._cluster.step = step
+        self._cluster.step = self.guard.step = step
         rollout = self.generate(batch, Request(step, self.settings.group_size))
         selected = {}
         if self.algorithm.selection is not None:
@@ -189,14 +193,18 @@ class PPOTrainer:
         experience, metrics = self.assign_credit(scored)
         metrics |= self.update(experience, step)
         self.sync()
-        return {**experience_metrics(experience), **selected, **metrics}
+        metrics = {**experience_metrics(experience), **selected, **metrics}
+        self.guard.watch(metrics, experience)
+        return metrics
 
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
         """Draw responses y ~ pi(. | x): rows of prompts with their responses, [B S], and their texts."""
         with self.stages.stage("gen") as note:
             rows = self._respond(prompts, request)
             if self.algorithm.needs_greedy_baseline:
-                greedy = self._judge(prompts, replace(request, num_samples=1, greedy=True))
+                greedy = self._respond(prompts, replace(request, num_samples=1, greedy=True))
+                with self.guard.rating(greedy):
+                    greedy = greedy.union(self.reward.score(greedy))
                 baseline = torch.tensor(greedy["score"].astype(float)).repeat_interleave(request.num_samples)
                 rows = rows.union(DataProto.from_dict({"greedy_scores": baseline}))
             tokens = int(rows["response_mask"].sum())
@@ -239,10 +247,12 @@ class PPOTrainer:
             with self.stages.stage("values") as note:
                 rollout = rollout.union(self.critic.compute_values(sequences).result())
                 note.say(f"mean value {float(masked_mean(rollout['values'], rollout['response_mask'])):.4f}")
+        self.guard.inspect(rollout, "score")
         return rollout
 
     def assign_credit(self, scored: DataProto) -> tuple[DataProto, dict[str, float]]:
         """From scores to advantages: subtract the KL penalty, and credit the rewards to tokens."""
+        kl = copy.copy(self.kl)  # a step that is skipped leaves its coefficient as it was
         with self.stages.stage("adv") as note:
             rewards, metrics = self.kl.shape_rewards(scored)
             scored = scored.union(DataProto.from_dict({"token_level_rewards": rewards}))
@@ -252,6 +262,11 @@ class PPOTrainer:
                 credit, metrics = weighted(credit, weights), metrics | found
             experience = scored.union(credit)
             note.say(type(self.algorithm.advantage).__name__)
+        try:
+            self.guard.inspect(experience, "credit")
+        except (NonFiniteError, StepSkipped):
+            self.kl = kl
+            raise
         return experience, metrics
 
     def update(self, experience: DataProto, step: int) -> dict[str, float]:
@@ -262,7 +277,10 @@ class PPOTrainer:
             if role is None:
                 continue
             with self.stages.stage(f"update_{name}") as note:
-                updates = [role.update(batch).result() for batch in self._mini_batches(rows, step)]
+                updates = []
+                for part in self._mini_batches(len(rows), step):
+                    updates.append(role.update(self.guard.planted(rows[part])).result())
+                    self.guard.judge(name, updates[-1], lambda part=part: experience[part])
                 metrics |= {key if "/" in key else f"{name}/{key}": x for key, x in mean_of(updates).items()}
                 note.say(f"{len(updates)} optimizer steps, loss {metrics[f'{name}/loss']:.4f}")
         return metrics
@@ -315,8 +333,9 @@ class PPOTrainer:
         self.close()
 
     def _rewarded(self, rollout: DataProto) -> DataProto:
-        with self.stages.stage("reward") as note:
+        with self.stages.stage("reward") as note, self.guard.rating(rollout):
             rollout = rollout.union(self.reward.score(rollout))
+            self.guard.inspect(rollout, "reward")  # before a selection reads them
             note.say(f"mean {float(np.mean(rollout['score'].astype(float))):.4f}")
         return rollout
 
@@ -333,8 +352,8 @@ class PPOTrainer:
         columns = prompts.select([], list(prompts.non_tensor_batch)).repeat(request.num_samples)
         return rows.union(columns).union(DataProto.from_dict(non_tensors={"response_text": texts}))
 
-    def _mini_batches(self, rows: DataProto, step: int) -> Iterator[DataProto]:
+    def _mini_batches(self, rows: int, step: int) -> Iterator[Tensor]:
         for epoch in range(self.algorithm.epochs):
             generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "mini-batches", step, epoch))
-            order = torch.randperm(len(rows), generator=generator)
-            yield from (rows[part] for part in order.tensor_split(self.algorithm.mini_batches) if len(part))
+            order = torch.randperm(rows, generator=generator)
+            yield from (part for part in order.tensor_split(self.algorithm.mini_batches) if len(part))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
+from verl.safety.guard import is_finite
 
 
 def experience_metrics(batch: DataProto) -> dict[str, float]:
@@ -67,7 +68,8 @@ def sample_rows(batch: DataProto, count: int) -> list[dict[str, Any]]:
 
 
 def mean_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of one training step."""
+    """Means over the optimizer steps of one training step: those that were made, or all where none was."""
+    metrics = [m for m in metrics if is_finite(m)] or metrics
     return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from verl.description import Description
+from verl.safety.settings import Safety
+from verl.trainer.profiling import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,9 @@ class LoopSettings(Description):
         sample_rows: rows kept in each table of samples.
         strict_data_check: check the content of every batch, as VERL_STRICT_DATA_CHECK=1 does.
         save_final: write the weights at the end as Hugging Face directories.
+        repeat_first_batch: train on the first batch of the data again and again, to see whether it can be learned.
+        profile: steps to profile, or null.
+        safety: what to do about numbers that are not finite, and about spikes.
     """
 
     project_name: str = "verl"
@@ -45,6 +50,9 @@ class LoopSettings(Description):
     sample_rows: int = 32
     strict_data_check: bool = False
     save_final: bool = True
+    repeat_first_batch: bool = False
+    profile: Profile | None = None
+    safety: Safety = field(default_factory=Safety)
 
     def faults(self) -> Iterator[str]:
         for name in ("n_gpus_per_node", "nnodes", "total_epochs", "total_steps", "num_threads"):

@@ -96,6 +96,8 @@ def sharding_faults(sharding: Sharding, settings: LoopSettings) -> list[str]:
     count = settings.n_gpus_per_node * settings.nnodes
     if count > 1 and not sharding.needs_processes:
         return [f"trainer.n_gpus_per_node is {count}: sharding=none runs in one process. Set it to 1, or sharding=ddp."]
+    if sharding.needs_processes and settings.profile is not None:
+        return ["trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set sharding=none."]
     if sharding.needs_processes and ":" in settings.device:
         return [f"trainer.device is {settings.device!r}: each process takes a GPU of its own. Set it to cuda or auto."]
     return []

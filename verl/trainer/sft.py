@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from verl.cluster.base import role_handles
 from verl.data.sampler import EpochSampler, Mixture
 from verl.data.splits import TextSource
@@ -13,6 +15,8 @@ from verl.description import BuildContext, Description, as_plain
 from verl.engines.sharding import Sharding
 from verl.errors import faults_below
 from verl.protocol import DataProto
+from verl.safety.blame import Blame
+from verl.safety.guard import Guard
 from verl.tracking.trackers import Trackers
 from verl.trainer.loop import Result, fit
 from verl.trainer.settings import SFTSettings
@@ -65,6 +69,7 @@ class SFTTrainer:
             self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
             self.tracker = run.tracker.build(context)
             self.stages = Stages(self.tracker)
+            self.guard = Guard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame)
             host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps)
             self._cluster = start_cluster(host, run.sharding, run.trainer, context)
             self.learner = role_handles(self._cluster, host)["learner"]
@@ -78,12 +83,15 @@ class SFTTrainer:
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One optimizer step on the mean negative log-likelihood per learned token."""
-        self._cluster.step = step
+        self._cluster.step = self.guard.step = step
         with self.stages.stage("update") as note:
-            metrics = self.learner.update(batch).result()
+            metrics = self.learner.update(self.guard.planted(batch)).result()
+            self.guard.judge("sft", metrics, lambda: batch)
             note.say(f"{len(batch)} sequences, loss {metrics['loss']:.4f}")
         tokens = float(batch["loss_mask"].sum())
-        return {**{f"sft/{k}": v for k, v in metrics.items()}, "perf/samples": float(len(batch)), "perf/tokens": tokens}
+        metrics = {f"sft/{k}": v for k, v in metrics.items()}
+        self.guard.watch(metrics, batch)
+        return {**metrics, "perf/samples": float(len(batch)), "perf/tokens": tokens}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Loss and share of tokens predicted right, given the true text before them, on the held-out rows."""
@@ -94,6 +102,11 @@ class SFTTrainer:
             "eval/loss": sums["nll"] / sums["tokens"],
             "eval/token_accuracy": sums["correct"] / sums["tokens"],
         }
+
+    def _blame(self, metric: str, batch: DataProto) -> Blame:
+        """Rows by their loss under the present weights: a forward pass each, which only a fault costs."""
+        sums = [self.learner.evaluate(batch[row]).result() for row in range(len(batch))]
+        return Blame("loss per token", torch.tensor([found["nll"] / max(1.0, found["tokens"]) for found in sums]))
 
     def save(self, directory: Path) -> list[Path]:
         """Write `actor/` as a Hugging Face directory below `directory`."""

@@ -17,6 +17,7 @@ from verl.engines.micro import MicroBatch
 from verl.engines.sharding import Parallel
 from verl.engines.token_scores import TokenScores, score_tokens
 from verl.models.output_head import OutputHead
+from verl.models.padding import refuse_padding_blind
 from verl.models.pretrained import quiet_transformers
 from verl.ops.aggregate import Totals, aggregate
 from verl.protocol import DataProto
@@ -31,8 +32,13 @@ class Actor(TrainedRole):
     def start(
         self, context: BuildContext, parallel: Parallel, algorithm: Algorithm, rollout: Rollout, total_updates: int
     ) -> HybridActor:
-        """Load the weights and attach the engines that train them and sample from them."""
+        """Load the weights and attach the engines that train them and sample from them.
+
+        Raises:
+            ConfigError: the model cannot be padded on the left.
+        """
         model = self.model.load_causal_lm(context.device)
+        refuse_padding_blind(model, "actor.model")
         if self.lora is not None:
             model = self.lora.apply(model, causal_lm=True)
         engine = self.engine(model, parallel, total_updates)

@@ -16,6 +16,7 @@ from verl.engines.engine import TrainingEngine
 from verl.engines.micro import MicroBatch
 from verl.engines.sharding import Parallel
 from verl.models.heads import ValueModel
+from verl.models.padding import refuse_padding_blind
 from verl.ops.aggregate import Totals, aggregate
 from verl.protocol import DataProto
 from verl.workers.training import TrainedRole
@@ -32,8 +33,13 @@ class Critic(TrainedRole):
     def start(
         self, context: BuildContext, parallel: Parallel, algorithm: Algorithm, total_updates: int
     ) -> CriticWorker:
-        """Load the weights and attach the engine that trains them."""
+        """Load the weights and attach the engine that trains them.
+
+        Raises:
+            ConfigError: the model cannot be padded on the left.
+        """
         backbone = self.model.load_backbone(context.device)
+        refuse_padding_blind(backbone, "critic.model")
         if self.lora is not None:
             backbone = self.lora.apply(backbone, causal_lm=False)
         model = ValueModel(backbone)

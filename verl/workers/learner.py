@@ -79,5 +79,6 @@ def _as_continuation(batch: DataProto) -> DataProto:
             "position_ids": x["position_ids"],
             "responses": x["input_ids"][:, 1:],
             "response_mask": x["loss_mask"][:, 1:],
-        }
+        },
+        meta_info=batch.meta_info,
     )

@@ -17,6 +17,7 @@ from verl.engines.sharding import Parallel
 from verl.engines.token_scores import score_tokens
 from verl.models.lora import adapter_off
 from verl.models.output_head import OutputHead
+from verl.models.padding import refuse_padding_blind
 from verl.models.source import ModelSource
 from verl.protocol import DataProto
 from verl.workers.actor import Actor, HybridActor
@@ -47,6 +48,8 @@ class Reference(Description):
             engine = self._engine(running.model, parallel, actor)
             return ReferenceWorker(engine, temperature, lambda: adapter_off(running.model))
         model = (self.model or actor.model).load_causal_lm(context.device).requires_grad_(False)
+        if self.model is not None:  # the actor's has been tried
+            refuse_padding_blind(model, "reference.model")
         return ReferenceWorker(self._engine(model, parallel, actor), temperature)
 
     def _engine(self, model: nn.Module, parallel: Parallel, actor: Actor) -> TrainingEngine:

@@ -1,0 +1,103 @@
+"""Which rows of a batch are behind a number: a rank of the rows, and a readable line for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.ops.masking import masked_mean, masked_sum
+from verl.protocol import DataProto
+
+# What training reads of an experience. Entropies are not among it: of a token that cannot be drawn they may be nan.
+TRAINED_ON = (
+    "token_level_scores", "greedy_scores", "old_log_probs", "ref_log_probs", "values",
+    "token_level_rewards", "advantages", "returns",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Rows, worst first.
+
+    Attributes:
+        reason: what they are ranked by.
+        weights: [B] of all rows; what is not a number ranks first.
+    """
+
+    reason: str
+    weights: Tensor
+
+    def worst(self, count: int) -> list[int]:
+        """At most so many rows."""
+        return self._order()[:count].tolist()
+
+    def guilty(self, count: int) -> list[int]:
+        """The same, without rows that weigh nothing."""
+        sizes = self._sizes()
+        return [int(row) for row in self._order()[:count] if sizes[row] > 0]
+
+    def _order(self) -> Tensor:
+        return torch.argsort(self._sizes(), descending=True, stable=True)
+
+    def _sizes(self) -> Tensor:
+        return torch.nan_to_num(self.weights.double(), nan=float("inf"), posinf=float("inf"))
+
+
+def non_finite_fields(batch: DataProto) -> dict[str, Tensor]:
+    """Of the fields that training reads: name -> how many numbers of each row [B] are not finite, where any is."""
+    counts = {name: _non_finite(batch[name]) for name in TRAINED_ON if name in batch.batch}
+    return {name: count for name, count in counts.items() if count.any()}
+
+
+def blame_for(metric: str, batch: DataProto) -> Blame:
+    """Rank the rows of an experience by their part in a metric, as far as the driver can tell.
+
+    A critic's rows by the squared error of their values before the update, a KL's by their distance to the reference,
+    an actor's by the advantages that they push with.
+    """
+    if counts := non_finite_fields(batch):
+        return Blame(f"numbers that are not finite in {', '.join(counts)}", torch.stack(list(counts.values())).sum(0))
+    if "advantages" not in batch:
+        return Blame("number of tokens", batch["attention_mask"].sum(dim=1))
+    mask = batch["response_mask"]
+    if metric.startswith("critic") and "values" in batch:
+        return Blame("mean squared error of the value", _mean((batch["returns"] - batch["values"]) ** 2, mask))
+    if "kl" in metric and "ref_log_probs" in batch:
+        gap = (batch["old_log_probs"] - batch["ref_log_probs"]).abs()
+        return Blame("mean distance of the log-probs to the reference's", _mean(gap, mask))
+    return Blame("sum of |advantage|", masked_sum(batch["advantages"].double().abs(), mask, dim=-1))
+
+
+def described(batch: DataProto, row: int, weight: float, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """One row for people: its texts and columns, and mean, least and greatest of each number it has per token."""
+    found: dict[str, Any] = {"row": row, "weight": weight}
+    found |= {name: column[row] for name, column in batch.non_tensor_batch.items()}
+    if "response_text" not in found and "input_ids" in batch:
+        found["text"] = decode(batch["input_ids"][row][batch["attention_mask"][row].bool()].tolist())
+    for name, tensor in batch.batch.items():
+        if tensor.is_floating_point():
+            x = tensor[row]
+            if "response_mask" in batch and x.shape == batch["response_mask"][row].shape:
+                x = x[batch["response_mask"][row]]
+            found[name] = _summary(x.double().reshape(-1))
+    return found
+
+
+def _summary(x: Tensor) -> dict[str, float]:
+    if not x.numel():
+        return {}
+    wrong = int((~torch.isfinite(x)).sum())
+    summary = {"mean": float(x.mean()), "min": float(x.min()), "max": float(x.max())}
+    return {**summary, "not_finite": wrong} if wrong else summary
+
+
+def _mean(x: Tensor, mask: Tensor) -> Tensor:
+    return masked_mean(x.double(), mask, dim=-1)
+
+
+def _non_finite(x: Tensor) -> Tensor:
+    return (~torch.isfinite(x)).reshape(len(x), -1).sum(dim=1)
