@@ -30,9 +30,8 @@ def hardware() -> dict[str, str | int]:
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or sorted(
-        path.stem for path in HERE.glob("*.py") if path.stem != "run" and not path.stem.startswith("_")
-    )
+    scripts = sorted(path.stem for path in HERE.glob("[a-z]*.py"))
+    wanted = sys.argv[1:] or [name for name in scripts if name != "run"]
     RESULTS.mkdir(exist_ok=True)
     for name in wanted:
         print(f"{name} ...", flush=True)

@@ -38,7 +38,7 @@ class TrainingEngine:
         micro_batch_tokens: padding included, per forward pass.
         optimizer: None for a model that only infers.
         total_updates: of the whole run, for the schedule of the learning rate.
-        autocast: the type of matrix products, if not that of the weights.
+        autocast: the type that the model computes in, if not that of its weights.
         packing: whether rows may run as one line of tokens, with shared prompts once: `auto` where the model can and
             it leaves clearly fewer tokens; `off` never. Changes no result but by rounding.
     """
@@ -80,13 +80,12 @@ class TrainingEngine:
         self.model.eval()
         mask = batch.batch["response_mask"]
         results: dict[str, Tensor] = {}
-        for micro in self._micro_batches(batch):
-            with computing_in(self.autocast, self.device):
-                found = compute(self.model, micro)
-            for name, x in found.items():
-                x = x.masked_fill(~micro.tensors["response_mask"], 0.0).to(mask.device)
-                whole = results.setdefault(name, x.new_zeros(mask.shape))
-                whole[micro.rows.to(mask.device), : x.shape[1]] = x
+        with computing_in(self.autocast, self.model):
+            for micro in self._micro_batches(batch):
+                for name, x in compute(self.model, micro).items():
+                    x = x.masked_fill(~micro.tensors["response_mask"], 0.0).to(mask.device)
+                    whole = results.setdefault(name, x.new_zeros(mask.shape))
+                    whole[micro.rows.to(mask.device), : x.shape[1]] = x
         return results
 
     def update(self, batch: DataProto, loss: Loss) -> dict[str, float]:
@@ -108,11 +107,11 @@ class TrainingEngine:
         self.optimizer.zero_grad(set_to_none=True)
         shares: dict[str, Tensor] = {}
         for micro in self._micro_batches(batch):
-            with computing_in(self.autocast, self.device):
+            with computing_in(self.autocast, self.model):
                 value, stats = loss(self.model, micro, totals)
-            if "plant_nan" in batch.meta_info:  # to try out what a run does then; see verl.safety
-                value = value * math.nan
-            value.backward()
+                if "plant_nan" in batch.meta_info:  # to try out what a run does then; see verl.safety
+                    value = value * math.nan
+                value.backward()
             for name, x in {"loss": value, **stats}.items():
                 shares[name] = shares.get(name, 0.0) + x.detach().double()
         self.parallel.sum_gradients(self.model.parameters())

@@ -41,6 +41,11 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     @property
+    def computes_in_own_type(self) -> tuple[nn.Module, ...]:
+        """Values are regressed on in the head's own precision; see `verl.models.precision`."""
+        return (self.head,)
+
+    @property
     def config(self) -> Any:
         return self.backbone.config
 
@@ -51,8 +56,7 @@ class ValueModel(nn.Module):
         hidden = self.backbone(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **others
         ).last_hidden_state
-        with torch.autocast(hidden.device.type, enabled=False):  # values are regressed on in the head's own precision
-            return ValueOutput(values=self.head(hidden.to(self.head.weight.dtype)).squeeze(-1))
+        return ValueOutput(values=self.head(hidden.to(self.head.weight.dtype)).squeeze(-1))
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:
         self.backbone.gradient_checkpointing_enable(**options)

@@ -1,16 +1,44 @@
-"""Matrix products in a narrower type than the weights are kept in."""
+"""Computing in a narrower type than the weights are kept in."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 Autocast = Literal["bfloat16"] | None
 
 
-def computing_in(dtype: Autocast, device: torch.device | str) -> AbstractContextManager[Any]:
-    """The context in which a model computes: torch.autocast to `dtype`, or nothing for None."""
-    kind = torch.device(device).type
-    return torch.autocast(kind, dtype=torch.bfloat16 if dtype else None, enabled=dtype is not None)
+@contextlib.contextmanager
+def computing_in(dtype: Autocast, model: nn.Module) -> Iterator[None]:
+    """Within, `model` computes in `dtype`, weights, activations and all; None changes nothing.
+
+    Every weight is replaced by its copy in that type, through which gradients reach the weight itself, in its own type.
+    Each is cast once for all that is done inside, where torch.autocast would cast weights and activations at every
+    product. The backward pass belongs inside too, since gradient checkpointing computes forward again.
+
+    A submodule may keep its own type: those in `model.computes_in_own_type` do (a value head).
+    """
+    if dtype is None:
+        yield
+        return
+    narrow = getattr(torch, dtype)
+    kept = {id(p) for part in getattr(model, "computes_in_own_type", ()) for p in part.parameters()}
+    copies: dict[int, torch.Tensor] = {}  # tied weights stay tied
+    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    try:
+        for module in model.modules():
+            for name, weight in module._parameters.items():
+                if weight is None or weight.dtype == narrow or not weight.is_floating_point() or id(weight) in kept:
+                    continue
+                if id(weight) not in copies:
+                    copies[id(weight)] = weight.to(narrow)
+                replaced.append((module._parameters, name, weight))
+                module._parameters[name] = copies[id(weight)]  # type: ignore[assignment]
+        yield
+    finally:
+        for parameters, name, weight in replaced:
+            parameters[name] = weight

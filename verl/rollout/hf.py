@@ -69,7 +69,7 @@ class HFSampler:
         lengths = prompts.batch["prompt_mask"].sum(dim=1)
         by_length = torch.argsort(lengths, descending=True, stable=True)
         for rows in by_length.split(max(1, self.options.max_rows // n)) if len(prompts) else ():
-            with computing_in(self.autocast, self.device):
+            with computing_in(self.autocast, self.model):
                 out = self._decode(prompts[rows].to(self.device), int(lengths[rows].max()), request)
             target = (rows[:, None] * n + torch.arange(n)).flatten()
             for whole, part in zip((responses, mask, log_probs), out, strict=True):

@@ -74,6 +74,6 @@ class ScriptedSampler:
         device = self.model.device
         fields = {name: rows.batch[name].to(device) for name in ("input_ids", "attention_mask", "position_ids")}
         responses = rows.batch["responses"].to(device)
-        with computing_in(self.autocast, device):
+        with computing_in(self.autocast, self.model):
             logits = response_positions(self.model(**fields, use_cache=False).logits, responses.shape[1])
         return log_probs_of(logits, responses, self.options.temperature).cpu()

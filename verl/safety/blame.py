@@ -67,7 +67,8 @@ def blame_for(metric: str, batch: DataProto) -> Blame:
     if metric.startswith("critic") and "values" in batch:
         return Blame("mean squared error of the value", _mean((batch["returns"] - batch["values"]) ** 2, mask))
     if "kl" in metric and "ref_log_probs" in batch:
-        gap = (batch["old_log_probs"] - batch["ref_log_probs"]).abs()
+        policy = batch["old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"]
+        gap = (policy - batch["ref_log_probs"]).abs()
         return Blame("mean distance of the log-probs to the reference's", _mean(gap, mask))
     return Blame("sum of |advantage|", masked_sum(batch["advantages"].double().abs(), mask, dim=-1))
 
