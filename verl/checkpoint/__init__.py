@@ -7,13 +7,15 @@
     manifest.py    what a checkpoint holds; the only truth about it
     safetensors_bytes.py   rendering and reading safetensors
     published.py   opening a checkpoint's directory
-    verify.py      quick, load, full
+    verify.py      whether it is what was written, quickly or in full
     reader.py      bytes of files and tensors, hashed while read
     ownership.py   one trainer at a time; the later one fences the earlier one out
     objects.py     deduplication by hard links
-    staging.py     a save in progress and its participants
+    discovery.py   which checkpoints are whole, and which is the newest
+    participant.py one writer of a save
+    staging.py     a save in progress, and its commit
+    store.py       CheckpointStore, where a save begins
     retention.py   what is kept
-    store.py       CheckpointStore, which ties these together
 
 Nothing here imports torch.
 """

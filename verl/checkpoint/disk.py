@@ -21,6 +21,7 @@ T = TypeVar("T")
 FICLONE = 0x40049409  # ioctl: let this file share the blocks of another one, until either is changed
 NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
 NO_CLONE = {errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS, errno.EPERM}
+OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # they say nothing about the file
 NO_LOCK = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -122,7 +123,7 @@ class Disk:
 
     def pointed_to(self, path: Path) -> str:
         """What a symbolic link says."""
-        return self.perform("pointed_to", os.readlink, path)
+        return self.perform("pointed_to", _pointed_to, path)
 
     def space(self, path: Path) -> Space:
         """What is free for this user on the file system that holds `path`."""
@@ -200,6 +201,10 @@ def _map(path: Path) -> memoryview:
 
 def _names(path: Path) -> list[str]:
     return sorted(os.listdir(path))
+
+
+def _pointed_to(path: Path) -> str:
+    return os.readlink(path)
 
 
 def _space(path: Path) -> Space:

@@ -108,12 +108,11 @@ class Manifest:
             files = tuple(_file(entry) for entry in raw["files"])
             tensors = tuple(_tensor(entry) for entry in raw["tensors"])
             plain = {key: raw[key] for key in _PLAIN_FIELDS}
-            if not isinstance(plain["sequence"], int) or not isinstance(plain["step"], int):
-                raise ManifestError("sequence and step are not whole numbers")
-        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
+            _whole_numbers([plain["sequence"], plain["step"]])
+        except ManifestError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ManifestError(f"it is no manifest of a checkpoint ({type(error).__name__}: {error})") from error
-        except json.JSONDecodeError as error:
-            raise ManifestError(f"it is not valid JSON: {error}") from error
         return cls(version=version, files=files, tensors=tensors, **plain)
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.disk import Disk
+from verl.checkpoint.disk import OUT_OF_RESOURCES, Disk
 from verl.checkpoint.hashing import digest_of
 from verl.checkpoint.manifest import (
     COMMIT,
@@ -120,6 +120,8 @@ def _read_own(disk: Disk, directory: Path, name: str, limit: int) -> bytes:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointIncomplete(directory, [FileFault(name, "it is missing")]) from error
     except OSError as error:
+        if error.errno in OUT_OF_RESOURCES:
+            raise
         raise CheckpointCorrupt(
             directory, [FileFault(name, f"it cannot be read: {error.strerror or error}")]
         ) from error

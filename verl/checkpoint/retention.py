@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from verl.checkpoint.discovery import PINS, TRASH
 from verl.checkpoint.files import make_directories, remove_tree, write_by_rename, write_errors
 from verl.checkpoint.published import Published
-from verl.checkpoint.store import PINS, TRASH, CheckpointStore
+from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.verify import Level
 from verl.description import Description
 from verl.errors import CheckpointNotFound

@@ -37,7 +37,8 @@ from verl.checkpoint.manifest import (
 from verl.checkpoint.participant import Participant, PartReport
 from verl.checkpoint.published import Published
 from verl.checkpoint.tensors import join_tensors
-from verl.errors import CheckpointIncomplete, FileFault
+from verl.checkpoint.verify import verified
+from verl.errors import BadCheckpoint, CheckpointIncomplete, FileFault
 
 if TYPE_CHECKING:
     from verl.checkpoint.store import CheckpointStore
@@ -162,7 +163,10 @@ class Staging:
         newest, sequence = self._store.newest_and_next_sequence()
         checksum = content_digest(manifest.files, manifest.tensors)
         if newest is not None and _is_same(newest.manifest, manifest, checksum):
-            return newest
+            with contextlib.suppress(BadCheckpoint):
+                newest = verified(self._disk, newest.directory)
+                self._disk.sync_directory(newest.directory.parent)  # its own save may have failed at this very call
+                return newest
         manifest = self._with_state(manifest, sequence, checksum, state)
         data = manifest.to_bytes()
         write_by_rename(self._disk, self.directory / MANIFEST, data)
@@ -187,9 +191,10 @@ class Staging:
             "metrics": manifest.metrics,
             "manifest_checksum": checksum,
         }
-        data = json.dumps({**own, **_finite(state), **own}, indent=2, ensure_ascii=False, allow_nan=False).encode()
-        write_by_rename(self._disk, self.directory / STATE, data + b"\n")
-        entry = FileEntry.of(STATE, [Leaf(len(data) + 1, digest_of(data + b"\n"))])
+        text = json.dumps({**own, **_finite(state), **own}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        data = text.encode("utf-8", "backslashreplace")  # half a surrogate pair becomes its JSON escape
+        write_by_rename(self._disk, self.directory / STATE, data)
+        entry = FileEntry.of(STATE, [Leaf(len(data), digest_of(data))])
         files = tuple(sorted((*manifest.files, entry), key=lambda e: e.path))
         return Manifest(**{**vars(manifest), "sequence": sequence, "files": files})
 

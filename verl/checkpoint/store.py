@@ -1,4 +1,4 @@
-"""The directory of checkpoints: where a save begins, what is there, what is the newest."""
+"""CheckpointStore: where a save begins, is published, and what it leaves behind is cleaned."""
 
 from __future__ import annotations
 
@@ -12,30 +12,22 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from verl.checkpoint.discovery import LATEST, RESERVED, STAGING, TRASH, CheckpointDirectory
 from verl.checkpoint.disk import Disk, Handle
 from verl.checkpoint.files import is_directory, remove_tree, write_errors, write_file
-from verl.checkpoint.manifest import COMMIT, FORMAT_NAME, FORMAT_VERSION, MANIFEST
+from verl.checkpoint.manifest import FORMAT_NAME, FORMAT_VERSION
 from verl.checkpoint.objects import Objects
 from verl.checkpoint.ownership import FORMAT, Ownership
-from verl.checkpoint.published import Published, open_published
 from verl.checkpoint.staging import Staging
-from verl.checkpoint.verify import Level, verified
-from verl.errors import (
-    BadCheckpoint,
-    CheckpointNotFound,
-    CheckpointTooNew,
-    NoSpaceForCheckpoint,
-)
+from verl.errors import NoSpaceForCheckpoint
 
 log = logging.getLogger(__name__)
 
-STAGING, TRASH, OBJECTS, PINS, LATEST = "staging", "trash", "objects", "pins", "latest"
-RESERVED = {STAGING, TRASH, OBJECTS, PINS, LATEST}
 TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
 OWN_FILES, OWN_BYTES = 16, 2**20  # of the store itself: manifest, commit, state, directories
 
 
-class CheckpointStore:
+class CheckpointStore(CheckpointDirectory):
     """Checkpoints of one directory.
 
     Reading (`complete`, `newest`, `open`) changes nothing and needs no permission to write; the first `begin` claims
@@ -55,11 +47,10 @@ class CheckpointStore:
     """
 
     def __init__(self, directory: str | Path, run_id: str = "", disk: Disk | None = None, claim: str | None = None):
-        self.directory, self.run_id = Path(directory).absolute(), run_id
-        self.disk = disk or Disk()
+        super().__init__(directory, disk)
+        self.run_id = run_id
         self.ownership = Ownership(self.disk, self.directory, run_id, claim)
         self.objects = Objects(self.disk, self.directory)
-        self._said: set[str] = set()
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -113,80 +104,7 @@ class CheckpointStore:
             lease = self._lease(directory)
         return Staging(self, directory, step, tag, participants, lease)
 
-    # -- what is there -----------------------------------------------------------------------------------------------
-
-    def complete(self, strict: bool = False, level: Level = "quick") -> list[Published]:
-        """Every checkpoint that verifies, in order of publication, the newest last.
-
-        A run resumed at step 100 publishes its step 200 after the step 300 that it abandoned; so it comes later.
-
-        Args:
-            strict: raise at the first bad one, instead of saying so in the log and leaving it out.
-        Raises:
-            BadCheckpoint: only with `strict`.
-        """
-        found = []
-        for directory in self.candidates():
-            try:
-                found.append(verified(self.disk, directory, level))
-            except BadCheckpoint as error:
-                if strict:
-                    raise
-                self._say(f"NOT USING checkpoint {error}")
-        return sorted(found, key=lambda published: (published.sequence, published.name))
-
-    def newest(self, strict: bool = False) -> Published:
-        """The complete checkpoint that was published last.
-
-        Raises:
-            CheckpointNotFound: there is none.
-            BadCheckpoint: only with `strict`, if any is bad.
-        """
-        complete = self.complete(strict)
-        if not complete:
-            raise CheckpointNotFound(f"{self.directory} holds no complete checkpoint")
-        return complete[-1]
-
-    def open(self, name: str, level: Level = "quick") -> Published:
-        """The checkpoint of this name; `latest` is the newest complete one, whatever the symbolic link says.
-
-        Raises:
-            CheckpointNotFound: there is none of this name.
-            BadCheckpoint: it does not verify.
-        """
-        if name == LATEST:
-            return self.newest()
-        if not is_directory(self.disk, self.directory / name):
-            raise CheckpointNotFound(f"{self.directory} has no checkpoint {name}")
-        return verified(self.disk, self.directory / name, level)
-
-    def candidates(self) -> list[Path]:
-        """Directories that are checkpoints, whole or not."""
-        try:
-            names = self.disk.names(self.directory)
-        except FileNotFoundError:
-            return []
-        directories = [self.directory / name for name in names if name not in RESERVED and not name.startswith(".")]
-        return [path for path in directories if is_directory(self.disk, path) and self._is_candidate(path)]
-
     # -- for Staging and retention, with the lock held ----------------------------------------------------------------
-
-    def newest_and_next_sequence(self) -> tuple[Published | None, int]:
-        """The last published checkpoint whose manifest can be read, and the number of the next publication.
-
-        Raises:
-            CheckpointTooNew: a later version of verl saves here.
-        """
-        opened = []
-        for directory in self.candidates():
-            try:
-                opened.append(open_published(self.disk, directory))
-            except CheckpointTooNew:
-                raise
-            except BadCheckpoint as error:
-                self._say(f"damaged checkpoint {error}")
-        newest = max(opened, key=lambda published: published.sequence, default=None)
-        return newest, newest.sequence + 1 if newest else 1
 
     def rename_into_place(self, staged: Path, name: str) -> Path:
         """Publish: the one operation after which the checkpoint is there. A name in use gets a suffix."""
@@ -194,7 +112,7 @@ class CheckpointStore:
         while True:
             target = self.directory / (name if number == 1 else f"{name}-{number}")
             number += 1
-            if self._exists(target):
+            if self.exists(target):
                 continue
             try:
                 self.disk.rename(staged, target)
@@ -227,12 +145,12 @@ class CheckpointStore:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        missing = [path for path in (self.directory, *self.directory.parents) if not self._exists(path)]
+        missing = [path for path in (self.directory, *self.directory.parents) if not self.exists(path)]
         for path in (*reversed(missing), self.directory / STAGING):
             with contextlib.suppress(FileExistsError):
                 self.disk.make_directory(path)
                 self.disk.sync_directory(path.parent)
-        if self._exists(self.directory / FORMAT):
+        if self.exists(self.directory / FORMAT):
             return
         form = {"name": FORMAT_NAME, "version": FORMAT_VERSION, "run_id": self.run_id, "created_at": time.time()}
         temporary = self.directory / STAGING / f"format-{secrets.token_hex(6)}"
@@ -287,21 +205,3 @@ class CheckpointStore:
                 freed += remove_tree(self.disk, path)
                 self.disk.close(lease)
         return freed + remove_tree(self.disk, self.directory / TRASH)
-
-    def _is_candidate(self, directory: Path) -> bool:
-        if directory.name.startswith("global_step_"):
-            return True
-        return any(self._exists(directory / name) for name in (COMMIT, MANIFEST))
-
-    def _exists(self, path: Path) -> bool:
-        try:
-            self.disk.status(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
-
-    def _say(self, sentence: str) -> None:
-        """Loudly, and once."""
-        if sentence not in self._said:
-            self._said.add(sentence)
-            log.error(sentence)

@@ -7,11 +7,12 @@ full    every byte; names the file and the tensor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from verl.checkpoint.disk import Disk
+from verl.checkpoint.disk import OUT_OF_RESOURCES, Disk
 from verl.checkpoint.files import files_below
 from verl.checkpoint.hashing import digest_of
 from verl.checkpoint.manifest import COMMIT, MANIFEST, STATE, FileEntry, content_digest
@@ -34,7 +35,12 @@ def verified(disk: Disk, directory: Path, level: Level = "quick") -> Published:
         if not missing and level == "full":
             others += full_faults(disk, published)
     except FileNotFoundError as error:  # it is being pruned while we look
-        raise CheckpointIncomplete(directory, [FileFault(Path(error.filename or "").name, "it vanished")]) from error
+        raise CheckpointIncomplete(directory, [FileFault(_named(directory, error), "it vanished")]) from error
+    except OSError as error:
+        if error.errno in OUT_OF_RESOURCES:
+            raise
+        fault = FileFault(_named(directory, error), f"it cannot be read: {error.strerror or error}")
+        raise CheckpointCorrupt(directory, [fault]) from error
     if missing:
         raise CheckpointIncomplete(directory, missing + others)
     if others:
@@ -99,6 +105,10 @@ def _content_faults(disk: Disk, published: Published, entry: FileEntry) -> Itera
         begin = end
 
 
+def _named(directory: Path, error: OSError) -> str:
+    return Path(os.path.relpath(error.filename or directory, directory)).as_posix()
+
+
 def _tiling_faults(published: Published) -> Iterator[FileFault]:
     sizes = {entry.path: entry.size for entry in published.manifest.files}
     for tensor in published.manifest.tensors:
@@ -117,8 +127,8 @@ def _header_faults(disk: Disk, published: Published) -> Iterator[FileFault]:
             continue
         try:
             places = _places(disk, published.path(file), sizes[file])
-        except (OSError, ValueError) as error:
-            yield FileFault(file, str(error))
+        except ValueError as error:
+            yield FileFault(file, str(error), published.tensors_in(file))
             continue
         for tensor, part in parts:
             place = places.get(part.key or "")
