@@ -38,9 +38,11 @@ def write_file(disk: Disk, path: Path, buffers: Iterable[Any]) -> tuple[Leaf, ..
 def write_by_rename(disk: Disk, path: Path, data: bytes) -> None:
     """Write a small file so that its name, once there, always leads to all of it. Syncs the file, not the directory."""
     temporary = path.with_name(path.name + ".tmp")
-    with contextlib.suppress(FileNotFoundError):
+    try:
+        write_file(disk, temporary, [data])
+    except FileExistsError:  # a process was killed here once
         disk.unlink(temporary)
-    write_file(disk, temporary, [data])
+        write_file(disk, temporary, [data])
     disk.rename(temporary, path)
 
 
