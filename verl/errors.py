@@ -14,6 +14,7 @@ VerlError
     │   └── CheckpointTooNew                  a later version of verl wrote it
     ├── CheckpointNotFound (FileNotFoundError)   there is none
     ├── CheckpointFenced (RuntimeError)       another trainer has taken over the directory
+    ├── CheckpointReadFailed (OSError)        the file system does not show what is there
     └── CheckpointWriteFailed (OSError)       the file system refused; nothing was published
         └── NoSpaceForCheckpoint              too few bytes or inodes are free
 """
@@ -148,6 +149,10 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 
 class CheckpointFenced(CheckpointError, RuntimeError):
     """Another trainer has taken over the directory; this one publishes nothing there any more."""
+
+
+class CheckpointReadFailed(CheckpointError, OSError):
+    """The file system does not show what is there."""
 
 
 class CheckpointWriteFailed(CheckpointError, OSError):

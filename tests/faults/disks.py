@@ -96,14 +96,14 @@ class FailingDisk(Disk):
 
 
 class RefusingDisk(Disk):
-    """Refuses every operation of some names, as a file system without them does."""
+    """Refuses every operation of some names with the code given, as a file system without them does."""
 
-    def __init__(self, code: int, *names: str):
-        self._code, self._names = code, names
+    def __init__(self, **codes: int):
+        self._codes = codes
 
     def perform(self, operation: str, call: Callable[..., Any], *args: Any) -> Any:
-        if operation in self._names:
-            raise OSError(self._code, os.strerror(self._code), str(_plain(args[0])))
+        if (code := self._codes.get(operation)) is not None:
+            raise OSError(code, os.strerror(code), str(_plain(args[0])))
         return call(*args)
 
 

@@ -84,6 +84,7 @@ class Scenario:
         before: versions saved beforehand, at steps 100, 200, ...
         act: what is done.
         after: the version that is the newest once it is done.
+        saves: whether it saves; else the staging directory of a dead process lies there.
     """
 
     name: str
@@ -96,17 +97,13 @@ class Scenario:
         store = CheckpointStore(root, run_id="first")
         for version in range(1, self.before + 1):
             save(store, 100 * version, version)
+        if not self.saves:
+            abandoned = root / "staging" / "300-abandoned"
+            abandoned.mkdir()
+            (abandoned / "half").write_bytes(b"half")
 
     def __str__(self) -> str:
         return self.name
-
-
-def _garbage(store: CheckpointStore) -> None:
-    abandoned = store.directory / "staging" / "300-abandoned"
-    if not abandoned.exists():
-        abandoned.mkdir()
-        (abandoned / "half").write_bytes(b"half")
-    collect_garbage(store)
 
 
 SCENARIOS = [
@@ -115,7 +112,7 @@ SCENARIOS = [
     Scenario("same step again", 2, lambda store: save(store, 200, 3), 3),
     Scenario("tagged save", 1, lambda store: save(store, 150, 2, tag="loss_0.12_step_150"), 2),
     Scenario("retention", 4, lambda store: prune(store, Retention(keep_last_n=2)), 4, saves=False),
-    Scenario("garbage", 2, _garbage, 2, saves=False),
+    Scenario("garbage", 2, collect_garbage, 2, saves=False),
     Scenario("pin", 2, lambda store: pin(store, "global_step_100", "a milestone"), 2, saves=False),
 ]
 

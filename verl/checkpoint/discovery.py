@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from verl.checkpoint.disk import Disk
-from verl.checkpoint.files import is_directory
+from verl.checkpoint.files import is_directory, read_errors
 from verl.checkpoint.manifest import COMMIT, MANIFEST
 from verl.checkpoint.published import Published, open_published
 from verl.checkpoint.verify import Level, verified
@@ -51,11 +51,12 @@ class CheckpointDirectory:
     def survey(self, level: Level = "quick") -> tuple[list[Published], list[BadCheckpoint]]:
         """Those that verify, in order of publication, and what is wrong with each of the others."""
         good, bad = [], []
-        for directory in self.candidates():
-            try:
-                good.append(verified(self.disk, directory, level))
-            except BadCheckpoint as error:
-                bad.append(error)
+        with read_errors(f"looking for checkpoints in {self.directory}"):
+            for directory in self.candidates():
+                try:
+                    good.append(verified(self.disk, directory, level))
+                except BadCheckpoint as error:
+                    bad.append(error)
         return sorted(good, key=lambda published: (published.sequence, published.name)), bad
 
     def newest(self, strict: bool = False) -> Published:
@@ -84,9 +85,10 @@ class CheckpointDirectory:
         """
         if name == LATEST:
             return self.newest()
-        if not is_directory(self.disk, self.directory / name):
-            raise CheckpointNotFound(f"{self.directory} has no checkpoint {name}")
-        return verified(self.disk, self.directory / name, level)
+        with read_errors(f"opening checkpoint {name}"):
+            if not is_directory(self.disk, self.directory / name):
+                raise CheckpointNotFound(f"{self.directory} has no checkpoint {name}")
+            return verified(self.disk, self.directory / name, level)
 
     def candidates(self) -> list[Path]:
         """Directories that are checkpoints, whole or not."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.checkpoint.disk import NO_CLONE, NO_LINK, Disk, Handle
 from verl.checkpoint.hashing import Leaf, LeafHasher, blocks, flat_view
-from verl.errors import CheckpointError, CheckpointWriteFailed, NoSpaceForCheckpoint
+from verl.errors import CheckpointError, CheckpointReadFailed, CheckpointWriteFailed, NoSpaceForCheckpoint
 
 
 def write_file(disk: Disk, path: Path, buffers: Iterable[Any]) -> tuple[Leaf, ...]:
@@ -90,6 +90,22 @@ def write_errors(doing: str) -> Iterator[None]:
         kind = NoSpaceForCheckpoint if error.errno in (errno.ENOSPC, errno.EDQUOT) else CheckpointWriteFailed
         where = f" ({error.filename})" if error.filename else ""
         raise kind(f"{doing} failed: {error.strerror or error}{where}. Earlier checkpoints are untouched") from error
+
+
+@contextlib.contextmanager
+def read_errors(doing: str) -> Iterator[None]:
+    """The same where something is only looked at.
+
+    Raises:
+        CheckpointReadFailed: the file system refused.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise CheckpointReadFailed(f"{doing} failed: {error.strerror or error}{where}") from error
 
 
 def make_directories(disk: Disk, path: Path, below: Path) -> None:

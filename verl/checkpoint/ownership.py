@@ -79,7 +79,8 @@ class Ownership:
             yield
         finally:
             if handle is not None:
-                self._disk.close(handle)
+                with contextlib.suppress(OSError):  # the lock is gone all the same
+                    self._disk.close(handle)
 
     def _lock(self):
         deadline = time.monotonic() + LOCK_TIMEOUT_S

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl.checkpoint.discovery import PINS, TRASH
-from verl.checkpoint.files import make_directories, remove_tree, write_by_rename, write_errors
+from verl.checkpoint.files import make_directories, read_errors, remove_tree, write_by_rename, write_errors
 from verl.checkpoint.published import Published
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.verify import Level
@@ -148,10 +148,8 @@ def unpin(store: CheckpointStore, name: str) -> None:
 
 def pins(store: CheckpointStore) -> dict[str, str]:
     """The pinned names and why."""
-    try:
-        names = store.disk.names(store.directory / PINS)
-    except FileNotFoundError:
-        return {}
+    with read_errors("looking for pins"):
+        names = store.disk.names(store.directory / PINS) if store.exists(store.directory / PINS) else []
     return {name: _reason(store, name) for name in names if not name.endswith(".tmp")}
 
 
