@@ -44,9 +44,10 @@ class Ownership:
     def take(self) -> str:
         """Claim the directory for this trainer. Call it with the lock held."""
         epoch = self._recorded().get("epoch")
-        self.claim = f"{(epoch if isinstance(epoch, int) else 0) + 1}-{secrets.token_hex(8)}"
-        self._record()
-        return self.claim
+        claim = f"{(epoch if isinstance(epoch, int) else 0) + 1}-{secrets.token_hex(8)}"
+        self._record(claim)
+        self.claim = claim  # only now: a claim that could not be recorded is taken anew
+        return claim
 
     def check(self) -> None:
         """Call it with the lock held.
@@ -54,11 +55,12 @@ class Ownership:
         Raises:
             CheckpointFenced: another trainer has claimed the directory since.
         """
+        assert self.claim is not None, "a claim is checked after it was taken"
         recorded = self._recorded()
         if recorded.get("claim") == self.claim:
             return
         if "claim" not in recorded:
-            self._record()  # somebody cleaned up; a later owner would have left its own
+            self._record(self.claim)  # somebody cleaned up; a later owner would have left its own
             return
         raise CheckpointFenced(
             f"{self._root} was taken over by run {recorded.get('run_id')} (process {recorded.get('pid')} on "
@@ -106,11 +108,10 @@ class Ownership:
             return {}
         return owner if isinstance(owner, dict) else {}
 
-    def _record(self) -> None:
-        assert self.claim is not None
+    def _record(self, claim: str) -> None:
         owner = {
-            "claim": self.claim,
-            "epoch": int(self.claim.split("-")[0]),
+            "claim": claim,
+            "epoch": int(claim.split("-")[0]),
             "run_id": self._run_id,
             "host": socket.gethostname(),
             "pid": os.getpid(),

@@ -77,9 +77,7 @@ def render(tensors: Sequence[TensorBytes], metadata: dict[str, str] | None = Non
     spans, end = [], 0
     for tensor, view in zip(ordered, views):
         if len(view) != tensor.num_bytes:
-            raise ValueError(
-                f"{tensor.name} has {len(view)} bytes, {tensor.dtype}{list(tensor.shape)} has another size"
-            )
+            raise ValueError(f"{tensor.name} has {len(view)} bytes, not those of {tensor.dtype}{list(tensor.shape)}")
         spans.append((end, end := end + len(view)))
         header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": spans[-1]}
     text = json.dumps(header, separators=(",", ":")).encode()
