@@ -92,9 +92,8 @@ def test_shards_are_those_that_transformers_expects(tmp_path):
 
 
 def test_a_tensor_larger_than_a_shard_has_one_of_its_own():
-    files, _ = render_shards(
-        [TensorBytes(n, "U8", (size,), bytes(size)) for n, size in [("a", 2), ("b", 9), ("c", 2)]], 4
-    )
+    sizes = {"a": 2, "b": 9, "c": 2}
+    files, _ = render_shards([TensorBytes(name, "U8", (size,), bytes(size)) for name, size in sizes.items()], 4)
     assert [list(rendered.places) for rendered in files.values()] == [["a"], ["b"], ["c"]]
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from verl.checkpoint.tensors import LogicalTensor, Slice, join_tensors
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # start and extent
 
-def tensor(
-    shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]], dtype: str = "F32"
-) -> LogicalTensor:
+
+def tensor(shape: tuple[int, ...], *boxes: Box, dtype: str = "F32") -> LogicalTensor:
     slices = tuple(Slice(file=f"f{n}", offset=0, start=start, extent=extent) for n, (start, extent) in enumerate(boxes))
     return LogicalTensor(component="c", name="t", dtype=dtype, shape=shape, slices=slices)
 
@@ -23,7 +23,9 @@ TILED = {
     "rows of uneven height": tensor((7, 2), ((0, 0), (3, 2)), ((3, 0), (3, 2)), ((6, 0), (1, 2))),
     "columns": tensor((4, 6), ((0, 0), (4, 3)), ((0, 3), (4, 3))),
     "a grid": tensor((4, 4), *(((i, j), (2, 2)) for i in (0, 2) for j in (0, 2))),
-    "a pinwheel": tensor((3, 3), ((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))),
+    "a pinwheel": tensor(
+        (3, 3), ((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))
+    ),
     "no dimensions": tensor((), ((), ())),
     "no elements": tensor((0, 3), ((0, 0), (0, 3))),
     "no elements in no slices": tensor((0, 3)),
@@ -58,7 +60,7 @@ def test_what_does_not_tile_is_named(kind):
 
 
 @st.composite
-def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
     found = []
     for _ in range(draw(st.integers(0, 4))):

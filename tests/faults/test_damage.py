@@ -237,7 +237,7 @@ def test_foreign_directories_and_files_are_passed_over_in_silence(store, caplog)
 
 
 def test_a_checkpoint_may_be_moved(store, tmp_path):
-    moved = shutil.copytree(store.directory / "global_step_200", tmp_path / "elsewhere/other_name")
+    shutil.copytree(store.directory / "global_step_200", tmp_path / "elsewhere/other_name")
     assert version_of(CheckpointStore(tmp_path / "elsewhere").open("other_name")) == 2
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl.checkpoint.discovery import LATEST, RESERVED, STAGING, TRASH, CheckpointDirectory
-from verl.checkpoint.disk import Disk, Handle
+from verl.checkpoint.disk import NO_LINK, Disk, Handle
 from verl.checkpoint.files import is_directory, remove_tree, write_errors, write_file
 from verl.checkpoint.manifest import FORMAT_NAME, FORMAT_VERSION
 from verl.checkpoint.objects import Objects
@@ -64,9 +64,7 @@ class CheckpointStore(CheckpointDirectory):
             with write_errors(f"preparing {self.directory}"):
                 self._prepare()
                 with self.ownership.locked():
-                    claim = self.ownership.take()
-                    self._remove_leftovers()
-            return claim
+                    return self.ownership.take()
         return self.ownership.claim
 
     def begin(
@@ -99,6 +97,7 @@ class CheckpointStore(CheckpointDirectory):
         directory = self.directory / STAGING / f"{step}-{secrets.token_hex(6)}"
         with write_errors(f"beginning the save of step {step}"), self.ownership.locked():
             self.ownership.check()
+            self._try_to_remove_leftovers()
             self.disk.make_directory(directory)
             self.disk.sync_directory(directory.parent)
             lease = self._lease(directory)
@@ -155,7 +154,7 @@ class CheckpointStore(CheckpointDirectory):
         form = {"name": FORMAT_NAME, "version": FORMAT_VERSION, "run_id": self.run_id, "created_at": time.time()}
         temporary = self.directory / STAGING / f"format-{secrets.token_hex(6)}"
         write_file(self.disk, temporary, [json.dumps(form, indent=2).encode() + b"\n"])
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(FileExistsError, FileNotFoundError):  # another process was first, and cleaned up
             self._place_once(temporary, self.directory / FORMAT)
         self.disk.sync_directory(self.directory)
 
@@ -163,9 +162,9 @@ class CheckpointStore(CheckpointDirectory):
         """Give a finished file its name unless another process was first: the file is locked by its inode."""
         try:
             self.disk.link(temporary, target)
-        except FileExistsError:
-            raise
-        except OSError:  # no hard links here
+        except OSError as error:
+            if error.errno not in NO_LINK:
+                raise
             self.disk.rename(temporary, target)
             return
         self.disk.unlink(temporary)
@@ -189,6 +188,12 @@ class CheckpointStore(CheckpointDirectory):
         with contextlib.suppress(OSError):
             return self.disk.lock(directory)
         return None
+
+    def _try_to_remove_leftovers(self) -> None:
+        try:
+            self._remove_leftovers()
+        except OSError as error:  # they take space and do no harm
+            log.warning("leftovers of earlier saves could not be removed: %s", error)
 
     def _remove_leftovers(self) -> int:
         freed = 0
