@@ -107,11 +107,11 @@ def test_pins_are_files_with_a_reason(tmp_path):
 def test_garbage_is_what_dead_processes_left(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     save(store, 1, 1)
-    for left in ("staging/7-dead/actor", "trash/global_step_9-x"):
-        (store.directory / left).mkdir(parents=True)
-        (store.directory / left / "file").write_bytes(bytes(1000))
     with store.begin(2) as alive:
         alive.main.write("a", [b"1"])
+        for left in ("staging/7-dead/actor", "trash/global_step_9-x"):
+            (store.directory / left).mkdir(parents=True)
+            (store.directory / left / "file").write_bytes(bytes(1000))
         assert collect_garbage(store) == 2000
         assert alive.commit().step == 2
     shutil.rmtree(store.directory / "global_step_1")
