@@ -61,7 +61,8 @@ def cut_everywhere(
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
-def test_a_power_cut_leaves_the_old_or_the_new_checkpoint(scenario):
+def test_a_power_cut_leaves_the_old_or_the_new_checkpoint(scenario, record_property):
+    record_property("fault_cases", 120)
     assert cut_everywhere(scenario, traced(scenario), sample=120)[1] == []
 
 
@@ -69,7 +70,7 @@ def test_a_power_cut_leaves_the_old_or_the_new_checkpoint(scenario):
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_a_power_cut_anywhere_leaves_the_old_or_the_new_checkpoint(scenario, record_property):
     num_cuts, faults = cut_everywhere(scenario, traced(scenario))
-    record_property("cases", num_cuts)
+    record_property("fault_cases", num_cuts)
     assert faults == []
 
 

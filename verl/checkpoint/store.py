@@ -206,7 +206,11 @@ class CheckpointStore(CheckpointDirectory):
                 lease = self.disk.lock(path)
             except OSError:  # no locks here: what may be alive is left alone
                 continue
-            if lease is not None:
+            if lease is None:
+                continue
+            try:
                 freed += remove_tree(self.disk, path)
-                self.disk.close(lease)
+            finally:
+                with contextlib.suppress(OSError):
+                    self.disk.close(lease)
         return freed + remove_tree(self.disk, self.directory / TRASH)
