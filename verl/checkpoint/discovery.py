@@ -8,6 +8,7 @@ from pathlib import Path
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.files import is_directory, read_errors
 from verl.checkpoint.manifest import COMMIT, MANIFEST
+from verl.checkpoint.ownership import FORMAT, OWNER
 from verl.checkpoint.published import Published, open_published
 from verl.checkpoint.verify import Level, verified
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew
@@ -15,7 +16,7 @@ from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew
 log = logging.getLogger(__name__)
 
 STAGING, TRASH, OBJECTS, PINS, LATEST = "staging", "trash", "objects", "pins", "latest"
-RESERVED = {STAGING, TRASH, OBJECTS, PINS, LATEST}
+RESERVED = {STAGING, TRASH, OBJECTS, PINS, LATEST, FORMAT, OWNER}
 
 
 class CheckpointDirectory:

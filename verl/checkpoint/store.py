@@ -19,7 +19,7 @@ from verl.checkpoint.manifest import FORMAT_NAME, FORMAT_VERSION
 from verl.checkpoint.objects import Objects
 from verl.checkpoint.ownership import FORMAT, Ownership
 from verl.checkpoint.staging import Staging
-from verl.errors import NoSpaceForCheckpoint
+from verl.errors import ConfigError, NoSpaceForCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -83,15 +83,17 @@ class CheckpointStore(CheckpointDirectory):
             needed_bytes, needed_files: that will be written, without what is linked; more than is free is refused now.
             participants: names of all writers besides `main`; the commit waits for none and refuses if one is missing.
         Raises:
+            ConfigError: the tag is no name for a directory.
             NoSpaceForCheckpoint: too little is free.
             CheckpointFenced: another trainer has taken over.
             CheckpointWriteFailed: the directory cannot be written.
         """
         if tag is not None and (not TAG.fullmatch(tag) or tag in RESERVED or tag.startswith("global_step_")):
-            raise ValueError(
+            raise ConfigError(
                 f"tag is {tag!r}: it names a directory. Use letters, digits and . _ = + -, and none of the store's own "
-                f"names ({', '.join(sorted(RESERVED))}, global_step_...)"
+                f"names ({', '.join(sorted(RESERVED))}, global_step_...)."
             )
+        assert step >= 0, step
         self.claim_directory()
         self._check_space(needed_bytes, needed_files)
         directory = self.directory / STAGING / f"{step}-{secrets.token_hex(6)}"
