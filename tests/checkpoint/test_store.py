@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -159,9 +161,6 @@ def test_participants_in_other_processes_write_slices_of_one_tensor(store):
         "assert 'torch' not in sys.modules\n"
         "sys.stdout.buffer.write(pickle.dumps(participant.report()))\n"
     )
-    import pickle
-import re
-
     with store.begin(1, participants=["rank_0", "rank_1"]) as staging:
         commands = [[sys.executable, "-c", code, str(staging.directory), str(rank)] for rank in (0, 1)]
         root = Path(__file__).parents[2]
