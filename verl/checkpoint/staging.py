@@ -166,6 +166,7 @@ class Staging:
             with contextlib.suppress(BadCheckpoint):
                 newest = verified(self._disk, newest.directory)
                 self._disk.sync_directory(newest.directory.parent)  # its own save may have failed at this very call
+                self._store.point_latest(newest.name)
                 return newest
         manifest = self._with_state(manifest, sequence, checksum, state)
         data = manifest.to_bytes()
