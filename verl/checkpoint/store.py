@@ -14,7 +14,7 @@ from pathlib import Path
 
 from verl.checkpoint.discovery import LATEST, RESERVED, STAGING, TRASH, CheckpointDirectory
 from verl.checkpoint.disk import NO_LINK, Disk, Handle
-from verl.checkpoint.files import is_directory, remove_tree, write_errors, write_file
+from verl.checkpoint.files import is_directory, remove_content, remove_tree, write_errors, write_file
 from verl.checkpoint.manifest import FORMAT_NAME, FORMAT_VERSION
 from verl.checkpoint.objects import Objects
 from verl.checkpoint.ownership import FORMAT, Ownership
@@ -215,4 +215,4 @@ class CheckpointStore(CheckpointDirectory):
             finally:
                 with contextlib.suppress(OSError):
                     self.disk.close(lease)
-        return freed + remove_tree(self.disk, self.directory / TRASH)
+        return freed + remove_content(self.disk, self.directory / TRASH)
