@@ -147,9 +147,11 @@ class CheckpointStore(CheckpointDirectory):
 
     def _prepare(self) -> None:
         missing = [path for path in (self.directory, *self.directory.parents) if not self.exists(path)]
-        for path in (*reversed(missing), self.directory / STAGING):
+        for path in (*reversed(missing or [self.directory]), self.directory / STAGING):
             with contextlib.suppress(FileExistsError):
                 self.disk.make_directory(path)
+            # Even where it existed: whoever made it may have been killed before this line.
+            with contextlib.suppress(PermissionError):
                 self.disk.sync_directory(path.parent)
         if self.exists(self.directory / FORMAT):
             return
