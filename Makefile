@@ -1,5 +1,6 @@
 # make quickstart   install into .venv, train a tiny model by SFT and then PPO, show that it learned
 # make test         install, then check layers, style and types, and run every test that this machine can run
+# make faults       every kill, power cut and refusal that the checkpoint store must survive; minutes
 # make bench        run the benchmarks and rewrite the results table of the README
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
 
-.PHONY: install install-dev quickstart test lint bench docs clean
+.PHONY: install install-dev quickstart test faults lint bench docs clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -36,6 +37,9 @@ lint: install-dev
 
 test: install-dev lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+faults: install-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "exhaustive or not exhaustive"
 
 bench: install
 	$(BIN)/python -m pip install --quiet -r requirements-bench.txt

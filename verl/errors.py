@@ -6,14 +6,26 @@ VerlError
 ├── RewardError (ValueError)                  a reward function raised, or returned something that is no reward
 ├── NonFiniteError (FloatingPointError)       a loss, gradient, log-prob or advantage is not a finite number
 │   └── NonFiniteRewardError (RewardError)    a reward is not a finite number
-└── WorkerError (RuntimeError)                a role failed in another process; carries that process's traceback
-    └── WorkerDied                            the process itself is gone
+├── WorkerError (RuntimeError)                a role failed in another process; carries that process's traceback
+│   └── WorkerDied                            the process itself is gone
+└── CheckpointError                           saving or reading a checkpoint
+    ├── BadCheckpoint (ValueError)            this one cannot be used; names every file at fault
+    │   ├── CheckpointIncomplete              it was never published whole, or something of it is gone
+    │   ├── CheckpointCorrupt                 something of it is not what was written
+    │   └── CheckpointTooNew                  a later version of verl wrote it
+    ├── CheckpointNotFound (FileNotFoundError)   there is none
+    ├── CheckpointFenced (RuntimeError)       another trainer has taken over the directory
+    ├── CheckpointReadFailed (OSError)        the file system does not show what is there
+    └── CheckpointWriteFailed (OSError)       the file system refused; nothing was published
+        └── NoSpaceForCheckpoint              too few bytes or inodes are free
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 
 class VerlError(Exception):
@@ -94,3 +106,74 @@ class WorkerError(VerlError, RuntimeError):
 
 class WorkerDied(WorkerError):
     """A worker process ended without answering."""
+
+
+class CheckpointError(VerlError):
+    """Saving or reading a checkpoint failed."""
+
+
+@dataclass(frozen=True)
+class FileFault:
+    """What is wrong with one file of a checkpoint.
+
+    Args:
+        file: its path within the checkpoint.
+        problem: in words.
+        tensors: the logical tensors whose bytes are affected, as `component/name`, where that is known.
+    """
+
+    file: str
+    problem: str
+    tensors: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.tensors[:4]) + (f" and {len(self.tensors) - 4} more" if len(self.tensors) > 4 else "")
+        return f"{self.file}: {self.problem}" + (f" (in {shown})" if shown else "")
+
+
+class BadCheckpoint(CheckpointError, ValueError):
+    """A directory that cannot be used as a checkpoint.
+
+    Args:
+        directory: of the checkpoint.
+        faults: at least one.
+    """
+
+    def __init__(self, directory: Path, faults: Sequence[FileFault]):
+        self.directory, self.faults = directory, tuple(faults)
+        super().__init__(f"{directory}: " + "; ".join(str(fault) for fault in self.faults))
+
+    def __reduce__(self):
+        return type(self), (self.directory, self.faults)
+
+
+class CheckpointIncomplete(BadCheckpoint):
+    """It was never published whole, or something of it is gone."""
+
+
+class CheckpointCorrupt(BadCheckpoint):
+    """Something of it is not what was written."""
+
+
+class CheckpointTooNew(BadCheckpoint):
+    """A later version of verl wrote it."""
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """There is no checkpoint to use."""
+
+
+class CheckpointFenced(CheckpointError, RuntimeError):
+    """Another trainer has taken over the directory; this one publishes nothing there any more."""
+
+
+class CheckpointReadFailed(CheckpointError, OSError):
+    """The file system does not show what is there."""
+
+
+class CheckpointWriteFailed(CheckpointError, OSError):
+    """The file system refused an operation of a save; nothing was published, earlier checkpoints are as they were."""
+
+
+class NoSpaceForCheckpoint(CheckpointWriteFailed):
+    """Too few bytes or inodes are free."""

@@ -1,0 +1,119 @@
+"""What is kept, and that two checkpoints always remain."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+
+import pytest
+from faults.scenarios import FROZEN, save
+
+from verl.checkpoint.retention import Retention, collect_garbage, pin, pins, prune, unpin
+from verl.checkpoint.store import CheckpointStore
+from verl.errors import CheckpointNotFound, ConfigError
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory):
+    """Six checkpoints at the steps 100 to 600; the best by `version` is the newest."""
+    directory = tmp_path_factory.mktemp("retention") / "checkpoints"
+    for version in range(1, 7):
+        save(CheckpointStore(directory), 100 * version, version, tag="milestone" if version == 2 else None)
+    return directory
+
+
+def steps_kept(six, retention: Retention, pinned=()) -> list[int]:
+    complete = CheckpointStore(six).complete()
+    kept = retention.kept(complete, pinned)
+    return [published.step for published in complete if published.name in kept]
+
+
+KEPT = {
+    "everything": (Retention(), [100, 200, 300, 400, 500, 600]),
+    "the last three and the tagged": (Retention(keep_last_n=3), [200, 400, 500, 600]),
+    "never fewer than two": (Retention(keep_last_n=1), [200, 500, 600]),
+    "the best": (Retention(keep_last_n=1, keep_best="version", best_mode="min"), [100, 200, 500, 600]),
+    "the best by a metric nobody has": (Retention(keep_last_n=1, keep_best="reward"), [200, 500, 600]),
+    "every third hundred": (Retention(keep_last_n=1, keep_every=300), [200, 300, 500, 600]),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_is_kept(kind, six):
+    retention, steps = KEPT[kind]
+    assert steps_kept(six, retention) == steps
+
+
+def test_what_is_pinned_is_kept(six):
+    assert steps_kept(six, Retention(keep_last_n=2), ["global_step_100"]) == [100, 200, 500, 600]
+
+
+def test_every_choice_keeps_two(six):
+    for last, every, best in itertools.product((1, 2, 9), (None, 1, 7), (None, "version")):
+        assert len(steps_kept(six, Retention(keep_last_n=last, keep_every=every, keep_best=best))) >= 2
+
+
+@pytest.mark.parametrize("wrong", [{"keep_last_n": 0}, {"keep_every": 0}, {"best_mode": "most"}])
+def test_a_choice_that_makes_no_sense_is_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Retention(**wrong)
+
+
+def test_pruning_removes_the_files_and_what_they_shared(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for version in range(1, 5):
+        save(store, version, version)
+    with store.begin(5) as staging:
+        staging.main.write("actor/other.json", [b"of one save"], deduplicate=True)
+        staging.main.write("reference_model/frozen.bin", [FROZEN])
+        staging.commit()
+    assert len(list((store.directory / "objects").iterdir())) == 2
+    assert prune(store, Retention(keep_last_n=2)) == ["global_step_1", "global_step_2", "global_step_3"]
+    assert [published.step for published in store.complete()] == [4, 5]
+    assert list((store.directory / "trash").iterdir()) == []
+    save(store, 6, 6)
+    save(store, 7, 7)
+    prune(store, Retention(keep_last_n=2))
+    assert len(list((store.directory / "objects").iterdir())) == 1
+    assert os.readlink(store.directory / "latest") == "global_step_7"
+
+
+def test_a_bad_checkpoint_counts_for_nothing_and_is_left_alone(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for version in range(1, 5):
+        save(store, version, version)
+    (store.directory / "global_step_4/COMMIT").unlink()
+    assert prune(store, Retention(keep_last_n=2)) == ["global_step_1"]
+    assert [published.step for published in store.complete()] == [2, 3]
+    assert (store.directory / "global_step_4").exists()
+
+
+def test_pins_are_files_with_a_reason(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for version in range(1, 4):
+        save(store, version, version)
+    pin(store, "global_step_1", "for the paper")
+    pin(store, "latest")
+    assert pins(store) == {"global_step_1": "for the paper", "global_step_3": ""}
+    assert prune(store, Retention(keep_last_n=1)) == []
+    unpin(store, "global_step_1")
+    assert prune(store, Retention(keep_last_n=1)) == ["global_step_1"]
+    for use in (unpin, pin):
+        with pytest.raises(CheckpointNotFound, match="global_step_1"):
+            use(store, "global_step_1")
+
+
+def test_garbage_is_what_dead_processes_left(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    save(store, 1, 1)
+    with store.begin(2) as alive:
+        alive.main.write("a", [b"1"])
+        for left in ("staging/7-dead/actor", "trash/global_step_9-x"):
+            (store.directory / left).mkdir(parents=True)
+            (store.directory / left / "file").write_bytes(bytes(1000))
+        assert collect_garbage(store) == 2000
+        assert alive.commit().step == 2
+    shutil.rmtree(store.directory / "global_step_1")
+    assert collect_garbage(store) == len(b'{"never": "changes"}')
+    assert list((store.directory / "objects").iterdir()) == []

@@ -1,0 +1,140 @@
+"""What is done to a directory of checkpoints while faults strike, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from verl.checkpoint.disk import Disk
+from verl.checkpoint.participant import TensorPart
+from verl.checkpoint.published import Published, read_state
+from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.retention import Retention, collect_garbage, pin, prune
+from verl.checkpoint.safetensors_bytes import TensorBytes
+from verl.checkpoint.store import CheckpointStore
+
+WEIGHT = np.arange(24, dtype=np.float32).reshape(4, 6) + 1
+FROZEN = bytes(range(200))
+
+
+@contextmanager
+def fast_directory() -> Iterator[Path]:
+    """A directory in memory where there is one: thousands of syncs cost nothing there."""
+    memory = Path("/dev/shm")
+    path = Path(tempfile.mkdtemp(dir=memory if os.access(memory, os.W_OK) else None))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def save(store: CheckpointStore, step: int, version: int, tag: str | None = None) -> Published:
+    """A small checkpoint with everything in it: shards, slices of two writers, a link, a deduplicated file."""
+    earlier = store.complete()
+    with store.begin(step, tag, needed_bytes=4096, participants=["rank_0", "rank_1"]) as staging:
+        main = staging.main
+        main.write("actor/config.json", [json.dumps({"version": version}).encode()])
+        main.write("actor/tokenizer.json", [b'{"never": "changes"}'], deduplicate=True)
+        weights = [TensorBytes(name, "F32", WEIGHT.shape, WEIGHT * version) for name in ("first", "second")]
+        main.write_model("actor", weights, max_shard_bytes=WEIGHT.nbytes)
+        if earlier:
+            main.link("reference_model/frozen.bin", earlier[-1])
+        else:
+            main.write("reference_model/frozen.bin", [FROZEN[:100], FROZEN[100:]])
+        reports = []
+        for rank, columns in enumerate(np.split(WEIGHT * version, 2, axis=1)):
+            part = TensorPart(
+                component="optimizer", name="moment", dtype="F32", shape=WEIGHT.shape,
+                start=(0, 3 * rank), extent=(4, 3), data=np.ascontiguousarray(columns),
+            )  # fmt: skip
+            participant = staging.participant(f"rank_{rank}")
+            participant.write_tensors(f"optimizer/optim_state_rank_{rank}.safetensors", [part])
+            reports.append(participant.report())
+        return staging.commit(reports, state={"version": version}, metrics={"version": float(version)})
+
+
+def version_of(published: Published) -> int:
+    """Which version a checkpoint holds, all of it; reads and hashes every byte."""
+    reader = CheckpointReader(published)
+    for entry in reader.files():
+        reader.read(entry.path)
+    versions = {json.loads(bytes(reader.read("actor/config.json")))["version"]}
+    versions.add(read_state(Disk(), published)["version"])
+    for component, name in [("actor", "first"), ("actor", "second"), ("optimizer", "moment")]:
+        values = np.frombuffer(reader.tensor(component, name), np.float32).reshape(WEIGHT.shape) / WEIGHT
+        versions |= {int(value) for value in np.unique(values)}
+    assert len(versions) == 1, f"{published.name} mixes versions {versions}"
+    assert bytes(reader.read("reference_model/frozen.bin")) == FROZEN
+    return versions.pop()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Something done to a directory.
+
+    Args:
+        before: versions saved beforehand, at steps 100, 200, ...
+        act: what is done.
+        after: the version that is the newest once it is done.
+        saves: whether it saves; else the staging directory of a dead process lies there.
+    """
+
+    name: str
+    before: int
+    act: Callable[[CheckpointStore], object]
+    after: int
+    saves: bool = True
+
+    def prepare(self, root: Path) -> None:
+        store = CheckpointStore(root, run_id="first")
+        for version in range(1, self.before + 1):
+            save(store, 100 * version, version)
+        if not self.saves:
+            abandoned = root / "staging" / "300-abandoned"
+            abandoned.mkdir()
+            (abandoned / "half").write_bytes(b"half")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+SCENARIOS = [
+    Scenario("first save", 0, lambda store: save(store, 100, 1), 1),
+    Scenario("save with links", 2, lambda store: save(store, 300, 3), 3),
+    Scenario("same step again", 2, lambda store: save(store, 200, 3), 3),
+    Scenario("tagged save", 1, lambda store: save(store, 150, 2, tag="loss_0.12_step_150"), 2),
+    Scenario("retention", 4, lambda store: prune(store, Retention(keep_last_n=2)), 4, saves=False),
+    Scenario("garbage", 2, collect_garbage, 2, saves=False),
+    Scenario("pin", 2, lambda store: pin(store, "global_step_100", "a milestone"), 2, saves=False),
+]
+
+
+def check(root: Path, scenario: Scenario, is_done: bool) -> list[str]:
+    """What does not hold in a directory in which the scenario was interrupted, or done."""
+    faults = []
+    good, bad = CheckpointStore(root).survey("full")
+    faults += [f"bad: {error}" for error in bad]
+    versions = [version_of(published) for published in good]
+    if len(versions) < min(2, scenario.before):
+        faults.append(f"only {versions} are left of {scenario.before}")
+    allowed = {scenario.after} if is_done else {scenario.before, scenario.after}
+    if (versions[-1] if versions else 0) not in allowed:
+        faults.append(f"the newest is version {versions[-1:]}, not one of {allowed}")
+    return faults
+
+
+def check_next_save(root: Path, disk: Disk | None = None, store: CheckpointStore | None = None) -> None:
+    """A following save works, is the newest, and nothing is left over."""
+    store = store or CheckpointStore(root, run_id="next", disk=disk)
+    save(store, 1000, 9)
+    assert version_of(CheckpointStore(root).newest(strict=True)) == 9
+    assert [path.name for path in (root / "staging").iterdir()] == []
+    assert os.readlink(root / "latest") == "global_step_1000"

@@ -1,0 +1,21 @@
+"""Checkpoints that can be trusted: published by one rename, checked by hash, found by what they record.
+
+    disk.py        every file-system call, behind one seam
+    hashing.py     BLAKE3 of files, in leaves that can be checked alone
+    files.py       whole files: written and synced, duplicated, removed
+    tensors.py     logical tensors and the slices that tile them
+    manifest.py    what a checkpoint holds; the only truth about it
+    safetensors_bytes.py   rendering and reading safetensors
+    published.py   opening a checkpoint's directory
+    verify.py      whether it is what was written, quickly or in full
+    reader.py      bytes of files and tensors, hashed while read
+    ownership.py   one trainer at a time; the later one fences the earlier one out
+    objects.py     deduplication by hard links
+    discovery.py   which checkpoints are whole, and which is the newest
+    participant.py one writer of a save
+    staging.py     a save in progress, and its commit
+    store.py       CheckpointStore, where a save begins
+    retention.py   what is kept
+
+Nothing here imports torch.
+"""

@@ -1,0 +1,211 @@
+"""The manifest of a checkpoint: every file with its digest, every logical tensor with its slices. The only truth."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from verl.checkpoint.hashing import Leaf, digest_of, file_digest
+from verl.checkpoint.tensors import LogicalTensor, Slice
+
+FORMAT_NAME = "verl-checkpoint"
+FORMAT_VERSION = "0.9.0"  # 1.0.0 freezes it
+MANIFEST, COMMIT, STATE = "manifest.json", "COMMIT", "trainer_state.json"
+MANIFEST_LIMIT_BYTES = 2**28
+COMMIT_LIMIT_BYTES = 4096
+DIGEST = re.compile("[0-9a-f]{64}")
+
+
+class ManifestError(ValueError):
+    """A manifest cannot be understood."""
+
+
+class ManifestTooNew(ManifestError):
+    """A manifest of a format that this version does not know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """A file of a checkpoint.
+
+    Args:
+        path: within the checkpoint, with forward slashes.
+        blake3: digest of the file (`hashing.file_digest`).
+        leaves: pieces that are checked alone.
+        linked_from: the checkpoint whose bytes it shares, for people.
+    """
+
+    path: str
+    size: int
+    blake3: str
+    leaves: tuple[Leaf, ...] = ()
+    linked_from: str | None = None
+
+    @classmethod
+    def of(cls, path: str, leaves: Iterable[Leaf], linked_from: str | None = None) -> FileEntry:
+        """The entry of a file with these leaves."""
+        leaves = tuple(leaves)
+        size = sum(leaf.size for leaf in leaves)
+        return cls(path=path, size=size, blake3=file_digest(leaves), leaves=leaves, linked_from=linked_from)
+
+    def at(self, path: str, linked_from: str | None) -> FileEntry:
+        """The same bytes under another path."""
+        return replace(self, path=path, linked_from=linked_from)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Args:
+        sequence: number of its publication in this directory; the highest is the newest, whatever the step.
+        saved_at: UTC, ISO 8601.
+        verl_version: of the code that wrote it.
+        metrics: at that step, for `keep_best`.
+        files: in order of path; all but the manifest itself and COMMIT.
+        tensors: in order of component and name.
+    """
+
+    sequence: int
+    step: int
+    tag: str | None
+    run_id: str
+    saved_at: str
+    verl_version: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    files: tuple[FileEntry, ...] = ()
+    tensors: tuple[LogicalTensor, ...] = ()
+    version: str = FORMAT_VERSION
+
+    def file(self, path: str) -> FileEntry | None:
+        """The entry of a path, or None."""
+        return next((entry for entry in self.files if entry.path == path), None)
+
+    def to_bytes(self) -> bytes:
+        """The canonical form: equal manifests give equal bytes, one file or tensor a line."""
+        head = {"format": {"name": FORMAT_NAME, "version": self.version}}
+        head |= {key: getattr(self, key) for key in _PLAIN_FIELDS}
+        lines = [f"{json.dumps(key)}: {_compact(value)}" for key, value in head.items()]
+        lines.append(f'"files": {_one_a_line(_file_json(entry) for entry in self.files)}')
+        lines.append(f'"tensors": {_one_a_line(_tensor_json(tensor) for tensor in self.tensors)}')
+        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """Read a manifest; keys that this version does not know are passed over.
+
+        Raises:
+            ManifestTooNew: it is of a later format.
+            ManifestError: it is no manifest.
+        """
+        try:
+            raw = json.loads(data)
+            version = _supported(raw["format"])
+            files = tuple(_file(entry) for entry in raw["files"])
+            tensors = tuple(_tensor(entry) for entry in raw["tensors"])
+            plain = {key: raw[key] for key in _PLAIN_FIELDS}
+            _whole_numbers([plain["sequence"], plain["step"]])
+        except ManifestError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise ManifestError(f"it is no manifest of a checkpoint ({type(error).__name__}: {error})") from error
+        return cls(version=version, files=files, tensors=tensors, **plain)
+
+
+_PLAIN_FIELDS = ("sequence", "step", "tag", "run_id", "saved_at", "verl_version", "metrics")
+
+
+def content_digest(files: Iterable[FileEntry], tensors: Iterable[LogicalTensor]) -> str:
+    """Digest of all that a checkpoint holds except `trainer_state.json`, in which this digest stands."""
+    listed = [{**_file_json(entry), "linked_from": None} for entry in files if entry.path != STATE]
+    return digest_of(_compact([listed, [_tensor_json(tensor) for tensor in tensors]]).encode())
+
+
+def commit_line(manifest: bytes) -> bytes:
+    """The content of COMMIT: a line that `b3sum --check COMMIT` understands."""
+    return f"{digest_of(manifest)}  {MANIFEST}\n".encode()
+
+
+def checked_path(path: str) -> str:
+    """A path within a checkpoint, as it was given.
+
+    Raises:
+        ManifestError: it leads out of the checkpoint, or to one of the store's own files.
+    """
+    if not isinstance(path, str) or not path or "\\" in path or "\0" in path or PurePosixPath(path).is_absolute():
+        raise ManifestError(f"{path!r} is no relative path with forward slashes")
+    if PurePosixPath(path).as_posix() != path or ".." in PurePosixPath(path).parts:
+        raise ManifestError(f"{path!r} is not in its simplest form")
+    if path in (MANIFEST, COMMIT):
+        raise ManifestError(f"{path!r} is written by the store itself")
+    return path
+
+
+def is_readable(version: str, by: str = FORMAT_VERSION) -> bool:
+    """Whether checkpoints of one format version can be read by code of another.
+
+    >>> is_readable("0.9.0", by="1.2.0"), is_readable("1.3.0", by="1.2.0"), is_readable("2.0.0", by="1.2.0")
+    (True, True, False)
+    """
+    major, minor = (int(number) for number in version.split(".")[:2])
+    own_major, own_minor = (int(number) for number in by.split(".")[:2])
+    # Before 1.0.0 a new minor version may change anything; from then on only a new major one.
+    return major < own_major or (major == own_major and (major > 0 or minor <= own_minor))
+
+
+def _supported(form: dict[str, Any]) -> str:
+    if form["name"] != FORMAT_NAME:
+        raise ManifestError(f"its format is {form['name']!r}, not {FORMAT_NAME!r}")
+    if not is_readable(form["version"]):
+        raise ManifestTooNew(
+            f"it is of format {form['version']}; this version of verl reads up to {FORMAT_VERSION}. Use a newer verl"
+        )
+    return form["version"]
+
+
+def _file_json(entry: FileEntry) -> dict[str, Any]:
+    return dict(vars(entry))  # not asdict, which copies every leaf
+
+
+def _file(raw: dict[str, Any]) -> FileEntry:
+    leaves = tuple(Leaf(int(size), digest) for size, digest in raw["leaves"])
+    entry = FileEntry.of(checked_path(raw["path"]), leaves, raw.get("linked_from"))
+    if any(leaf.size <= 0 or not DIGEST.fullmatch(leaf.blake3) for leaf in leaves):
+        raise ManifestError(f"the leaves of {entry.path} are malformed")
+    if (entry.size, entry.blake3) != (raw["size"], raw["blake3"]):
+        raise ManifestError(f"size and digest of {entry.path} are not those of its leaves")
+    return entry
+
+
+def _tensor_json(tensor: LogicalTensor) -> dict[str, Any]:
+    return {**vars(tensor), "slices": [vars(part) for part in tensor.slices]}
+
+
+def _tensor(raw: dict[str, Any]) -> LogicalTensor:
+    slices = tuple(_slice(part) for part in raw["slices"])
+    names = {key: raw[key] for key in ("component", "name", "dtype")}
+    return LogicalTensor(**names, shape=_whole_numbers(raw["shape"]), slices=slices)
+
+
+def _slice(raw: dict[str, Any]) -> Slice:
+    (offset,) = _whole_numbers([raw["offset"]])
+    start, extent = _whole_numbers(raw["start"]), _whole_numbers(raw["extent"])
+    return Slice(file=checked_path(raw["file"]), key=raw.get("key"), offset=offset, start=start, extent=extent)
+
+
+def _whole_numbers(values: list[Any]) -> tuple[int, ...]:
+    if not all(isinstance(value, int) and value >= 0 for value in values):
+        raise ManifestError(f"{values} are not sizes")
+    return tuple(values)
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True, allow_nan=False)
+
+
+def _one_a_line(items: Iterable[dict[str, Any]]) -> str:
+    return "[\n" + ",\n".join(_compact(item) for item in items) + "\n]"

@@ -1,0 +1,213 @@
+"""One writer of a save: a thread, this process, or another process that was told the staging directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.disk import Disk
+from verl.checkpoint.files import clone, duplicate, make_directories, write_errors, write_file
+from verl.checkpoint.hashing import LEAF_BYTES, hash_buffers
+from verl.checkpoint.manifest import STATE, FileEntry, checked_path
+from verl.checkpoint.objects import Objects
+from verl.checkpoint.published import Published
+from verl.checkpoint.safetensors_bytes import (
+    DEFAULT_SHARD_BYTES,
+    INDEX_NAME,
+    Rendered,
+    TensorBytes,
+    render,
+    render_shards,
+)
+from verl.checkpoint.tensors import LogicalTensor, Slice
+from verl.errors import CheckpointCorrupt, CheckpointWriteFailed, FileFault
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPart:
+    """What one writer holds of a logical tensor.
+
+    Args:
+        shape: of the whole tensor.
+        start, extent: where the part lies in it; left out, the part is the whole tensor.
+        data: its bytes, row-major.
+    """
+
+    component: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any
+    start: tuple[int, ...] | None = None
+    extent: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """What a participant wrote; plain values, so that it can be sent to the process that commits."""
+
+    name: str
+    files: tuple[FileEntry, ...]
+    tensors: tuple[LogicalTensor, ...]
+    shared: tuple[str, ...]  # paths worth finding again by digest
+
+
+class Participant:
+    """Writes files into a staging directory. Its methods may be called from several threads.
+
+    >>> part = Participant(staging_directory, "rank_1")  # doctest: +SKIP
+    >>> part.write("rng/rank_1.json", [b"{}"])  # doctest: +SKIP
+    >>> connection.send(part.report())  # doctest: +SKIP
+
+    Args:
+        directory: `Staging.directory`.
+        name: unique among the participants of a save.
+    """
+
+    def __init__(self, directory: Path, name: str, disk: Disk | None = None):
+        self.directory, self.name = directory, name
+        self._disk = disk or Disk()
+        self._objects = Objects(self._disk, directory.parents[1])
+        self._files: list[FileEntry] = []
+        self._tensors: list[LogicalTensor] = []
+        self._shared: list[str] = []
+        self._failed: list[str] = []
+
+    def write(self, path: str, buffers: Sequence[Any], deduplicate: bool = False) -> FileEntry:
+        """Write a file and make it durable.
+
+        Args:
+            path: within the checkpoint; a file is written once.
+            buffers: its content in order, such as `[b"..."]` or arrays; they must not change during the call.
+            deduplicate: it is likely the same as in an earlier save: share that one's bytes if so.
+        """
+        with self._writing(path) as target:
+            if deduplicate:
+                entry = FileEntry.of(path, hash_buffers(buffers))
+                self._shared.append(path)
+                if self._objects.fetch(entry, target):
+                    return self._keep(entry)
+            return self._keep(FileEntry.of(path, write_file(self._disk, target, buffers)))
+
+    def write_tensors(
+        self, path: str, parts: Sequence[TensorPart], metadata: dict[str, str] | None = None
+    ) -> FileEntry:
+        """Write a safetensors file of tensors or of slices, whose keys are the tensors' names."""
+        tensors = [TensorBytes(p.name, p.dtype, p.shape if p.extent is None else p.extent, p.data) for p in parts]
+        rendered = render(tensors, metadata)
+        entry = self.write(path, rendered.buffers)
+        self.record(*(_placed(part, path, rendered) for part in parts))
+        return entry
+
+    def write_model(
+        self, component: str, tensors: Sequence[TensorBytes], max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    ) -> list[FileEntry]:
+        """Write whole tensors as `component/model.safetensors`, or as shards and an index, as Hugging Face does."""
+        files, index = render_shards(tensors, max_shard_bytes)
+        entries = []
+        for name, rendered in files.items():
+            path = f"{component}/{name}"
+            entries.append(self.write(path, rendered.buffers))
+            for key, place in rendered.places.items():
+                part = TensorPart(component=component, name=key, dtype=place.dtype, shape=place.shape, data=None)
+                self.record(_placed(part, path, rendered))
+        if index is not None:
+            entries.append(self.write(f"{component}/{INDEX_NAME}", [index]))
+        return entries
+
+    def link(self, path: str, published: Published, source: str | None = None) -> FileEntry:
+        """Take a file over from an earlier checkpoint, unread, with its recorded digest, sharing its bytes.
+
+        Tensors that lie in it are taken over with it.
+
+        Args:
+            source: its path there; left out, the same path.
+        """
+        recorded = published.manifest.file(source or path)
+        if recorded is None:
+            raise ValueError(f"{published.directory} has no file {source or path}")
+        entry = recorded.at(path, linked_from=published.name)
+        origin = published.path(recorded.path)
+        with self._writing(path) as target:
+            if not duplicate(self._disk, origin, target):
+                self._copy(origin, target, path, entry)
+            self._keep(entry)
+        for tensor, part in published.slices_by_file.get(recorded.path, ()):
+            self.record(replace(tensor, slices=(replace(part, file=path),)))
+        return entry
+
+    def copy(self, path: str, source: Path, expected: FileEntry | None = None) -> FileEntry:
+        """Take in a file from outside: shared with an earlier save by digest, else cloned or copied.
+
+        Never a hard link to the file itself: whoever owns it may write into it.
+
+        Args:
+            expected: what it must be, where that is known from an earlier save (`FileEntry` of any path); it is then
+                not read at all if an earlier save still has it.
+        """
+        self._shared.append(path)
+        with self._writing(path) as target:
+            if expected is not None and self._objects.fetch(expected, target):
+                return self._keep(expected.at(path, linked_from=None))
+            if expected is None and clone(self._disk, source, target):
+                return self._keep(FileEntry.of(path, hash_buffers(_pieces(self._disk, target))))
+            return self._keep(self._copy(source, target, path, expected))
+
+    def record(self, *tensors: LogicalTensor) -> None:
+        """Say which logical tensors, or slices of them, lie in files written here."""
+        self._tensors.extend(tensors)
+
+    def report(self) -> PartReport:
+        """What was written, for `Staging.commit`.
+
+        Raises:
+            CheckpointWriteFailed: a write of this participant failed, even if nobody looked.
+        """
+        if self._failed:
+            raise CheckpointWriteFailed(f"{self.name} could not write {', '.join(self._failed)}; see the error above")
+        return PartReport(self.name, tuple(self._files), tuple(self._tensors), tuple(self._shared))
+
+    @contextmanager
+    def _writing(self, path: str) -> Iterator[Path]:
+        if path == STATE:
+            raise ValueError(f"{STATE} is written by the commit, from `state`")
+        target = self.directory / checked_path(path)
+        try:
+            with write_errors(f"writing {path}"):
+                make_directories(self._disk, target.parent, self.directory)
+                yield target
+        except BaseException:
+            self._failed.append(path)
+            raise
+
+    def _keep(self, entry: FileEntry) -> FileEntry:
+        self._files.append(entry)
+        return entry
+
+    def _copy(self, source: Path, target: Path, path: str, expected: FileEntry | None) -> FileEntry:
+        pieces = _pieces(self._disk, source, [leaf.size for leaf in expected.leaves] if expected else None)
+        entry = FileEntry.of(path, write_file(self._disk, target, pieces))
+        if expected is not None and (entry.size, entry.blake3) != (expected.size, expected.blake3):
+            raise CheckpointCorrupt(source.parent, [FileFault(source.name, "its bytes are not those recorded for it")])
+        return entry
+
+
+def _pieces(disk: Disk, source: Path, sizes: Iterable[int] | None = None) -> Iterator[bytes]:
+    """A file in pieces: of the sizes of its leaves, where these are known, so that they come out the same."""
+    begin = 0
+    for size in sizes if sizes is not None else iter(lambda: LEAF_BYTES, None):
+        piece = disk.read_range(source, begin, size)
+        if not piece:
+            return
+        yield piece
+        begin += len(piece)
+
+
+def _placed(part: TensorPart, path: str, rendered: Rendered) -> LogicalTensor:
+    place = rendered.places[part.name]
+    start = (0,) * len(part.shape) if part.start is None else part.start
+    where = Slice(file=path, key=part.name, offset=place.begin, start=start, extent=place.shape)
+    return LogicalTensor(component=part.component, name=part.name, dtype=part.dtype, shape=part.shape, slices=(where,))

@@ -1,0 +1,160 @@
+"""Bytes of a checkpoint's files and tensors, hashed while they are read; only what is asked for is touched."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator
+
+from verl.checkpoint.disk import Disk
+from verl.checkpoint.hashing import digest_of
+from verl.checkpoint.manifest import FileEntry
+from verl.checkpoint.published import Published
+from verl.checkpoint.tensors import ITEM_BYTES, LogicalTensor, Slice
+from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, FileFault
+
+
+class CheckpointReader:
+    """Reads one checkpoint.
+
+    >>> reader = CheckpointReader(published, disk)  # doctest: +SKIP
+    >>> config = bytes(reader.read("actor/config.json"))  # doctest: +SKIP
+    >>> weight = reader.tensor("actor", "lm_head.weight")  # row-major bytes of the whole tensor  # doctest: +SKIP
+
+    Args:
+        verify: hash every leaf the first time that bytes of it are read.
+    """
+
+    def __init__(self, published: Published, disk: Disk | None = None, verify: bool = True):
+        self.published, self.verify = published, verify
+        self._disk = disk or Disk()
+        self._entries = {entry.path: entry for entry in published.manifest.files}
+        self._tensors = {(tensor.component, tensor.name): tensor for tensor in published.manifest.tensors}
+        self._maps: dict[str, memoryview] = {}
+        self._ends: dict[str, list[int]] = {}  # of the leaves of each mapped file
+        self._checked: dict[str, bytearray] = {}  # one flag for each leaf
+
+    def files(self, component: str = "") -> list[FileEntry]:
+        """The files of a component, or all of them."""
+        return [
+            entry for entry in self._entries.values() if entry.path.startswith(f"{component}/" if component else "")
+        ]
+
+    def tensors(self, component: str) -> list[LogicalTensor]:
+        """The tensors of a component."""
+        return [tensor for (name, _), tensor in self._tensors.items() if name == component]
+
+    def read(self, path: str, begin: int = 0, end: int | None = None) -> memoryview:
+        """Bytes of a file, without a copy: a view of the mapped file, which stays mapped as long as the view lives.
+
+        Raises:
+            CheckpointCorrupt: they are not what was written; names the tensors.
+        """
+        entry = self._entries.get(path)
+        if entry is None:
+            raise CheckpointNotFound(f"{self.published.directory} has no file {path}")
+        data = self._map(entry)
+        end = entry.size if end is None else end
+        if self.verify:
+            self._verify(entry, data, begin, end)
+        return data[begin:end]
+
+    def tensor(self, component: str, name: str) -> memoryview:
+        """The bytes of a whole tensor, row-major: a view where one slice holds it, else put together from its slices.
+
+        Raises:
+            CheckpointNotFound: there is no such tensor.
+        """
+        tensor = self._tensors.get((component, name))
+        if tensor is None:
+            raise CheckpointNotFound(f"{self.published.directory} has no tensor {component}/{name}")
+        return self.assemble(tensor, (0,) * len(tensor.shape), tensor.shape)
+
+    def assemble(self, tensor: LogicalTensor, start: tuple[int, ...], extent: tuple[int, ...]) -> memoryview:
+        """The bytes of a rectangular part of a tensor, from whichever slices hold it; reads no others."""
+        for part in tensor.slices:
+            if (part.start, part.extent) == (start, extent):
+                return self._slice(tensor, part)
+        item = ITEM_BYTES[tensor.dtype]
+        result = memoryview(bytearray(math.prod(extent) * item))
+        for part in tensor.slices:
+            low = tuple(map(max, part.start, start))
+            high = tuple(min(a, b + size) for a, b, size in zip(part.end, start, extent))
+            if any(a >= b for a, b in zip(low, high)):
+                continue
+            source = self._slice(tensor, part)
+            size = tuple(b - a for a, b in zip(low, high))
+            for begin, length, target in _runs(low, size, part.start, part.extent, start, extent):
+                result[target * item : (target + length) * item] = source[begin * item : (begin + length) * item]
+        return result.toreadonly()
+
+    def digest(self) -> str:
+        """Digest of every tensor's name, type, shape and bytes: equal whatever the number of writers."""
+        digests = []
+        for tensor in self.published.manifest.tensors:
+            content = digest_of(self.tensor(tensor.component, tensor.name))
+            digests.append(f"{tensor.full_name} {tensor.dtype} {list(tensor.shape)} {content}\n")
+        return digest_of("".join(digests).encode())
+
+    def _slice(self, tensor: LogicalTensor, part: Slice) -> memoryview:
+        return self.read(part.file, part.offset, part.offset + tensor.slice_bytes(part))
+
+    def _map(self, entry: FileEntry) -> memoryview:
+        if entry.path in self._maps:
+            return self._maps[entry.path]
+        try:
+            data = self._disk.map(self.published.path(entry.path))
+        except OSError as error:
+            fault = FileFault(entry.path, f"it cannot be read: {error.strerror or error}")
+            raise CheckpointIncomplete(self.published.directory, [fault]) from error
+        if len(data) != entry.size:
+            fault = FileFault(entry.path, f"it has {len(data)} bytes instead of {entry.size}")
+            raise CheckpointCorrupt(self.published.directory, [fault])
+        self._ends[entry.path] = list(itertools.accumulate(leaf.size for leaf in entry.leaves))
+        self._checked[entry.path] = bytearray(len(entry.leaves))
+        self._maps[entry.path] = data
+        return data
+
+    def _verify(self, entry: FileEntry, data: memoryview, begin: int, end: int) -> None:
+        ends, checked = self._ends[entry.path], self._checked[entry.path]
+        for number in range(bisect.bisect_right(ends, begin), len(ends)):
+            low, high = ends[number] - entry.leaves[number].size, ends[number]
+            if low >= end:
+                break
+            if not checked[number] and digest_of(data[low:high]) != entry.leaves[number].blake3:
+                problem = f"bytes {low} to {high} are not those that were written"
+                tensors = self.published.tensors_in(entry.path, low, high)
+                raise CheckpointCorrupt(self.published.directory, [FileFault(entry.path, problem, tensors)])
+            checked[number] = True
+
+
+def _runs(
+    low: tuple[int, ...],
+    size: tuple[int, ...],
+    source_start: tuple[int, ...],
+    source_extent: tuple[int, ...],
+    target_start: tuple[int, ...],
+    target_extent: tuple[int, ...],
+) -> Iterator[tuple[int, int, int]]:
+    """A box as pieces that are contiguous in both: (offset in the source, length, offset in the target) in elements."""
+    # Trailing dimensions that both sides hold whole are one run.
+    whole = len(size)
+    while whole and size[whole - 1] == source_extent[whole - 1] == target_extent[whole - 1]:
+        whole -= 1
+    split = max(whole - 1, 0)
+    length = math.prod(size[split:])
+    for index in itertools.product(*(range(n) for n in size[:split])):
+        first = tuple(a + i for a, i in zip(low, (*index, *(0 for _ in size[split:]))))
+        yield (
+            _offset(first, source_start, source_extent),
+            length,
+            _offset(first, target_start, target_extent),
+        )
+
+
+def _offset(index: tuple[int, ...], start: tuple[int, ...], extent: tuple[int, ...]) -> int:
+    offset = 0
+    for i, first, size in zip(index, start, extent):
+        offset = offset * size + (i - first)
+    return offset

@@ -1,0 +1,160 @@
+"""What is kept of the checkpoints of a directory, and how the rest leaves it.
+
+Decided from what is on the disk, after a save is durable, never from a list in memory; and never below two
+checkpoints that verify. A checkpoint leaves by a rename into `trash/`; its files are unlinked once that is durable,
+since a power cut could otherwise leave a directory that looks published and has lost files.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from verl.checkpoint.discovery import PINS, TRASH
+from verl.checkpoint.files import make_directories, read_errors, remove_content, write_by_rename, write_errors
+from verl.checkpoint.published import Published
+from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.verify import Level
+from verl.description import Description
+from verl.errors import CheckpointNotFound
+
+FEWEST_KEPT = 2
+PIN_LIMIT_BYTES = 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention(Description):
+    """Which checkpoints are kept. Pinned and tagged ones always are, and so are the two newest.
+
+    Args:
+        keep_last_n: this many of those published last; None keeps all.
+        keep_best: name of a metric; the checkpoint with its best value is kept too.
+        best_mode: whether the best value is the largest or the smallest.
+        keep_every: also keep those whose step is a multiple of this.
+    """
+
+    keep_last_n: int | None = None
+    keep_best: str | None = None
+    best_mode: Literal["max", "min"] = "max"
+    keep_every: int | None = None
+
+    def faults(self) -> Iterator[str]:
+        if self.keep_last_n is not None and self.keep_last_n < 1:
+            yield f"keep_last_n is {self.keep_last_n}: it must be at least 1, or null to keep every checkpoint"
+        if self.keep_every is not None and self.keep_every < 1:
+            yield f"keep_every is {self.keep_every}: it is a number of steps, at least 1, or null"
+        if self.best_mode not in ("max", "min"):
+            yield f"best_mode is {self.best_mode!r}: it must be max or min"
+
+    def kept(self, complete: list[Published], pinned: Iterable[str]) -> dict[str, str]:
+        """The names of those that stay, with the reason.
+
+        Args:
+            complete: in order of publication.
+        """
+        if self.keep_last_n is None:
+            return {published.name: "every checkpoint is kept" for published in complete}
+        last = max(self.keep_last_n, FEWEST_KEPT)
+        reasons = {published.name: f"among the last {last}" for published in complete[-last:]}
+        if self.keep_every is not None:
+            every = [published for published in complete if published.step % self.keep_every == 0]
+            reasons |= {published.name: f"every {self.keep_every} steps" for published in every}
+        if (best := self.best(complete)) is not None:
+            reasons[best.name] = f"best {self.keep_best}"
+        reasons |= {published.name: "tagged" for published in complete if published.manifest.tag is not None}
+        return reasons | {published.name: "pinned" for published in complete if published.name in set(pinned)}
+
+    def best(self, complete: list[Published]) -> Published | None:
+        """The one with the best value of the metric, the newest of equals; None where none has a value."""
+        if self.keep_best is None:
+            return None
+        sign = 1 if self.best_mode == "max" else -1
+        values = [(published.manifest.metrics.get(self.keep_best), published) for published in complete]
+        valued = [(sign * value, published.sequence, published) for value, published in values if value is not None]
+        return max(valued, key=lambda entry: entry[:2])[-1] if valued else None
+
+
+def prune(store: CheckpointStore, retention: Retention, level: Level = "quick") -> list[str]:
+    """Remove what is not kept. Bad checkpoints are not counted and not touched.
+
+    >>> prune(store, Retention(keep_last_n=3, keep_best="eval/accuracy"))  # doctest: +SKIP
+    ['global_step_100']
+
+    Returns:
+        The names of those removed.
+    Raises:
+        CheckpointFenced: another trainer has taken over; nothing was removed.
+        CheckpointWriteFailed: the file system refused; what remains verifies.
+    """
+    store.claim_directory()
+    with store.ownership.locked(), write_errors("pruning checkpoints"):
+        store.ownership.check()
+        complete = store.complete(level=level)
+        kept = retention.kept(complete, pins(store))
+        dropped = [published for published in complete if published.name not in kept]
+        if not dropped:
+            return []
+        trash = store.directory / TRASH
+        make_directories(store.disk, trash, store.directory)
+        for published in dropped:
+            store.disk.rename(published.directory, trash / f"{published.name}-{secrets.token_hex(6)}")
+        store.disk.sync_directory(trash)
+        store.disk.sync_directory(store.directory)
+    with write_errors("emptying the trash"):
+        remove_content(store.disk, trash)  # not the directory: another process may be moving something there
+        store.objects.sweep()
+    return [published.name for published in dropped]
+
+
+def collect_garbage(store: CheckpointStore) -> int:
+    """Remove what no checkpoint needs: leftovers of dead processes, trash, unused objects. Returns the bytes freed."""
+    freed = store.remove_leftovers()
+    with write_errors("sweeping objects"):
+        return freed + store.objects.sweep()
+
+
+def pin(store: CheckpointStore, name: str, reason: str = "") -> None:
+    """Keep a checkpoint until it is unpinned.
+
+    Raises:
+        CheckpointNotFound: there is none of this name.
+    """
+    published = store.open(name)
+    with write_errors(f"pinning {name}"):
+        directory = store.directory / PINS
+        make_directories(store.disk, directory, store.directory)
+        record = {"reason": reason, "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        write_by_rename(store.disk, directory / published.name, json.dumps(record).encode() + b"\n")
+        store.disk.sync_directory(directory)
+        store.disk.sync_directory(store.directory)
+
+
+def unpin(store: CheckpointStore, name: str) -> None:
+    """Let retention decide again.
+
+    Raises:
+        CheckpointNotFound: it is not pinned.
+    """
+    if name not in pins(store):
+        raise CheckpointNotFound(f"{store.directory / name} is not pinned")
+    with write_errors(f"unpinning {name}"):
+        store.disk.unlink(store.directory / PINS / name)
+        store.disk.sync_directory(store.directory / PINS)
+
+
+def pins(store: CheckpointStore) -> dict[str, str]:
+    """The pinned names and why."""
+    with read_errors("looking for pins"):
+        names = store.disk.names(store.directory / PINS) if store.exists(store.directory / PINS) else []
+    return {name: _reason(store, name) for name in names if not name.endswith(".tmp")}
+
+
+def _reason(store: CheckpointStore, name: str) -> str:
+    try:
+        return str(json.loads(store.disk.read(store.directory / PINS / name, PIN_LIMIT_BYTES))["reason"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""  # the file alone is the pin

@@ -1,0 +1,144 @@
+"""Whether a checkpoint is what was written, at three levels of effort.
+
+quick   COMMIT, sizes, foreign and missing files, safetensors headers, tiling; milliseconds; at every discovery
+load    the hash of what is read; `reader.py`
+full    every byte; names the file and the tensor
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from verl.checkpoint.disk import OUT_OF_RESOURCES, Disk
+from verl.checkpoint.files import files_below
+from verl.checkpoint.hashing import digest_of
+from verl.checkpoint.manifest import COMMIT, MANIFEST, STATE, FileEntry, content_digest
+from verl.checkpoint.published import Published, open_published, read_state
+from verl.checkpoint.safetensors_bytes import TensorPlace, header_bytes, read_header
+from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, FileFault
+
+Level = Literal["quick", "full"]
+
+
+def verified(disk: Disk, directory: Path, level: Level = "quick") -> Published:
+    """Open a checkpoint that passes at this level.
+
+    Raises:
+        BadCheckpoint: with everything that is wrong, by file.
+    """
+    published = open_published(disk, directory)
+    try:
+        missing, others = quick_faults(disk, published)
+        if not missing and level == "full":
+            others += full_faults(disk, published)
+    except FileNotFoundError as error:  # it is being pruned while we look
+        raise CheckpointIncomplete(directory, [FileFault(_named(directory, error), "it vanished")]) from error
+    except OSError as error:
+        if error.errno in OUT_OF_RESOURCES:
+            raise
+        fault = FileFault(_named(directory, error), f"it cannot be read: {error.strerror or error}")
+        raise CheckpointCorrupt(directory, [fault]) from error
+    if missing:
+        raise CheckpointIncomplete(directory, missing + others)
+    if others:
+        raise CheckpointCorrupt(directory, others)
+    return published
+
+
+def verify(disk: Disk, directory: Path, level: Level = "quick") -> list[FileFault]:
+    """Everything that is wrong with a checkpoint, by file; empty where it passes.
+
+    >>> verify(Disk(), Path("checkpoints/latest"), "full")  # doctest: +SKIP
+    [FileFault(file='actor/model.safetensors', problem='...', tensors=('actor/lm_head.weight',))]
+    """
+    try:
+        verified(disk, directory, level)
+    except BadCheckpoint as error:
+        return list(error.faults)
+    return []
+
+
+def quick_faults(disk: Disk, published: Published) -> tuple[list[FileFault], list[FileFault]]:
+    """What is missing, and what else is wrong, without reading the files' content."""
+    sizes, _ = files_below(disk, published.directory)
+    for own in (COMMIT, MANIFEST):
+        sizes.pop(own, None)
+    missing, others = [], []
+    for entry in published.manifest.files:
+        size = sizes.pop(entry.path, None)
+        if size is None:
+            missing.append(FileFault(entry.path, "it is missing", published.tensors_in(entry.path)))
+        elif size != entry.size:
+            problem = "it is no regular file" if size < 0 else f"it has {size} bytes instead of {entry.size}"
+            others.append(FileFault(entry.path, problem, published.tensors_in(entry.path)))
+    others += [FileFault(path, "it is foreign: the manifest does not list it") for path in sizes]
+    if not missing and not others:
+        others += [*_tiling_faults(published)] or [*_header_faults(disk, published)]
+    return missing, others
+
+
+def full_faults(disk: Disk, published: Published) -> list[FileFault]:
+    """Every file whose bytes are not those that were written, with the tensors that lie where they differ."""
+    faults = [fault for entry in published.manifest.files for fault in _content_faults(disk, published, entry)]
+    if not faults and published.manifest.file(STATE):
+        written = read_state(disk, published).get("manifest_checksum")
+        if written != content_digest(published.manifest.files, published.manifest.tensors):
+            faults.append(FileFault(STATE, "its manifest_checksum is not that of this checkpoint"))
+    return faults
+
+
+def _content_faults(disk: Disk, published: Published, entry: FileEntry) -> Iterator[FileFault]:
+    path, begin = published.path(entry.path), 0
+    for leaf in entry.leaves:
+        end = begin + leaf.size
+        try:
+            # Read, not mapped: a broken sector is an error here, and would be the end of the process there.
+            is_good = digest_of(disk.read_range(path, begin, leaf.size)) == leaf.blake3
+            problem = f"bytes {begin} to {end} are not those that were written"
+        except OSError as error:
+            is_good, problem = False, f"bytes {begin} to {end} cannot be read: {error.strerror or error}"
+        if not is_good:
+            yield FileFault(entry.path, problem, published.tensors_in(entry.path, begin, end))
+        begin = end
+
+
+def _named(directory: Path, error: OSError) -> str:
+    return Path(os.path.relpath(error.filename or directory, directory)).as_posix()
+
+
+def _tiling_faults(published: Published) -> Iterator[FileFault]:
+    sizes = {entry.path: entry.size for entry in published.manifest.files}
+    for tensor in published.manifest.tensors:
+        faults = tensor.faults()
+        yield from (FileFault(MANIFEST, fault, (tensor.full_name,)) for fault in faults)
+        for part in () if faults else tensor.slices:
+            if part.offset + tensor.slice_bytes(part) > sizes.get(part.file, -1):
+                yield FileFault(part.file, "a slice reaches over its end", (tensor.full_name,))
+
+
+def _header_faults(disk: Disk, published: Published) -> Iterator[FileFault]:
+    """Where the headers of safetensors files and the manifest disagree."""
+    sizes = {entry.path: entry.size for entry in published.manifest.files}
+    for file, parts in published.slices_by_file.items():
+        if all(part.key is None for _, part in parts):
+            continue
+        try:
+            places = _places(disk, published.path(file), sizes[file])
+        except ValueError as error:
+            yield FileFault(file, str(error), published.tensors_in(file))
+            continue
+        for tensor, part in parts:
+            place = places.get(part.key or "")
+            expected = (tensor.dtype, part.extent, part.offset)
+            if part.key is not None and (place is None or (place.dtype, place.shape, place.begin) != expected):
+                yield FileFault(
+                    file, f"its header does not hold {part.key!r} as the manifest says", (tensor.full_name,)
+                )
+
+
+def _places(disk: Disk, path: Path, size: int) -> dict[str, TensorPlace]:
+    length = header_bytes(disk.read_range(path, 0, 8))
+    return read_header(disk.read_range(path, 0, length), size)
