@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -122,9 +123,9 @@ def _event(device: torch.device) -> torch.cuda.Event:
     return event
 
 
-def _pin(memory: torch.Tensor):
+def _pin(memory: torch.Tensor) -> Callable[[], None]:
     """Let the device copy into this memory by itself. Returns what undoes it."""
-    runtime = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
 
     def unpin() -> None:

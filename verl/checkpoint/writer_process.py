@@ -93,6 +93,7 @@ def serve(channel: Channel) -> None:
     mapped: dict[int, mmap.mmap] = {}
     while True:
         order, fd = channel.receive()
+        assert fd is not None, "an order comes with its arena"
         memory = _mapped(mapped, order, fd)
         channel.send(_answer(store, order, memory, setting.retention))
 
