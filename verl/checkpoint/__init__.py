@@ -17,5 +17,16 @@
     store.py       CheckpointStore, where a save begins
     retention.py   what is kept
 
-Nothing here imports torch.
+and from live tensors to a published checkpoint, while training goes on:
+
+    content.py     what a save consists of, as a trainer says it
+    plan.py        the same in terms of bytes in memory
+    arena.py       at most two pieces of shared memory
+    snapshot.py    copies tensors into one of them
+    images.py      files as they lie there, written past the page cache
+    carry_out.py   a plan, written and published
+    channel.py  writer_process.py  supervisor.py   the process that does it, and its death
+    writer.py      CheckpointWriter
+
+Only content, snapshot and writer import torch.
 """

@@ -22,6 +22,7 @@ FICLONE = 0x40049409  # ioctl: let this file share the blocks of another one, un
 NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
 NO_CLONE = {errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS, errno.EPERM}
 OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # they say nothing about the file
+NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 NO_LOCK = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -52,9 +53,25 @@ class Disk:
         """Open a file that must not exist yet."""
         return self.perform("create", _create, path)
 
+    def create_direct(self, path: Path) -> Handle:
+        """Open a file that must not exist yet, to be written past the page cache with `write_at`.
+
+        Raises:
+            OSError: one of NO_DIRECT where the file system cannot; an empty file may have been made.
+        """
+        return self.perform("create_direct", _create_direct, path)
+
     def write(self, handle: Handle, data: memoryview) -> int:
         """Write once; the number of bytes written may be less than those given."""
         return self.perform("write", _write, handle, data)
+
+    def write_at(self, handle: Handle, data: memoryview, offset: int) -> int:
+        """Write once at a place of the file; the number of bytes written may be less than those given."""
+        return self.perform("write_at", _write_at, handle, data, offset)
+
+    def truncate(self, handle: Handle, size: int) -> None:
+        """Cut a file off."""
+        self.perform("truncate", _truncate, handle, size)
 
     def clone(self, handle: Handle, source: Path) -> None:
         """Fill a new file with the blocks of another one (reflink)."""
@@ -144,6 +161,21 @@ def _create(path: Path) -> Handle:
 
 def _write(handle: Handle, data: memoryview) -> int:
     return os.write(handle.fd, data)
+
+
+def _create_direct(path: Path) -> Handle:
+    if not hasattr(os, "O_DIRECT"):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(path))
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
+    return Handle(path, os.open(path, flags, 0o644))
+
+
+def _write_at(handle: Handle, data: memoryview, offset: int) -> int:
+    return os.pwrite(handle.fd, data, offset)
+
+
+def _truncate(handle: Handle, size: int) -> None:
+    os.ftruncate(handle.fd, size)
 
 
 def _clone(handle: Handle, source: Path) -> None:

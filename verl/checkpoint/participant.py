@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +10,8 @@ from typing import Any
 
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.files import clone, duplicate, make_directories, write_errors, write_file
-from verl.checkpoint.hashing import LEAF_BYTES, hash_buffers
+from verl.checkpoint.hashing import LEAF_BYTES, Leaf, hash_buffers
+from verl.checkpoint.images import Image, write_direct
 from verl.checkpoint.manifest import STATE, FileEntry, checked_path
 from verl.checkpoint.objects import Objects
 from verl.checkpoint.published import Published
@@ -91,6 +92,17 @@ class Participant:
                 if self._objects.fetch(entry, target):
                     return self._keep(entry)
             return self._keep(FileEntry.of(path, write_file(self._disk, target, buffers)))
+
+    def write_image(self, image: Image, memory: memoryview, leaves: Callable[[], tuple[Leaf, ...]]) -> FileEntry:
+        """Write a file that lies in memory as a whole, past the page cache where the file system can.
+
+        Args:
+            leaves: gives the leaves of its digest, which another thread may find while this one writes.
+        """
+        with self._writing(image.path) as target:
+            if not write_direct(self._disk, target, image, memory):
+                write_file(self._disk, target, image.buffers(memory))
+            return self._keep(FileEntry.of(image.path, leaves()))
 
     def write_tensors(
         self, path: str, parts: Sequence[TensorPart], metadata: dict[str, str] | None = None

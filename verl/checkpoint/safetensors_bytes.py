@@ -18,6 +18,7 @@ from verl.checkpoint.tensors import ITEM_BYTES
 HEADER_LIMIT_BYTES = 100_000_000  # the library's own limit
 DEFAULT_SHARD_BYTES = 5 * 10**9
 INDEX_NAME = "model.safetensors.index.json"
+MODEL_METADATA = {"format": "pt"}  # without it, transformers refuses the file
 
 
 @dataclass(frozen=True)
@@ -68,19 +69,34 @@ def render(tensors: Sequence[TensorBytes], metadata: dict[str, str] | None = Non
     Raises:
         ValueError: a name appears twice, a type is unknown, or a buffer is not as long as shape and dtype say.
     """
+    header, places = lay_out(tensors, metadata)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    views = [flat_view(by_name[name].data) for name in places]
+    for name, view in zip(places, views):
+        if len(view) != by_name[name].num_bytes:
+            tensor = by_name[name]
+            raise ValueError(f"{name} has {len(view)} bytes, not those of {tensor.dtype}{list(tensor.shape)}")
+    return Rendered((header, *views), places)
+
+
+def lay_out(
+    tensors: Sequence[TensorBytes], metadata: dict[str, str] | None = None
+) -> tuple[bytes, dict[str, TensorPlace]]:
+    """The header of a file of these tensors, whose bytes need not be there yet, and their places in order.
+
+    Raises:
+        ValueError: a name appears twice.
+    """
     if len({tensor.name for tensor in tensors}) < len(tensors):
         raise ValueError("two tensors of one file have the same name")
     if unknown := {tensor.dtype for tensor in tensors} - ITEM_BYTES.keys():
         raise ValueError(f"dtype {unknown.pop()!r} is not one of {', '.join(ITEM_BYTES)}")
     # Wide types first: after a header padded to 8 bytes every tensor is then aligned to its own elements.
     ordered = sorted(tensors, key=lambda tensor: (-ITEM_BYTES[tensor.dtype], tensor.name))
-    views = [flat_view(tensor.data) for tensor in ordered]
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     spans, end = [], 0
-    for tensor, view in zip(ordered, views):
-        if len(view) != tensor.num_bytes:
-            raise ValueError(f"{tensor.name} has {len(view)} bytes, not those of {tensor.dtype}{list(tensor.shape)}")
-        spans.append((end, end := end + len(view)))
+    for tensor in ordered:
+        spans.append((end, end := end + tensor.num_bytes))
         header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": spans[-1]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -89,7 +105,7 @@ def render(tensors: Sequence[TensorBytes], metadata: dict[str, str] | None = Non
         tensor.name: TensorPlace(tensor.dtype, tensor.shape, base + begin, base + end)
         for tensor, (begin, end) in zip(ordered, spans)
     }
-    return Rendered((len(text).to_bytes(8, "little") + text, *views), places)
+    return len(text).to_bytes(8, "little") + text, places
 
 
 def render_shards(
@@ -100,6 +116,14 @@ def render_shards(
     Returns:
         Files by name, and the content of `model.safetensors.index.json` where there is more than one.
     """
+    shards, index = divide(tensors, max_shard_bytes)
+    return {name: render(shard, MODEL_METADATA) for name, shard in shards.items()}, index
+
+
+def divide(
+    tensors: Sequence[TensorBytes], max_shard_bytes: int = DEFAULT_SHARD_BYTES
+) -> tuple[dict[str, list[TensorBytes]], bytes | None]:
+    """The tensors of each file of a model, in their order, and the index where there is more than one file."""
     shards: list[list[TensorBytes]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -108,12 +132,11 @@ def render_shards(
             filled = 0
         shards[-1].append(tensor)
         filled += tensor.num_bytes
-    metadata = {"format": "pt"}
     if len(shards) == 1:
-        return {"model.safetensors": render(shards[0], metadata)}, None
+        return {"model.safetensors": shards[0]}, None
     count = len(shards)
-    files = {f"model-{n:05d}-of-{count:05d}.safetensors": render(s, metadata) for n, s in enumerate(shards, 1)}
-    where = {name: file for file, rendered in files.items() for name in rendered.places}
+    files = {f"model-{n:05d}-of-{count:05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
+    where = {tensor.name: file for file, shard in files.items() for tensor in shard}
     total = {"total_size": sum(tensor.num_bytes for tensor in tensors)}
     return files, json.dumps({"metadata": total, "weight_map": where}, indent=2, sort_keys=True).encode() + b"\n"
 

@@ -1,0 +1,43 @@
+"""Requests to save, and reading back what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from verl.checkpoint.content import DTYPES, Component, SaveRequest, TensorItem
+from verl.checkpoint.published import Published
+from verl.checkpoint.reader import CheckpointReader
+
+
+def items(tensors: Mapping[str, torch.Tensor]) -> list[TensorItem]:
+    return [TensorItem(name=name, tensor=tensor) for name, tensor in tensors.items()]
+
+
+def request(step: int, tensors: Mapping[str, torch.Tensor], **more) -> SaveRequest:
+    """Weights as a model, and a moment for each."""
+    actor = Component(tensors=items(tensors), files={"config.json": b'{"step": %d}' % step})
+    moments = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    optimizer = Component(tensors=items(moments), file="optimizer.safetensors")
+    return SaveRequest(step=step, components={"actor": actor, "optimizer": optimizer}, state={"step": step}, **more)
+
+
+def tensors_of(published: Published, component: str) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds, every byte hashed."""
+    reader = CheckpointReader(published)
+    types = {name: dtype for dtype, name in DTYPES.items()}
+    found = {}
+    for tensor in reader.tensors(component):
+        data = bytearray(reader.tensor(component, tensor.name))
+        flat = torch.frombuffer(data, dtype=types[tensor.dtype]) if data else torch.empty(0, dtype=types[tensor.dtype])
+        found[tensor.name] = flat.view(tensor.shape)
+    return found
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

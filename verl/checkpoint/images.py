@@ -1,0 +1,102 @@
+"""Files whose whole content lies in memory on a boundary of pages, written past the page cache.
+
+A file written so is not copied by the kernel and takes no memory of the page cache: for 1.2 GB on the machine where it
+was measured 0.5 s and 0.03 s of processor time, where write and fsync take 0.8 to 4 s and up to 3 s. Where the file
+system cannot (`NO_DIRECT`), and for small files, `files.write_file` writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.checkpoint.disk import NO_DIRECT, Disk, Handle
+
+PAGE_BYTES = 4096
+CHUNK_BYTES = 16 * 2**20
+FEWEST_DIRECT_BYTES = 2**20  # below it a sync costs more than the copy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """A file as it lies in memory.
+
+    Args:
+        path: within the checkpoint.
+        begin: of its first byte in the memory, a multiple of PAGE_BYTES.
+        sizes: of its buffers one after another; a leaf of its digest ends where a buffer ends.
+        is_constant: it is likely the same as in an earlier save, and then shares that one's bytes.
+    """
+
+    path: str
+    begin: int
+    sizes: tuple[int, ...]
+    is_constant: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the file."""
+        return sum(self.sizes)
+
+    def buffers(self, memory: memoryview) -> Iterator[memoryview]:
+        """Its buffers in order."""
+        begin = self.begin
+        for size in self.sizes:
+            yield memory[begin : begin + size]
+            begin += size
+
+    def pages(self, memory: memoryview) -> memoryview:
+        """Whole pages, of which the last may reach over the end of the file."""
+        return memory[self.begin : self.begin + page_aligned(self.num_bytes)]
+
+
+def page_aligned(size: int) -> int:
+    """The next boundary of pages."""
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+def write_direct(disk: Disk, path: Path, image: Image, memory: memoryview) -> bool:
+    """Write an image as a new file past the page cache and make its content durable.
+
+    Returns:
+        False where the file system cannot; nothing is left at `path` then.
+    Raises:
+        OSError: the file is to be abandoned.
+    """
+    try:
+        handle = disk.create_direct(path)
+    except OSError as error:
+        return _cannot(disk, path, error)
+    try:
+        _write_pages(disk, handle, image.pages(memory))
+        disk.truncate(handle, image.num_bytes)
+        disk.sync(handle)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            disk.close(handle)
+        if isinstance(error, OSError):
+            return _cannot(disk, path, error)
+        raise
+    disk.close(handle)
+    return True
+
+
+def _cannot(disk: Disk, path: Path, error: OSError) -> bool:
+    """False for an error which says that the file system cannot write past the cache; any other is raised."""
+    if error.errno not in NO_DIRECT:
+        raise error
+    with contextlib.suppress(FileNotFoundError):
+        disk.unlink(path)
+    return False
+
+
+def _write_pages(disk: Disk, handle: Handle, pages: memoryview) -> None:
+    offset = 0
+    while offset < len(pages):
+        written = disk.write_at(handle, pages[offset : offset + CHUNK_BYTES], offset)
+        if written < PAGE_BYTES:
+            raise OSError(errno.EIO, f"a write of whole pages took {written} bytes", str(handle.path))
+        offset += written // PAGE_BYTES * PAGE_BYTES  # what is left of a page is written again with it

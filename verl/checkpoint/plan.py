@@ -1,0 +1,96 @@
+"""What is to be written for one save, in terms of bytes in memory: all that whoever writes it must be told.
+
+A plan speaks of no tensor objects and travels to the process that carries it out, which never imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.images import Image
+from verl.checkpoint.tensors import LogicalTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkedFile:
+    """A file taken over from an earlier checkpoint of the same directory, unread, with the tensors that lie in it.
+
+    Args:
+        path: within the new checkpoint.
+        checkpoint: name of the earlier one; None is the newest.
+        source: path there; None is the same path.
+        blake3: what its digest must be, where that is known.
+    """
+
+    path: str
+    checkpoint: str | None = None
+    source: str | None = None
+    blake3: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiedFile:
+    """A file from outside; shared with the newest checkpoint where that holds the same bytes, else copied or cloned.
+
+    Args:
+        path: within the new checkpoint.
+        source: the file.
+        blake3: what its digest must be (`FileEntry.blake3`), where that is known; it is then not read if the newest
+            checkpoint has it.
+    """
+
+    path: str
+    source: Path
+    blake3: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavePlan:
+    """One save.
+
+    Args:
+        num_bytes: of the memory in which the images lie.
+        images: files to be written, on boundaries of pages in the memory.
+        tensors: what lies in the images.
+        links, copies: files that are there already.
+        state: for `trainer_state.json`.
+        metrics: at this step, for retention.
+    """
+
+    step: int
+    tag: str | None
+    num_bytes: int
+    images: tuple[Image, ...]
+    tensors: tuple[LogicalTensor, ...]
+    links: tuple[LinkedFile, ...] = ()
+    copies: tuple[CopiedFile, ...] = ()
+    state: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """What became of a plan.
+
+    Attributes:
+        name, directory, sequence: of the published checkpoint.
+        num_bytes: of the images, written.
+        begin_s, write_s, commit_s, prune_s: seconds, one after another.
+        hash_s: processor seconds of hashing, during `write_s`.
+        pruned: names of the checkpoints that retention removed.
+        prune_error: why retention failed; the save did not.
+    """
+
+    name: str
+    directory: Path
+    sequence: int
+    num_bytes: int
+    begin_s: float
+    write_s: float
+    hash_s: float
+    commit_s: float
+    prune_s: float
+    pruned: tuple[str, ...] = ()
+    prune_error: str | None = None

@@ -1,0 +1,134 @@
+"""Copying live tensors into an arena, while training goes on.
+
+    compute stream  ──forward, backward───────────┬── optimizer step        (weights may change)
+                     │ ready                      │ wait_copied
+    side stream      └──copies to pinned memory───┘
+    host threads        memmove, without the interpreter's lock
+
+From `Snapshot.begin` until `Snapshot.run` has returned the tensors must not change.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from verl.checkpoint.arena import Arena
+from verl.checkpoint.content import Piece
+
+CHUNK_BYTES = 16 * 2**20  # long enough that threads seldom ask for the interpreter's lock
+
+Copy = tuple[int, int, int]  # offset in the arena, address, bytes
+
+
+class Snapshot:
+    """One copy of what a save consists of.
+
+    Made at the step boundary by the thread that computes; `run` may be called by another one.
+
+    Args:
+        pieces: what goes where.
+        num_threads: that copy from the memory of the processor.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], num_threads: int):
+        self._pieces, self._num_threads = pieces, num_threads
+        devices = {piece.content.device for piece in pieces if isinstance(piece.content, torch.Tensor)}
+        # What the compute streams have been asked for so far is done before these events.
+        self._ready = {device: _event(device) for device in devices if device.type == "cuda"}
+
+    def run(self, arena: Arena, num_bytes: int) -> memoryview:
+        """Copy everything. When it returns, the tensors may change.
+
+        Returns:
+            The arena's memory.
+        Raises:
+            OSError: there is no memory for the arena.
+        """
+        memory = arena.fit(num_bytes)
+        if self._ready and arena.before_release is None:
+            arena.before_release = _pin(torch.frombuffer(memory, dtype=torch.uint8))
+        target = torch.frombuffer(memory, dtype=torch.uint8)
+        waiting = self._start_device_copies(target)
+        copies = list(self._host_copies(target))
+        if self._num_threads == 1 or len(copies) < 2 * self._num_threads:
+            _memmove_all(target, iter(copies), threading.Lock())
+        else:
+            todo, lock = iter(copies), threading.Lock()
+            with ThreadPoolExecutor(self._num_threads, thread_name_prefix="copy") as pool:
+                done = [pool.submit(_memmove_all, target, todo, lock) for _ in range(self._num_threads)]
+                for future in done:
+                    future.result()
+        for event in waiting:
+            event.synchronize()
+        return memoryview(memory)
+
+    def _start_device_copies(self, target: torch.Tensor) -> list[torch.cuda.Event]:
+        waiting = []
+        for device, ready in self._ready.items():
+            side = torch.cuda.Stream(device)
+            side.wait_event(ready)
+            with torch.cuda.stream(side), torch.no_grad():
+                for piece in self._pieces:
+                    if isinstance(piece.content, torch.Tensor) and piece.content.device == device:
+                        source = piece.content.contiguous()
+                        source.record_stream(side)
+                        _place(target, piece.begin, source).copy_(source, non_blocking=True)
+                waiting.append(_event(device))
+        return waiting
+
+    def _host_copies(self, target: torch.Tensor) -> Iterator[Copy]:
+        """Chunks for memmove; what has gaps, or lies on other devices, is copied at once."""
+        for piece in self._pieces:
+            content = piece.content
+            if isinstance(content, bytes):
+                target[piece.begin : piece.begin + len(content)] = torch.frombuffer(
+                    bytearray(content), dtype=torch.uint8
+                )
+            elif content.device.type == "cuda":
+                continue
+            elif content.device.type == "cpu" and content.is_contiguous() and not content.is_neg():
+                size = content.numel() * content.element_size()
+                for done in range(0, size, CHUNK_BYTES):
+                    yield piece.begin + done, content.data_ptr() + done, min(CHUNK_BYTES, size - done)
+            else:
+                with torch.no_grad():
+                    _place(target, piece.begin, content).copy_(content)
+
+
+def _memmove_all(target: torch.Tensor, todo: Iterator[Copy], lock: threading.Lock) -> None:
+    base = target.data_ptr()
+    while True:
+        with lock:
+            copy = next(todo, None)
+        if copy is None:
+            return
+        offset, address, size = copy
+        ctypes.memmove(base + offset, address, size)
+
+
+def _place(target: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
+    size = like.numel() * like.element_size()
+    return target[begin : begin + size].view(like.dtype).view(like.shape)
+
+
+def _event(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _pin(memory: torch.Tensor) -> Callable[[], None]:
+    """Let the device copy into this memory by itself. Returns what undoes it."""
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+
+    def unpin() -> None:
+        torch.cuda.check_error(runtime.cudaHostUnregister(memory.data_ptr()))
+
+    return unpin

@@ -1,0 +1,357 @@
+"""CheckpointWriter: from live tensors to a published checkpoint, while training goes on.
+
+    save()         plans, and returns                                       milliseconds
+    copying        a thread copies the tensors into one of two arenas       wait_copied() before weights change
+    writing        the writer process writes, hashes, publishes, prunes     poll() tells what became of it
+    drain, close   at the end
+
+A writer process that dies is started again, and the save is written from the arena, which still holds it; if it dies
+again, the trainer's process writes. A save is never lost without a word: every one ends as a `SaveOutcome`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Literal
+
+from verl.checkpoint.arena import Arena, Arenas
+from verl.checkpoint.carry_out import carry_out
+from verl.checkpoint.content import SaveRequest, plan_of
+from verl.checkpoint.plan import SavePlan, SaveReport
+from verl.checkpoint.retention import Retention
+from verl.checkpoint.snapshot import Snapshot
+from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.supervisor import WriterDied, WriterProcess
+from verl.checkpoint.writer_process import Setting
+from verl.errors import CheckpointError, CheckpointWriteFailed
+
+log = logging.getLogger(__name__)
+
+NICENESS = 10
+CLOSE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOutcome:
+    """What became of one call of `save`.
+
+    Attributes:
+        report: of a published checkpoint, else None.
+        error: why it was not published, else None.
+        was_skipped: no arena was free, and `when_busy` is skip.
+        stall_s: that the call of `save` took.
+        copied_s: after which the weights might change, from the call on.
+        total_s: until it was published, from the call on.
+        num_deaths: of the writer process during this save.
+    """
+
+    step: int
+    tag: str | None
+    report: SaveReport | None = None
+    error: Exception | None = None
+    was_skipped: bool = False
+    stall_s: float = 0.0
+    copied_s: float = 0.0
+    total_s: float = 0.0
+    num_deaths: int = 0
+
+
+@dataclass(kw_only=True)
+class _Job:
+    """A save under way."""
+
+    plan: SavePlan
+    snapshot: Snapshot | None
+    arena: Arena
+    began: float
+    copied: threading.Event = field(default_factory=threading.Event)
+    stall_s: float = 0.0
+    copied_s: float = 0.0
+    num_deaths: int = 0
+
+
+@dataclass
+class _Reservation:
+    """Memory to be had before the first save."""
+
+    arena: Arena
+    num_bytes: int
+
+
+class CheckpointWriter:
+    """Saves checkpoints of one trainer.
+
+    >>> with CheckpointWriter(CheckpointStore("checkpoints")) as writer:  # doctest: +SKIP
+    ...     for step in range(1, 1001):
+    ...         compute_gradients()             # overlaps with copying
+    ...         writer.wait_copied()
+    ...         optimizer.step()
+    ...         if step % 100 == 0:
+    ...             writer.save(SaveRequest(step=step, components=components()))
+    ...         for outcome in writer.poll():
+    ...             log_metrics(outcome)
+    ...     writer.drain()
+
+    Args:
+        store: where to; its claim is taken with the first save.
+        mode: `sync` does the same in the caller's thread, without a process.
+        when_busy: what `save` does while two saves are under way: wait for one of them, or skip this one and say so.
+        retention: applied after every save.
+        niceness: of the writer process, so that training keeps its processors.
+        num_copy_threads: None is one for each processor, at most four.
+        timeout_s: a save that takes longer is treated as the death of the writer process.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        mode: Literal["async", "sync"] = "async",
+        when_busy: Literal["wait", "skip"] = "wait",
+        retention: Retention | None = None,
+        niceness: int = NICENESS,
+        num_copy_threads: int | None = None,
+        timeout_s: float = 1800.0,
+    ):
+        self.store, self.mode, self.when_busy, self.retention = store, mode, when_busy, retention
+        self._niceness, self._timeout_s = niceness, timeout_s
+        self._num_copy_threads = num_copy_threads or min(4, os.cpu_count() or 1)
+        self._arenas = Arenas(most=1 if mode == "sync" else 2)
+        self._owner = os.getpid()
+        self._process: WriterProcess | None = None
+        self._to_copy: SimpleQueue[_Job | _Reservation | None] = SimpleQueue()
+        self._to_write: SimpleQueue[_Job | _Reservation | None] = SimpleQueue()
+        self._last: _Job | None = None
+        self._changed = threading.Condition()
+        self._outcomes: deque[SaveOutcome] = deque()
+        self._num_under_way = 0
+        self._is_open = True
+        self._threads: list[threading.Thread] = []
+        if mode == "async":
+            for target in (self._copy_all, self._write_all):
+                thread = threading.Thread(target=target, name=f"checkpoint{target.__name__}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        atexit.register(self.close)
+
+    # -- for the trainer ---------------------------------------------------------------------------------------------
+
+    def prepare(self, request: SaveRequest) -> None:
+        """Have the memory for such saves allocated, and the process started, in the background: the first save then
+        takes no longer than the others. Copies and writes nothing; is not needed."""
+        arena = self._arenas.acquire(waits=False)
+        if arena is None or self.mode == "sync":
+            return
+        self._to_copy.put(_Reservation(arena, plan_of(request)[0].num_bytes))
+
+    def save(self, request: SaveRequest) -> bool:
+        """Begin a save at a step boundary. The tensors must not change before `wait_copied` has returned.
+
+        Returns:
+            False where it was skipped.
+        Raises:
+            ValueError, TypeError: the request cannot be saved by anyone; see `plan_of`.
+        """
+        began = time.perf_counter()
+        assert self._is_open, "this writer was closed"
+        plan, pieces = plan_of(request)
+        snapshot = Snapshot(pieces, self._num_copy_threads)
+        arena = self._arenas.acquire(waits=self.when_busy == "wait")
+        if arena is None:
+            log.warning("the checkpoint of step %d was skipped: two earlier saves are still under way", plan.step)
+            self._finish(SaveOutcome(step=plan.step, tag=plan.tag, was_skipped=True))
+            return False
+        job = self._last = _Job(plan=plan, snapshot=snapshot, arena=arena, began=began)
+        with self._changed:
+            self._num_under_way += 1
+        if self.mode == "async":
+            job.stall_s = time.perf_counter() - began
+            self._to_copy.put(job)
+        elif self._copy(job):
+            self._write(job)
+        return True
+
+    def wait_copied(self) -> None:
+        """Wait until the tensors of every save may change; call it before the next optimizer step."""
+        if self._last is not None:
+            self._last.copied.wait()
+
+    def poll(self, raises: bool = True) -> list[SaveOutcome]:
+        """What has become of saves since it was last asked.
+
+        Args:
+            raises: raise the error of the first that failed; the others are told by the next call.
+        Raises:
+            CheckpointError: a save failed; nothing of it was published.
+        """
+        with self._changed:
+            failed = next((outcome for outcome in self._outcomes if outcome.error is not None), None)
+            if raises and failed is not None:
+                self._outcomes.remove(failed)
+                assert failed.error is not None
+                raise failed.error
+            outcomes = list(self._outcomes)
+            self._outcomes.clear()
+        return outcomes
+
+    def drain(self, timeout_s: float | None = None, raises: bool = True) -> list[SaveOutcome]:
+        """Wait for every save under way, then `poll`.
+
+        Raises:
+            CheckpointWriteFailed: a save takes longer than `timeout_s`; it goes on.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._num_under_way == 0, timeout_s):
+                raise CheckpointWriteFailed(f"a save in {self.store.directory} is still under way after {timeout_s} s")
+        return self.poll(raises)
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Finish the saves under way, end the process, give the memory back. Called again, it does nothing.
+
+        What failed and was never polled is logged once more.
+        """
+        if not self._is_open or os.getpid() != self._owner:
+            return
+        self._is_open = False
+        atexit.unregister(self.close)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._num_under_way == 0, timeout_s):
+                log.error("a save in %s was given up after %s s", self.store.directory, timeout_s)
+        self._to_copy.put(None)
+        self._to_write.put(None)
+        if self._process is not None:
+            if self._num_under_way:
+                self._process.kill()
+            for thread in self._threads:
+                thread.join(timeout=5.0)
+            self._process.end()
+        self._last = None
+        self._arenas.release()
+        for outcome in self._outcomes:
+            if outcome.error is not None:
+                log.error("step %d was never saved: %s", outcome.step, outcome.error)
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def num_under_way(self) -> int:
+        """Saves that have not ended."""
+        return self._num_under_way
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the writer process; None where there is none just now."""
+        return None if self._process is None else self._process.process_id
+
+    @property
+    def arena_bytes(self) -> int:
+        """Memory held beside the tensors."""
+        return self._arenas.num_bytes
+
+    # -- in threads ---------------------------------------------------------------------------------------------------
+
+    def _copy_all(self) -> None:
+        while (job := self._to_copy.get()) is not None:
+            if self._reserve(job) if isinstance(job, _Reservation) else self._copy(job):
+                self._to_write.put(job)
+
+    def _write_all(self) -> None:
+        while (job := self._to_write.get()) is not None:
+            if isinstance(job, _Reservation):
+                self._start_process()
+            else:
+                self._write(job)
+
+    def _reserve(self, wanted: _Reservation) -> bool:
+        try:
+            wanted.arena.fit(wanted.num_bytes)
+        except (OSError, ValueError) as error:  # the save itself will say so
+            log.warning("there is no memory for saving yet: %s", error)
+        finally:
+            self._arenas.give_back(wanted.arena)
+        return True
+
+    def _start_process(self) -> None:
+        try:
+            self._process = self._process or self._new_process()
+            self._process.start()
+        except (CheckpointError, WriterDied) as error:
+            log.warning("the checkpoint writer is not there yet: %s", error)
+
+    def _copy(self, job: _Job) -> bool:
+        """Fill the job's arena. False where that failed, and the job has ended."""
+        assert job.snapshot is not None
+        try:
+            job.snapshot.run(job.arena, job.plan.num_bytes).release()
+        except Exception as error:  # noqa: BLE001 - told by poll
+            self._end(job, error=error)
+            return False
+        finally:
+            job.snapshot = None  # the tensors may be freed
+            job.copied_s = time.perf_counter() - job.began
+            job.copied.set()
+        return True
+
+    def _write(self, job: _Job) -> None:
+        try:
+            report = self._carried_out(job)
+        except Exception as error:  # noqa: BLE001 - told by poll
+            self._end(job, error=error)
+        else:
+            if report.prune_error:
+                log.error("checkpoints were not pruned: %s", report.prune_error)
+            self._end(job, report=report)
+
+    def _carried_out(self, job: _Job) -> SaveReport:
+        if self.mode == "async":
+            for _ in range(2):
+                try:
+                    if self._process is None:
+                        self._process = self._new_process()
+                    return self._process.carry_out(job.plan, job.arena)
+                except WriterDied as death:
+                    job.num_deaths += 1
+                    log.error("%s; its bytes are still here", death)
+            log.error("the checkpoint writer died twice: step %d is written by the trainer's process", job.plan.step)
+        assert job.arena.memory is not None
+        with memoryview(job.arena.memory) as memory:
+            return carry_out(self.store, job.plan, memory, self.retention)
+
+    def _new_process(self) -> WriterProcess:
+        claim = self.store.claim_directory()
+        setting = Setting(
+            directory=str(self.store.directory), run_id=self.store.run_id, claim=claim,
+            disk_type=type(self.store.disk), retention=self.retention, niceness=self._niceness,
+        )  # fmt: skip
+        return WriterProcess(setting, self._arenas, self._timeout_s)
+
+    def _end(self, job: _Job, report: SaveReport | None = None, error: Exception | None = None) -> None:
+        if error is not None:
+            log.error("the checkpoint of step %d failed: %s", job.plan.step, error)
+        self._arenas.give_back(job.arena)
+        total_s = time.perf_counter() - job.began
+        outcome = SaveOutcome(
+            step=job.plan.step, tag=job.plan.tag, report=report, error=error,
+            stall_s=total_s if self.mode == "sync" else job.stall_s, copied_s=job.copied_s, total_s=total_s,
+            num_deaths=job.num_deaths,
+        )  # fmt: skip
+        with self._changed:
+            self._num_under_way -= 1
+            self._finish(outcome)
+
+    def _finish(self, outcome: SaveOutcome) -> None:
+        with self._changed:
+            self._outcomes.append(outcome)
+            self._changed.notify_all()
