@@ -13,7 +13,7 @@ def main(job: Job) -> None:
     show(job.config, job.console)
     job.record()
     run = resolve_warm_starts(run, job.console)  # the embedded starting weights are made on first use
-    trainer = run.build(BuildContext(run_dir=job.run_dir))
+    trainer = run.build(BuildContext(run_dir=job.run_dir, job=job.name))
     try:
         trainer.fit()
     finally:

@@ -30,6 +30,7 @@ class BuildContext:
         rank, world_size: place of this process among the data-parallel ones.
         tokenizer: the actor's tokenizer, once it is loaded.
         run_dir: where results are written, or None.
+        job: of a sweep, or empty: what must not be shared by its jobs carries it in its name.
     """
 
     device: str = "cpu"
@@ -38,6 +39,7 @@ class BuildContext:
     world_size: int = 1
     tokenizer: Any = None
     run_dir: Path | None = None
+    job: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

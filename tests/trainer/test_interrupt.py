@@ -42,7 +42,8 @@ def test_an_interrupted_run_writes_what_is_finished_and_leaves_nothing_running(s
         process.wait()
     told = (tmp_path / "output").read_text()
     assert status == 130, told
-    assert "Interrupted in step" in told
+    assert "stopping once this step is done and saved" in told
+    assert "Interrupted after step" in told
     assert "Traceback" not in told
     assert wait_until_gone(workers, seconds=5) == []
 

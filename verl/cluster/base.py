@@ -24,10 +24,12 @@ class Cluster(Protocol):
 
     Attributes:
         world_size: processes that hold each role.
+        shares_memory: the driver sees the roles' own tensors.
         step: the training step, for error messages; set by the driver.
     """
 
     world_size: int
+    shares_memory: bool
     step: int | None
 
     def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]: ...

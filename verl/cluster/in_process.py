@@ -13,6 +13,7 @@ class InProcess:
     """Every role in this process. Calls are carried out at once; an error is raised where the result is asked for."""
 
     world_size = 1
+    shares_memory = True
 
     def __init__(self, host: HostDescription, context: BuildContext):
         self.step: int | None = None

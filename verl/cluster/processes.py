@@ -55,6 +55,8 @@ class Processes:
         WorkerDied: a worker ended while it was starting.
     """
 
+    shares_memory = False
+
     def __init__(self, host: HostDescription, context: BuildContext, world_size: int, num_threads: int):
         self.world_size = world_size
         self.step: int | None = None

@@ -69,12 +69,20 @@ def serve(connection: Connection) -> None:
             return
         connection.send(Answer(READY))
         while (call := connection.recv()) is not None:
-            connection.send(_carry_out(host, call))
+            connection.send_bytes(_pickled(_carry_out(host, call)))
     except (EOFError, ConnectionError):
         _sweep()  # the driver is gone: nobody else is left to tidy up
     finally:
         if host is not None:
             host.close()
+
+
+def _pickled(answer: Answer) -> bytes:
+    """By the plain pickler: the connection's own would send tensors as handles, for which this process is asked later."""
+    try:
+        return pickle.dumps(answer)
+    except Exception:  # noqa: BLE001 - the driver's to handle
+        return pickle.dumps(Answer(answer.number, error=traceback.format_exc()))
 
 
 def _build(start: Start) -> Any:

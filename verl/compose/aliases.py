@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-_CHECKPOINTS = "needs checkpoints, which this version does not have; the final weights are saved when the run ends."
+_STORAGE = "needs object storage, which this version does not have; checkpoints go to a local directory."
 _SHARDINGS = "needs a sharding that this version does not have; it has sharding=none and sharding=ddp."
 _VLLM = "needs the engine vLLM, which this version does not have; rollout=hf generates with the training weights."
 _RAY = "needs Ray, which this version does not have; trainer.n_gpus_per_node counts the processes on this machine."
-_RESUME = "needs checkpoints to continue from, which this version does not have."
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,24 @@ ALIASES: dict[str, Alias] = {
     "trainer.backend": Alias(
         choices={"local": "sharding=none", "none": "sharding=none", "ddp": "sharding=ddp"}, refusal=_SHARDINGS
     ),
-    "trainer.save_freq": Alias(choices={**_OFF, "-1": "", "0": ""}, refusal=_CHECKPOINTS),
+    "trainer.save_freq": Alias(path="checkpoint.save_interval"),
+    "trainer.default_local_dir": Alias(path="checkpoint.save_dir"),
+    "trainer.resume_from_path": Alias(path="resume"),
+    "save_freq": Alias(path="checkpoint.save_interval"),
+    **{
+        f"checkpoint_config.{key}": Alias(path=f"checkpoint.{key}")
+        for key in (
+            "save_dir",
+            "save_interval",
+            "keep_last_n",
+            "keep_best",
+            "save_async",
+            "use_safetensors",
+            "incremental_save",
+            "incremental_base",
+            "cold_storage",
+        )
+    },
     "trainer.test_freq": Alias(path="trainer.eval_interval"),
     "trainer.total_training_steps": Alias(path="trainer.total_steps"),
     "algorithm.adv_estimator": Alias(
@@ -71,11 +87,10 @@ ALIASES: dict[str, Alias] = {
     "reward_model.model_name_or_path": Alias(path="reward.model.path", option="reward=model"),
     "reward_model.model.path": Alias(path="reward.model.path", option="reward=model"),
     "use_vllm": Alias(choices=_OFF, refusal=_VLLM),
-    "resume": Alias(choices={"null": ""}, refusal=_RESUME),
 }
 
 FILES = {"ppo": "files", "sft": "sft_files"}
-PREFIXES = {"checkpoint.": _CHECKPOINTS, "storage.": _CHECKPOINTS, "ray.": _RAY}
+PREFIXES = {"storage.": _STORAGE, "ray.": _RAY}
 OPTIONS = {"rollout=vllm": _VLLM, "sharding=fsdp": _SHARDINGS, "sharding=fsdp2": _SHARDINGS, "trainer=ray": _RAY}
 
 

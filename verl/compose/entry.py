@@ -46,6 +46,7 @@ class Job:
         overrides: what was assigned on the command line.
         faults: found on the command line, to be reported with those of the check.
         run_dir: where the run writes.
+        name: of this job of a sweep, or empty.
         console: standard output.
         closing: what ends with the run.
     """
@@ -53,6 +54,7 @@ class Job:
     config: DictConfig
     run_dir: Path
     console: Console
+    name: str = ""
     overrides: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     closing: ExitStack = field(default_factory=ExitStack)
@@ -98,7 +100,8 @@ def _run_hydra(root: str, main: Callable[[Job], Any], faults: Sequence[str]) -> 
         running = HydraConfig.get()
         run_dir = Path(running.runtime.output_dir)
         overrides: Any = OmegaConf.to_container(running.overrides.task, resolve=False)
-        job = Job(config, run_dir, rich.get_console(), overrides, list(faults))
+        name = f"job_{running.job.num}" if running.mode == RunMode.MULTIRUN else ""
+        job = Job(config, run_dir, rich.get_console(), name, overrides, list(faults))
         try:
             with _clean_end():
                 try:

@@ -31,6 +31,8 @@ class PPORoot:
     data: Any = MISSING
     trainer: Any = MISSING
     tracker: Any = MISSING
+    checkpoint: Any = None
+    resume: Any = None
 
 
 @dataclass
@@ -43,6 +45,8 @@ class SFTRoot:
     data: Any = MISSING
     trainer: Any = MISSING
     tracker: Any = MISSING
+    checkpoint: Any = None
+    resume: Any = None
 
 
 ROOTS: dict[str, type] = {"ppo": PPORoot, "sft": SFTRoot}

@@ -75,7 +75,7 @@ def _actor_dir(name: str, console: Console, overrides: Sequence[str]) -> Path:
     known = group_options(conf_dir()).get("experiment", [])
     if name not in known:
         raise ConfigError(f"{WARM_START}{name}: there is no experiment {name}.{hint(nearest(name, known))}")
-    run = check(compose_root("sft", [f"experiment={name}", "tracker=none", *overrides]))
+    run = check(compose_root("sft", [f"experiment={name}", "tracker=none", "checkpoint=off", *overrides]))
     final = warm_start_dir(name, run)
     if (final / "actor" / "config.json").is_file():
         console.print(f"{WARM_START}{name} lies in {final}", soft_wrap=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -127,6 +127,34 @@ class TrainingEngine:
         self.optimizer.step()
         self.updates += 1
         return {**metrics, "lr": lr}
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """The optimizer's state as live tensors, named after the parameters; empty before the first step."""
+        assert self.optimizer is not None
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self.model.named_parameters()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+
+    def load_optimizer(self, tensors: Mapping[str, Tensor], updates: int) -> None:
+        """Go on from what `optimizer_tensors` gave after `updates` optimizer steps.
+
+        Raises:
+            ValueError: the state is not that of these parameters.
+        """
+        assert self.optimizer is not None
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        strangers = {name.rpartition(".")[0] for name in tensors} ^ set(trained)
+        if tensors and strangers:
+            raise ValueError(f"the optimizer's state and the parameters differ in {', '.join(sorted(strangers)[:5])}")
+        for name, tensor in tensors.items():
+            parameter, key = trained[name.rpartition(".")[0]], name.rpartition(".")[2]
+            if tensor.ndim and tensor.shape != parameter.shape:
+                found, wanted = list(tensor.shape), list(parameter.shape)
+                raise ValueError(f"the optimizer's state {name} has shape {found}, its parameter {wanted}")
+            self.optimizer.state[parameter][key] = tensor.to(parameter.device, copy=True)
+        self.updates = updates
 
     def _micro_batches(self, batch: DataProto) -> Iterator[MicroBatch]:
         return cut_into_micro_batches(batch.to(self.device), self.micro_batch_tokens, self.can_pack)

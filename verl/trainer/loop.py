@@ -1,6 +1,6 @@
 """The loop around every trainer: data order, evaluation, progress, saving, and an orderly end.
 
-evaluate ── [ step ── log ── evaluate every eval_interval steps ] × num_steps ── save ── close
+evaluate ── [ step ── log ── evaluate every eval_interval steps ── checkpoint if due ] × num_steps ── save ── close
               ^ one batch of the sampler's order
 """
 
@@ -14,15 +14,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
+from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.writer import SaveOutcome
 from verl.data.sampler import EpochSampler
 from verl.data.splits import Dataset
 from verl.protocol import DataProto
 from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import TrackerSet
 from verl.trainer.profiling import Profiler
+from verl.trainer.resume import ResumePoint
+from verl.trainer.saving import Saving
 from verl.trainer.settings import LoopSettings
 from verl.trainer.stages import Stages
+from verl.trainer.stopping import StopRequest
 from verl.utils.redact import redact
+from verl.utils.seeding import set_rng_state
+from verl.workers.state import RoleState, as_tensor
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +49,7 @@ class Trainer(Protocol):
     num_steps: int
     run_dir: Path
     description: Any  # the run's description, written beside the results
+    saving: Saving
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One training step, number `step` from 1; returns its metrics."""
@@ -47,6 +57,10 @@ class Trainer(Protocol):
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of the weights after `step` steps."""
+        ...
+
+    def state(self) -> tuple[dict[str, RoleState], dict[str, Any]]:
+        """What a checkpoint holds: of the roles by name, and the rest as plain values, the `sampler`'s among them."""
         ...
 
     def save(self, directory: Path) -> list[Path]:
@@ -59,13 +73,14 @@ class Result:
     """What a run came to.
 
     Attributes:
-        status: `finished`, `interrupted` or `failed`.
+        status: `finished`, `stopped` before a time limit, `interrupted` or `failed`.
         steps: made in full.
         samples: rows that those steps trained on.
         evaluations: step -> metrics; step 0 is before training.
         wall_s: from the first evaluation to the last.
         train_s: of that, spent in training steps.
-        saved: directories of weights; of an interrupted run they may hold a part of the step after `steps`.
+        saved: directories of weights.
+        checkpoints: names of those that were saved.
         error: what a failed run failed of.
     """
 
@@ -78,6 +93,7 @@ class Result:
     wall_s: float = 0.0
     train_s: float = 0.0
     saved: list[Path] = field(default_factory=list)
+    checkpoints: list[str] = field(default_factory=list)
     error: str | None = None
 
     def write(self) -> None:
@@ -94,44 +110,65 @@ class Result:
 
 
 def fit(trainer: Trainer, config: dict[str, Any]) -> Result:
-    """Train to the end.
+    """Train to the end, from the start or from the checkpoint that the trainer goes on from.
 
-    On Ctrl-C, what is finished is written (weights, metrics, curves, summary) before KeyboardInterrupt goes on its way.
+    On SIGTERM and on Ctrl-C the step under way is finished and saved, and KeyboardInterrupt goes on its way; on a
+    second one at once, so that the checkpoint before that step is the last.
     """
-    result = Result(run_dir=trainer.run_dir)
-    settings, started = trainer.settings, time.perf_counter()
-    name = f"{settings.project_name}/{settings.experiment_name}"
-    trainer.tracker.start(name, config, trainer.run_dir, trainer.num_steps)
+    saving, started = trainer.saving, time.perf_counter()
+    result = _result_so_far(trainer)
+    name = f"{trainer.settings.project_name}/{trainer.settings.experiment_name}"
+    trainer.tracker.start(name, {**config, "lineage": saving.facts}, trainer.run_dir, trainer.num_steps)
+    stop = StopRequest(trainer.tracker.message)
     try:
-        _train(trainer, result)
-        result.status = "finished"
+        saving.start(trainer.run_dir)
+        with stop.listening():
+            _train(trainer, result, stop)
+        if stop:
+            raise KeyboardInterrupt
+        result.status = "finished" if result.steps == trainer.num_steps else "stopped"
     except KeyboardInterrupt:
         result.status = "interrupted"
-        trainer.tracker.message(
-            f"Interrupted in step {result.steps + 1}: writing what is finished. The weights may hold a part of it."
-        )
+        trainer.tracker.message(f"Interrupted after step {result.steps}.")
         raise
     except Exception as error:
         result.error = redact(f"{type(error).__name__}: {error}")
         _log.exception("The run failed after step %d.", result.steps)
         raise
     finally:
-        result.wall_s = time.perf_counter() - started
+        result.wall_s += time.perf_counter() - started
         _finish(trainer, result)
     return result
 
 
-def _train(trainer: Trainer, result: Result) -> None:
-    settings = trainer.settings
-    if settings.eval_before:
+def _result_so_far(trainer: Trainer) -> Result:
+    """What was done before: nothing, or what the checkpoint tells."""
+    result, point = Result(run_dir=trainer.run_dir), trainer.saving.resumed
+    if point is not None:
+        done = point.state.get("progress", {})
+        result.steps, result.samples = point.step, done.get("samples", 0)
+        result.wall_s, result.train_s = done.get("wall_s", 0.0), done.get("train_s", 0.0)
+        result.evaluations = {int(step): metrics for step, metrics in done.get("evaluations", {}).items()}
+    return result
+
+
+def _train(trainer: Trainer, result: Result, stop: StopRequest) -> None:
+    point = trainer.saving.resumed
+    if point is not None:
+        set_rng_state(*_generators(point))
+        if point.step >= trainer.num_steps:
+            trainer.tracker.message(
+                f"Nothing is left to do: the checkpoint is of step {point.step}, and the run has {trainer.num_steps}."
+            )
+    elif trainer.settings.eval_before:
         _evaluate(trainer, 0, result)
-    with closing(Profiler(settings.profile, trainer.run_dir)) as profiler:
-        _steps(trainer, result, profiler)
+    with closing(Profiler(trainer.settings.profile, trainer.run_dir)) as profiler:
+        _steps(trainer, result, profiler, stop)
 
 
-def _steps(trainer: Trainer, result: Result, profiler: Profiler) -> None:
+def _steps(trainer: Trainer, result: Result, profiler: Profiler, stop: StopRequest) -> None:
     settings, rows = trainer.settings, None
-    for step in range(1, trainer.num_steps + 1):
+    for step in range(result.steps + 1, trainer.num_steps + 1):
         started = time.perf_counter()
         if rows is None or not settings.repeat_first_batch:
             rows = trainer.sampler.next_batch()
@@ -147,8 +184,57 @@ def _steps(trainer: Trainer, result: Result, profiler: Profiler) -> None:
         result.steps, result.last_metrics = step, metrics
         result.samples += int(metrics["perf/samples"])
         result.train_s += took
-        if step == trainer.num_steps or (settings.eval_interval and step % settings.eval_interval == 0):
-            _evaluate(trainer, step, result)
+        is_last = step == trainer.num_steps
+        evaluated: dict[str, float] = {}
+        if is_last or (settings.eval_interval and step % settings.eval_interval == 0):
+            evaluated = _evaluate(trainer, step, result)
+        if (sentence := trainer.saving.note(step, metrics)) is not None:
+            trainer.tracker.message(sentence)
+        is_out_of_time = not is_last and trainer.saving.out_of_time()
+        _checkpoint(trainer, result, {**metrics, **evaluated}, took, is_last, bool(stop) or is_out_of_time)
+        if is_out_of_time:
+            trainer.tracker.message(f"Stopping after step {step}: another one might not end within the time limit.")
+        if stop or is_out_of_time:
+            return
+
+
+def _checkpoint(
+    trainer: Trainer, result: Result, metrics: dict[str, float], took_s: float, is_last: bool, is_stopping: bool
+) -> None:
+    """Save if it is time to, and hear what became of earlier saves."""
+    saving, step = trainer.saving, result.steps
+    why = saving.due(step, took_s, is_last, is_stopping)
+    if saving.is_better(metrics) and why is None:
+        why = "the best so far"
+    if why is not None:
+        with trainer.stages.stage("save") as note:
+            roles, state = trainer.state()
+            rate = metrics.get("actor/lr", metrics.get("sft/lr"))
+            progress = {
+                "samples": result.samples,
+                "wall_s": result.wall_s,
+                "train_s": result.train_s,
+                "evaluations": result.evaluations,
+            }
+            saving.save(step, roles, state, metrics=metrics, learning_rate=rate, progress=progress, why=why)
+            note.say(f"step {step}, {why}")
+        trainer.stages.take()
+    _hear(trainer, result, saving.drain() if is_last or is_stopping else saving.poll())
+
+
+def _hear(trainer: Trainer, result: Result, outcomes: list[SaveOutcome]) -> None:
+    for outcome in outcomes:
+        if outcome.was_skipped:
+            trainer.tracker.message(f"Step {outcome.step} was not saved: two earlier checkpoints are being written.")
+        elif outcome.report is not None:
+            result.checkpoints.append(outcome.report.name)
+            _log.info("checkpoint %s is published, %.2f s after it began", outcome.report.name, outcome.total_s)
+
+
+def _generators(point: ResumePoint) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    reader = CheckpointReader(point.published)
+    tensors = {t.name: as_tensor(reader.tensor("rng", t.name), t) for t in reader.tensors("rng")}
+    return tensors, {name: point.read_json(f"rng/{name}.json") for name in ("python", "numpy")}
 
 
 def _step(trainer: Trainer, batch: DataProto, step: int) -> dict[str, float]:
@@ -160,9 +246,9 @@ def _step(trainer: Trainer, batch: DataProto, step: int) -> dict[str, float]:
     return metrics | trainer.guard.take()
 
 
-def _evaluate(trainer: Trainer, step: int, result: Result) -> None:
+def _evaluate(trainer: Trainer, step: int, result: Result) -> dict[str, float]:
     if trainer.eval_data is None:
-        return
+        return {}
     with trainer.stages.stage("eval") as note:
         metrics = trainer.evaluate(step)
         note.say(f"the weights after {step} steps")
@@ -170,12 +256,14 @@ def _evaluate(trainer: Trainer, step: int, result: Result) -> None:
         result.evaluations[step] = metrics
         trainer.tracker.evaluation(metrics, step)
     trainer.stages.take()
+    return metrics
 
 
 def _finish(trainer: Trainer, result: Result) -> None:
     """Write the weights and the summary, and close the trackers, each even if what comes before it fails."""
     with ExitStack() as ending:
         ending.callback(lambda: trainer.tracker.close(result.status))
+        ending.callback(lambda: trainer.saving.close(result.status, result.steps))
         ending.callback(result.write)
         if result.status != "failed" and result.steps and trainer.settings.save_final:
             status, result.status = result.status, "failed"  # unless the weights are written

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.correction import weighted
+from verl.algorithms.kl import AdaptiveKLController
 from verl.algorithms.selection import MixedGroups, joined, kept_groups, no_group_left, selection_metrics
+from verl.checkpoint.settings import Checkpointing
 from verl.cluster.base import role_handles
 from verl.data.sampler import EpochSampler, Mixture
 from verl.data.splits import PromptSource
@@ -37,14 +39,16 @@ from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import Trackers
 from verl.trainer.loop import Result, fit
 from verl.trainer.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
+from verl.trainer.resume import ResumePoint
 from verl.trainer.settings import PPOSettings
-from verl.trainer.setup import ProcessState, prepare_context, sharding_faults, start_cluster
+from verl.trainer.setup import ProcessState, prepare_context, prepare_saving, restore_of, sharding_faults, start_cluster
 from verl.trainer.stages import Stages
 from verl.utils.seeding import derive_seed
 from verl.workers.actor import Actor
 from verl.workers.critic import Critic
 from verl.workers.hosts import RLHost, with_tokenizer
 from verl.workers.reference import Reference
+from verl.workers.state import RoleState
 
 PROMPT_FIELDS = ["prompts", "prompt_mask", "prompt_ids", "group_ids"]
 SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
@@ -67,6 +71,8 @@ class PPORun(Description):
     data: PromptSource
     trainer: PPOSettings
     tracker: Trackers
+    checkpoint: Checkpointing | None = None
+    resume: str | None = None
 
     def faults(self) -> Iterator[str]:
         """What is wrong between components, each by its full config path."""
@@ -126,6 +132,7 @@ class PPOTrainer:
         self.description, self.settings, self.algorithm = run, run.trainer, run.algorithm
         self._state = ProcessState(run.trainer)
         self._cluster = self.reward = None
+        self.saving: Any = None
         try:
             context = prepare_context(context, run.trainer)
             with faults_below("actor.model"):
@@ -142,9 +149,12 @@ class PPOTrainer:
                 self.reward = run.reward.build(context)
             self.tracker = run.tracker.build(context)
             self.stages = Stages(self.tracker)
+            self.saving = prepare_saving(run, context, "actor/loss")
             self.guard = Guard(run.trainer.safety, self.run_dir, self.tokenizer)
             self.kl = run.algorithm.kl.build(context)
             self._start_roles(run, context)
+            if self.saving.resumed is not None:
+                self._go_on_from(self.saving.resumed)
         except BaseException:
             self.close()
             raise
@@ -173,10 +183,19 @@ class PPOTrainer:
             algorithm=run.algorithm,
             sharding=run.sharding,
             total_updates=self.num_steps * run.updates_per_step,
+            restore=restore_of(self.saving),
         )
         self._cluster = start_cluster(host, run.sharding, run.trainer, context)
         roles = role_handles(self._cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
+
+    def _go_on_from(self, point: ResumePoint) -> None:
+        """Take over what the roles do not hold: the place in the data, KL control, statistics of rewards."""
+        self.sampler.load_state_dict(point.read_json("dataloader/state.json"))
+        state = point.read_json("scheduler/state.json")
+        if isinstance(self.kl, AdaptiveKLController):
+            self.kl.load_state_dict(state["kl"])
+        self.reward.load_state_dict(state["reward"])
 
     # The algorithm
 
@@ -272,6 +291,7 @@ class PPOTrainer:
     def update(self, experience: DataProto, step: int) -> dict[str, float]:
         """Ascend the clipped objective on shuffled mini-batches: the critic, then the actor."""
         metrics: dict[str, float] = {}
+        self.saving.wait_copied()
         rows = experience.select([name for name in experience.batch if name not in PROMPT_FIELDS], [])
         for name, role in (("critic", self.critic), ("actor", self.actor)):
             if role is None:
@@ -313,12 +333,22 @@ class PPOTrainer:
                 paths.append(directory / name)
         return paths
 
+    def state(self) -> tuple[dict[str, RoleState], dict[str, Any]]:
+        """What a checkpoint holds: of the roles, and of everything else that a later run needs to go on."""
+        copied = not self._cluster.shares_memory
+        trained = {"actor": self.actor, "critic": self.critic}
+        roles = {name: role.state(copied).result() for name, role in trained.items() if role is not None}
+        kl = self.kl.state_dict() if isinstance(self.kl, AdaptiveKLController) else {}
+        return roles, {"sampler": self.sampler.state_dict(), "kl": kl, "reward": self.reward.state_dict()}
+
     def fit(self) -> Result:
         """Train to the end; see `verl.trainer.loop.fit`."""
         return fit(self, as_plain(self.description))
 
     def close(self) -> None:
         """End the workers, let go of the weights, and put back what the run changed in this process."""
+        if self.saving is not None:
+            self.saving.close()
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None

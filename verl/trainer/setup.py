@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from verl import config
+from verl.checkpoint.settings import Checkpointing
 from verl.cluster.base import Cluster, HostDescription
 from verl.cluster.in_process import InProcess
 from verl.cluster.processes import Processes
-from verl.description import BuildContext
+from verl.description import BuildContext, as_plain
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError
+from verl.trainer.identity import identity_of
+from verl.trainer.resume import find, refuse_other_identity, tell_differences
+from verl.trainer.saving import Saving
 from verl.trainer.settings import LoopSettings
+from verl.utils.redact import redact_tree
 from verl.utils.seeding import derive_seed, seed_everything
+from verl.workers.state import Restore
+
+_log = logging.getLogger(__name__)
 
 
 class ProcessState:
@@ -72,6 +81,38 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
     run_dir = context.run_dir or Path("outputs") / settings.project_name / settings.experiment_name
     run_dir.mkdir(parents=True, exist_ok=True)
     return replace(context, device=device, seed=settings.seed, run_dir=run_dir)
+
+
+def prepare_saving(run: Any, context: BuildContext, loss_key: str) -> Saving:
+    """The checkpoints of a run, and the one that it goes on from if `resume` names one.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it is of another training.
+        BadCheckpoint: it is damaged.
+    """
+    chosen, settings = run.checkpoint, run.trainer
+    directory = (chosen or Checkpointing()).directory(settings.project_name, settings.experiment_name, context.job)
+    config = as_plain(run)
+    identity = identity_of(config, context.tokenizer) if chosen is not None or run.resume is not None else {}
+    point = None
+    if run.resume is not None:
+        point = find(run.resume, directory, strict=chosen is not None and chosen.strict)
+        if point is None:
+            _log.warning("resume=latest found no checkpoint in %s: starting fresh.", directory)
+        else:
+            refuse_other_identity(point, identity)
+            _log.info("Resuming from %s, step %d (%s).", point.published.directory, point.step, point.why)
+            for line in tell_differences(point, redact_tree(config)):
+                _log.warning("differs from the resumed run: %s", line)
+    return Saving(chosen, directory, config, identity, loss_key, point)
+
+
+def restore_of(saving: Saving) -> Restore | None:
+    """What roles need to go on from the checkpoint of a run."""
+    if saving.resumed is None:
+        return None
+    verify = saving.settings is None or saving.settings.verify
+    return Restore(saving.resumed.published.directory, verify)
 
 
 def start_cluster(host: HostDescription, sharding: Sharding, settings: LoopSettings, context: BuildContext) -> Cluster:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from verl.checkpoint.settings import Checkpointing
 from verl.cluster.base import role_handles
 from verl.data.sampler import EpochSampler, Mixture
 from verl.data.splits import TextSource
@@ -20,11 +22,12 @@ from verl.safety.guard import Guard
 from verl.tracking.trackers import Trackers
 from verl.trainer.loop import Result, fit
 from verl.trainer.settings import SFTSettings
-from verl.trainer.setup import ProcessState, prepare_context, sharding_faults, start_cluster
+from verl.trainer.setup import ProcessState, prepare_context, prepare_saving, restore_of, sharding_faults, start_cluster
 from verl.trainer.stages import Stages
 from verl.utils.seeding import derive_seed
 from verl.workers.actor import Actor
 from verl.workers.hosts import SFTHost, with_tokenizer
+from verl.workers.state import RoleState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,8 @@ class SFTRun(Description):
     data: TextSource
     trainer: SFTSettings
     tracker: Trackers
+    checkpoint: Checkpointing | None = None
+    resume: str | None = None
 
     def faults(self) -> Iterator[str]:
         """What is wrong between components, each by its full config path."""
@@ -56,6 +61,7 @@ class SFTTrainer:
         self.description, self.settings = run, run.trainer
         self._state = ProcessState(run.trainer)
         self._cluster = None
+        self.saving: Any = None
         try:
             context = prepare_context(context, run.trainer)
             with faults_below("actor.model"):
@@ -69,10 +75,14 @@ class SFTTrainer:
             self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
             self.tracker = run.tracker.build(context)
             self.stages = Stages(self.tracker)
+            self.saving = prepare_saving(run, context, "sft/loss")
             self.guard = Guard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame)
-            host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps)
+            restore = restore_of(self.saving)
+            host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps, restore=restore)
             self._cluster = start_cluster(host, run.sharding, run.trainer, context)
             self.learner = role_handles(self._cluster, host)["learner"]
+            if self.saving.resumed is not None:
+                self.sampler.load_state_dict(self.saving.resumed.read_json("dataloader/state.json"))
         except BaseException:
             self.close()
             raise
@@ -84,6 +94,7 @@ class SFTTrainer:
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One optimizer step on the mean negative log-likelihood per learned token."""
         self._cluster.step = self.guard.step = step
+        self.saving.wait_copied()
         with self.stages.stage("update") as note:
             metrics = self.learner.update(self.guard.planted(batch)).result()
             self.guard.judge("sft", metrics, lambda: batch)
@@ -115,12 +126,19 @@ class SFTTrainer:
         self.learner.save(actor).result()
         return [actor]
 
+    def state(self) -> tuple[dict[str, RoleState], dict[str, Any]]:
+        """What a checkpoint holds: of the model, and of everything else that a later run needs to go on."""
+        copied = not self._cluster.shares_memory
+        return {"actor": self.learner.state(copied).result()}, {"sampler": self.sampler.state_dict()}
+
     def fit(self) -> Result:
         """Train to the end; see `verl.trainer.loop.fit`."""
         return fit(self, as_plain(self.description))
 
     def close(self) -> None:
         """End the workers, let go of the weights, and put back what the run changed in this process."""
+        if self.saving is not None:
+            self.saving.close()
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None

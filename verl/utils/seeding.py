@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,3 +31,29 @@ def seed_everything(seed: int) -> None:
     torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
     # Filling every new tensor with NaN finds reads of memory that nothing wrote, and makes nothing deterministic.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def rng_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The state of every global generator of this process: tensors by name, and the rest as plain JSON values."""
+    tensors = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors |= {f"cuda_{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    version, numbers, gauss = random.getstate()
+    plain = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+    }
+    return tensors, plain
+
+
+def set_rng_state(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+    """Go on from what `rng_state` gave; generators of GPUs that are not here are left out."""
+    torch.set_rng_state(tensors["torch"])
+    for i in range(torch.cuda.device_count()):
+        if f"cuda_{i}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"cuda_{i}"], i)
+    version, numbers, gauss = plain["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = plain["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))

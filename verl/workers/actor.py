@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +17,11 @@ from verl.engines.sharding import Parallel
 from verl.engines.token_scores import TokenScores, score_tokens
 from verl.models.output_head import OutputHead
 from verl.models.padding import refuse_padding_blind
-from verl.models.pretrained import quiet_transformers
 from verl.ops.aggregate import Totals, aggregate
 from verl.protocol import DataProto
 from verl.rollout.base import Request, Rollout
-from verl.workers.training import TrainedRole
+from verl.workers.state import Restore
+from verl.workers.training import TrainedRole, TrainedWorker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,23 +29,29 @@ class Actor(TrainedRole):
     """The policy pi(response | prompt): any Hugging Face causal language model. See `TrainedRole` for the arguments."""
 
     def start(
-        self, context: BuildContext, parallel: Parallel, algorithm: Algorithm, rollout: Rollout, total_updates: int
+        self,
+        context: BuildContext,
+        parallel: Parallel,
+        algorithm: Algorithm,
+        rollout: Rollout,
+        total_updates: int,
+        restore: Restore | None = None,
     ) -> HybridActor:
-        """Load the weights and attach the engines that train them and sample from them.
+        """Load the weights, those of a checkpoint if one is given, and attach the engines that train and sample.
 
         Raises:
             ConfigError: the model cannot be padded on the left.
         """
-        model = self.model.load_causal_lm(context.device)
+        model = self.load("causal_lm", context.device, restore, "actor")
         refuse_padding_blind(model, "actor.model")
-        if self.lora is not None:
-            model = self.lora.apply(model, causal_lm=True)
         engine = self.engine(model, parallel, total_updates)
+        if restore is not None:
+            restore.optimizer(engine, "actor")
         sampler = rollout.attach(model, context.tokenizer, context.seed, self.autocast)
         return HybridActor(engine, algorithm, sampler, rollout.temperature, context.tokenizer)
 
 
-class HybridActor:
+class HybridActor(TrainedWorker):
     """The running actor.
 
     Attributes:
@@ -55,8 +60,8 @@ class HybridActor:
     """
 
     def __init__(self, engine: TrainingEngine, algorithm: Algorithm, sampler: Any, temperature: float, tokenizer: Any):
-        self.engine, self.algorithm, self.sampler = engine, algorithm, sampler
-        self.temperature, self.tokenizer = temperature, tokenizer
+        super().__init__(engine, tokenizer)
+        self.algorithm, self.sampler, self.temperature = algorithm, sampler, temperature
         self.head = OutputHead(engine.model)
 
     @property
@@ -87,14 +92,6 @@ class HybridActor:
     def sync(self) -> str:
         """Give the rollout engine the present weights; says what was done."""
         return self.sampler.sync()
-
-    @on_all
-    def save(self, directory: Path) -> None:
-        """Write a Hugging Face directory (with LoRA: a peft adapter directory) with the tokenizer; rank 0 writes."""
-        if self.engine.parallel.rank == 0:
-            with quiet_transformers():
-                self.model.save_pretrained(directory)
-            self.tokenizer.save_pretrained(directory)
 
     def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         scores = score_tokens(model, self.head, micro, self.temperature, entropy="value")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,15 +10,17 @@ from torch import Tensor, nn
 
 from verl.algorithms.algorithm import Algorithm
 from verl.description import BuildContext
-from verl.dispatch import by_rows, by_rows_to_one, on_all
+from verl.dispatch import by_rows, by_rows_to_one
 from verl.engines.engine import TrainingEngine
 from verl.engines.micro import MicroBatch
 from verl.engines.sharding import Parallel
 from verl.models.heads import ValueModel
 from verl.models.padding import refuse_padding_blind
+from verl.models.pretrained import VALUE_HEAD_FILE
 from verl.ops.aggregate import Totals, aggregate
 from verl.protocol import DataProto
-from verl.workers.training import TrainedRole
+from verl.workers.state import Restore
+from verl.workers.training import TrainedRole, TrainedWorker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,28 +32,37 @@ class Critic(TrainedRole):
     """
 
     def start(
-        self, context: BuildContext, parallel: Parallel, algorithm: Algorithm, total_updates: int
+        self,
+        context: BuildContext,
+        parallel: Parallel,
+        algorithm: Algorithm,
+        total_updates: int,
+        restore: Restore | None = None,
     ) -> CriticWorker:
-        """Load the weights and attach the engine that trains them.
+        """Load the weights, those of a checkpoint if one is given, and attach the engine that trains them.
 
         Raises:
             ConfigError: the model cannot be padded on the left.
         """
-        backbone = self.model.load_backbone(context.device)
+        backbone = self.load("backbone", context.device, restore, "critic")
         refuse_padding_blind(backbone, "critic.model")
-        if self.lora is not None:
-            backbone = self.lora.apply(backbone, causal_lm=False)
         model = ValueModel(backbone)
-        if (head := self.model.value_head()) is not None:
+        if restore is not None:
+            model.load_head(restore.file("critic", VALUE_HEAD_FILE))
+        elif (head := self.model.value_head()) is not None:
             model.load_head(head)
-        return CriticWorker(self.engine(model, parallel, total_updates), algorithm, context.tokenizer)
+        engine = self.engine(model, parallel, total_updates)
+        if restore is not None:
+            restore.optimizer(engine, "critic")
+        return CriticWorker(engine, algorithm, context.tokenizer)
 
 
-class CriticWorker:
+class CriticWorker(TrainedWorker):
     """The running critic."""
 
     def __init__(self, engine: TrainingEngine, algorithm: Algorithm, tokenizer: Any):
-        self.engine, self.algorithm, self.tokenizer = engine, algorithm, tokenizer
+        super().__init__(engine, tokenizer)
+        self.algorithm = algorithm
 
     @by_rows
     def compute_values(self, batch: DataProto) -> DataProto:
@@ -63,13 +73,6 @@ class CriticWorker:
     def update(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step of regression on `returns`; returns metrics of the whole mini-batch."""
         return self.engine.update(batch, self._loss)
-
-    @on_all
-    def save(self, directory: Path) -> None:
-        """Write the backbone as a Hugging Face directory with the head beside it; rank 0 writes."""
-        if self.engine.parallel.rank == 0:
-            self.engine.model.save_pretrained(directory)
-            self.tokenizer.save_pretrained(directory)
 
     def _loss(self, model: nn.Module, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         mask = micro.tensors["response_mask"]

@@ -14,6 +14,7 @@ from verl.workers.actor import Actor, HybridActor
 from verl.workers.critic import Critic, CriticWorker
 from verl.workers.learner import Learner
 from verl.workers.reference import Reference, ReferenceWorker
+from verl.workers.state import Restore
 from verl.workers.training import TrainedRole
 
 
@@ -44,6 +45,7 @@ class RLHost(Description):
 
     Args:
         total_updates: optimizer steps of the whole run, for the schedules of the learning rates.
+        restore: the checkpoint that actor and critic go on from.
     """
 
     actor: Actor
@@ -53,6 +55,7 @@ class RLHost(Description):
     algorithm: Algorithm
     sharding: Sharding
     total_updates: int
+    restore: Restore | None = None
 
     def worker_types(self) -> dict[str, type]:
         """Role name -> class of the running role, known before anything is built."""
@@ -68,11 +71,13 @@ class RLHost(Description):
         host = Host(self.sharding.build(context))
         context = with_tokenizer(context, self.actor)
         seed_everything(derive_seed(context.seed, "actor"))
-        actor = self.actor.start(context, host.parallel, self.algorithm, self.rollout, self.total_updates)
+        actor = self.actor.start(context, host.parallel, self.algorithm, self.rollout, self.total_updates, self.restore)
         host.workers["actor"] = actor
         if self.critic is not None:
             seed_everything(derive_seed(context.seed, "critic"))
-            host.workers["critic"] = self.critic.start(context, host.parallel, self.algorithm, self.total_updates)
+            host.workers["critic"] = self.critic.start(
+                context, host.parallel, self.algorithm, self.total_updates, self.restore
+            )
         if self.reference is not None:
             host.workers["reference"] = self.reference.start(
                 context, host.parallel, self.actor, actor, self.rollout.temperature
@@ -87,6 +92,7 @@ class SFTHost(Description):
     learner: TrainedRole
     sharding: Sharding
     total_updates: int
+    restore: Restore | None = None
 
     def worker_types(self) -> dict[str, type]:
         return {"learner": Learner}
@@ -96,7 +102,7 @@ class SFTHost(Description):
         host = Host(self.sharding.build(context))
         seed_everything(derive_seed(context.seed, "learner"))
         context = with_tokenizer(context, self.learner)
-        host.workers["learner"] = Learner.start(self.learner, context, host.parallel, self.total_updates)
+        host.workers["learner"] = Learner.start(self.learner, context, host.parallel, self.total_updates, self.restore)
         return host
 
 

@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from verl.description import BuildContext
-from verl.dispatch import by_rows_to_one, on_all
+from verl.dispatch import by_rows_to_one
 from verl.engines.engine import TrainingEngine
 from verl.engines.micro import MicroBatch
 from verl.engines.sharding import Parallel
 from verl.engines.token_scores import score_tokens
 from verl.models.output_head import OutputHead
-from verl.models.pretrained import quiet_transformers
 from verl.ops.aggregate import Totals, aggregate
 from verl.protocol import DataProto
-from verl.workers.training import TrainedRole
+from verl.workers.state import Restore
+from verl.workers.training import TrainedRole, TrainedWorker
 
 
-class Learner:
+class Learner(TrainedWorker):
     """A causal language model under supervised fine-tuning.
 
     Its batches hold `input_ids`, `attention_mask`, `position_ids`, `loss_mask` [B S], padded on the right.
     """
 
     def __init__(self, engine: TrainingEngine, tokenizer: Any):
-        self.engine, self.tokenizer = engine, tokenizer
+        super().__init__(engine, tokenizer)
         self.head = OutputHead(engine.model)
 
     @classmethod
-    def start(cls, role: TrainedRole, context: BuildContext, parallel: Parallel, total_updates: int) -> Learner:
-        """Load the weights and attach the engine that trains them."""
-        model = role.model.load_causal_lm(context.device)
-        if role.lora is not None:
-            model = role.lora.apply(model, causal_lm=True)
-        return cls(role.engine(model, parallel, total_updates), context.tokenizer)
+    def start(
+        cls,
+        role: TrainedRole,
+        context: BuildContext,
+        parallel: Parallel,
+        total_updates: int,
+        restore: Restore | None = None,
+    ) -> Learner:
+        """Load the weights, those of a checkpoint if one is given, and attach the engine that trains them."""
+        engine = role.engine(role.load("causal_lm", context.device, restore, "actor"), parallel, total_updates)
+        if restore is not None:
+            restore.optimizer(engine, "actor")
+        return cls(engine, context.tokenizer)
 
     @by_rows_to_one
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -50,15 +56,6 @@ class Learner:
         found = self.engine.infer(rows, self._judge)
         sums = {name: float(x.double().sum()) for name, x in found.items()}
         return self.engine.parallel.sums({**sums, "tokens": float(rows.batch["response_mask"].sum())})
-
-    @on_all
-    def save(self, directory: Path) -> None:
-        """Write a Hugging Face directory (with LoRA: a peft adapter directory) with the tokenizer; rank 0 writes."""
-        if self.engine.parallel.rank == 0:
-            model: Any = self.engine.model
-            with quiet_transformers():
-                model.save_pretrained(directory)
-            self.tokenizer.save_pretrained(directory)
 
     def _loss(self, model: nn.Module, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         log_probs = score_tokens(model, self.head, micro).log_probs

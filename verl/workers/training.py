@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from verl.description import Description
+from verl.dispatch import on_all
 from verl.engines.engine import Packs, TrainingEngine
 from verl.engines.optim import AdamW
 from verl.engines.sharding import Parallel
 from verl.models.lora import LoRA
 from verl.models.precision import Autocast
+from verl.models.pretrained import quiet_transformers
+from verl.models.saved_form import ADAPTER_FILE, SavedForm, load_adapter, saved_form, tokenizer_files
 from verl.models.source import ModelSource
+from verl.workers.state import Restore, RoleState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,17 @@ class TrainedRole(Description):
                 "beside their weight. Set model.dtype=float32 and autocast=bfloat16, or train a lora adapter."
             )
 
+    def load(self, kind: Literal["causal_lm", "backbone"], device: str, restore: Restore | None, component: str) -> Any:
+        """The model, from where the role starts or from a checkpoint, with its adapter if it trains one."""
+        source = self.model if restore is None or self.lora is not None else restore.model(self.model, component)
+        model = getattr(source, f"load_{kind}")(device)
+        if self.lora is None:
+            return model
+        model = self.lora.apply(model, causal_lm=kind == "causal_lm")
+        if restore is not None:
+            load_adapter(model, restore.file(component, ADAPTER_FILE))
+        return model
+
     def engine(self, model: nn.Module, parallel: Parallel, total_updates: int) -> TrainingEngine:
         """The engine that trains `model` as this role says."""
         if self.gradient_checkpointing:
@@ -59,3 +75,46 @@ class TrainedRole(Description):
         return TrainingEngine(
             model, parallel, self.micro_batch_tokens, self.optimizer, total_updates, self.autocast, self.packing
         )
+
+
+class TrainedWorker:
+    """Base of the running roles that train.
+
+    Attributes:
+        engine: that trains the model.
+        tokenizer: saved beside the weights.
+    """
+
+    def __init__(self, engine: TrainingEngine, tokenizer: Any):
+        self.engine, self.tokenizer = engine, tokenizer
+        self._tokenizer_files: dict[str, bytes] | None = None
+
+    @on_all
+    def save(self, directory: Path) -> None:
+        """Write a Hugging Face directory (with LoRA: a peft adapter directory) with the tokenizer; rank 0 writes."""
+        if self.engine.parallel.rank == 0:
+            model: Any = self.engine.model
+            with quiet_transformers():
+                model.save_pretrained(directory)
+            self.tokenizer.save_pretrained(directory)
+
+    @on_all
+    def state(self, copied: bool) -> RoleState | None:
+        """What a checkpoint holds of this role, on rank 0; None on the others, which hold the same.
+
+        Args:
+            copied: give copies in main memory, to be sent to another process, instead of the live tensors.
+        """
+        if self.engine.parallel.rank != 0:
+            return None
+        if self._tokenizer_files is None:
+            self._tokenizer_files = tokenizer_files(self.tokenizer)
+        form, optimizer = saved_form(self.engine.model), self.engine.optimizer_tensors()
+        if copied:
+            form = SavedForm(_in_main_memory(form.tensors), form.file, form.files)
+            optimizer = _in_main_memory(optimizer)
+        return RoleState(form, optimizer, self.engine.updates, self._tokenizer_files)
+
+
+def _in_main_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

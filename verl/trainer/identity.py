@@ -1,0 +1,77 @@
+"""What makes two runs the same training: model, tokenizer, data, algorithm; and how two configurations differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+IDENTITY = ("actor.model", "actor.lora", "critic.model", "critic.lora", "reference.model", "data", "algorithm")
+ABSENT = "(not set)"
+
+
+def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """The parts of a configuration that a resume must leave alone, by path, and a digest of the tokenizer.
+
+    A path to a file or a directory of this machine is replaced by a digest of its content: the same data under another
+    name is the same data.
+    """
+    flat = dict(_flat(config))
+    parts = {path: value for path, value in flat.items() if _below(path, IDENTITY)}
+    return {path: _content(value) for path, value in parts.items()} | {"tokenizer": tokenizer_digest(tokenizer)}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Path -> [value before, value now], where two configurations differ."""
+    old, new = dict(_flat(before)), dict(_flat(now))
+    return {
+        path: [old.get(path, ABSENT), new.get(path, ABSENT)]
+        for path in [*old, *(p for p in new if p not in old)]
+        if old.get(path, ABSENT) != new.get(path, ABSENT)
+    }
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Of vocabulary, special tokens and chat template."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    template = getattr(tokenizer, "chat_template", None)
+    return _digest(json.dumps([vocabulary, special, template], sort_keys=True).encode())
+
+
+def _content(value: Any) -> Any:
+    """A path as the digest of what lies there; anything else as it is."""
+    if isinstance(value, (list, tuple)):
+        return [_content(item) for item in value]
+    if not isinstance(value, str) or "\0" in value or len(value) > 4096:
+        return value
+    path = Path(value).expanduser()
+    if path.is_file():
+        return {"blake3": _file_digest(path)}
+    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
+        names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+        return {"blake3": _digest("".join(f"{name} {_file_digest(path / name)}\n" for name in names).encode())}
+    return value
+
+
+def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping) and node:
+        for key, value in node.items():
+            yield from _flat(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, list(node) if isinstance(node, tuple) else node
+
+
+def _below(path: str, roots: tuple[str, ...]) -> bool:
+    return any(path == root or path.startswith(f"{root}.") for root in roots)
+
+
+def _digest(data: bytes) -> str:
+    return blake3(data).hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    return blake3().update_mmap(path).hexdigest()

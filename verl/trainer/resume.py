@@ -1,0 +1,133 @@
+"""Where a run goes on: which checkpoint `resume=` means, and whether this configuration may continue it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.discovery import LATEST, CheckpointDirectory
+from verl.checkpoint.disk import Disk
+from verl.checkpoint.manifest import MANIFEST
+from verl.checkpoint.published import Published, read_state
+from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.verify import verified
+from verl.errors import CheckpointNotFound, ConfigError
+from verl.trainer.identity import differences
+from verl.trainer.lineage import Parent
+
+POINTER = "checkpoints.json"  # in a run's directory: where it saves, and under which id
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A checkpoint to go on from.
+
+    Attributes:
+        published: the checkpoint.
+        state: its `trainer_state.json`.
+        why: what was looked for, and why this one.
+    """
+
+    published: Published
+    state: dict[str, Any]
+    why: str
+
+    @property
+    def step(self) -> int:
+        return self.published.step
+
+    def read_json(self, path: str) -> Any:
+        """A JSON file of the checkpoint, hashed while it is read."""
+        return json.loads(bytes(CheckpointReader(self.published).read(path)))
+
+    def parent(self, config: Mapping[str, Any]) -> Parent:
+        """This checkpoint as the origin of a run with a configuration."""
+        found = differences(self.state.get("config", {}), config)
+        manifest = self.published.manifest
+        return Parent(manifest.run_id, str(self.published.directory), self.step, found)
+
+
+def find(resume: str, save_dir: Path, strict: bool = False) -> ResumePoint | None:
+    """The checkpoint that `resume` means; None where `latest` finds none.
+
+    Args:
+        resume: `latest`, a checkpoint, a directory of checkpoints, or the directory of a run.
+        save_dir: where this run saves, and where `latest` looks.
+        strict: a damaged checkpoint is an error, instead of being passed over.
+    Raises:
+        ConfigError: there is no such directory, or it holds no checkpoint.
+        BadCheckpoint: it does not verify.
+    """
+    if resume == LATEST:
+        try:
+            return _newest(save_dir, strict, f"resume=latest looked in {save_dir}")
+        except CheckpointNotFound:
+            return None
+    path = Path(resume).expanduser().absolute()
+    if path.is_symlink():
+        path = path.resolve()
+    if not path.is_dir():
+        raise ConfigError(f"resume is {resume!r}: no such directory. Give a checkpoint, its parent, a run, or latest.")
+    if (path / MANIFEST).exists() or path.name.startswith("global_step_"):
+        published = verified(Disk(), path)
+        return ResumePoint(published, read_state(Disk(), published), f"resume={resume} names it")
+    try:
+        if (path / POINTER).is_file():
+            pointer = json.loads((path / POINTER).read_text())
+            return _newest(Path(pointer["save_dir"]), strict, f"resume={resume} is a run", pointer["run_id"])
+        return _newest(path, strict, f"resume={resume} holds checkpoints")
+    except CheckpointNotFound as error:
+        raise ConfigError(f"resume is {resume!r}: {error}. Give a checkpoint, its parent, a run, or latest.") from error
+
+
+def refuse_other_identity(point: ResumePoint, identity: Mapping[str, Any]) -> None:
+    """Raises:
+    ConfigError: model, tokenizer, data or algorithm are not those of the checkpoint; names every key.
+    """
+    found = differences(point.state.get("identity", {}), identity)
+    if found:
+        raise ConfigError(
+            [
+                f"{path} is {_shown(now)}: the checkpoint {point.published.name} was trained with {_shown(before)}, so "
+                "this would be another training. Set it back, or start without resume."
+                for path, (before, now) in found.items()
+            ]
+        )
+
+
+def tell_differences(point: ResumePoint, config: Mapping[str, Any]) -> list[str]:
+    """A line for each value that differs from the checkpoint's and may."""
+    passed_over = ("resume",)
+    found = differences(point.state.get("config", {}), config)
+    return [
+        f"{path}: {_shown(before)} before, {_shown(now)} now"
+        for path, (before, now) in found.items()
+        if path not in passed_over
+    ]
+
+
+def _newest(directory: Path, strict: bool, what: str, run_id: str | None = None) -> ResumePoint:
+    if not directory.is_dir():
+        raise CheckpointNotFound(f"{directory} holds no complete checkpoint")
+    looked_at = CheckpointDirectory(directory)
+    newest = looked_at.newest(strict)
+    others = looked_at.complete()
+    if run_id is not None:
+        own = [published for published in others if published.manifest.run_id == run_id]
+        if not own:
+            raise CheckpointNotFound(f"{directory} holds no complete checkpoint of run {run_id}")
+        newest = own[-1]
+    why = f"{what}: the last published of {len(others)} complete ones"
+    return ResumePoint(newest, read_state(Disk(), newest), why)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping) and set(value) == {"blake3"}:
+        return f"content {value['blake3'][:12]}"
+    return json.dumps(value) if not isinstance(value, str) else value

@@ -1,0 +1,270 @@
+"""Saving while training: when a checkpoint is due, what is in it, and what became of it.
+
+after each step:  due? ──> state of roles, sampler, generators ──> CheckpointWriter ──> published, pruned
+before an update: the copy that is being made must be done
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.checkpoint.content import Component, SaveRequest, TensorItem
+from verl.checkpoint.settings import Checkpointing
+from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.writer import CheckpointWriter, SaveOutcome
+from verl.models.saved_form import SavedForm
+from verl.trainer.lineage import Lineage, Parent, code_version
+from verl.trainer.resume import POINTER, ResumePoint
+from verl.utils.redact import redact_tree
+from verl.utils.seeding import rng_state
+from verl.workers.state import RoleState
+
+HISTORY = 200  # last values of the loss that a checkpoint keeps
+JUMP_STEPS, JUMP_FACTOR = 5, 4.0
+OPTIMIZER_FILE = "optim_state_rank_0.safetensors"
+
+_log = logging.getLogger(__name__)
+
+
+class Saving:
+    """The checkpoints of one run.
+
+    Args:
+        settings: None saves nothing.
+        directory: of the checkpoints.
+        config: the run's, as plain values.
+        identity: see `verl.trainer.identity`.
+        loss_key: the metric that the loss curve is made of.
+    Attributes:
+        run_id: of this run; a continued run has one of its own.
+        resumed: the checkpoint that the run goes on from, or None.
+    """
+
+    def __init__(
+        self,
+        settings: Checkpointing | None,
+        directory: Path,
+        config: Mapping[str, Any],
+        identity: Mapping[str, Any],
+        loss_key: str,
+        resumed: ResumePoint | None = None,
+    ):
+        self.settings, self.directory, self.resumed, self.loss_key = settings, directory, resumed, loss_key
+        self.run_id = secrets.token_hex(4)
+        self._config, self._identity = redact_tree(dict(config)), dict(identity)
+        self.parent: Parent | None = None if resumed is None else resumed.parent(self._config)
+        past = {} if resumed is None else resumed.state
+        self._history: deque[list[float]] = deque(past.get("loss_history", []), maxlen=HISTORY)
+        self._before = [loss for _, loss in self._history]
+        self._wall_before = float(past.get("wall_clock_s", 0.0))
+        self._best = past.get("best")
+        self._started = self._last_save = time.monotonic()
+        self._saved_step: int | None = None if resumed is None else resumed.step
+        self._longest_step_s = 0.0
+        self._writer: CheckpointWriter | None = None
+        self.lineage = Lineage(directory, self.run_id)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What trackers are told of where this run comes from."""
+        return {"run_id": self.run_id, "parent": None if self.parent is None else asdict(self.parent)}
+
+    def start(self, run_dir: Path) -> None:
+        """Claim the directory and record the run.
+
+        Raises:
+            CheckpointWriteFailed: the directory cannot be written.
+        """
+        if self.settings is None:
+            return
+        store = CheckpointStore(self.directory, self.run_id)
+        store.claim_directory()
+        mode = "async" if self.settings.save_async else "sync"
+        retention = self.settings.retention
+        self._writer = CheckpointWriter(store, mode=mode, when_busy=self.settings.when_busy, retention=retention)
+        pointer = {"save_dir": str(self.directory), "run_id": self.run_id}
+        (run_dir / POINTER).write_text(json.dumps(pointer, indent=2) + "\n")
+        self._code = code_version()
+        facts = {"run_dir": str(run_dir), "code": self._code, "identity": self._identity}
+        self.lineage.add("run", **self.facts, **facts)
+
+    def due(self, step: int, took_s: float, is_last: bool, is_stopping: bool) -> str | None:
+        """Why a checkpoint is to be saved after this step, or None."""
+        self._longest_step_s = max(self._longest_step_s, took_s)
+        chosen = self.settings
+        if chosen is None or step == self._saved_step:
+            return None
+        if is_last:
+            return "the last step"
+        if is_stopping:
+            return "the run is ending"
+        if chosen.save_interval and step % chosen.save_interval == 0:
+            return f"every {chosen.save_interval} steps"
+        if chosen.save_interval_s and time.monotonic() - self._last_save >= chosen.save_interval_s:
+            return f"every {chosen.save_interval_s:g} s"
+        return None
+
+    def is_better(self, metrics: Mapping[str, float]) -> bool:
+        """Whether an evaluation is the best so far in the metric that `save_best` names."""
+        name = None if self.settings is None else self.settings.save_best
+        value = None if name is None else metrics.get(name)
+        if value is None or not math.isfinite(value):
+            return False
+        sign = 1 if self.settings is not None and self.settings.best_mode == "max" else -1
+        if self._best is not None and sign * value <= sign * self._best:
+            return False
+        self._best = value
+        return True
+
+    def out_of_time(self) -> bool:
+        """Whether another step might not end within the time limit."""
+        if self.settings is None or self.settings.time_limit_s is None:
+            return False
+        left = self.settings.time_limit_s - (time.monotonic() - self._started)
+        return left < self.settings.time_margin_s + 1.5 * self._longest_step_s
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """Add a step to the loss curve; a sentence where the first losses after a resume jump."""
+        if (loss := metrics.get(self.loss_key)) is not None:
+            self._history.append([step, loss])
+        if self.resumed is None or step != self.resumed.step + JUMP_STEPS:
+            return None
+        return self._jump([value for at, value in self._history if at > self.resumed.step])
+
+    def save(self, step: int, roles: Mapping[str, RoleState], state: Mapping[str, Any], **facts: Any) -> None:
+        """Begin a save; see `poll` for what becomes of it.
+
+        Args:
+            roles: by name.
+            state: `sampler`, and whatever else is plain and not the roles': `kl`, `reward`.
+            facts: `tag`, `metrics`, and what `trainer_state.json` is to tell beside.
+        """
+        if self._writer is None:
+            return
+        tensors, generators = rng_state()
+        metrics = {k: v for k, v in facts.pop("metrics", {}).items() if isinstance(v, (int, float))}
+        components = {name: self._weights(role) for name, role in roles.items()}
+        moments = {f"{name}.{key}": x for name, role in roles.items() for key, x in role.optimizer.items()}
+        optimizer = [TensorItem(name=name, tensor=tensor) for name, tensor in moments.items()]
+        schedule = {"updates": {name: role.updates for name, role in roles.items()}, **state}
+        components |= {
+            "optimizer": Component(tensors=optimizer, file=OPTIMIZER_FILE),
+            "scheduler": Component(files={"state.json": _json({k: v for k, v in schedule.items() if k != "sampler"})}),
+            "dataloader": Component(files={"state.json": _json(state["sampler"])}),
+            "rng": Component(
+                tensors=[TensorItem(name=name, tensor=tensor) for name, tensor in tensors.items()],
+                file="torch.safetensors",
+                files={f"{name}.json": _json(value) for name, value in generators.items()},
+            ),
+        }
+        self._saved_step, self._last_save = step, time.monotonic()
+        tag = facts.pop("tag", None)
+        request = SaveRequest(
+            step=step, tag=tag, components=components, state=self._state(state, facts), metrics=metrics
+        )
+        self._writer.save(request)
+
+    def wait_copied(self) -> None:
+        """Wait until weights and optimizer state may change again."""
+        if self._writer is not None:
+            self._writer.wait_copied()
+
+    def poll(self) -> list[SaveOutcome]:
+        """What became of saves since the last call.
+
+        Raises:
+            CheckpointError: one failed.
+        """
+        return self._told([] if self._writer is None else self._writer.poll())
+
+    def drain(self) -> list[SaveOutcome]:
+        """Wait for all saves under way; see `poll`."""
+        return self._told([] if self._writer is None else self._writer.drain())
+
+    def close(self, status: str | None = None, step: int = 0) -> None:
+        """Finish what is under way and end the writer; may be called again."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+            if status is not None:
+                self.lineage.add("end", status=status, step=step)
+
+    def _told(self, outcomes: list[SaveOutcome]) -> list[SaveOutcome]:
+        for outcome in outcomes:
+            if outcome.report is not None:
+                name, pruned = outcome.report.name, list(outcome.report.pruned)
+                self.lineage.add("checkpoint", checkpoint=name, step=outcome.step, pruned=pruned)
+        return outcomes
+
+    def _weights(self, role: RoleState) -> Component:
+        form = role.model
+        if self.settings is not None and not self.settings.use_safetensors:
+            name = "adapter_model.bin" if form.file else "pytorch_model.bin"
+            return Component(files={**form.files, name: _torch_file(form)}, constant_files=role.tokenizer)
+        assert self.settings is not None
+        return Component(
+            tensors=[TensorItem(name=name, tensor=tensor) for name, tensor in form.tensors.items()],
+            file=form.file,
+            metadata={"format": "pt"},
+            files=form.files,
+            constant_files={name: data for name, data in role.tokenizer.items() if name not in form.files},
+            max_shard_bytes=int(self.settings.max_shard_gib * 2**30),
+        )
+
+    def _state(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+        """What people read in `trainer_state.json`."""
+        return {
+            **facts,
+            "epoch": state["sampler"].get("epoch"),
+            "loss_history": [list(entry) for entry in self._history],
+            "best": self._best,
+            "wall_clock_s": round(self._wall_before + time.monotonic() - self._started, 3),
+            "rng_states": {
+                "torch": "rng/torch.safetensors",
+                "python": "rng/python.json",
+                "numpy": "rng/numpy.json",
+            },
+            "lineage": self.facts,
+            "code": self._code,
+            "identity": self._identity,
+            "config": self._config,
+        }
+
+    def _jump(self, first: list[float]) -> str | None:
+        """Compare the first losses after a resume with the curve before it."""
+        before = self._before[-50:]
+        if len(before) < 10 or not first:
+            return None
+        values = torch.tensor(before, dtype=torch.float64)
+        mean, spread = float(values.mean()), float(values.std())
+        now = sum(first) / len(first)
+        if abs(now - mean) <= JUMP_FACTOR * spread + 1e-6 * abs(mean):
+            return None
+        changed = ", ".join(sorted(self.parent.differences)) if self.parent is not None else ""
+        return (
+            f"{self.loss_key} was {mean:.4g} +- {spread:.2g} before the resume and is {now:.4g} in the first "
+            f"{len(first)} steps after it. Weights, optimizer, schedule, data order and random generators were "
+            f"restored and verified; what differs is the configuration: {changed or 'nothing'}."
+        )
+
+
+def _torch_file(form: SavedForm) -> bytes:
+    file = io.BytesIO()
+    torch.save({name: tensor.detach().cpu().clone() for name, tensor in form.tensors.items()}, file)
+    return file.getvalue()
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value) + "\n").encode()

@@ -1,0 +1,47 @@
+"""Asked to stop: the step under way is finished and saved first; asked again, at once."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Whether and why the run was asked to stop.
+
+    Attributes:
+        signal: the signal that came, or None.
+    """
+
+    def __init__(self, tell: Callable[[str], None]):
+        self.signal: int | None = None
+        self._tell = tell
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Take SIGINT and SIGTERM within; outside the main thread, where no signal arrives, do nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before: dict[int, Any] = {number: signal.signal(number, self._take) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+        again = "; Ctrl-C again stops at once, and loses that step" if number == signal.SIGINT else ""
+        self._tell(f"{signal.Signals(number).name}: stopping once this step is done and saved{again}")

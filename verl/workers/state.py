@@ -1,0 +1,93 @@
+"""What a role hands over for a checkpoint, and how it takes it back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.checkpoint.disk import Disk
+from verl.checkpoint.published import open_published
+from verl.checkpoint.reader import CheckpointReader
+from verl.engines.engine import TrainingEngine
+from verl.models.pretrained import Pretrained
+from verl.models.saved_form import SavedForm
+from verl.models.source import ModelSource
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RoleState:
+    """The state of a trained role: live tensors where the role lives in the driver's process, copies elsewhere.
+
+    Attributes:
+        model: weights and small files.
+        optimizer: its tensors, see `TrainingEngine.optimizer_tensors`.
+        updates: optimizer steps made; they are the position in the learning rate's schedule.
+        tokenizer: files that never change.
+    """
+
+    model: SavedForm
+    optimizer: dict[str, Tensor]
+    updates: int
+    tokenizer: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Restore:
+    """The checkpoint that roles start from; travels to the processes where they live.
+
+    Args:
+        directory: of the published checkpoint.
+        verify: hash what is read.
+    """
+
+    directory: Path
+    verify: bool = True
+
+    def reader(self) -> CheckpointReader:
+        disk = Disk()
+        return CheckpointReader(open_published(disk, self.directory), disk, self.verify)
+
+    def model(self, described: ModelSource, component: str) -> ModelSource:
+        """Where a role's weights are now, once every byte of them is what was written."""
+        reader = self.reader()
+        for entry in reader.files(component):
+            reader.read(entry.path)
+        path = str(self.directory / component)
+        if isinstance(described, Pretrained):
+            return replace(described, path=path, revision=None)
+        return Pretrained(path=path, dtype=described.dtype)
+
+    def file(self, component: str, name: str) -> Path:
+        """A file of a component, once it is what was written."""
+        self.reader().read(f"{component}/{name}")
+        return self.directory / component / name
+
+    def optimizer(self, engine: TrainingEngine, role: str) -> None:
+        """Give an engine the optimizer's state and its place in the schedule."""
+        reader = self.reader()
+        prefix = f"{role}."
+        tensors = {
+            tensor.name.removeprefix(prefix): as_tensor(reader.tensor("optimizer", tensor.name), tensor)
+            for tensor in reader.tensors("optimizer")
+            if tensor.name.startswith(prefix)
+        }
+        schedule = json.loads(bytes(reader.read("scheduler/state.json")))
+        engine.load_optimizer(tensors, schedule["updates"][role])
+
+
+def as_tensor(data: memoryview, tensor: Any) -> Tensor:
+    """A tensor of its own from the bytes of a logical tensor."""
+    dtype = DTYPES[tensor.dtype]
+    if not len(data):
+        return torch.empty(tensor.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(tensor.shape)
