@@ -78,7 +78,7 @@ def serve(connection: Connection) -> None:
 
 
 def _pickled(answer: Answer) -> bytes:
-    """By the plain pickler: the connection's own would send tensors as handles, for which this process is asked later."""
+    """By the plain pickler: the connection's own would send tensors as handles, which this process is asked for later."""
     try:
         return pickle.dumps(answer)
     except Exception:  # noqa: BLE001 - the driver's to handle
