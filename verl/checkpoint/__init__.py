@@ -16,6 +16,31 @@
     staging.py     a save in progress, and its commit
     store.py       CheckpointStore, where a save begins
     retention.py   what is kept
+    locate.py      which checkpoint a path means
+    manager.py     CheckpointManager: one checkpoint asked in plain words
+    loading.py     its tensors in torch
+    summary.py     what the commands tell of a checkpoint
+    compare.py     in what two checkpoints differ
+    export.py      a component as a plain Hugging Face directory
+    compat.py      which versions of verl read which checkpoints
 
-Nothing here imports torch.
+Only loading.py imports torch, and compare.py and export.py where they are asked for numbers or a pickle.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl.checkpoint.manager import CheckpointManager
+
+__all__ = ["CheckpointManager"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is exported here when it is first asked for."""
+    if name == "CheckpointManager":
+        from verl.checkpoint.manager import CheckpointManager
+
+        return CheckpointManager
+    raise AttributeError(f"module 'verl.checkpoint' has no attribute {name!r}")
