@@ -46,7 +46,8 @@ def locate(path: str | Path, disk: Disk | None = None) -> Location:
         if given.name == LATEST and _holds_checkpoints(disk, given.parent):
             return Location(given.parent, LATEST)
         real = Path(os.path.realpath(given))
-        if CheckpointDirectory(real.parent, disk).is_candidate(real):
+        beside = CheckpointDirectory(real.parent, disk)
+        if beside.exists(real) and beside.is_candidate(real):
             return Location(real.parent, real.name)
         for directory in (real, real / OF_A_RUN):
             if _holds_checkpoints(disk, directory):

@@ -100,12 +100,18 @@ def summaries(store: CheckpointStore, name: str | None = None, level: Level = "q
 
 def summary_of(disk: Disk, directory: Path, level: Level = "quick") -> Summary:
     """One checkpoint alone. What can still be told of a bad one is told."""
-    published, state, faults, status = None, {}, (), "complete"
+    published, state = None, {}
+    bad: BadCheckpoint | None = None
     try:
         published = open_published(disk, directory)
-        state = read_state(disk, verified(disk, directory, level))
+        state = read_state(disk, published)
     except BadCheckpoint as error:
-        faults, status = error.faults, _status(error)
+        bad = error
+    try:
+        verified(disk, directory, level)
+    except BadCheckpoint as error:
+        bad = error  # it tells all that is wrong
+    status, faults = ("complete", ()) if bad is None else (_status(bad), bad.faults)
     return Summary(directory=directory, status=status, faults=faults, published=published, state=state)
 
 

@@ -41,6 +41,7 @@ def as_json(summary: Summary, component: str | None) -> dict[str, Any]:
 
 def print_inspection(summary: Summary, component: str | None, all_tensors: bool) -> None:
     """All of a checkpoint for people."""
+    tensors = _tensors(summary.published, component) if summary.published else []
     for name, value in _head(summary):
         typer.echo(f"{name:<12}{value}")
     for fault in summary.faults:
@@ -61,7 +62,7 @@ def print_inspection(summary: Summary, component: str | None, all_tensors: bool)
     ]
     columns = ["component", "files", "size", "tensors", "elements", "types"]
     print_table(columns, rows, right=["files", "size", "tensors", "elements"])
-    _print_tensors(_tensors(summary.published, component), all_tensors)
+    _print_tensors(tensors, all_tensors)
     typer.echo("\ntrainer_state.json")
     for line in outline({key: value for key, value in summary.state.items() if key not in SHOWN_ABOVE}):
         typer.echo(f"  {line}")
