@@ -11,7 +11,7 @@ from typing import Any
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.files import clone, duplicate, make_directories, write_errors, write_file
 from verl.checkpoint.hashing import LEAF_BYTES, hash_buffers
-from verl.checkpoint.manifest import FileEntry, checked_path
+from verl.checkpoint.manifest import STATE, FileEntry, checked_path
 from verl.checkpoint.objects import Objects
 from verl.checkpoint.published import Published
 from verl.checkpoint.safetensors_bytes import (
@@ -172,6 +172,8 @@ class Participant:
 
     @contextmanager
     def _writing(self, path: str) -> Iterator[Path]:
+        if path == STATE:
+            raise ValueError(f"{STATE} is written by the commit, from `state`")
         target = self.directory / checked_path(path)
         try:
             with write_errors(f"writing {path}"):

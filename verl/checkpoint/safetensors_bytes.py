@@ -66,10 +66,12 @@ def render(tensors: Sequence[TensorBytes], metadata: dict[str, str] | None = Non
     8
 
     Raises:
-        ValueError: a name appears twice, or a buffer is not as long as shape and dtype say.
+        ValueError: a name appears twice, a type is unknown, or a buffer is not as long as shape and dtype say.
     """
     if len({tensor.name for tensor in tensors}) < len(tensors):
         raise ValueError("two tensors of one file have the same name")
+    if unknown := {tensor.dtype for tensor in tensors} - ITEM_BYTES.keys():
+        raise ValueError(f"dtype {unknown.pop()!r} is not one of {', '.join(ITEM_BYTES)}")
     # Wide types first: after a header padded to 8 bytes every tensor is then aligned to its own elements.
     ordered = sorted(tensors, key=lambda tensor: (-ITEM_BYTES[tensor.dtype], tensor.name))
     views = [flat_view(tensor.data) for tensor in ordered]
