@@ -81,21 +81,19 @@ def summaries(store: CheckpointStore, name: str | None = None, level: Level = "q
     """
     good, bad = store.survey("quick")
     newest = good[-1].name if good and not any(isinstance(error, CheckpointTooNew) for error in bad) else None
-    reasons, seen, told = pins(store), set(), []
-    for directory in [*(published.directory for published in good), *(error.directory for error in bad)]:
-        if name not in (None, directory.name):
-            continue
-        summary = summary_of(store.disk, directory, level)
-        added = _added_bytes(store.disk, summary.published, seen) if summary.published else 0
-        told.append(
-            dataclasses.replace(
-                summary,
-                added_bytes=added,
-                pinned=reasons.get(directory.name),
-                is_newest=directory.name == newest,
-            )
+    reasons, seen = pins(store), set()
+    added = {published.name: _added_bytes(store.disk, published, seen) for published in good}
+    directories = [*(published.directory for published in good), *(error.directory for error in bad)]
+    return [
+        dataclasses.replace(
+            summary_of(store.disk, directory, level),
+            added_bytes=added.get(directory.name, 0),
+            pinned=reasons.get(directory.name),
+            is_newest=directory.name == newest,
         )
-    return told
+        for directory in directories
+        if name in (None, directory.name)
+    ]
 
 
 def summary_of(disk: Disk, directory: Path, level: Level = "quick") -> Summary:
