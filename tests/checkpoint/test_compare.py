@@ -11,6 +11,7 @@ from verl.checkpoint.compare import Difference, compare
 from verl.checkpoint.participant import TensorPart
 from verl.checkpoint.published import Published
 from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.tensors import LogicalTensor, Slice
 
 VALUES = np.arange(12, dtype=np.float32).reshape(4, 3)
 
@@ -52,6 +53,22 @@ def test_a_changed_element_names_its_tensor_and_says_by_how_much(num_writers, tm
     assert found(compare(one, two)) == [("tensor", "actor/weight", "F32[4, 3]", "other values")]
     assert compare(one, two)[0].max_abs is None
     assert compare(one, two, numbers=True)[0].max_abs == 2.5
+
+
+def test_a_tensor_that_shares_a_leaf_with_another_differs_alone(tmp_path):
+    """As in a file that was not written tensor by tensor."""
+
+    def shared_leaf(directory, second: bytes) -> Published:
+        store = CheckpointStore(directory)
+        with store.begin(1) as staging:
+            staging.main.write("c/both.bin", [bytes(4) + second])
+            for number, name in enumerate(("one", "two")):
+                part = Slice(file="c/both.bin", offset=4 * number, start=(0,), extent=(4,))
+                staging.main.record(LogicalTensor(component="c", name=name, dtype="U8", shape=(4,), slices=(part,)))
+            return staging.commit()
+
+    differences = compare(shared_leaf(tmp_path / "a", b"1234"), shared_leaf(tmp_path / "b", b"1235"))
+    assert [difference.name for difference in differences] == ["two"]
 
 
 def test_numbers_that_are_none_are_told_apart_from_numbers(tmp_path):

@@ -121,6 +121,13 @@ def test_what_is_written_into_a_mapped_tensor_never_reaches_the_file(store):
     assert manager.is_valid("full")
 
 
+def test_what_was_read_at_once_needs_its_file_no_more(store):
+    manager = CheckpointManager(store.directory)
+    loaded = manager.load("actor", mmap=False)
+    (manager.directory / "actor/model-00001-of-00002.safetensors").write_bytes(bytes(1000))
+    assert torch.equal(loaded["first"], torch.from_numpy(WEIGHT * 2))
+
+
 @pytest.mark.parametrize("mmap", [True, False])
 def test_a_damaged_tensor_is_named_and_the_others_load(mmap, store):
     manager = CheckpointManager(store.directory)

@@ -88,8 +88,7 @@ def _content(
     # The weights are written anew, so that what many writers cut into slices comes out as whole tensors.
     if pytorch_bin:
         name = "adapter_model.bin" if kind == ADAPTER else "pytorch_model.bin"
-        # Each in memory of its own: torch.save would write the whole file that a view belongs to.
-        yield name, dict(manager.load(component, mmap=False))
+        yield name, dict(manager.load(component))
         return
     if not recorded:
         return

@@ -80,9 +80,12 @@ def _instead(disk: Disk, given: Path, real: Path) -> str:
 
 
 def _below(disk: Disk, directory: Path, levels: int) -> list[Path]:
-    """Directories of checkpoints below this one."""
-    inside = [directory / name for name in disk.names(directory) if is_directory(disk, directory / name)]
-    found = [path for path in inside if _holds_checkpoints(disk, path)]
+    """Directories of checkpoints below this one, as far as one may look."""
+    try:
+        inside = [directory / name for name in disk.names(directory) if is_directory(disk, directory / name)]
+        found = [path for path in inside if _holds_checkpoints(disk, path)]
+    except OSError:
+        return []
     if found or levels == 1:
         return found
     return [path for below in inside for path in _below(disk, below, levels - 1)]
