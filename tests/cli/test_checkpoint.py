@@ -144,10 +144,11 @@ def test_health_is_for_probes(directory, tmp_path):
     assert (status, told.startswith("not ready: global_step_100"), told.endswith("more than 1d\n")) == (1, True, True)
     (directory / "global_step_300/COMMIT").unlink()
     status, told, _ = run("health", directory)
-    assert (status, told.startswith("ready: global_step_200"), "1 bad checkpoint beside it" in told) == (0, True, True)
+    assert (status, told.startswith("ready: global_step_200"), "passed over global_step_300" in told) == (0, True, True)
     for step in (100, 200):
         (directory / f"global_step_{step}/COMMIT").unlink()
-    assert run("health", directory)[:2] == (1, f"not ready: no complete checkpoint in {directory} (3 bad ones)\n")
+    all_three = "global_step_300, global_step_200, global_step_100"
+    assert run("health", directory)[:2] == (1, f"not ready: no complete checkpoint in {directory} (bad: {all_three})\n")
     assert run("health", tmp_path / "nowhere")[0] == 2
 
 
@@ -158,6 +159,11 @@ def test_a_checkpoint_of_a_later_verl_is_not_ready_and_not_verified(directory):
     assert status == 1
     assert "global_step_200: too new\n  manifest.json: it is of format 2.0.0; this version of verl reads up to" in told
     assert run("inspect", directory)[::2][0] == 1
+
+
+def test_a_damaged_state_is_told_by_ls(directory):
+    flip_bit(directory / "global_step_200/trainer_state.json", 40)
+    assert "corrupt; trainer_state.json: its bytes are not those that were written" in run("ls", directory)[1]
 
 
 def test_pins_hold_until_they_are_taken_off(directory):

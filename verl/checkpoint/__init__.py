@@ -19,6 +19,7 @@
     locate.py      which checkpoint a path means
     manager.py     CheckpointManager: one checkpoint asked in plain words
     loading.py     its tensors in torch
+    health.py      is there one to go on from?
     summary.py     what the commands tell of a checkpoint
     compare.py     in what two checkpoints differ
     export.py      a component as a plain Hugging Face directory

@@ -83,10 +83,12 @@ def summaries(store: CheckpointStore, name: str | None = None, level: Level = "q
     newest = good[-1].name if good and not any(isinstance(error, CheckpointTooNew) for error in bad) else None
     reasons, seen = pins(store), set()
     added = {published.name: _added_bytes(store.disk, published, seen) for published in good}
+    told = {published.name: _told(store.disk, published) for published in good}
+    told |= {error.directory.name: summary_of(store.disk, error.directory) for error in bad}
     directories = [*(published.directory for published in good), *(error.directory for error in bad)]
     return [
         dataclasses.replace(
-            summary_of(store.disk, directory, level),
+            told[directory.name] if level == "quick" else summary_of(store.disk, directory, level),
             added_bytes=added.get(directory.name, 0),
             pinned=reasons.get(directory.name),
             is_newest=directory.name == newest,
@@ -98,19 +100,24 @@ def summaries(store: CheckpointStore, name: str | None = None, level: Level = "q
 
 def summary_of(disk: Disk, directory: Path, level: Level = "quick") -> Summary:
     """One checkpoint alone. What can still be told of a bad one is told."""
-    published, state = None, {}
-    bad: BadCheckpoint | None = None
     try:
-        published = open_published(disk, directory)
-        state = read_state(disk, published)
+        return _told(disk, verified(disk, directory, level))
     except BadCheckpoint as error:
         bad = error
     try:
-        verified(disk, directory, level)
+        known = _told(disk, open_published(disk, directory))
+    except BadCheckpoint:
+        known = Summary(directory=directory, status="corrupt")
+    return dataclasses.replace(known, status=_status(bad), faults=bad.faults)
+
+
+def _told(disk: Disk, published: Published) -> Summary:
+    """Of one that can be opened; its state is read, and may be what is bad about it."""
+    try:
+        state = read_state(disk, published)
     except BadCheckpoint as error:
-        bad = error  # it tells all that is wrong
-    status, faults = ("complete", ()) if bad is None else (_status(bad), bad.faults)
-    return Summary(directory=directory, status=status, faults=faults, published=published, state=state)
+        return Summary(directory=published.directory, status=_status(error), faults=error.faults, published=published)
+    return Summary(directory=published.directory, status="complete", published=published, state=state)
 
 
 def components(published: Published) -> list[Component]:

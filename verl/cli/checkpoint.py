@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from verl.checkpoint.compare import compare
 from verl.checkpoint.discovery import LATEST
+from verl.checkpoint.health import newest_complete
 from verl.checkpoint.locate import Location, locate
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.store import CheckpointStore
@@ -16,6 +17,7 @@ from verl.checkpoint.summary import Summary, age_s, summaries, summary_of
 from verl.checkpoint.verify import Level
 from verl.cli.checkpoint_report import as_json, print_comparison, print_inspection
 from verl.cli.output import FOUND, command, counted, duration, parse_duration, print_json, print_table, size
+from verl.errors import CheckpointTooNew
 
 app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Look at checkpoints, keep them, and take them out.")
 
@@ -115,21 +117,21 @@ def health(
     The exit status is 0 if there is, 1 if there is none or it is too old, 2 if that cannot be told.
     """
     limit_s = None if max_age is None else parse_duration(max_age, "--max-age")
-    found = _summaries(locate(path))
-    bad = [summary for summary in found if summary.status != "complete"]
-    if newer := next((summary for summary in bad if summary.status == "too new"), None):
-        _not_ready(f"{newer.name} was saved by a later version of verl")
-    if len(bad) == len(found):
-        _not_ready(f"no complete checkpoint in {path}" + (f" ({counted(len(bad), 'bad one')})" if bad else ""))
-    newest = [summary.published for summary in found if summary.published and summary.status == "complete"][-1]
+    try:
+        newest, passed_over = newest_complete(locate(path))
+    except CheckpointTooNew as error:
+        _not_ready(f"{error.directory.name} was saved by a later version of verl")
+    names = ", ".join(error.directory.name for error in passed_over)
+    if newest is None:
+        _not_ready(f"no complete checkpoint in {path}" + (f" (bad: {names})" if names else ""))
     age = age_s(newest)
     told = f"{newest.name}, step {newest.step}, saved {duration(age)} ago"
     if limit_s is not None and age > limit_s:
         _not_ready(f"{told}, which is more than {duration(limit_s)}")
-    typer.echo(f"ready: {told}" + (f"; {counted(len(bad), 'bad checkpoint')} beside it" if bad else ""))
+    typer.echo(f"ready: {told}" + (f"; passed over {names}, see verl checkpoint verify" if names else ""))
 
 
-def _not_ready(reason: str) -> None:
+def _not_ready(reason: str) -> NoReturn:
     typer.echo(f"not ready: {reason}")
     raise typer.Exit(FOUND)
 
