@@ -161,6 +161,12 @@ def test_a_checkpoint_of_a_later_verl_is_not_ready_and_not_verified(directory):
     assert run("inspect", directory)[::2][0] == 1
 
 
+def test_a_checkpoint_anywhere_can_be_inspected(directory, tmp_path):
+    (directory / "global_step_100").rename(tmp_path / ".kept")
+    for command in ("inspect", "verify", "health", "ls"):
+        assert run(command, tmp_path / ".kept")[::2] == (0, "")
+
+
 def test_a_damaged_state_is_told_by_ls(directory):
     flip_bit(directory / "global_step_200/trainer_state.json", 40)
     assert "corrupt; trainer_state.json: its bytes are not those that were written" in run("ls", directory)[1]

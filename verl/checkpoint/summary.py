@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verl.checkpoint.disk import Disk
+from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.published import Published, open_published, read_state
 from verl.checkpoint.retention import pins
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.verify import Level, verified
-from verl.errors import BadCheckpoint, CheckpointIncomplete, CheckpointTooNew, FileFault
+from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, CheckpointTooNew, FileFault
 
 Status = Literal["complete", "incomplete", "corrupt", "too new"]
 
@@ -146,9 +147,14 @@ def age_s(published: Published, now: float | None = None) -> float:
     """Seconds since it was saved; 0 where its clock was ahead of this one.
 
     Raises:
-        ValueError: the time it records is none.
+        CheckpointCorrupt: the time it records is none.
     """
-    saved = timegm(time.strptime(published.manifest.saved_at, "%Y-%m-%dT%H:%M:%SZ"))
+    text = published.manifest.saved_at
+    try:
+        saved = timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
+    except (TypeError, ValueError) as error:
+        fault = FileFault(MANIFEST, f"saved_at is {text!r}, which is no time")
+        raise CheckpointCorrupt(published.directory, [fault]) from error
     return max(0.0, (time.time() if now is None else now) - saved)
 
 

@@ -54,9 +54,7 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds: sizes by component, tensors, and what the trainer recorded."""
     where = locate(path)
-    store = CheckpointStore(where.directory)
-    name = store.newest().name if where.name in (None, LATEST) else where.name
-    (summary,) = summaries(store, name)
+    summary = _summaries(Location(where.directory, where.name or LATEST))[0]
     if json:
         print_json(as_json(summary, component))
     else:
