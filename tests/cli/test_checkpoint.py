@@ -229,6 +229,9 @@ def test_damage_in_the_way_of_a_command_is_one_line_and_status_one(directory, tm
     status, told, error = run("export", directory, tmp_path / "model")
     assert (status, told, error.count("\n")) == (1, "", 1)
     assert f"{SHARD}: bytes 1304 to 1320" in error
+    (directory / "global_step_200/COMMIT").unlink()
+    assert run("pin", directory / "global_step_200")[0] == 1
+    assert run("diff", directory / "global_step_100", directory / "global_step_200")[0] == 2  # 1 is a difference
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root reads everything")

@@ -16,8 +16,8 @@ from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.summary import Summary, age_s, summaries, summary_of
 from verl.checkpoint.verify import Level
 from verl.cli.checkpoint_report import as_json, print_comparison, print_inspection
-from verl.cli.output import FOUND, command, counted, duration, parse_duration, print_json, print_table, size
-from verl.errors import CheckpointTooNew
+from verl.cli.output import FOUND, command, counted, duration, fail, parse_duration, print_json, print_table, size
+from verl.errors import BadCheckpoint, CheckpointTooNew
 
 app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Look at checkpoints, keep them, and take them out.")
 
@@ -94,8 +94,11 @@ def diff(
     json: Json = False,
 ) -> None:
     """Compare two checkpoints: tensors and files by digest, settings by key. The exit status is 1 if they differ."""
-    one, two = (CheckpointManager(path).published for path in (first, second))
-    differences = compare(one, two, numbers=tensors)
+    try:
+        one, two = (CheckpointManager(path).published for path in (first, second))
+        differences = compare(one, two, numbers=tensors)
+    except BadCheckpoint as error:  # not the status of a difference
+        fail(str(error))
     if json:
         print_json([dataclasses.asdict(difference) for difference in differences])
     else:
