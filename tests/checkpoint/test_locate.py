@@ -61,6 +61,14 @@ def test_latest_may_be_missing_or_point_elsewhere(target, tmp_path):
     assert locate(link) == Location(link.parent, "latest")
 
 
+def test_directories_of_several_runs_are_named(tmp_path):
+    for name in ("first", "second"):
+        golden_run(tmp_path / "checkpoints/project" / name)
+    for given in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints/project"):
+        with pytest.raises(CheckpointNotFound, match=r"did you mean \S+/project/first or \S+/project/second\?"):
+            locate(given)
+
+
 REFUSED = {
     "nowhere": "nowhere does not exist",
     "nowhere/latest": "nowhere/latest does not exist",

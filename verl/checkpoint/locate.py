@@ -74,7 +74,7 @@ def _instead(disk: Disk, given: Path, real: Path) -> str:
             return f"lies inside the checkpoint {parent}: give that directory"
     if not is_directory(disk, real):
         return "is a file: give a directory of checkpoints, or one checkpoint"
-    if below := _below(disk, real, levels=2):
+    if below := _below(disk, real / OF_A_RUN, levels=2) or _below(disk, real, levels=2):
         return f"holds no checkpoints itself: did you mean {' or '.join(map(str, below[:3]))}?"
     return f"holds no checkpoints: give a directory of checkpoints, one of them, or a run that has {OF_A_RUN}/ in it"
 
