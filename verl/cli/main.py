@@ -7,10 +7,12 @@ from typing import Annotated
 import typer
 
 import verl
+from verl.cli import checkpoint_upkeep  # which adds its commands to those of checkpoint.py
 from verl.errors import ConfigError
 from verl.utils.env_check import BACKENDS, check_env
 
 app = typer.Typer(name="verl", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(checkpoint_upkeep.app)
 
 
 def _show_version(asked: bool) -> None:
