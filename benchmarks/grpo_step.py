@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each side (default 5)")
     parser.add_argument("--threads", type=int, default=2, help="of torch, on each side (default 2)")
     parser.add_argument("--trl-micro", default="16,64", help="responses in a micro-batch of TRL (default 16,64)")
-    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="of ours (default 2048)")
+    parser.add_argument("--micro-batch-tokens", type=int, default=1280, help="of ours (default 1280)")
     parser.add_argument("--alone", action="store_true", help="measure our side only")
     for hidden in ("--side", "--model", "--lengths"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)

@@ -28,6 +28,12 @@ def torch_state() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs write below the directory that they are started in; a test's is its own."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     """The character tokenizer."""

@@ -51,6 +51,11 @@ def enable(model: Any) -> str | None:
     return why
 
 
+def is_enabled(model: Any) -> bool:
+    """Whether `enable` has succeeded on a model."""
+    return model.config._attn_implementation == NAME
+
+
 @torch.no_grad()
 def _agrees(model: Any) -> bool:
     """Whether a packed run gives what a padded run gives, for two responses to one prompt and one to another."""
@@ -89,6 +94,7 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     packing: Packing | None = None,
+    prefix_of: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """One layer's attention: [1 H N D] queries, [1 K N D] keys and values to [1 N H D]. The interface is transformers'.
@@ -96,6 +102,9 @@ def attend(
     Raises:
         NotImplementedError: the model asks for something that is not done here, such as capped scores.
     """
+    shared = None if prefix_of is None else getattr(prefix_of.layers[module.layer_idx], "shared", None)
+    if shared is not None:
+        return _attend_shared(query, *shared, key, value, attention_mask, scaling), None
     if packing is None and query.shape[2] == 1 and sliding_window is None and not set(others) & set(NOT_DONE_HERE):
         return _attend_one(query, key, value, attention_mask, scaling), None
     if packing is None:
@@ -136,6 +145,36 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
     heads = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return heads.flatten(1, 2).unsqueeze(1)
+
+
+def _attend_shared(
+    query: Tensor,
+    prefix_key: Tensor,
+    prefix_value: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+) -> Tensor:
+    """A step of decoding, [b n H 1 D] to [b n 1 H D], where n rows share a prefix [b K P D] that is read once.
+
+    One softmax over the scores of both parts, so it is the same attention.
+    """
+    rows, kinds, groups = query.shape[0], key.shape[1], prefix_key.shape[0]
+    n, size, width = rows // groups, query.shape[3], prefix_key.shape[2]
+    own = query.reshape(rows, kinds, -1, size) * (size**-0.5 if scaling is None else scaling)
+    heads = own.shape[2]
+    together = own.unflatten(0, (groups, n)).transpose(1, 2).reshape(groups, kinds, n * heads, size)
+    before = together @ prefix_key.transpose(2, 3)
+    if mask is not None:
+        allowed = mask if mask.dtype == torch.bool else mask > -1
+        before = before.masked_fill(~allowed[::n, :, :, :width], float("-inf"))
+    before = before.reshape(groups, kinds, n, heads, width).transpose(1, 2).reshape(rows, kinds, heads, width)
+    weights = torch.cat([before, own @ key.transpose(2, 3)], dim=3).softmax(dim=3)
+    head, tail = weights.split([width, key.shape[2]], dim=3)
+    head = head.unflatten(0, (groups, n)).transpose(1, 2).reshape(groups, kinds, n * heads, width)
+    found = (head @ prefix_value).reshape(groups, kinds, n, heads, size).transpose(1, 2)
+    return (found.reshape(rows, kinds, heads, size) + tail @ value).flatten(1, 2).unsqueeze(1)
 
 
 def take(line: Tensor, how: Take) -> Tensor:

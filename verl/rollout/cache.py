@@ -1,9 +1,14 @@
-"""A key-value cache that is written in place: a new token copies itself alone, not all that came before it."""
+"""A key-value cache that is written in place: a new token copies itself alone, not all that came before it.
+
+prompts [b H P D] ── one for all n samples, as long as every sample is there ──┐
+samples [b n H t D] ── written token by token, in rooms that grow ─────────────┴──> attention
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -16,12 +21,24 @@ class RoomyLayer(DynamicLayer):
 
     Args:
         max_length: tokens that will be asked for at most; no more room than that is made.
+    Attributes:
+        shared: keys and values [B / n, H, P, D] before those that `update` returns, or None; see `share`.
     """
 
     def __init__(self, max_length: int):
         super().__init__()
         self.max_length = max_length
         self._rooms: tuple[Tensor, Tensor] | None = None
+        self.shared: tuple[Tensor, Tensor] | None = None
+
+    def share(self, repeats: int) -> None:
+        """Keep what there is as a prefix that each `repeats` rows share; what comes is the rows' own."""
+        self.shared = (self.keys, self.values)
+        batch, heads, _, size = self.keys.shape
+        self.keys = self.values = self.keys.new_empty(batch * repeats, heads, 0, size)
+
+    def get_seq_length(self) -> int:
+        return super().get_seq_length() + (self.shared[0].shape[2] if self.shared is not None else 0)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:  # the prompts: kept as they are, and moved to a room with the first new token
@@ -42,6 +59,14 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = (x.repeat_interleave(repeats, dim=0) for x in (self.keys, self.values))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        if self.shared is not None:  # samples of some prompts leave: from here on each row has its own copy
+            own = (self.keys, self.values)
+            repeats = self.keys.shape[0] // self.shared[0].shape[0]
+            self.keys, self.values = (
+                torch.cat([prefix.repeat_interleave(repeats, dim=0), tail], dim=2)
+                for prefix, tail in zip(self.shared, own, strict=True)
+            )
+            self.shared = None
         had_room = self._rooms is not None
         self._rooms = None
         self.keys, self.values = (x.index_select(0, indices) for x in (self.keys, self.values))
@@ -66,3 +91,12 @@ def roomy_cache(config: Any, max_length: int) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [RoomyLayer(max_length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def shared_prefix(cache: DynamicCache, repeats: int) -> bool:
+    """Give each row `repeats` samples that share its keys and values; False, and nothing done, where a layer cannot."""
+    if not all(isinstance(layer, RoomyLayer) for layer in cache.layers):
+        return False
+    for layer in cache.layers:
+        layer.share(repeats)  # type: ignore[union-attr]
+    return True

@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.models import line_attention
 from verl.models.precision import Autocast, computing_in
 from verl.ops.logprobs import log_probs_of
 from verl.ops.noise import uniform
 from verl.ops.sampling import filter_logits, inverse_cdf
 from verl.protocol import DataProto
 from verl.rollout.base import Request, Rollout, assemble, stop_tokens
+
+WORTH_SHARING = 64  # tokens of the longest prompt, from which on reading it once per group saves more than it costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +113,7 @@ class HFSampler:
 
     def _prefill(self, prompts: DataProto, prompt_width: int, n: int) -> tuple[Tensor, Any, Tensor]:
         """The logits of the first response token, [b * n, V], with the cache and the attention mask behind them."""
-        from verl.rollout.cache import roomy_cache  # brings transformers
+        from verl.rollout.cache import roomy_cache, shared_prefix  # bring transformers
 
         tokens = prompts.batch["prompts"][:, -prompt_width:]
         attention = prompts.batch["prompt_mask"][:, -prompt_width:].long()
@@ -121,9 +124,15 @@ class HFSampler:
         self._is_padded = not bool(attention.all())
         logits = self._forward(tokens, attention, positions, cache)
         if self.options.share_prefix and n > 1:
-            cache.batch_repeat_interleave(n)
+            if not (self._can_share(prompt_width, logits) and shared_prefix(cache, n)):
+                cache.batch_repeat_interleave(n)
             logits, attention = logits.repeat_interleave(n, dim=0), attention.repeat_interleave(n, dim=0)
         return logits, cache, attention
+
+    def _can_share(self, prompt_width: int, logits: Tensor) -> bool:
+        """Whether attention reads a prompt once for all of its samples, and that is worth it."""
+        is_exact = self.autocast is None and self.model.dtype in (torch.float32, torch.float64)
+        return is_exact and prompt_width >= WORTH_SHARING and line_attention.is_enabled(self.model)
 
     def _forward(self, tokens: Tensor, attention: Tensor, positions: Tensor, cache: Any) -> Tensor:
         """Logits of the last position, [b V], float32 at least."""
@@ -134,6 +143,7 @@ class HFSampler:
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **({"prefix_of": cache} if line_attention.is_enabled(self.model) else {}),
         ).logits[:, -1]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
