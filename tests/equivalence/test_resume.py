@@ -12,8 +12,10 @@ from trainer.runs import GRPO, PPO, ppo_run, read_lines, without_times
 
 from verl.algorithms.kl import AdaptiveKLInReward
 from verl.checkpoint.discovery import CheckpointDirectory
+from verl.checkpoint.disk import Disk
 from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.settings import Checkpointing
+from verl.checkpoint.verify import verify
 from verl.description import BuildContext
 from verl.engines.sharding import DDP
 from verl.models.lora import LoRA
@@ -95,3 +97,17 @@ def test_the_actor_of_a_checkpoint_is_a_plain_hugging_face_directory(model32, tm
     assert [step for step, _ in state["loss_history"]] == list(range(1, STEPS + 1))
     assert all((latest / file).is_file() for file in state["rng_states"].values())
     assert state["lineage"]["parent"] is None
+
+
+def test_frozen_models_are_named_and_on_request_kept_as_links(model32, tmp_path):
+    run = course("ppo", model32, tmp_path)
+    kept = dataclasses.replace(run.checkpoint, save_frozen=True)
+    fit(dataclasses.replace(run, checkpoint=kept), tmp_path)
+    found = sorted((tmp_path / "checkpoints").glob("global_step_*/reference_model"))
+    assert len(found) == STEPS
+    identity = json.loads((found[0] / "identity.json").read_text())
+    assert identity["model"] == model32.path
+    assert len({(path / "model.safetensors").stat().st_ino for path in found}) == 1
+    assert (found[0] / "model.safetensors").read_bytes() == (Path(model32.path) / "model.safetensors").read_bytes()
+    newest = CheckpointDirectory(tmp_path / "checkpoints").newest()
+    assert verify(Disk(), newest.directory, "full") == []

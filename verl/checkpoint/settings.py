@@ -34,6 +34,8 @@ class Checkpointing(Description):
         max_shard_gib: size of a file of weights.
         time_limit_s: seconds that the job may run, such as a queue's limit; the run saves and ends before. null: none.
         time_margin_s: kept free before the limit, beside the time of a step.
+        save_frozen: keep the weights of reference and reward model in the checkpoints too: copied once, then hard
+            links. Otherwise only their names and digests are kept.
         verify: hash what is read when a run is resumed.
         strict: a damaged checkpoint stops `resume=latest`, instead of being passed over with a loud line.
         incremental_save, incremental_base, cold_storage: not in this version; each must stay as it is.
@@ -53,6 +55,7 @@ class Checkpointing(Description):
     max_shard_gib: float = 4.0
     time_limit_s: float | None = None
     time_margin_s: float = 120.0
+    save_frozen: bool = False
     verify: bool = True
     strict: bool = False
     incremental_save: bool = False

@@ -21,7 +21,7 @@ def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     """
     flat = dict(_flat(config))
     parts = {path: value for path, value in flat.items() if _below(path, IDENTITY)}
-    return {path: _content(value) for path, value in parts.items()} | {"tokenizer": tokenizer_digest(tokenizer)}
+    return {path: content_of(value) for path, value in parts.items()} | {"tokenizer": tokenizer_digest(tokenizer)}
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -42,10 +42,10 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return _digest(json.dumps([vocabulary, special, template], sort_keys=True).encode())
 
 
-def _content(value: Any) -> Any:
+def content_of(value: Any) -> Any:
     """A path as the digest of what lies there; anything else as it is."""
     if isinstance(value, (list, tuple)):
-        return [_content(item) for item in value]
+        return [content_of(item) for item in value]
     if not isinstance(value, str) or "\0" in value or len(value) > 4096:
         return value
     path = Path(value).expanduser()

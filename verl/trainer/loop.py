@@ -206,6 +206,9 @@ def _checkpoint(
     why = saving.due(step, took_s, is_last, is_stopping)
     if saving.is_better(metrics) and why is None:
         why = "the best so far"
+    is_asked, tag = saving.asked_for()
+    if is_asked:
+        why = "somebody asked for it"
     if why is not None:
         with trainer.stages.stage("save") as note:
             roles, state = trainer.state()
@@ -216,7 +219,7 @@ def _checkpoint(
                 "train_s": result.train_s,
                 "evaluations": result.evaluations,
             }
-            saving.save(step, roles, state, metrics=metrics, learning_rate=rate, progress=progress, why=why)
+            saving.save(step, roles, state, metrics=metrics, learning_rate=rate, progress=progress, why=why, tag=tag)
             note.say(f"step {step}, {why}")
         trainer.stages.take()
     _hear(trainer, result, saving.drain() if is_last or is_stopping else saving.poll())

@@ -149,7 +149,9 @@ class PPOTrainer:
                 self.reward = run.reward.build(context)
             self.tracker = run.tracker.build(context)
             self.stages = Stages(self.tracker)
-            self.saving = prepare_saving(run, context, "actor/loss")
+            self.saving = prepare_saving(
+                run, context, "actor/loss", ("ref_log_probs",) if run.algorithm.needs_reference else ()
+            )
             self.guard = Guard(run.trainer.safety, self.run_dir, self.tokenizer)
             self.kl = run.algorithm.kl.build(context)
             self._start_roles(run, context)

@@ -13,7 +13,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,20 @@ from typing import Any
 import torch
 
 from verl.checkpoint.content import Component, SaveRequest, TensorItem
+from verl.checkpoint.discovery import RESERVED
+from verl.checkpoint.plan import CopiedFile, LinkedFile
 from verl.checkpoint.settings import Checkpointing
-from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.store import TAG, CheckpointStore
 from verl.checkpoint.writer import CheckpointWriter, SaveOutcome
 from verl.models.saved_form import SavedForm
+from verl.trainer.identity import content_of
 from verl.trainer.lineage import Lineage, Parent, code_version
 from verl.trainer.resume import POINTER, ResumePoint
 from verl.utils.redact import redact_tree
 from verl.utils.seeding import rng_state
 from verl.workers.state import RoleState
 
+ASKED = "save"  # a file of this name in the run's directory asks for a checkpoint; it may hold a tag
 HISTORY = 200  # last values of the loss that a checkpoint keeps
 JUMP_STEPS, JUMP_FACTOR = 5, 4.0
 OPTIMIZER_FILE = "optim_state_rank_0.safetensors"
@@ -47,6 +51,7 @@ class Saving:
         config: the run's, as plain values.
         identity: see `verl.trainer.identity`.
         loss_key: the metric that the loss curve is made of.
+        uses: fields that the algorithm needs and a frozen model gives, such as `ref_log_probs`.
     Attributes:
         run_id: of this run; a continued run has one of its own.
         resumed: the checkpoint that the run goes on from, or None.
@@ -60,6 +65,7 @@ class Saving:
         identity: Mapping[str, Any],
         loss_key: str,
         resumed: ResumePoint | None = None,
+        uses: Collection[str] = (),
     ):
         self.settings, self.directory, self.resumed, self.loss_key = settings, directory, resumed, loss_key
         self.run_id = secrets.token_hex(4)
@@ -74,6 +80,9 @@ class Saving:
         self._saved_step: int | None = None if resumed is None else resumed.step
         self._longest_step_s = 0.0
         self._writer: CheckpointWriter | None = None
+        self._digests: dict[str, dict[str, Any]] = {}
+        self._linkable: set[str] = set()
+        self._uses = uses
         self.lineage = Lineage(directory, self.run_id)
 
     @property
@@ -95,6 +104,7 @@ class Saving:
         retention = self.settings.retention
         self._writer = CheckpointWriter(store, mode=mode, when_busy=self.settings.when_busy, retention=retention)
         pointer = {"save_dir": str(self.directory), "run_id": self.run_id}
+        self._run_dir = run_dir
         (run_dir / POINTER).write_text(json.dumps(pointer, indent=2) + "\n")
         self._code = code_version()
         facts = {"run_dir": str(run_dir), "code": self._code, "identity": self._identity}
@@ -115,6 +125,20 @@ class Saving:
         if chosen.save_interval_s and time.monotonic() - self._last_save >= chosen.save_interval_s:
             return f"every {chosen.save_interval_s:g} s"
         return None
+
+    def asked_for(self) -> tuple[bool, str | None]:
+        """Whether somebody has put a file `save` into the run's directory, and the tag that it holds, if any.
+
+        The file is taken away; a tag that is no name for a checkpoint is told, and the save goes without it.
+        """
+        if self._writer is None or not (file := self._run_dir / ASKED).exists():
+            return False, None
+        tag = file.read_text(errors="replace").strip()
+        file.unlink(missing_ok=True)
+        if not tag or (TAG.fullmatch(tag) and not tag.startswith("global_step_") and tag not in RESERVED):
+            return True, tag or None
+        _log.warning("%s asks for the tag %r: it names a directory; use letters, digits and . _ = + -", file, tag[:80])
+        return True, None
 
     def is_better(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation is the best so far in the metric that `save_best` names."""
@@ -159,6 +183,10 @@ class Saving:
         moments = {f"{name}.{key}": x for name, role in roles.items() for key, x in role.optimizer.items()}
         optimizer = [TensorItem(name=name, tensor=tensor) for name, tensor in moments.items()]
         schedule = {"updates": {name: role.updates for name, role in roles.items()}, **state}
+        links: list[LinkedFile | CopiedFile] = []
+        for name, directory in self._frozen().items():
+            components[name] = Component(files={"identity.json": _json(self._identity_of(name, directory))})
+            links += self._frozen_files(name, directory)
         components |= {
             "optimizer": Component(tensors=optimizer, file=OPTIMIZER_FILE),
             "scheduler": Component(files={"state.json": _json({k: v for k, v in schedule.items() if k != "sampler"})}),
@@ -172,7 +200,12 @@ class Saving:
         self._saved_step, self._last_save = step, time.monotonic()
         tag = facts.pop("tag", None)
         request = SaveRequest(
-            step=step, tag=tag, components=components, state=self._state(state, facts), metrics=metrics
+            step=step,
+            tag=tag,
+            components=components,
+            links=links,
+            state=self._state(state, facts),
+            metrics=metrics,
         )
         self._writer.save(request)
 
@@ -222,6 +255,34 @@ class Saving:
             constant_files={name: data for name, data in role.tokenizer.items() if name not in form.files},
             max_shard_bytes=int(self.settings.max_shard_gib * 2**30),
         )
+
+    def _frozen(self) -> dict[str, str]:
+        """The models that the run reads and never trains: component -> path or name."""
+        config, found = self._config, {}
+        if "ref_log_probs" in self._uses and config.get("actor"):
+            model = (config.get("reference") or {}).get("model") or config["actor"]["model"]
+            found["reference_model"] = model.get("path", model.get("_target_"))
+        reward = config.get("reward") or {}
+        parts = [reward, *(reward.get("parts") or {}).values()]
+        models = [part["model"]["path"] for part in parts if isinstance(part, Mapping) and part.get("model")]
+        return found | {f"reward_model{f'_{i}' if i else ''}": path for i, path in enumerate(models)}
+
+    def _identity_of(self, name: str, model: str) -> dict[str, Any]:
+        if name not in self._digests:
+            self._digests[name] = {"model": model, "content": content_of(model)}
+        return self._digests[name]
+
+    def _frozen_files(self, name: str, model: str) -> list[LinkedFile | CopiedFile]:
+        """Its files: copied with the first save, linked to that copy ever after."""
+        directory = Path(model)
+        if self.settings is None or not self.settings.save_frozen or not directory.is_dir():
+            return []
+        names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+        names = [file for file in names if file != "identity.json"]
+        if name in self._linkable:
+            return [LinkedFile(path=f"{name}/{file}") for file in names]
+        self._linkable.add(name)
+        return [CopiedFile(path=f"{name}/{file}", source=directory / file) for file in names]
 
     def _state(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
         """What people read in `trainer_state.json`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -83,7 +84,7 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
     return replace(context, device=device, seed=settings.seed, run_dir=run_dir)
 
 
-def prepare_saving(run: Any, context: BuildContext, loss_key: str) -> Saving:
+def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collection[str] = ()) -> Saving:
     """The checkpoints of a run, and the one that it goes on from if `resume` names one.
 
     Raises:
@@ -104,7 +105,7 @@ def prepare_saving(run: Any, context: BuildContext, loss_key: str) -> Saving:
             _log.info("Resuming from %s, step %d (%s).", point.published.directory, point.step, point.why)
             for line in tell_differences(point, redact_tree(config)):
                 _log.warning("differs from the resumed run: %s", line)
-    return Saving(chosen, directory, config, identity, loss_key, point)
+    return Saving(chosen, directory, config, identity, loss_key, point, uses)
 
 
 def restore_of(saving: Saving) -> Restore | None:

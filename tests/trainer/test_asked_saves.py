@@ -1,0 +1,35 @@
+"""A checkpoint on request: a file `save` in the run's directory, with or without a tag."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from trainer.runs import ppo_run
+
+from verl.checkpoint.discovery import CheckpointDirectory
+from verl.checkpoint.settings import Checkpointing
+from verl.description import BuildContext
+from verl.trainer.ppo import PPOTrainer
+
+
+@pytest.mark.parametrize(
+    ("tag", "named"), [("loss_0.12", "loss_0.12"), ("", "global_step_2"), ("../x", "global_step_2")]
+)
+def test_it_is_saved_after_the_step_under_way(tag, named, model32, tmp_path, monkeypatch, caplog):
+    plain = PPOTrainer.step
+
+    def step(self, batch, number):
+        if number == 2:
+            (self.run_dir / "save").write_text(tag + "\n")
+        return plain(self, batch, number)
+
+    monkeypatch.setattr(PPOTrainer, "step", step)
+    checkpoint = Checkpointing(save_dir=str(tmp_path / "saved"), save_interval=None)
+    run = dataclasses.replace(ppo_run(model32, total_steps=4, eval_before=False), checkpoint=checkpoint)
+    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        trainer.fit()
+    names = [published.name for published in CheckpointDirectory(tmp_path / "saved").complete()]
+    assert names == [named, "global_step_4"]
+    assert not (tmp_path / "run/save").exists()
+    assert ("no name" in caplog.text or "names a directory" in caplog.text) is (tag == "../x")
