@@ -100,7 +100,7 @@ def test_the_actor_of_a_checkpoint_is_a_plain_hugging_face_directory(model32, tm
 
 
 def test_frozen_models_are_named_and_on_request_kept_as_links(model32, tmp_path):
-    run = course("ppo", model32, tmp_path)
+    run = course("ppo", model32, tmp_path, wait=False)  # with two saves under way at once, both would copy
     kept = dataclasses.replace(run.checkpoint, save_frozen=True)
     fit(dataclasses.replace(run, checkpoint=kept), tmp_path)
     found = sorted((tmp_path / "checkpoints").glob("global_step_*/reference_model"))

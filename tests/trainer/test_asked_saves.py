@@ -33,3 +33,27 @@ def test_it_is_saved_after_the_step_under_way(tag, named, model32, tmp_path, mon
     assert names == [named, "global_step_4"]
     assert not (tmp_path / "run/save").exists()
     assert ("no name" in caplog.text or "names a directory" in caplog.text) is (tag == "../x")
+
+
+def test_a_save_that_fails_costs_itself_and_is_told_and_the_last_one_ends_the_run(model32, tmp_path, caplog):
+    checkpoint = Checkpointing(save_dir=str(tmp_path / "saved"), save_interval=1, save_async=False)
+    run = dataclasses.replace(ppo_run(model32, total_steps=3, eval_before=False), checkpoint=checkpoint)
+    plain, steps = PPOTrainer.step, []
+
+    def step(self, batch, number):
+        steps.append(number)
+        saved = tmp_path / "saved"
+        if number == 1:  # where checkpoints go there is no directory any more
+            saved.rename(tmp_path / "aside")
+            saved.write_text("")
+        if number == 3:
+            saved.unlink()
+            (tmp_path / "aside").rename(saved)
+        return plain(self, batch, number)
+
+    with pytest.MonkeyPatch.context() as patched, run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        patched.setattr(PPOTrainer, "step", step)
+        result = trainer.fit()
+    assert steps == [1, 2, 3]
+    assert result.checkpoints == ["global_step_3"]
+    assert "The checkpoint of step 1 was NOT SAVED" in caplog.text

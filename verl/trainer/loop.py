@@ -20,6 +20,7 @@ from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.writer import SaveOutcome
 from verl.data.sampler import EpochSampler
 from verl.data.splits import Dataset
+from verl.errors import CheckpointFenced
 from verl.protocol import DataProto
 from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import TrackerSet
@@ -222,13 +223,22 @@ def _checkpoint(
             saving.save(step, roles, state, metrics=metrics, learning_rate=rate, progress=progress, why=why, tag=tag)
             note.say(f"step {step}, {why}")
         trainer.stages.take()
-    _hear(trainer, result, saving.drain() if is_last or is_stopping else saving.poll())
+    is_end = is_last or is_stopping
+    _hear(trainer, result, saving.drain() if is_end else saving.poll(), is_end)
 
 
-def _hear(trainer: Trainer, result: Result, outcomes: list[SaveOutcome]) -> None:
+def _hear(trainer: Trainer, result: Result, outcomes: list[SaveOutcome], is_end: bool) -> None:
+    """Tell what became of saves. One that failed costs itself, not the training, unless it was to be the last word."""
     for outcome in outcomes:
         if outcome.was_skipped:
             trainer.tracker.message(f"Step {outcome.step} was not saved: two earlier checkpoints are being written.")
+        elif isinstance(outcome.error, CheckpointFenced):  # whatever this run did from here on would be lost
+            raise outcome.error
+        elif outcome.error is not None:
+            _log.error("The checkpoint of step %d was NOT SAVED: %s", outcome.step, outcome.error)
+            trainer.tracker.message(f"The checkpoint of step {outcome.step} was not saved: {outcome.error}")
+            if is_end:
+                raise outcome.error
         elif outcome.report is not None:
             result.checkpoints.append(outcome.report.name)
             _log.info("checkpoint %s is published, %.2f s after it began", outcome.report.name, outcome.total_s)

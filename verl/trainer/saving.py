@@ -6,7 +6,6 @@ before an update: the copy that is being made must be done
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
@@ -20,24 +19,20 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.content import Component, SaveRequest, TensorItem
+from verl.checkpoint.content import SaveRequest
 from verl.checkpoint.discovery import RESERVED
-from verl.checkpoint.plan import CopiedFile, LinkedFile
 from verl.checkpoint.settings import Checkpointing
 from verl.checkpoint.store import TAG, CheckpointStore
 from verl.checkpoint.writer import CheckpointWriter, SaveOutcome
-from verl.models.saved_form import SavedForm
-from verl.trainer.identity import content_of
+from verl.trainer.contents import RNG_FILES, Contents
 from verl.trainer.lineage import Lineage, Parent, code_version
 from verl.trainer.resume import POINTER, ResumePoint
 from verl.utils.redact import redact_tree
-from verl.utils.seeding import rng_state
 from verl.workers.state import RoleState
 
 ASKED = "save"  # a file of this name in the run's directory asks for a checkpoint; it may hold a tag
 HISTORY = 200  # last values of the loss that a checkpoint keeps
 JUMP_STEPS, JUMP_FACTOR = 5, 4.0
-OPTIMIZER_FILE = "optim_state_rank_0.safetensors"
 
 _log = logging.getLogger(__name__)
 
@@ -80,9 +75,7 @@ class Saving:
         self._saved_step: int | None = None if resumed is None else resumed.step
         self._longest_step_s = 0.0
         self._writer: CheckpointWriter | None = None
-        self._digests: dict[str, dict[str, Any]] = {}
-        self._linkable: set[str] = set()
-        self._uses = uses
+        self._contents = Contents(settings, self._config, uses)
         self.lineage = Lineage(directory, self.run_id)
 
     @property
@@ -177,26 +170,8 @@ class Saving:
         """
         if self._writer is None:
             return
-        tensors, generators = rng_state()
         metrics = {k: v for k, v in facts.pop("metrics", {}).items() if isinstance(v, (int, float))}
-        components = {name: self._weights(role) for name, role in roles.items()}
-        moments = {f"{name}.{key}": x for name, role in roles.items() for key, x in role.optimizer.items()}
-        optimizer = [TensorItem(name=name, tensor=tensor) for name, tensor in moments.items()]
-        schedule = {"updates": {name: role.updates for name, role in roles.items()}, **state}
-        links: list[LinkedFile | CopiedFile] = []
-        for name, directory in self._frozen().items():
-            components[name] = Component(files={"identity.json": _json(self._identity_of(name, directory))})
-            links += self._frozen_files(name, directory)
-        components |= {
-            "optimizer": Component(tensors=optimizer, file=OPTIMIZER_FILE),
-            "scheduler": Component(files={"state.json": _json({k: v for k, v in schedule.items() if k != "sampler"})}),
-            "dataloader": Component(files={"state.json": _json(state["sampler"])}),
-            "rng": Component(
-                tensors=[TensorItem(name=name, tensor=tensor) for name, tensor in tensors.items()],
-                file="torch.safetensors",
-                files={f"{name}.json": _json(value) for name, value in generators.items()},
-            ),
-        }
+        components, links = self._contents.of(roles, state)
         self._saved_step, self._last_save = step, time.monotonic()
         tag = facts.pop("tag", None)
         request = SaveRequest(
@@ -215,16 +190,12 @@ class Saving:
             self._writer.wait_copied()
 
     def poll(self) -> list[SaveOutcome]:
-        """What became of saves since the last call.
-
-        Raises:
-            CheckpointError: one failed.
-        """
-        return self._told([] if self._writer is None else self._writer.poll())
+        """What became of saves since the last call; one that failed is among them, with its error."""
+        return self._told([] if self._writer is None else self._writer.poll(raises=False))
 
     def drain(self) -> list[SaveOutcome]:
         """Wait for all saves under way; see `poll`."""
-        return self._told([] if self._writer is None else self._writer.drain())
+        return self._told([] if self._writer is None else self._writer.drain(raises=False))
 
     def close(self, status: str | None = None, step: int = 0) -> None:
         """Finish what is under way and end the writer; may be called again."""
@@ -237,52 +208,10 @@ class Saving:
     def _told(self, outcomes: list[SaveOutcome]) -> list[SaveOutcome]:
         for outcome in outcomes:
             if outcome.report is not None:
+                self._contents.published()
                 name, pruned = outcome.report.name, list(outcome.report.pruned)
                 self.lineage.add("checkpoint", checkpoint=name, step=outcome.step, pruned=pruned)
         return outcomes
-
-    def _weights(self, role: RoleState) -> Component:
-        form = role.model
-        if self.settings is not None and not self.settings.use_safetensors:
-            name = "adapter_model.bin" if form.file else "pytorch_model.bin"
-            return Component(files={**form.files, name: _torch_file(form)}, constant_files=role.tokenizer)
-        assert self.settings is not None
-        return Component(
-            tensors=[TensorItem(name=name, tensor=tensor) for name, tensor in form.tensors.items()],
-            file=form.file,
-            metadata={"format": "pt"},
-            files=form.files,
-            constant_files={name: data for name, data in role.tokenizer.items() if name not in form.files},
-            max_shard_bytes=int(self.settings.max_shard_gib * 2**30),
-        )
-
-    def _frozen(self) -> dict[str, str]:
-        """The models that the run reads and never trains: component -> path or name."""
-        config, found = self._config, {}
-        if "ref_log_probs" in self._uses and config.get("actor"):
-            model = (config.get("reference") or {}).get("model") or config["actor"]["model"]
-            found["reference_model"] = model.get("path", model.get("_target_"))
-        reward = config.get("reward") or {}
-        parts = [reward, *(reward.get("parts") or {}).values()]
-        models = [part["model"]["path"] for part in parts if isinstance(part, Mapping) and part.get("model")]
-        return found | {f"reward_model{f'_{i}' if i else ''}": path for i, path in enumerate(models)}
-
-    def _identity_of(self, name: str, model: str) -> dict[str, Any]:
-        if name not in self._digests:
-            self._digests[name] = {"model": model, "content": content_of(model)}
-        return self._digests[name]
-
-    def _frozen_files(self, name: str, model: str) -> list[LinkedFile | CopiedFile]:
-        """Its files: copied with the first save, linked to that copy ever after."""
-        directory = Path(model)
-        if self.settings is None or not self.settings.save_frozen or not directory.is_dir():
-            return []
-        names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-        names = [file for file in names if file != "identity.json"]
-        if name in self._linkable:
-            return [LinkedFile(path=f"{name}/{file}") for file in names]
-        self._linkable.add(name)
-        return [CopiedFile(path=f"{name}/{file}", source=directory / file) for file in names]
 
     def _state(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
         """What people read in `trainer_state.json`."""
@@ -292,11 +221,7 @@ class Saving:
             "loss_history": [list(entry) for entry in self._history],
             "best": self._best,
             "wall_clock_s": round(self._wall_before + time.monotonic() - self._started, 3),
-            "rng_states": {
-                "torch": "rng/torch.safetensors",
-                "python": "rng/python.json",
-                "numpy": "rng/numpy.json",
-            },
+            "rng_states": RNG_FILES,
             "lineage": self.facts,
             "code": self._code,
             "identity": self._identity,
@@ -319,13 +244,3 @@ class Saving:
             f"{len(first)} steps after it. Weights, optimizer, schedule, data order and random generators were "
             f"restored and verified; what differs is the configuration: {changed or 'nothing'}."
         )
-
-
-def _torch_file(form: SavedForm) -> bytes:
-    file = io.BytesIO()
-    torch.save({name: tensor.detach().cpu().clone() for name, tensor in form.tensors.items()}, file)
-    return file.getvalue()
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value) + "\n").encode()

@@ -1,0 +1,124 @@
+"""What is in a checkpoint: the state of roles, sampler and generators as components, and models that never change."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.checkpoint.content import Component, TensorItem
+from verl.checkpoint.plan import CopiedFile, LinkedFile
+from verl.checkpoint.settings import Checkpointing
+from verl.models.saved_form import SavedForm
+from verl.trainer.identity import content_of
+from verl.utils.seeding import rng_state
+from verl.workers.state import RoleState
+
+OPTIMIZER_FILE = "optim_state_rank_0.safetensors"
+IDENTITY = "identity.json"
+RNG_FILES = {"torch": "rng/torch.safetensors", "python": "rng/python.json", "numpy": "rng/numpy.json"}
+
+
+class Contents:
+    """Makes the components of each checkpoint of a run.
+
+    Args:
+        config: of the run, without secrets.
+        uses: fields that the algorithm needs and a frozen model gives, such as `ref_log_probs`.
+    """
+
+    def __init__(self, settings: Checkpointing | None, config: Mapping[str, Any], uses: Collection[str]):
+        self.settings, self._frozen = settings, _frozen_models(config, uses)
+        self._digests: dict[str, dict[str, Any]] = {}
+        self._is_published = False
+
+    def published(self) -> None:
+        """A checkpoint of this run is there: what never changes is linked to it from here on."""
+        self._is_published = True
+
+    def of(
+        self, roles: Mapping[str, RoleState], state: Mapping[str, Any]
+    ) -> tuple[dict[str, Component], list[LinkedFile | CopiedFile]]:
+        """Components by directory, and files that are there already.
+
+        Args:
+            roles: by name.
+            state: plain values; `sampler` goes to `dataloader/`, all others to `scheduler/`.
+        """
+        tensors, generators = rng_state()
+        components = {name: self._weights(role) for name, role in roles.items()}
+        moments = {f"{name}.{key}": x for name, role in roles.items() for key, x in role.optimizer.items()}
+        optimizer = [TensorItem(name=name, tensor=tensor) for name, tensor in moments.items()]
+        schedule = {"updates": {name: role.updates for name, role in roles.items()}, **state}
+        links: list[LinkedFile | CopiedFile] = []
+        for name, model in self._frozen.items():
+            components[name] = Component(files={IDENTITY: _json(self._identity_of(name, model))})
+            links += self._frozen_files(name, model)
+        components |= {
+            "optimizer": Component(tensors=optimizer, file=OPTIMIZER_FILE),
+            "scheduler": Component(files={"state.json": _json({k: v for k, v in schedule.items() if k != "sampler"})}),
+            "dataloader": Component(files={"state.json": _json(state["sampler"])}),
+            "rng": Component(
+                tensors=[TensorItem(name=name, tensor=tensor) for name, tensor in tensors.items()],
+                file="torch.safetensors",
+                files={f"{name}.json": _json(value) for name, value in generators.items()},
+            ),
+        }
+        return components, links
+
+    def _weights(self, role: RoleState) -> Component:
+        form = role.model
+        if self.settings is not None and not self.settings.use_safetensors:
+            name = "adapter_model.bin" if form.file else "pytorch_model.bin"
+            return Component(files={**form.files, name: _torch_file(form)}, constant_files=role.tokenizer)
+        assert self.settings is not None
+        return Component(
+            tensors=[TensorItem(name=name, tensor=tensor) for name, tensor in form.tensors.items()],
+            file=form.file,
+            metadata={"format": "pt"},
+            files=form.files,
+            constant_files={name: data for name, data in role.tokenizer.items() if name not in form.files},
+            max_shard_bytes=int(self.settings.max_shard_gib * 2**30),
+        )
+
+    def _identity_of(self, name: str, model: str) -> dict[str, Any]:
+        if name not in self._digests:
+            self._digests[name] = {"model": model, "content": content_of(model)}
+        return self._digests[name]
+
+    def _frozen_files(self, name: str, model: str) -> list[LinkedFile | CopiedFile]:
+        """Its files: copied with the first save, linked to that copy ever after."""
+        directory = Path(model)
+        if self.settings is None or not self.settings.save_frozen or not directory.is_dir():
+            return []
+        names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+        names = [file for file in names if file != IDENTITY]
+        if self._is_published:
+            return [LinkedFile(path=f"{name}/{file}") for file in names]
+        return [CopiedFile(path=f"{name}/{file}", source=directory / file) for file in names]
+
+
+def _frozen_models(config: Mapping[str, Any], uses: Collection[str]) -> dict[str, str]:
+    """The models that a run reads and never trains: component -> path or name."""
+    found: dict[str, str] = {}
+    if "ref_log_probs" in uses:
+        model = (config.get("reference") or {}).get("model") or config["actor"]["model"]
+        found["reference_model"] = model.get("path", model.get("_target_"))
+    reward = config.get("reward") or {}
+    parts = [reward, *(reward.get("parts") or {}).values()]
+    models = [part["model"]["path"] for part in parts if isinstance(part, Mapping) and part.get("model")]
+    return found | {f"reward_model{f'_{i}' if i else ''}": path for i, path in enumerate(models)}
+
+
+def _torch_file(form: SavedForm) -> bytes:
+    file = io.BytesIO()
+    torch.save({name: tensor.detach().cpu().clone() for name, tensor in form.tensors.items()}, file)
+    return file.getvalue()
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value) + "\n").encode()
