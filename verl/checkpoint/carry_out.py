@@ -62,7 +62,7 @@ def _write(main: Participant, plan: SavePlan, memory: memoryview) -> float:
     main.record(*plan.tensors)
     large = [i for i in plan.images if i.num_bytes >= FEWEST_DIRECT_BYTES and not i.is_constant]
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashers:
-        hashed: dict[str, Future[Hashed]] = {image.path: hashers.submit(_hash, image, memory) for image in large}
+        hashed: dict[str, Future[Hashed]] = {i.path: _started(hashers, i, memory) for i in large}
         try:
             for image in plan.images:
                 if image.path in hashed:
@@ -73,6 +73,15 @@ def _write(main: Participant, plan: SavePlan, memory: memoryview) -> float:
             hashers.shutdown(cancel_futures=True)
             raise
     return sum(future.result()[1] for future in hashed.values())
+
+
+def _started(hashers: ThreadPoolExecutor, image: Image, memory: memoryview) -> Future[Hashed]:
+    try:
+        return hashers.submit(_hash, image, memory)
+    except RuntimeError:  # no thread can be started: the interpreter is ending
+        done: Future[Hashed] = Future()
+        done.set_result(_hash(image, memory))
+        return done
 
 
 def _hash(image: Image, memory: memoryview) -> Hashed:

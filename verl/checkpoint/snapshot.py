@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -55,15 +54,7 @@ class Snapshot:
             arena.before_release = _pin(torch.frombuffer(memory, dtype=torch.uint8))
         target = torch.frombuffer(memory, dtype=torch.uint8)
         waiting = self._start_device_copies(target)
-        copies = list(self._host_copies(target))
-        if self._num_threads == 1 or len(copies) < 2 * self._num_threads:
-            _memmove_all(target, iter(copies), threading.Lock())
-        else:
-            todo, lock = iter(copies), threading.Lock()
-            with ThreadPoolExecutor(self._num_threads, thread_name_prefix="copy") as pool:
-                done = [pool.submit(_memmove_all, target, todo, lock) for _ in range(self._num_threads)]
-                for future in done:
-                    future.result()
+        _memmove_all(target, list(self._host_copies(target)), self._num_threads)
         for event in waiting:
             event.synchronize()
         return memoryview(memory)
@@ -101,15 +92,30 @@ class Snapshot:
                     _place(target, piece.begin, content).copy_(content)
 
 
-def _memmove_all(target: torch.Tensor, todo: Iterator[Copy], lock: threading.Lock) -> None:
-    base = target.data_ptr()
-    while True:
-        with lock:
-            copy = next(todo, None)
-        if copy is None:
-            return
-        offset, address, size = copy
-        ctypes.memmove(base + offset, address, size)
+def _memmove_all(target: torch.Tensor, copies: Sequence[Copy], num_threads: int) -> None:
+    """Copy with this thread and others; alone where no more can be started, as at the end of the interpreter."""
+    base, todo, lock = target.data_ptr(), iter(copies), threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                copy = next(todo, None)
+            if copy is None:
+                return
+            offset, address, size = copy
+            ctypes.memmove(base + offset, address, size)
+
+    others = []
+    for _ in range(min(num_threads, len(copies)) - 1):
+        others.append(threading.Thread(target=work, name="checkpoint_copy", daemon=True))
+        try:
+            others[-1].start()
+        except RuntimeError:
+            others.pop()
+            break
+    work()
+    for other in others:
+        other.join()
 
 
 def _place(target: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
