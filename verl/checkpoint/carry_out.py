@@ -20,12 +20,17 @@ Hashed = tuple[tuple[Leaf, ...], float]
 
 
 def carry_out(
-    store: CheckpointStore, plan: SavePlan, memory: memoryview, retention: Retention | None = None
+    store: CheckpointStore,
+    plan: SavePlan,
+    memory: memoryview,
+    retention: Retention | None = None,
+    fewest_direct_bytes: int = FEWEST_DIRECT_BYTES,
 ) -> SaveReport:
     """Write, hash and publish one save, then prune.
 
     Args:
         memory: in which the images of the plan lie; must not change meanwhile.
+        fewest_direct_bytes: of a file that is written past the page cache.
     Raises:
         CheckpointError: nothing was published. What retention could not do is in the report instead.
     """
@@ -39,7 +44,7 @@ def carry_out(
         needed_files=len(plan.images) + len(plan.links) + len(plan.copies),
     ) as staging:
         begin_s = clock.lap()
-        hash_s = _write(staging.main, plan, memory)
+        hash_s = _write(staging.main, plan, memory, fewest_direct_bytes)
         _take_over(store, staging, plan)
         write_s = clock.lap()
         published = staging.commit(state=plan.state, metrics=plan.metrics)
@@ -53,14 +58,14 @@ def carry_out(
     )  # fmt: skip
 
 
-def _write(main: Participant, plan: SavePlan, memory: memoryview) -> float:
+def _write(main: Participant, plan: SavePlan, memory: memoryview, fewest_direct_bytes: int) -> float:
     """Write every image; one thread writes, which costs no processor time, while another one hashes.
 
     Returns:
         Processor seconds of hashing.
     """
     main.record(*plan.tensors)
-    large = [i for i in plan.images if i.num_bytes >= FEWEST_DIRECT_BYTES and not i.is_constant]
+    large = [i for i in plan.images if i.num_bytes >= fewest_direct_bytes and not i.is_constant]
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashers:
         hashed: dict[str, Future[Hashed]] = {i.path: _started(hashers, i, memory) for i in large}
         try:
