@@ -88,17 +88,14 @@ def save_images(store: CheckpointStore, step: int, version: int) -> Published:
         step=step, tag=None, num_bytes=len(memory), images=tuple(images), tensors=tuple(tensors),
         links=(LinkedFile(path="reference_model/frozen.bin"),), state={"version": version},
     )  # fmt: skip
-    with page_aligned_view(memory) as view:
-        report = carry_out(store, plan, view, fewest_direct_bytes=1)
+    report = carry_out(store, plan, page_aligned_view(memory), fewest_direct_bytes=1)
     return store.open(report.name)
 
 
-@contextmanager
-def page_aligned_view(content: bytes) -> Iterator[memoryview]:
-    with mmap.mmap(-1, len(content)) as memory:
-        memory[:] = bytes(content)
-        with memoryview(memory) as view:
-            yield view
+def page_aligned_view(content: bytes) -> memoryview:
+    memory = mmap.mmap(-1, len(content))
+    memory[:] = bytes(content)
+    return memoryview(memory)
 
 
 def version_of(published: Published) -> int:
