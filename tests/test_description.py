@@ -18,9 +18,20 @@ from hypothesis import strategies as st
 from verl import errors
 from verl.description import BuildContext, Description, as_plain, field_types, type_fault
 from verl.errors import (
+    BadCheckpoint,
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointFenced,
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    CheckpointReadFailed,
+    CheckpointTooNew,
+    CheckpointWriteFailed,
     ConfigError,
     DataProtoValidationError,
+    FileFault,
     NonFiniteError,
+    NoSpaceForCheckpoint,
     RewardError,
     VerlError,
     WorkerDied,
@@ -207,6 +218,15 @@ EXAMPLES = [
     NonFiniteError("the loss is nan"),
     WorkerError(1, "actor.update", 7, "Traceback ...\n"),
     WorkerDied(0, "critic.values", None, "exit status -9"),
+    *(
+        kind(Path("global_step_7"), [FileFault("actor/model.safetensors", "it is missing", ("actor/w",))])
+        for kind in (BadCheckpoint, CheckpointIncomplete, CheckpointCorrupt, CheckpointTooNew)
+    ),
+    CheckpointNotFound("there is none"),
+    CheckpointFenced("taken over by run 7"),
+    CheckpointReadFailed("opening failed"),
+    CheckpointWriteFailed("writing failed"),
+    NoSpaceForCheckpoint("1 GiB free"),
 ]
 
 
@@ -219,12 +239,13 @@ def test_an_error_survives_pickling_with_its_text_and_facts(error):
 
 
 def test_every_error_of_verl_is_a_verl_error_and_a_standard_one_and_has_an_example_here():
-    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, VerlError)} - {
-        VerlError
-    }
+    families = {VerlError, CheckpointError}
+    kinds = {
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, VerlError)
+    } - families
     assert kinds == {type(error) for error in EXAMPLES}
     for kind in kinds:
-        assert issubclass(kind, (ValueError, RuntimeError, FloatingPointError))
+        assert issubclass(kind, (ValueError, RuntimeError, FloatingPointError, OSError))
     assert issubclass(WorkerDied, WorkerError)
 
 

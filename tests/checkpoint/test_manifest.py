@@ -11,7 +11,15 @@ from blake3 import blake3
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.files import write_file
 from verl.checkpoint.hashing import BLOCK_BYTES, LEAF_BYTES, Leaf, file_digest, flat_view, hash_buffers
-from verl.checkpoint.manifest import FileEntry, Manifest, ManifestError, checked_path, commit_line, content_digest
+from verl.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    ManifestError,
+    checked_path,
+    commit_line,
+    content_digest,
+    is_readable,
+)
 from verl.checkpoint.tensors import LogicalTensor, Slice
 
 ENTRY = FileEntry.of("actor/model.safetensors", hash_buffers([b"header", b"weights"]), linked_from="global_step_1")
@@ -36,6 +44,14 @@ def test_every_file_and_tensor_has_a_line_of_its_own():
 def test_what_is_no_manifest_is_refused(data):
     with pytest.raises(ManifestError, match="no manifest"):
         Manifest.from_bytes(data)
+
+
+def test_what_can_be_read_follows_semantic_versions():
+    assert is_readable("0.9.0", by="0.9.3")
+    assert is_readable("0.9.0", by="1.0.0")
+    assert is_readable("1.7.0", by="1.2.0")
+    assert not is_readable("0.10.0", by="0.9.0")
+    assert not is_readable("2.0.0", by="1.9.9")
 
 
 @pytest.mark.parametrize("path", ["", "/a", "../a", "a/../b", "a//b", "./a", "a\\b", "a\0", "COMMIT", "manifest.json"])

@@ -100,6 +100,8 @@ def test_a_tensor_larger_than_a_shard_has_one_of_its_own():
 def test_bytes_that_do_not_fit_the_shape_are_refused():
     with pytest.raises(ValueError, match=r"x has 7 bytes, not those of F32\[2\]"):
         render([TensorBytes("x", "F32", (2,), bytes(7))])
+    with pytest.raises(ValueError, match="dtype 'float32' is not one of BOOL"):
+        render([TensorBytes("x", "float32", (2,), bytes(8))])
     with pytest.raises(ValueError, match="same name"):
         render([TensorBytes("x", "U8", (1,), b"1")] * 2)
 

@@ -20,6 +20,7 @@ from verl.checkpoint.participant import Participant, TensorPart
 from verl.checkpoint.published import read_state
 from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.tensors import LogicalTensor, Slice
 from verl.checkpoint.verify import verify
 from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointWriteFailed, ConfigError
 
@@ -103,7 +104,7 @@ def test_leaving_without_a_commit_leaves_nothing(store):
 
 MISSING = {
     "a participant that did not report": ([], r"participant rank_1 did not report"),
-    "a participant twice": (["rank_1", "rank_1"], r"a participant reported twice"),
+    "a participant twice": (["rank_1", "rank_1"], r"participant rank_1 reported twice"),
     "a stranger": (["rank_1", "rank_2"], r"participant rank_2 was not expected"),
 }
 
@@ -139,8 +140,34 @@ def test_a_file_that_nobody_reports_or_that_changed_stops_the_commit(store):
         staging.main.write("a", [b"12"])
         (staging.directory / "a").write_bytes(b"1")
         (staging.directory / "b").write_bytes(b"1")
-        with pytest.raises(CheckpointIncomplete, match=r"b: no participant reports it; a: it has 1 bytes instead of 2"):
+        with pytest.raises(CheckpointIncomplete, match=r"a: it has 1 bytes instead of 2; b: no participant reports it"):
             staging.commit()
+
+
+WRONG = {
+    "beyond the end of its file": ({"offset": 1}, r"a: a slice reaches over its end \(in c/t\)"),
+    "in a file that is not there": ({"file": "b"}, r"b: a slice reaches over its end \(in c/t\)"),
+    "under a key of a file without keys": ({"key": "t"}, r"a: it is no safetensors file \(in c/t\)"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_nothing_is_published_that_discovery_would_refuse(kind, store):
+    change, problem = WRONG[kind]
+    with store.begin(1) as staging:
+        staging.main.write("a", [b"\xff" * 8])
+        part = Slice(**{"file": "a", "offset": 0, "start": (0,), "extent": (8,)} | change)
+        staging.main.record(LogicalTensor(component="c", name="t", dtype="U8", shape=(8,), slices=(part,)))
+        with pytest.raises(CheckpointCorrupt, match=problem):
+            staging.commit()
+    assert store.survey() == ([], [])
+
+
+def test_the_files_of_the_store_itself_are_not_written_by_others(store):
+    with store.begin(1) as staging:
+        for path in ("COMMIT", "manifest.json", "trainer_state.json", "../a"):
+            with pytest.raises(ValueError, match=re.escape(path.split("/")[-1])):
+                staging.main.write(path, [b"1"])
 
 
 def test_two_participants_cannot_write_one_file(store):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,7 +152,7 @@ def test_who_is_fenced_out_is_told(store):
         (Component(tensors=items({"z": torch.zeros(2, dtype=torch.complex64)})), "complex64, which safetensors"),
         (Component(tensors=items({"m": torch.zeros(2, device="meta")})), "no dense tensor"),
         (Component(tensors=[TensorItem(name="s", tensor=torch.zeros(2), shape=(4,))], file="f"), "needs both"),
-        (Component(tensors=[TensorItem(name="s", tensor=torch.zeros(2), shape=(4,), start=(0,))]), "Give the component"),
+        (Component(tensors=[TensorItem(name="s", tensor=torch.zeros(2), shape=(4,), start=(0,))]), "Give the"),
         (Component(tensors=items({"a": torch.zeros(1)}) * 2, file="f"), "the same name"),
         (Component(tensors=items({"a": torch.zeros(1)}), file="f", files={"f": b""}), "twice"),
     ],
@@ -246,10 +247,10 @@ def test_a_forked_child_neither_holds_the_memory_nor_disturbs_the_writer(store):
         writer.drain()
         child = os.fork()
         if child == 0:
-            held = [line for line in open("/proc/self/maps") if "verl-checkpoint" in line]
-            sockets = [fd for fd in os.listdir("/proc/self/fd") if _is_arena(fd)]
+            held = "verl-checkpoint" in Path("/proc/self/maps").read_text()
+            opened = [fd for fd in os.listdir("/proc/self/fd") if _is_arena(fd)]
             writer.close()
-            os._exit(bool(held or sockets or writer.arena_bytes))
+            os._exit(bool(held or opened or writer.arena_bytes))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         writer.save(request(2, {"weight": torch.full((100_000,), 2.0)}))
         assert [outcome.num_deaths for outcome in writer.drain()] == [0]

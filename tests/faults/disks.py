@@ -12,7 +12,8 @@ from verl.checkpoint.disk import Disk, Handle
 
 KILLED = 137
 CHANGING = {
-    "create", "create_direct", "write", "write_at", "truncate", "clone", "sync", "close", "sync_directory", "make_directory", "rename", "link", "symlink",
+    "create", "create_direct", "write", "write_at", "truncate", "clone",
+    "sync", "close", "sync_directory", "make_directory", "rename", "link", "symlink",
     "unlink", "remove_directory",
 }  # fmt: skip
 

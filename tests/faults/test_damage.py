@@ -247,6 +247,18 @@ def test_the_index_of_objects_may_be_deleted(store):
     assert len(list((store.directory / "objects").iterdir())) == 1
 
 
+def test_a_damaged_object_is_not_handed_on(store):
+    (thing,) = (store.directory / "objects").iterdir()
+    flip(thing, 0)
+    third = save(store, 300, 3)
+    assert verify(Disk(), third.directory, "full") == []
+    assert {fault.file for fault in verify(Disk(), store.directory / "global_step_200", "full")} == {
+        "actor/tokenizer.json"
+    }
+    fourth = save(store, 400, 4)
+    assert fourth.path("actor/tokenizer.json").samefile(third.path("actor/tokenizer.json"))
+
+
 def test_where_there_is_nothing_it_is_said(tmp_path):
     for directory in (tmp_path, tmp_path / "not there"):
         assert CheckpointStore(directory).complete() == []

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
+import resource
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from faults.disks import CHANGING, FailingDisk, Operation, RefusingDisk, ShortWritingDisk
+from faults.disks import CHANGING, FailingDisk, Operation, RecordingDisk, RefusingDisk, ShortWritingDisk
 from faults.scenarios import (
     SCENARIOS,
     WEIGHT,
@@ -129,6 +133,27 @@ def test_a_file_whose_sync_failed_is_never_synced_again(tmp_path):
     assert len(synced) == len(set(synced)) == 2
 
 
+def test_a_checkpoint_whose_last_sync_failed_is_made_durable_when_it_is_saved_again(tmp_path):
+    class RootSyncFailing(RecordingDisk):
+        def perform(self, operation, call, *args):
+            published = any(noted.name == "rename" and "global" in noted.args[1].name for noted in self.operations)
+            if operation == "sync_directory" and args[0].name == "checkpoints" and published and not failures:
+                failures.append(args[0])
+                raise OSError(errno.EIO, "Input/output error")
+            return super().perform(operation, call, *args)
+
+    failures, disk = [], RootSyncFailing()
+    store = CheckpointStore(tmp_path / "checkpoints", disk=disk)
+    with pytest.raises(CheckpointError, match="publishing step 100 failed"):
+        save(store, 100, 1)
+    assert save(store, 100, 1).name == "global_step_100"
+    renamed = [
+        n for n, noted in enumerate(disk.operations) if noted.name == "rename" and "global" in str(noted.args[1])
+    ]
+    synced = [n for n, noted in enumerate(disk.operations) if noted == Operation("sync_directory", (store.directory,))]
+    assert synced[-1] > renamed[-1]
+
+
 def test_an_error_in_a_thread_that_nobody_looked_at_stops_the_commit(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     with store.begin(100) as staging:
@@ -147,6 +172,33 @@ def test_a_save_larger_than_the_free_space_is_refused_before_anything_is_written
     with pytest.raises(NoSpaceForCheckpoint, match="inodes"):
         store.begin(100, needed_files=10**15)
     assert list((tmp_path / "checkpoints/staging").iterdir()) == []
+
+
+def test_a_file_size_limit_that_a_thread_runs_into_stops_the_save(tmp_path):
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        with CheckpointStore(tmp_path / "checkpoints").begin(1) as staging, ThreadPoolExecutor(2) as threads:
+            small, large = (threads.submit(staging.main.write, str(size), [bytes(size)]) for size in (10, 10_000))
+            small.result()
+            with pytest.raises(CheckpointError, match="writing 10000 failed: File too large"):
+                large.result()
+            with pytest.raises(CheckpointError, match="main could not write 10000"):
+                staging.commit()
+
+    run_in_a_child(limited)
+    assert CheckpointStore(tmp_path / "checkpoints").complete() == []
+
+
+def run_in_a_child(act: Callable[[], None]) -> None:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_a_disk_that_fills_up_says_so(tmp_path):

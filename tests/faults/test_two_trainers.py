@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 from faults.scenarios import check_next_save, save, version_of
 
+from verl.checkpoint import ownership
+from verl.checkpoint.disk import Disk
 from verl.checkpoint.retention import Retention, prune
 from verl.checkpoint.store import CheckpointStore
-from verl.errors import CheckpointFenced
+from verl.errors import CheckpointFenced, CheckpointWriteFailed
 
 TESTS = Path(__file__).resolve().parents[1]
 TRAINER = """
@@ -106,6 +109,31 @@ def test_who_is_fenced_out_prunes_nothing(tmp_path):
     with pytest.raises(CheckpointFenced):
         prune(early, Retention(keep_last_n=2))
     assert len(early.complete()) == 4
+
+
+def test_a_lock_that_is_never_given_up_is_an_error_not_a_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(ownership, "LOCK_TIMEOUT_S", 0.05)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    save(store, 1, 1)
+    held = store.disk.lock(store.directory / "format.json")
+    assert held is not None
+    with pytest.raises(CheckpointWriteFailed, match="is a trainer that saves there suspended"):
+        save(store, 2, 2)
+    store.disk.close(held)
+    assert version_of(save(store, 2, 2)) == 2
+
+
+def test_what_is_pruned_while_another_process_looks_is_not_called_bad(tmp_path, caplog):
+    class Pruned(Disk):
+        def perform(self, operation, call, *args):
+            if operation == "read" and args[0].parent.name == "global_step_1" and args[0].parent.exists():
+                shutil.rmtree(args[0].parent)
+            return super().perform(operation, call, *args)
+
+    save(CheckpointStore(tmp_path / "checkpoints"), 1, 1)
+    save(CheckpointStore(tmp_path / "checkpoints"), 2, 2)
+    assert CheckpointStore(tmp_path / "checkpoints", disk=Pruned()).newest(strict=True).step == 2
+    assert caplog.text == ""
 
 
 def test_processes_of_one_run_share_a_claim(tmp_path):

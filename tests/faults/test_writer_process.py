@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint.requests import request, tensors_of
-from faults.process_disks import COUNTED, KILL_AT, KILLS, SLEEP, KillingProcessDisk, SlowDisk
+from faults.process_disks import COUNTED, KILL_AT, KILLS, SLEEP, KillingProcessDisk
 from faults.scenarios import fast_directory
 
 from verl.checkpoint.store import CheckpointStore
@@ -59,10 +59,12 @@ def killing(tmp_path, monkeypatch):
 
 def operations_of_a_save(killing) -> int:
     killing(10_000, 0)
-    with fast_directory() as base:
-        with CheckpointWriter(CheckpointStore(base / "checkpoints", disk=KillingProcessDisk())) as writer:
-            writer.save(request(1, weights(1)))
-            writer.drain()
+    with (
+        fast_directory() as base,
+        CheckpointWriter(CheckpointStore(base / "checkpoints", disk=KillingProcessDisk())) as writer,
+    ):
+        writer.save(request(1, weights(1)))
+        writer.drain()
     return int(killing.counted.read_text())
 
 

@@ -57,7 +57,8 @@ class CheckpointDirectory:
                 try:
                     good.append(verified(self.disk, directory, level))
                 except BadCheckpoint as error:
-                    bad.append(error)
+                    if self.exists(directory):  # else it was pruned while we looked
+                        bad.append(error)
         return sorted(good, key=lambda published: (published.sequence, published.name)), bad
 
     def newest(self, strict: bool = False) -> Published:

@@ -148,10 +148,19 @@ def remove_tree(disk: Disk, root: Path) -> int:
     """Remove a directory with all below it, or a file; what is gone already does not matter. Returns bytes freed."""
     if not is_directory(disk, root):
         return _remove_file(disk, root)
-    freed = sum(remove_tree(disk, root / name) for name in disk.names(root))
+    freed = remove_content(disk, root)
     with contextlib.suppress(FileNotFoundError):
         disk.remove_directory(root)
     return freed
+
+
+def remove_content(disk: Disk, directory: Path) -> int:
+    """Remove what lies in a directory, which may be missing. Others may be doing the same. Returns bytes freed."""
+    try:
+        names = disk.names(directory)
+    except FileNotFoundError:
+        return 0
+    return sum(remove_tree(disk, directory / name) for name in names)
 
 
 def _remove_file(disk: Disk, path: Path) -> int:

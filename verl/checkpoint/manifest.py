@@ -145,13 +145,22 @@ def checked_path(path: str) -> str:
     return path
 
 
+def is_readable(version: str, by: str = FORMAT_VERSION) -> bool:
+    """Whether checkpoints of one format version can be read by code of another.
+
+    >>> is_readable("0.9.0", by="1.2.0"), is_readable("1.3.0", by="1.2.0"), is_readable("2.0.0", by="1.2.0")
+    (True, True, False)
+    """
+    major, minor = (int(number) for number in version.split(".")[:2])
+    own_major, own_minor = (int(number) for number in by.split(".")[:2])
+    # Before 1.0.0 a new minor version may change anything; from then on only a new major one.
+    return major < own_major or (major == own_major and (major > 0 or minor <= own_minor))
+
+
 def _supported(form: dict[str, Any]) -> str:
     if form["name"] != FORMAT_NAME:
         raise ManifestError(f"its format is {form['name']!r}, not {FORMAT_NAME!r}")
-    major, minor = (int(number) for number in form["version"].split(".")[:2])
-    own_major, own_minor = (int(number) for number in FORMAT_VERSION.split(".")[:2])
-    # Before 1.0.0 a new minor version may change anything; from then on only a new major one.
-    if major > own_major or (major == own_major == 0 and minor > own_minor):
+    if not is_readable(form["version"]):
         raise ManifestTooNew(
             f"it is of format {form['version']}; this version of verl reads up to {FORMAT_VERSION}. Use a newer verl"
         )

@@ -12,7 +12,10 @@ from pathlib import Path
 
 from verl.checkpoint.disk import NO_LINK, Disk
 from verl.checkpoint.files import duplicate, make_directories
+from verl.checkpoint.hashing import digest_of
 from verl.checkpoint.manifest import FileEntry
+
+SMALL_BYTES = 64 * 2**20
 
 
 class Objects:
@@ -22,10 +25,16 @@ class Objects:
         self._disk, self._root, self._directory = disk, root, root / "objects"
 
     def fetch(self, entry: FileEntry, target: Path) -> bool:
-        """Make `target` share the bytes of the object that `entry` describes. False where there is none."""
+        """Make `target` share the bytes of the object that `entry` describes. False where there is none.
+
+        A small object is read and hashed first, so that damage does not spread to the checkpoints to come.
+        """
         source = self._path(entry)
         try:
-            return self._disk.status(source).st_size == entry.size and duplicate(self._disk, source, target)
+            if not self._is_intact(source, entry):
+                self._disk.unlink(source)
+                return False
+            return duplicate(self._disk, source, target)
         except FileNotFoundError:
             return False
 
@@ -48,6 +57,18 @@ class Objects:
                     self._disk.unlink(self._directory / name)
                     freed += status.st_size
         return freed
+
+    def _is_intact(self, source: Path, entry: FileEntry) -> bool:
+        if self._disk.status(source).st_size != entry.size:
+            return False
+        if entry.size > SMALL_BYTES:
+            return True
+        begin = 0
+        for leaf in entry.leaves:
+            if digest_of(self._disk.read_range(source, begin, leaf.size)) != leaf.blake3:
+                return False
+            begin += leaf.size
+        return True
 
     def _path(self, entry: FileEntry) -> Path:
         return self._directory / f"{entry.blake3}-{entry.size}"

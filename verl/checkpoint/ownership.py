@@ -15,8 +15,9 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from verl.checkpoint.disk import NO_LOCK, Disk
+from verl.checkpoint.disk import NO_LOCK, Disk, Handle
 from verl.checkpoint.files import write_by_rename, write_errors
 from verl.errors import CheckpointFenced, CheckpointWriteFailed
 
@@ -84,7 +85,7 @@ class Ownership:
                 with contextlib.suppress(OSError):  # the lock is gone all the same
                     self._disk.close(handle)
 
-    def _lock(self):
+    def _lock(self) -> Handle | None:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         try:
             while (handle := self._disk.lock(self._root / FORMAT)) is None:
@@ -101,7 +102,7 @@ class Ownership:
             return None
         return handle
 
-    def _recorded(self) -> dict:
+    def _recorded(self) -> dict[str, Any]:
         try:
             owner = json.loads(self._disk.read(self._root / OWNER, OWNER_LIMIT_BYTES))
         except (FileNotFoundError, ValueError):

@@ -12,7 +12,7 @@ from verl.checkpoint.disk import Disk
 from verl.checkpoint.files import clone, duplicate, make_directories, write_errors, write_file
 from verl.checkpoint.hashing import LEAF_BYTES, Leaf, hash_buffers
 from verl.checkpoint.images import Image, write_direct
-from verl.checkpoint.manifest import FileEntry, checked_path
+from verl.checkpoint.manifest import STATE, FileEntry, checked_path
 from verl.checkpoint.objects import Objects
 from verl.checkpoint.published import Published
 from verl.checkpoint.safetensors_bytes import (
@@ -184,6 +184,8 @@ class Participant:
 
     @contextmanager
     def _writing(self, path: str) -> Iterator[Path]:
+        if path == STATE:
+            raise ValueError(f"{STATE} is written by the commit, from `state`")
         target = self.directory / checked_path(path)
         try:
             with write_errors(f"writing {path}"):

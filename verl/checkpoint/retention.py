@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl.checkpoint.discovery import PINS, TRASH
-from verl.checkpoint.files import make_directories, read_errors, remove_tree, write_by_rename, write_errors
+from verl.checkpoint.files import make_directories, read_errors, remove_content, write_by_rename, write_errors
 from verl.checkpoint.published import Published
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.verify import Level
@@ -105,7 +105,7 @@ def prune(store: CheckpointStore, retention: Retention, level: Level = "quick") 
         store.disk.sync_directory(trash)
         store.disk.sync_directory(store.directory)
     with write_errors("emptying the trash"):
-        remove_tree(store.disk, trash)
+        remove_content(store.disk, trash)  # not the directory: another process may be moving something there
         store.objects.sweep()
     return [published.name for published in dropped]
 

@@ -67,7 +67,7 @@ def render(tensors: Sequence[TensorBytes], metadata: dict[str, str] | None = Non
     8
 
     Raises:
-        ValueError: a name appears twice, or a buffer is not as long as shape and dtype say.
+        ValueError: a name appears twice, a type is unknown, or a buffer is not as long as shape and dtype say.
     """
     header, places = lay_out(tensors, metadata)
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -89,6 +89,8 @@ def lay_out(
     """
     if len({tensor.name for tensor in tensors}) < len(tensors):
         raise ValueError("two tensors of one file have the same name")
+    if unknown := {tensor.dtype for tensor in tensors} - ITEM_BYTES.keys():
+        raise ValueError(f"dtype {unknown.pop()!r} is not one of {', '.join(ITEM_BYTES)}")
     # Wide types first: after a header padded to 8 bytes every tensor is then aligned to its own elements.
     ordered = sorted(tensors, key=lambda tensor: (-ITEM_BYTES[tensor.dtype], tensor.name))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}

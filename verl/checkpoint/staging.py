@@ -16,7 +16,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,7 @@ class Staging:
             metrics: at this step, for `keep_best`.
         Raises:
             CheckpointIncomplete: a participant is missing, or slices do not tile a tensor.
+            CheckpointCorrupt: what was recorded of tensors is not what lies in the files.
             CheckpointFenced: another trainer has taken over.
             CheckpointWriteFailed: the file system refused.
         """
@@ -131,25 +133,16 @@ class Staging:
 
     def _joined(self, reports: list[PartReport], metrics: dict[str, float]) -> tuple[Manifest, list[str]]:
         """The manifest of what was reported, once it agrees with what is there; sequence and time come later."""
-        faults = _faults_of_participants(self._expected, [report.name for report in reports])
         entries = {entry.path: entry for report in reports for entry in report.files}
         with write_errors("looking at what was written"):
             sizes, _ = files_below(self._disk, self.directory)
-        if sum(len(report.files) for report in reports) != len(entries):
-            faults.append(FileFault(MANIFEST, "two participants report the same file"))
-        for path in sorted(sizes.keys() ^ entries.keys()):
-            faults.append(FileFault(path, "it is missing" if path in entries else "no participant reports it"))
-        for path in sorted(sizes.keys() & entries.keys()):
-            if sizes[path] != entries[path].size:
-                faults.append(FileFault(path, f"it has {sizes[path]} bytes instead of {entries[path].size}"))
         tensors, contradictions = join_tensors(tensor for report in reports for tensor in report.tensors)
-        faults += [FileFault(MANIFEST, contradiction) for contradiction in contradictions]
-        for tensor in tensors:
-            faults += [FileFault(MANIFEST, fault, (tensor.full_name,)) for fault in tensor.faults()]
-            homeless = [part.file for part in tensor.slices if part.file not in entries]
-            faults += [
-                FileFault(file, "it holds a slice but was not written", (tensor.full_name,)) for file in homeless
-            ]
+        faults = [
+            *_faults_of_participants(self._expected, reports),
+            *_faults_of_files(sizes, entries),
+            *(FileFault(MANIFEST, contradiction) for contradiction in contradictions),
+            *(FileFault(MANIFEST, fault, (tensor.full_name,)) for tensor in tensors for fault in tensor.faults()),
+        ]
         if faults:
             raise CheckpointIncomplete(self.directory, faults)
         manifest = Manifest(
@@ -166,11 +159,13 @@ class Staging:
             with contextlib.suppress(BadCheckpoint):
                 newest = verified(self._disk, newest.directory)
                 self._disk.sync_directory(newest.directory.parent)  # its own save may have failed at this very call
+                self._store.point_latest(newest.name)
                 return newest
         manifest = self._with_state(manifest, sequence, checksum, state)
         data = manifest.to_bytes()
         write_by_rename(self._disk, self.directory / MANIFEST, data)
         write_by_rename(self._disk, self.directory / COMMIT, commit_line(data))
+        verified(self._disk, self.directory)  # nothing is published that discovery would refuse
         for directory in files_below(self._disk, self.directory)[1]:
             self._disk.sync_directory(directory)
         target = self._store.rename_into_place(self.directory, self.tag or f"global_step_{self.step}")
@@ -214,14 +209,25 @@ def _is_same(newest: Manifest, manifest: Manifest, checksum: str) -> bool:
     return content_digest(newest.files, newest.tensors) == checksum
 
 
-def _faults_of_participants(expected: set[str], arrived: list[str]) -> list[FileFault]:
-    missing = sorted(expected - set(arrived))
-    strangers = sorted(set(arrived) - expected)
-    faults = [FileFault(MANIFEST, f"participant {name} did not report") for name in missing]
-    faults += [FileFault(MANIFEST, f"participant {name} was not expected") for name in strangers]
-    if len(set(arrived)) < len(arrived):
-        faults.append(FileFault(MANIFEST, "a participant reported twice"))
-    return faults
+def _faults_of_participants(expected: set[str], reports: list[PartReport]) -> Iterator[FileFault]:
+    arrived = Counter(report.name for report in reports)
+    yield from (FileFault(MANIFEST, f"participant {name} did not report") for name in sorted(expected - arrived.keys()))
+    yield from (
+        FileFault(MANIFEST, f"participant {name} was not expected") for name in sorted(arrived.keys() - expected)
+    )
+    yield from (FileFault(MANIFEST, f"participant {name} reported twice") for name, n in arrived.items() if n > 1)
+    paths = Counter(entry.path for report in reports for entry in report.files)
+    yield from (FileFault(path, "two participants report it") for path, n in paths.items() if n > 1)
+
+
+def _faults_of_files(sizes: dict[str, int], entries: dict[str, FileEntry]) -> Iterator[FileFault]:
+    for path in sorted(sizes.keys() | entries.keys()):
+        if path not in sizes:
+            yield FileFault(path, "it is missing")
+        elif path not in entries:
+            yield FileFault(path, "no participant reports it")
+        elif sizes[path] != entries[path].size:
+            yield FileFault(path, f"it has {sizes[path]} bytes instead of {entries[path].size}")
 
 
 def _finite(value: Any) -> Any:

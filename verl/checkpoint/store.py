@@ -14,7 +14,7 @@ from pathlib import Path
 
 from verl.checkpoint.discovery import LATEST, RESERVED, STAGING, TRASH, CheckpointDirectory
 from verl.checkpoint.disk import NO_LINK, Disk, Handle
-from verl.checkpoint.files import is_directory, remove_tree, write_errors, write_file
+from verl.checkpoint.files import is_directory, remove_content, remove_tree, write_errors, write_file
 from verl.checkpoint.manifest import FORMAT_NAME, FORMAT_VERSION
 from verl.checkpoint.objects import Objects
 from verl.checkpoint.ownership import FORMAT, Ownership
@@ -147,9 +147,11 @@ class CheckpointStore(CheckpointDirectory):
 
     def _prepare(self) -> None:
         missing = [path for path in (self.directory, *self.directory.parents) if not self.exists(path)]
-        for path in (*reversed(missing), self.directory / STAGING):
+        for path in (*reversed(missing or [self.directory]), self.directory / STAGING):
             with contextlib.suppress(FileExistsError):
                 self.disk.make_directory(path)
+            # Even where it existed: whoever made it may have been killed before this line.
+            with contextlib.suppress(PermissionError):
                 self.disk.sync_directory(path.parent)
         if self.exists(self.directory / FORMAT):
             return
@@ -215,4 +217,4 @@ class CheckpointStore(CheckpointDirectory):
             finally:
                 with contextlib.suppress(OSError):
                     self.disk.close(lease)
-        return freed + remove_tree(self.disk, self.directory / TRASH)
+        return freed + remove_content(self.disk, self.directory / TRASH)
