@@ -57,6 +57,7 @@ def every_kind() -> dict[str, torch.Tensor]:
 def test_what_is_read_equals_what_was_saved_bit_by_bit(store, mode):
     tensors = every_kind()
     with CheckpointWriter(store, mode=mode) as writer:
+        writer.prepare(request(7, tensors))
         assert writer.save(request(7, tensors))
         (outcome,) = writer.drain()
     assert (outcome.step, outcome.error, outcome.report.name) == (7, None, "global_step_7")

@@ -68,7 +68,7 @@ def operations_of_a_save(killing) -> int:
     return int(killing.counted.read_text())
 
 
-@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_writer_killed_at_any_operation_is_started_again_and_the_save_is_published(killing, stride, record_property):
     places = range(0, operations_of_a_save(killing), stride)
     for at in places:
@@ -136,6 +136,35 @@ def test_a_writer_that_is_stopped_is_ended_after_its_time_and_the_save_is_publis
         (outcome,) = writer.drain()
     assert outcome.num_deaths == 1
     check(store, [1, 2])
+
+
+def test_a_writer_that_is_stopped_and_goes_on_catches_up(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    with CheckpointWriter(store, when_busy="skip") as writer:
+        writer.save(request(1, weights(1)))
+        writer.drain()
+        os.kill(writer.process_id, signal.SIGSTOP)
+        assert [writer.save(request(step, weights(step))) for step in (2, 3, 4)] == [True, True, False]
+        writer.wait_copied()
+        os.kill(writer.process_id, signal.SIGCONT)
+        assert [outcome.num_deaths for outcome in writer.drain()] == [0, 0, 0]
+    check(store, [1, 2, 3])
+
+
+def test_closing_gives_up_a_writer_that_hangs_and_says_so(tmp_path, caplog):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    writer = CheckpointWriter(store)
+    writer.save(request(1, weights(1)))
+    writer.drain()
+    pid = writer.process_id
+    os.kill(pid, signal.SIGSTOP)
+    writer.save(request(2, weights(2)))
+    writer.close(timeout_s=0.1)
+    assert not _lives(pid)
+    with pytest.raises(CheckpointWriteFailed, match="step 2 was given up"):
+        writer.poll()
+    assert "step 2 was never saved" in caplog.text
+    check(store, [1])
 
 
 def test_a_file_that_may_not_grow_fails_the_save_and_the_following_one_works(tmp_path):

@@ -11,6 +11,7 @@ From `Snapshot.begin` until `Snapshot.run` has returned the tensors must not cha
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ import torch
 
 from verl.checkpoint.arena import Arena
 from verl.checkpoint.content import Piece
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 * 2**20  # long enough that threads seldom ask for the interpreter's lock
 
@@ -129,12 +132,14 @@ def _event(device: torch.device) -> torch.cuda.Event:
     return event
 
 
-def _pin(memory: torch.Tensor) -> Callable[[], None]:
-    """Let the device copy into this memory by itself. Returns what undoes it."""
+def _pin(memory: torch.Tensor) -> Callable[[], None] | None:
+    """Let the device copy into this memory by itself.
+
+    Returns:
+        What undoes it; None where the system does not allow it, and copies then take longer.
+    """
     runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-
-    def unpin() -> None:
-        torch.cuda.check_error(runtime.cudaHostUnregister(memory.data_ptr()))
-
-    return unpin
+    if code := int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)):
+        log.warning("%.2f GiB of memory could not be pinned (CUDA error %d)", memory.numel() / 2**30, code)
+        return None
+    return lambda: runtime.cudaHostUnregister(memory.data_ptr())
