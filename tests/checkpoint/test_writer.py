@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -262,6 +263,17 @@ def _is_arena(fd: str) -> bool:
         return "verl-checkpoint" in os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
         return False
+
+
+def test_the_documented_example_of_saving_while_training_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
+    _, code = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    model = torch.nn.Linear(3, 2)
+    exec(code, {"model": model, "compute_gradients": list, "optimizer_step": list})
+    published = CheckpointStore("checkpoints").complete()
+    assert [checkpoint.step for checkpoint in published] == [1, 2, 3]
+    assert torch.equal(tensors_of(published[-1], "actor")["weight"], model.weight)
 
 
 def test_what_is_written_is_what_lay_in_memory_at_the_call_not_before(store):
