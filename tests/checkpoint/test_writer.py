@@ -15,6 +15,7 @@ from faults.process_disks import SLEEP, SlowDisk
 from safetensors.torch import load_file
 
 from verl.checkpoint.content import DTYPES, Component, SaveRequest, TensorItem, plan_of
+from verl.checkpoint.disk import Disk
 from verl.checkpoint.plan import CopiedFile, LinkedFile
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.store import CheckpointStore
@@ -241,6 +242,26 @@ def test_waiting_for_ever_can_be_bounded(slow_store):
         with pytest.raises(CheckpointWriteFailed, match="still under way"):
             writer.drain(timeout_s=0.01)
         assert len(writer.drain()) == 1
+
+
+class InterruptedDisk(Disk):
+    """Ctrl-C comes while the first file is made."""
+
+    def create(self, path):
+        if path.name == "config.json" and not path.parents[1].name.startswith("2-"):
+            raise KeyboardInterrupt
+        return super().create(path)
+
+
+def test_an_interrupt_during_a_save_in_this_process_leaves_the_writer_usable(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", disk=InterruptedDisk())
+    with CheckpointWriter(store, mode="sync") as writer:
+        with pytest.raises(KeyboardInterrupt):
+            writer.save(request(1, {"weight": torch.ones(2)}))
+        with pytest.raises(CheckpointWriteFailed, match="was interrupted"):
+            writer.drain()
+        writer.save(request(2, {"weight": torch.ones(2)}))
+        assert [outcome.error for outcome in writer.drain()] == [None]
 
 
 def test_a_forked_child_neither_holds_the_memory_nor_disturbs_the_writer(store):

@@ -126,13 +126,14 @@ def test_a_writer_killed_at_many_random_moments_loses_nothing(tmp_path, record_p
     record_property("fault_cases", 100)
 
 
-def test_a_writer_that_is_stopped_is_ended_after_its_time_and_the_save_is_published(tmp_path):
+@pytest.mark.parametrize("num_tensors", [1, 2000])  # a plan of many is longer than what a socket holds
+def test_a_writer_that_is_stopped_is_ended_after_its_time_and_the_save_is_published(tmp_path, num_tensors):
     store = CheckpointStore(tmp_path / "checkpoints")
     with CheckpointWriter(store, timeout_s=0.5) as writer:
         writer.save(request(1, weights(1)))
         writer.drain()
         os.kill(writer.process_id, signal.SIGSTOP)
-        writer.save(request(2, weights(2)))
+        writer.save(request(2, {str(number): torch.full((2,), 2.0) for number in range(num_tensors)}))
         (outcome,) = writer.drain()
     assert outcome.num_deaths == 1
     check(store, [1, 2])

@@ -50,7 +50,9 @@ class Arena:
             size = max(page_aligned(num_bytes), mmap.PAGESIZE)
             self.fd = _anonymous_file()
             try:
-                os.posix_fallocate(self.fd, 0, size)
+                os.ftruncate(self.fd, size)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self.fd, 0, size)
                 self.memory = map_shared(self.fd, size)
             except BaseException:
                 self.release()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from verl.checkpoint.arena import Arena, Arenas
 from verl.checkpoint.carry_out import carry_out
-from verl.checkpoint.channel import Channel, ChannelClosed
+from verl.checkpoint.channel import STUCK_S, Channel, ChannelClosed
 from verl.checkpoint.plan import SavePlan, SaveReport
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.store import CheckpointStore
@@ -139,7 +139,7 @@ class WriterProcess:
                 process_group=0,
             )  # fmt: skip
         self._process = process
-        return Channel(ours, lambda: process.poll() is None)
+        return Channel(ours, lambda: process.poll() is None, min(STUCK_S, self._timeout_s))
 
 
 @dataclass(frozen=True)

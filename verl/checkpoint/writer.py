@@ -260,6 +260,9 @@ class CheckpointWriter:
         except Exception as error:  # noqa: BLE001 - told by poll
             self._end(job, error=error)
             return False
+        except BaseException:  # Ctrl-C, where there is no thread
+            self._end(job, error=CheckpointWriteFailed(f"copying step {job.plan.step} was interrupted"))
+            raise
         finally:
             job.snapshot = None  # the tensors may be freed
             job.copied_s = time.perf_counter() - job.began
@@ -272,6 +275,9 @@ class CheckpointWriter:
             report = self._supervisor.carry_out(job.plan, job.arena)
         except Exception as error:  # noqa: BLE001 - told by poll
             self._end(job, error=error)
+        except BaseException:  # Ctrl-C, where there is no thread
+            self._end(job, error=CheckpointWriteFailed(f"writing step {job.plan.step} was interrupted"))
+            raise
         else:
             if report.prune_error:
                 log.error("checkpoints were not pruned: %s", report.prune_error)
