@@ -75,7 +75,8 @@ class Ground:
 
     def fresh(self) -> Path:
         path = self.root / "save"
-        shutil.rmtree(path, ignore_errors=True)
+        for old in [path, *self.root.glob("ours/global_step_*")]:
+            shutil.rmtree(old, ignore_errors=True)
         path.mkdir()
         os.sync()
         time.sleep(self._settle_s)
@@ -148,9 +149,6 @@ class Ours:
 
         if self._writer is None:
             self._writer = CheckpointWriter(CheckpointStore(path.parent / "ours"))
-        for published in self._writer.store.directory.glob("global_step_*"):
-            shutil.rmtree(published)
-        os.sync()
 
     def start(self) -> None:
         from verl.checkpoint.content import SaveRequest
@@ -386,7 +384,7 @@ def rows_of(found: dict[str, list[float]], state: State) -> list[list[str]]:
     rows.append(
         [
             "its parts; it is hashed while it is written",
-            ", ".join(f"{what} {middle['verl.' + key]:.3f} s" for what, key in parts.items()),
+            ", ".join(f"{what} in {middle['verl.' + key]:.3f} s" for what, key in parts.items()),
             f"raw write {middle['raw_buffered']:.3f} s buffered, {middle['raw_direct']:.3f} s past the page cache",
         ]
     )
