@@ -10,7 +10,7 @@ from faults.disks import RefusingDisk
 from faults.scenarios import page_aligned_view, save_images, version_of
 
 from verl.checkpoint.disk import Disk
-from verl.checkpoint.images import PAGE_BYTES, Image, page_aligned, write_direct
+from verl.checkpoint.images import PAGE_BYTES, Image, Source, page_aligned, write_direct
 from verl.checkpoint.store import CheckpointStore
 
 CONTENT = os.urandom(3 * PAGE_BYTES + 5)
@@ -35,7 +35,7 @@ class StuckDisk(ShortDirectDisk):
 
 def test_a_file_ends_where_its_content_ends(tmp_path):
     assert write_direct(Disk(), tmp_path / "file", IMAGE, page_aligned_view(MEMORY))
-    assert b"".join(IMAGE.buffers(memoryview(MEMORY))) == CONTENT
+    assert b"".join(IMAGE.buffers(Source(memoryview(MEMORY)))) == CONTENT
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 

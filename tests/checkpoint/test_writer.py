@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import time
 from pathlib import Path
 
@@ -140,6 +141,41 @@ def test_a_failed_save_is_told_by_the_next_poll_and_the_following_save_works(sto
     assert [published.step for published in store.complete()] == [2]
 
 
+class Unreadable(torch.Tensor):
+    """Fails when it is copied."""
+
+    def is_contiguous(self, *args, **kwargs):
+        raise RuntimeError("the memory of this tensor is gone")
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_tensors_that_cannot_be_copied_fail_the_save_and_the_following_one_works(store, mode):
+    unreadable = torch.ones(3).as_subclass(Unreadable)
+    with CheckpointWriter(store, mode=mode) as writer:
+        writer.save(SaveRequest(step=1, components={"actor": Component(tensors=items({"weight": unreadable}))}))
+        writer.wait_copied()
+        with pytest.raises(RuntimeError, match="is gone"):
+            writer.drain()
+        writer.save(request(2, {"weight": torch.ones(2)}))
+        writer.drain()
+    assert [published.step for published in store.complete()] == [2]
+
+
+def test_without_memory_for_an_arena_the_save_fails_and_the_following_one_works(store):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with CheckpointWriter(store) as writer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+        try:
+            writer.save(request(1, {"weight": torch.ones(1_000_000)}))
+            with pytest.raises(OSError, match="too large"):
+                writer.drain()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        writer.save(request(2, {"weight": torch.ones(2)}))
+        writer.drain()
+    assert [published.step for published in store.complete()] == [2]
+
+
 def test_who_is_fenced_out_is_told(store):
     with CheckpointWriter(store) as writer:
         writer.save(request(1, {"weight": torch.ones(2)}))
@@ -151,11 +187,19 @@ def test_who_is_fenced_out_is_told(store):
     assert [published.step for published in store.complete()] == [1]
 
 
+def freed() -> torch.Tensor:
+    """As FSDP leaves the parameters that it has put together for a while."""
+    tensor = torch.zeros(2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("component", "message"),
     [
         (Component(tensors=items({"z": torch.zeros(2, dtype=torch.complex64)})), "complex64, which safetensors"),
         (Component(tensors=items({"m": torch.zeros(2, device="meta")})), "no dense tensor"),
+        (Component(tensors=items({"f": freed()})), "no dense tensor"),
         (Component(tensors=[TensorItem(name="s", tensor=torch.zeros(2), shape=(4,))], file="f"), "needs both"),
         (Component(tensors=[TensorItem(name="s", tensor=torch.zeros(2), shape=(4,), start=(0,))]), "Give the"),
         (Component(tensors=items({"a": torch.zeros(1)}) * 2, file="f"), "the same name"),

@@ -16,7 +16,7 @@ import numpy as np
 
 from verl.checkpoint.carry_out import carry_out
 from verl.checkpoint.disk import Disk
-from verl.checkpoint.images import PAGE_BYTES, Image
+from verl.checkpoint.images import PAGE_BYTES, Image, Source
 from verl.checkpoint.participant import TensorPart
 from verl.checkpoint.plan import LinkedFile, SavePlan
 from verl.checkpoint.published import Published, read_state
@@ -92,10 +92,10 @@ def save_images(store: CheckpointStore, step: int, version: int) -> Published:
     return store.open(report.name)
 
 
-def page_aligned_view(content: bytes) -> memoryview:
+def page_aligned_view(content: bytes) -> Source:
     memory = mmap.mmap(-1, len(content))
     memory[:] = bytes(content)
-    return memoryview(memory)
+    return Source(memoryview(memory))
 
 
 def version_of(published: Published) -> int:

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from verl.checkpoint.hashing import Leaf, hash_buffers
-from verl.checkpoint.images import FEWEST_DIRECT_BYTES, Image
+from verl.checkpoint.images import FEWEST_DIRECT_BYTES, Image, Source
 from verl.checkpoint.participant import Participant
 from verl.checkpoint.plan import CopiedFile, LinkedFile, SavePlan, SaveReport
 from verl.checkpoint.published import Published
@@ -22,14 +22,14 @@ Hashed = tuple[tuple[Leaf, ...], float]
 def carry_out(
     store: CheckpointStore,
     plan: SavePlan,
-    memory: memoryview,
+    source: Source,
     retention: Retention | None = None,
     fewest_direct_bytes: int = FEWEST_DIRECT_BYTES,
 ) -> SaveReport:
     """Write, hash and publish one save, then prune.
 
     Args:
-        memory: in which the images of the plan lie; must not change meanwhile.
+        source: memory in which the images of the plan lie; what was copied there must not change meanwhile.
         fewest_direct_bytes: of a file that is written past the page cache.
     Raises:
         CheckpointError: nothing was published. What retention could not do is in the report instead.
@@ -44,8 +44,9 @@ def carry_out(
         needed_files=len(plan.images) + len(plan.links) + len(plan.copies),
     ) as staging:
         begin_s = clock.lap()
-        hash_s = _write(staging.main, plan, memory, fewest_direct_bytes)
+        hash_s = _write(staging.main, plan, source, fewest_direct_bytes)
         _take_over(store, staging, plan)
+        source.wait(plan.num_bytes)
         write_s = clock.lap()
         published = staging.commit(state=plan.state, metrics=plan.metrics)
     commit_s = clock.lap()
@@ -58,7 +59,7 @@ def carry_out(
     )  # fmt: skip
 
 
-def _write(main: Participant, plan: SavePlan, memory: memoryview, fewest_direct_bytes: int) -> float:
+def _write(main: Participant, plan: SavePlan, source: Source, fewest_direct_bytes: int) -> float:
     """Write every image; one thread writes, which costs no processor time, while another one hashes.
 
     Returns:
@@ -67,31 +68,31 @@ def _write(main: Participant, plan: SavePlan, memory: memoryview, fewest_direct_
     main.record(*plan.tensors)
     large = [i for i in plan.images if i.num_bytes >= fewest_direct_bytes and not i.is_constant]
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashers:
-        hashed: dict[str, Future[Hashed]] = {i.path: _started(hashers, i, memory) for i in large}
+        hashed: dict[str, Future[Hashed]] = {i.path: _started(hashers, i, source) for i in large}
         try:
             for image in plan.images:
                 if image.path in hashed:
-                    main.write_image(image, memory, lambda future=hashed[image.path]: future.result()[0])
+                    main.write_image(image, source, lambda future=hashed[image.path]: future.result()[0])
                 else:
-                    main.write(image.path, list(image.buffers(memory)), deduplicate=image.is_constant)
+                    main.write(image.path, list(image.buffers(source)), deduplicate=image.is_constant)
         except BaseException:
             hashers.shutdown(cancel_futures=True)
             raise
     return sum(future.result()[1] for future in hashed.values())
 
 
-def _started(hashers: ThreadPoolExecutor, image: Image, memory: memoryview) -> Future[Hashed]:
+def _started(hashers: ThreadPoolExecutor, image: Image, source: Source) -> Future[Hashed]:
     try:
-        return hashers.submit(_hash, image, memory)
+        return hashers.submit(_hash, image, source)
     except RuntimeError:  # no thread can be started: the interpreter is ending
         done: Future[Hashed] = Future()
-        done.set_result(_hash(image, memory))
+        done.set_result(_hash(image, source))
         return done
 
 
-def _hash(image: Image, memory: memoryview) -> Hashed:
+def _hash(image: Image, source: Source) -> Hashed:
     began = time.thread_time()
-    leaves = hash_buffers(image.buffers(memory))
+    leaves = hash_buffers(image.buffers(source))
     return leaves, time.thread_time() - began
 
 

@@ -14,11 +14,12 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from verl.checkpoint.arena import Arena
+from verl.checkpoint.arena import Arena, note_progress
 from verl.checkpoint.content import Piece
 
 log = logging.getLogger(__name__)
@@ -44,23 +45,22 @@ class Snapshot:
         # What the compute streams have been asked for so far is done before these events.
         self._ready = {device: _event(device) for device in devices if device.type == "cuda"}
 
-    def run(self, arena: Arena, num_bytes: int) -> memoryview:
-        """Copy everything. When it returns, the tensors may change.
-
-        Returns:
-            The arena's memory.
-        Raises:
-            OSError: there is no memory for the arena.
-        """
-        memory = arena.fit(num_bytes)
+    def run(self, arena: Arena, num_bytes: int) -> None:
+        """Copy everything into an arena that fits, and note there how far it is. When it returns, the tensors may
+        change."""
+        memory = arena.memory
+        assert memory is not None
+        assert arena.num_bytes >= num_bytes
         if self._ready and arena.before_release is None:
             arena.before_release = _pin(torch.frombuffer(memory, dtype=torch.uint8))
         target = torch.frombuffer(memory, dtype=torch.uint8)
         waiting = self._start_device_copies(target)
-        _memmove_all(target, list(self._host_copies(target)), self._num_threads)
+        # What lies on a device comes when it comes: nothing is told before it is there.
+        tells = (lambda end: None) if waiting else partial(note_progress, memory)
+        _memmove_all(target, list(self._host_copies(target)), self._num_threads, tells)
         for event in waiting:
             event.synchronize()
-        return memoryview(memory)
+        note_progress(memory, num_bytes)
 
     def _start_device_copies(self, target: torch.Tensor) -> list[torch.cuda.Event]:
         waiting = []
@@ -95,14 +95,26 @@ class Snapshot:
                     _place(target, piece.begin, content).copy_(content)
 
 
-def _memmove_all(target: torch.Tensor, copies: Sequence[Copy], num_threads: int) -> None:
-    """Copy with this thread and others; alone where no more can be started, as at the end of the interpreter."""
-    base, todo, lock = target.data_ptr(), iter(copies), threading.Lock()
+def _memmove_all(target: torch.Tensor, copies: Sequence[Copy], num_threads: int, tells: Callable[[int], None]) -> None:
+    """Copy in order, with this thread and others; alone where none can be started, as at the interpreter's end.
+
+    Args:
+        tells: called with the offset before which all is there.
+    """
+    base, lock = target.data_ptr(), threading.Lock()
+    todo, under_way = iter(copies), []
 
     def work() -> None:
+        copy = None
         while True:
             with lock:
+                if copy is not None:
+                    under_way.remove(copy)
                 copy = next(todo, None)
+                if copy is not None:
+                    under_way.append(copy)
+                if under_way:
+                    tells(min(under_way)[0])
             if copy is None:
                 return
             offset, address, size = copy

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.checkpoint.arena import Arena, Arenas
+from verl.checkpoint.arena import Arena, Arenas, filling
 from verl.checkpoint.carry_out import carry_out
 from verl.checkpoint.channel import STUCK_S, Channel, ChannelClosed
 from verl.checkpoint.plan import SavePlan, SaveReport
@@ -198,7 +198,7 @@ class Supervisor:
             log.error("the checkpoint writer died %d times: the trainer itself writes step %d", ATTEMPTS, plan.step)
         assert arena.memory is not None
         with memoryview(arena.memory) as memory:
-            return carry_out(self._store, plan, memory, self._retention)
+            return carry_out(self._store, plan, filling(memory), self._retention)
 
     def give_up(self) -> None:
         """Let what is under way fail."""

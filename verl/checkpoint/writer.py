@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Literal
 
-from verl.checkpoint.arena import Arena, Arenas
+from verl.checkpoint.arena import FAILED, Arena, Arenas, note_progress
 from verl.checkpoint.content import SaveRequest, plan_of
 from verl.checkpoint.plan import SaveOutcome, SavePlan, SaveReport
 from verl.checkpoint.retention import Retention
@@ -48,6 +48,7 @@ class _Job:
     copied: threading.Event = field(default_factory=threading.Event)
     stall_s: float = 0.0
     copied_s: float = 0.0
+    copy_error: Exception | None = None
     num_deaths_before: int = 0
 
 
@@ -146,8 +147,11 @@ class CheckpointWriter:
         if self.mode == "async":
             job.stall_s = time.perf_counter() - began
             self._to_copy.put(job)
-        elif self._copy(job):
-            self._write(job)
+        else:
+            try:
+                self._copy(job)
+            finally:
+                self._write_all_given()
         return True
 
     def wait_copied(self) -> None:
@@ -233,8 +237,10 @@ class CheckpointWriter:
 
     def _copy_all(self) -> None:
         while (job := self._to_copy.get()) is not None:
-            if self._reserve(job) if isinstance(job, _Reservation) else self._copy(job):
-                self._to_write.put(job)
+            if isinstance(job, _Reservation):
+                self._reserve(job)
+            else:
+                self._copy(job)
 
     def _write_all(self) -> None:
         while (job := self._to_write.get()) is not None:
@@ -243,45 +249,58 @@ class CheckpointWriter:
             else:
                 self._write(job)
 
-    def _reserve(self, wanted: _Reservation) -> bool:
+    def _write_all_given(self) -> None:
+        """Without a thread: what `_copy` has given to write."""
+        while not self._to_write.empty():
+            job = self._to_write.get()
+            assert isinstance(job, _Job)
+            self._write(job)
+
+    def _reserve(self, wanted: _Reservation) -> None:
         try:
             wanted.arena.fit(wanted.num_bytes)
-        except (OSError, ValueError) as error:  # the save itself will say so
+        except OSError as error:  # the save itself will say so
             log.warning("there is no memory for saving yet: %s", error)
         finally:
             self._arenas.give_back(wanted.arena)
-        return True
+        self._to_write.put(wanted)
 
-    def _copy(self, job: _Job) -> bool:
-        """Fill the job's arena. False where that failed, and the job has ended."""
+    def _copy(self, job: _Job) -> None:
+        """Fill the job's arena. It is given to the writer before, which reads as far as it is filled."""
         assert job.snapshot is not None
+        memory = None
         try:
-            job.snapshot.run(job.arena, job.plan.num_bytes).release()
-        except Exception as error:  # noqa: BLE001 - told by poll
-            self._end(job, error=error)
-            return False
-        except BaseException:  # Ctrl-C, where there is no thread
-            self._end(job, error=CheckpointWriteFailed(f"copying step {job.plan.step} was interrupted"))
-            raise
+            memory = job.arena.fit(job.plan.num_bytes)
+            note_progress(memory, 0)
+            self._to_write.put(job)
+            job.snapshot.run(job.arena, job.plan.num_bytes)
+        except BaseException as error:  # told by poll; Ctrl-C comes only where there is no thread
+            job.copy_error = error if isinstance(error, Exception) else _interrupted(job)
+            if memory is None:
+                self._end(job, error=job.copy_error)
+            else:
+                note_progress(memory, FAILED)
+            if not isinstance(error, Exception):
+                raise
         finally:
             job.snapshot = None  # the tensors may be freed
             job.copied_s = time.perf_counter() - job.began
             job.copied.set()
-        return True
 
     def _write(self, job: _Job) -> None:
         job.num_deaths_before = self._supervisor.num_deaths
+        report, failure = None, None
         try:
             report = self._supervisor.carry_out(job.plan, job.arena)
-        except Exception as error:  # noqa: BLE001 - told by poll
-            self._end(job, error=error)
-        except BaseException:  # Ctrl-C, where there is no thread
-            self._end(job, error=CheckpointWriteFailed(f"writing step {job.plan.step} was interrupted"))
-            raise
-        else:
-            if report.prune_error:
-                log.error("checkpoints were not pruned: %s", report.prune_error)
-            self._end(job, report=report)
+        except BaseException as error:  # the same
+            failure = error if isinstance(error, Exception) else _interrupted(job)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            job.copied.wait()
+            self._end(job, report=report, error=job.copy_error or failure)
+        if report is not None and report.prune_error:
+            log.error("checkpoints were not pruned: %s", report.prune_error)
 
     def _end(self, job: _Job, report: SaveReport | None = None, error: Exception | None = None) -> None:
         if error is not None:
@@ -301,3 +320,7 @@ class CheckpointWriter:
         with self._changed:
             self._outcomes.append(outcome)
             self._changed.notify_all()
+
+
+def _interrupted(job: _Job) -> CheckpointWriteFailed:
+    return CheckpointWriteFailed(f"the save of step {job.plan.step} was interrupted")
