@@ -68,7 +68,7 @@ def _write(main: Participant, plan: SavePlan, source: Source, fewest_direct_byte
     main.record(*plan.tensors)
     large = [i for i in plan.images if i.num_bytes >= fewest_direct_bytes and not i.is_constant]
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashers:
-        hashed: dict[str, Future[Hashed]] = {i.path: _started(hashers, i, source) for i in large}
+        hashed: dict[str, Future[Hashed]] = {i.path: _started(hashers, i, source, plan.num_bytes) for i in large}
         try:
             for image in plan.images:
                 if image.path in hashed:
@@ -81,16 +81,17 @@ def _write(main: Participant, plan: SavePlan, source: Source, fewest_direct_byte
     return sum(future.result()[1] for future in hashed.values())
 
 
-def _started(hashers: ThreadPoolExecutor, image: Image, source: Source) -> Future[Hashed]:
+def _started(hashers: ThreadPoolExecutor, image: Image, source: Source, end: int) -> Future[Hashed]:
     try:
-        return hashers.submit(_hash, image, source)
+        return hashers.submit(_hash, image, source, end)
     except RuntimeError:  # no thread can be started: the interpreter is ending
         done: Future[Hashed] = Future()
-        done.set_result(_hash(image, source))
+        done.set_result(_hash(image, source, end))
         return done
 
 
-def _hash(image: Image, source: Source) -> Hashed:
+def _hash(image: Image, source: Source, end: int) -> Hashed:
+    source.wait(end)  # training waits for the copy, which needs the processors and the memory; the disk needs neither
     began = time.thread_time()
     leaves = hash_buffers(image.buffers(source))
     return leaves, time.thread_time() - began
