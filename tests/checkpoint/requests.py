@@ -40,4 +40,4 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -256,7 +256,7 @@ def test_the_store_imports_no_torch():
 def test_the_documented_example_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     weight = np.arange(6, dtype=np.float32).reshape(2, 3)
     names = {"weight": weight.copy()}
     exec(code, names)

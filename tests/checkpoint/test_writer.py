@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from faults.process_disks import SLEEP, SlowDisk
 from safetensors.torch import load_file
 
 from verl.checkpoint.content import DTYPES, Component, SaveRequest, TensorItem, plan_of
+from verl.checkpoint.disk import Disk
 from verl.checkpoint.plan import CopiedFile, LinkedFile
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.store import CheckpointStore
@@ -48,7 +52,7 @@ def every_kind() -> dict[str, torch.Tensor]:
         "tied": whole[2],
         "parameter": torch.nn.Parameter(whole[3]),
         "larger than a chunk": torch.randn(5_000_000),
-        "negated": torch.randn(4, dtype=torch.complex64).conj().imag,
+        "negated": torch._neg_view(torch.randn(4)),
     }
 
 
@@ -56,6 +60,7 @@ def every_kind() -> dict[str, torch.Tensor]:
 def test_what_is_read_equals_what_was_saved_bit_by_bit(store, mode):
     tensors = every_kind()
     with CheckpointWriter(store, mode=mode) as writer:
+        writer.prepare(request(7, tensors))
         assert writer.save(request(7, tensors))
         (outcome,) = writer.drain()
     assert (outcome.step, outcome.error, outcome.report.name) == (7, None, "global_step_7")
@@ -121,6 +126,8 @@ def test_one_arena_is_enough_where_saves_do_not_overlap_and_it_grows_with_the_st
             writer.drain()
             assert torch.equal(tensors_of(store.newest(), "actor")["weight"], weight)
         assert writer.arena_bytes < 3 * 300_000 * 4
+        mapped = Path(f"/proc/{writer.process_id}/maps").read_text().count("verl-checkpoint")
+        assert mapped == 1  # what the arena was before it grew is given back there too
 
 
 def test_a_failed_save_is_told_by_the_next_poll_and_the_following_save_works(store):
@@ -131,6 +138,41 @@ def test_a_failed_save_is_told_by_the_next_poll_and_the_following_save_works(sto
             writer.drain()
         writer.save(request(2, {"weight": torch.ones(2)}))
         assert [outcome.report.name for outcome in writer.drain()] == ["global_step_2"]
+    assert [published.step for published in store.complete()] == [2]
+
+
+class Unreadable(torch.Tensor):
+    """Fails when it is copied."""
+
+    def is_contiguous(self, *args, **kwargs):
+        raise RuntimeError("the memory of this tensor is gone")
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_tensors_that_cannot_be_copied_fail_the_save_and_the_following_one_works(store, mode):
+    unreadable = torch.ones(3).as_subclass(Unreadable)
+    with CheckpointWriter(store, mode=mode) as writer:
+        writer.save(SaveRequest(step=1, components={"actor": Component(tensors=items({"weight": unreadable}))}))
+        writer.wait_copied()
+        with pytest.raises(RuntimeError, match="is gone"):
+            writer.drain()
+        writer.save(request(2, {"weight": torch.ones(2)}))
+        writer.drain()
+    assert [published.step for published in store.complete()] == [2]
+
+
+def test_without_memory_for_an_arena_the_save_fails_and_the_following_one_works(store):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with CheckpointWriter(store) as writer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+        try:
+            writer.save(request(1, {"weight": torch.ones(1_000_000)}))
+            with pytest.raises(OSError, match="too large"):
+                writer.drain()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        writer.save(request(2, {"weight": torch.ones(2)}))
+        writer.drain()
     assert [published.step for published in store.complete()] == [2]
 
 
@@ -145,13 +187,21 @@ def test_who_is_fenced_out_is_told(store):
     assert [published.step for published in store.complete()] == [1]
 
 
+def freed() -> torch.Tensor:
+    """As FSDP leaves the parameters that it has put together for a while."""
+    tensor = torch.zeros(2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("component", "message"),
     [
         (Component(tensors=items({"z": torch.zeros(2, dtype=torch.complex64)})), "complex64, which safetensors"),
         (Component(tensors=items({"m": torch.zeros(2, device="meta")})), "no dense tensor"),
+        (Component(tensors=items({"f": freed()})), "no dense tensor"),
         (Component(tensors=[TensorItem(name="s", tensor=torch.zeros(2), shape=(4,))], file="f"), "needs both"),
-        (Component(tensors=[TensorItem(name="s", tensor=torch.zeros(2), shape=(4,), start=(0,))]), "Give the component"),
+        (Component(tensors=[TensorItem(name="s", tensor=torch.zeros(2), shape=(4,), start=(0,))]), "Give the"),
         (Component(tensors=items({"a": torch.zeros(1)}) * 2, file="f"), "the same name"),
         (Component(tensors=items({"a": torch.zeros(1)}), file="f", files={"f": b""}), "twice"),
     ],
@@ -240,16 +290,36 @@ def test_waiting_for_ever_can_be_bounded(slow_store):
         assert len(writer.drain()) == 1
 
 
+class InterruptedDisk(Disk):
+    """Ctrl-C comes while the first file is made."""
+
+    def create(self, path):
+        if path.name == "config.json" and not path.parents[1].name.startswith("2-"):
+            raise KeyboardInterrupt
+        return super().create(path)
+
+
+def test_an_interrupt_during_a_save_in_this_process_leaves_the_writer_usable(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", disk=InterruptedDisk())
+    with CheckpointWriter(store, mode="sync") as writer:
+        with pytest.raises(KeyboardInterrupt):
+            writer.save(request(1, {"weight": torch.ones(2)}))
+        with pytest.raises(CheckpointWriteFailed, match="was interrupted"):
+            writer.drain()
+        writer.save(request(2, {"weight": torch.ones(2)}))
+        assert [outcome.error for outcome in writer.drain()] == [None]
+
+
 def test_a_forked_child_neither_holds_the_memory_nor_disturbs_the_writer(store):
     with CheckpointWriter(store) as writer:
         writer.save(request(1, {"weight": torch.ones(100_000)}))
         writer.drain()
         child = os.fork()
         if child == 0:
-            held = [line for line in open("/proc/self/maps") if "verl-checkpoint" in line]
-            sockets = [fd for fd in os.listdir("/proc/self/fd") if _is_arena(fd)]
+            held = "verl-checkpoint" in Path("/proc/self/maps").read_text()
+            opened = [fd for fd in os.listdir("/proc/self/fd") if _is_arena(fd)]
             writer.close()
-            os._exit(bool(held or sockets or writer.arena_bytes))
+            os._exit(bool(held or opened or writer.arena_bytes))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         writer.save(request(2, {"weight": torch.full((100_000,), 2.0)}))
         assert [outcome.num_deaths for outcome in writer.drain()] == [0]
@@ -260,6 +330,17 @@ def _is_arena(fd: str) -> bool:
         return "verl-checkpoint" in os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
         return False
+
+
+def test_the_documented_example_of_saving_while_training_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
+    _, code = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    model = torch.nn.Linear(3, 2)
+    exec(code, {"model": model, "compute_gradients": list, "optimizer_step": list})
+    published = CheckpointStore("checkpoints").complete()
+    assert [checkpoint.step for checkpoint in published] == [1, 2, 3]
+    assert torch.equal(tensors_of(published[-1], "actor")["weight"], model.weight)
 
 
 def test_what_is_written_is_what_lay_in_memory_at_the_call_not_before(store):

@@ -12,7 +12,8 @@ from verl.checkpoint.disk import Disk, Handle
 
 KILLED = 137
 CHANGING = {
-    "create", "write", "clone", "sync", "close", "sync_directory", "make_directory", "rename", "link", "symlink",
+    "create", "create_direct", "write", "write_at", "truncate", "clone",
+    "sync", "close", "sync_directory", "make_directory", "rename", "link", "symlink",
     "unlink", "remove_directory",
 }  # fmt: skip
 
@@ -69,8 +70,8 @@ class KillingDisk(Disk):
         self._left -= 1
         if self._left != -1:
             return call(*args)
-        if self._moment == "within" and operation == "write":
-            call(args[0], args[1][: len(args[1]) // 2])
+        if self._moment == "within" and operation in ("write", "write_at"):
+            call(args[0], args[1][: len(args[1]) // 2], *args[2:])
         try:
             if self._moment == "after":
                 call(*args)

@@ -24,7 +24,8 @@ Content = bytes | dict[str, int] | str  # of a file, a directory (names to inode
 
 @dataclass(frozen=True)
 class Effect:
-    """One thing that a cut can drop: a write into `inode` at `offset`, or a `name` in directory `inode`.
+    """One thing that a cut can drop: a write into `inode` at `offset`, its end at `size`, or a `name` in directory
+    `inode`.
 
     `target` is what the name leads to from now on, or None where it is removed.
     """
@@ -32,6 +33,7 @@ class Effect:
     inode: int
     offset: int = 0
     data: bytes | None = None
+    size: int | None = None
     name: str = ""
     target: int | None = None
 
@@ -61,8 +63,8 @@ class Trace:
     def _add(self, operation: Operation, live: dict[int, Content], offsets: dict[int, int]) -> None:
         args = operation.args
         match operation.name:
-            case "create" | "make_directory":
-                self._enter(live, args[0], self._new(live, b"" if operation.name == "create" else {}))
+            case "create" | "create_direct" | "make_directory":
+                self._enter(live, args[0], self._new(live, {} if operation.name == "make_directory" else b""))
             case "symlink":
                 self._enter(live, args[1], self._new(live, args[0]))
             case "write":
@@ -70,6 +72,11 @@ class Trace:
                 assert operation.result == len(args[1])
                 self.steps.append(Effect(inode, offset, args[1]))
                 offsets[inode] = offset + len(args[1])
+            case "write_at":
+                assert operation.result == len(args[1])
+                self.steps.append(Effect(self._find(live, args[0]), args[2], args[1]))
+            case "truncate":
+                self.steps.append(Effect(self._find(live, args[0]), size=args[1]))
             case "sync" | "sync_directory":
                 self.steps.append(self._find(live, args[0]))
             case "link":
@@ -123,6 +130,11 @@ class Trace:
         disk = {number: dict(c) if isinstance(c, dict) else c for number, c in self.inodes.items()}
         for number, step in enumerate(done):
             if not isinstance(step, Effect) or number in dropped:
+                continue
+            if step.size is not None:
+                content = disk[step.inode]
+                assert isinstance(content, bytes)
+                disk[step.inode] = content[: step.size]
                 continue
             if step.data is None:
                 _set_name(disk, step.inode, step.name, step.target)

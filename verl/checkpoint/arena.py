@@ -8,12 +8,17 @@ import mmap
 import os
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
-from verl.checkpoint.images import page_aligned
+from verl.checkpoint.images import PAGE_BYTES, Source, page_aligned
+from verl.errors import CheckpointWriteFailed
 
 MOST_ARENAS = 2
+HEAD_BYTES = PAGE_BYTES  # the first page says how far the rest is filled
+FAILED = -1
+LOOK_EVERY_S = 0.001
 MADV_POPULATE_WRITE = 23  # Linux 5.14; hundreds of thousands of page faults at once
 
 _numbers = itertools.count(1)
@@ -50,7 +55,9 @@ class Arena:
             size = max(page_aligned(num_bytes), mmap.PAGESIZE)
             self.fd = _anonymous_file()
             try:
-                os.posix_fallocate(self.fd, 0, size)
+                os.ftruncate(self.fd, size)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self.fd, 0, size)
                 self.memory = map_shared(self.fd, size)
             except BaseException:
                 self.release()
@@ -107,6 +114,34 @@ class Arenas:
         """Give all memory back."""
         for arena in self._all:
             arena.release()
+
+
+def note_progress(memory: mmap.mmap, end: int) -> None:
+    """Tell whoever reads the memory that all before `end` is there, or that it never will be (FAILED)."""
+    with memoryview(memory) as view, view[:8].cast("q") as head:
+        head[0] = end
+
+
+def filling(memory: memoryview, is_filler_alive: Callable[[], bool] = lambda: True) -> Source:
+    """Memory that is being filled, here or by another process.
+
+    Waiting raises CheckpointWriteFailed where it will never be full.
+    """
+
+    def wait(end: int) -> None:
+        while (progress := _progress(memory)) < end:
+            if progress == FAILED:
+                raise CheckpointWriteFailed("the tensors could not be copied; nothing was published")
+            if not is_filler_alive():
+                raise CheckpointWriteFailed("the trainer ended while it copied the tensors; nothing was published")
+            time.sleep(LOOK_EVERY_S)
+
+    return Source(memory, wait)
+
+
+def _progress(memory: memoryview) -> int:
+    with memory[:8].cast("q") as head:
+        return head[0]
 
 
 def map_shared(fd: int, num_bytes: int) -> mmap.mmap:

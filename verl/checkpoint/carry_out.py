@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from verl.checkpoint.hashing import Leaf, hash_buffers
-from verl.checkpoint.images import FEWEST_DIRECT_BYTES, Image
+from verl.checkpoint.images import FEWEST_DIRECT_BYTES, Image, Source
 from verl.checkpoint.participant import Participant
 from verl.checkpoint.plan import CopiedFile, LinkedFile, SavePlan, SaveReport
 from verl.checkpoint.published import Published
@@ -20,12 +20,17 @@ Hashed = tuple[tuple[Leaf, ...], float]
 
 
 def carry_out(
-    store: CheckpointStore, plan: SavePlan, memory: memoryview, retention: Retention | None = None
+    store: CheckpointStore,
+    plan: SavePlan,
+    source: Source,
+    retention: Retention | None = None,
+    fewest_direct_bytes: int = FEWEST_DIRECT_BYTES,
 ) -> SaveReport:
     """Write, hash and publish one save, then prune.
 
     Args:
-        memory: in which the images of the plan lie; must not change meanwhile.
+        source: memory in which the images of the plan lie; what was copied there must not change meanwhile.
+        fewest_direct_bytes: of a file that is written past the page cache.
     Raises:
         CheckpointError: nothing was published. What retention could not do is in the report instead.
     """
@@ -39,8 +44,9 @@ def carry_out(
         needed_files=len(plan.images) + len(plan.links) + len(plan.copies),
     ) as staging:
         begin_s = clock.lap()
-        hash_s = _write(staging.main, plan, memory)
+        hash_s = _write(staging.main, plan, source, fewest_direct_bytes)
         _take_over(store, staging, plan)
+        source.wait(plan.num_bytes)
         write_s = clock.lap()
         published = staging.commit(state=plan.state, metrics=plan.metrics)
     commit_s = clock.lap()
@@ -53,31 +59,41 @@ def carry_out(
     )  # fmt: skip
 
 
-def _write(main: Participant, plan: SavePlan, memory: memoryview) -> float:
+def _write(main: Participant, plan: SavePlan, source: Source, fewest_direct_bytes: int) -> float:
     """Write every image; one thread writes, which costs no processor time, while another one hashes.
 
     Returns:
         Processor seconds of hashing.
     """
     main.record(*plan.tensors)
-    large = [i for i in plan.images if i.num_bytes >= FEWEST_DIRECT_BYTES and not i.is_constant]
+    large = [i for i in plan.images if i.num_bytes >= fewest_direct_bytes and not i.is_constant]
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashers:
-        hashed: dict[str, Future[Hashed]] = {image.path: hashers.submit(_hash, image, memory) for image in large}
+        hashed: dict[str, Future[Hashed]] = {i.path: _started(hashers, i, source, plan.num_bytes) for i in large}
         try:
             for image in plan.images:
                 if image.path in hashed:
-                    main.write_image(image, memory, lambda future=hashed[image.path]: future.result()[0])
+                    main.write_image(image, source, lambda future=hashed[image.path]: future.result()[0])
                 else:
-                    main.write(image.path, list(image.buffers(memory)), deduplicate=image.is_constant)
+                    main.write(image.path, list(image.buffers(source)), deduplicate=image.is_constant)
         except BaseException:
             hashers.shutdown(cancel_futures=True)
             raise
     return sum(future.result()[1] for future in hashed.values())
 
 
-def _hash(image: Image, memory: memoryview) -> Hashed:
+def _started(hashers: ThreadPoolExecutor, image: Image, source: Source, end: int) -> Future[Hashed]:
+    try:
+        return hashers.submit(_hash, image, source, end)
+    except RuntimeError:  # no thread can be started: the interpreter is ending
+        done: Future[Hashed] = Future()
+        done.set_result(_hash(image, source, end))
+        return done
+
+
+def _hash(image: Image, source: Source, end: int) -> Hashed:
+    source.wait(end)  # training waits for the copy, which needs the processors and the memory; the disk needs neither
     began = time.thread_time()
-    leaves = hash_buffers(image.buffers(memory))
+    leaves = hash_buffers(image.buffers(source))
     return leaves, time.thread_time() - began
 
 

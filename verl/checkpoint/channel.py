@@ -8,14 +8,15 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import select
 import socket
 import time
 import weakref
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 LENGTH_BYTES = 8
+STUCK_S = 60.0  # the other end takes a message that was begun within this time, or counts as dead
 LOOK_EVERY_S = 0.5  # how soon the end of the other process is noticed where a third one holds the socket open
 
 _living: weakref.WeakSet[Channel] = weakref.WeakSet()
@@ -31,10 +32,12 @@ class Channel:
     Args:
         is_other_alive: asked now and then while nothing arrives: a forked child of the trainer may hold the socket
             open after the trainer is gone.
+        stuck_s: how long sending may take.
     """
 
-    def __init__(self, end: socket.socket, is_other_alive: Callable[[], bool]):
+    def __init__(self, end: socket.socket, is_other_alive: Callable[[], bool], stuck_s: float = STUCK_S):
         self._socket, self._is_other_alive = end, is_other_alive
+        end.settimeout(stuck_s)
         _living.add(self)
 
     def send(self, message: Any, fd: int | None = None) -> None:
@@ -84,13 +87,13 @@ class Channel:
         while True:
             left = LOOK_EVERY_S if deadline is None else min(LOOK_EVERY_S, deadline - time.monotonic())
             try:
-                if select.select([self._socket], [], [], max(left, 0))[0]:
+                if wait([self._socket], max(left, 0)):  # unlike select, for any number of open files
                     return
             except (OSError, ValueError) as error:  # closed by another thread
                 raise ChannelClosed(str(error)) from error
             if not self._is_other_alive():
                 # What it said before it ended is still there.
-                if select.select([self._socket], [], [], 0)[0]:
+                if wait([self._socket], 0):
                     return
                 raise ChannelClosed("the process is gone")
             if deadline is not None and time.monotonic() >= deadline:

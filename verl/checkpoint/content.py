@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from verl.checkpoint.arena import HEAD_BYTES
 from verl.checkpoint.images import Image, page_aligned
 from verl.checkpoint.plan import CopiedFile, LinkedFile, SavePlan
 from verl.checkpoint.safetensors_bytes import (
@@ -138,7 +139,7 @@ class _Layout:
     """Files one after another in memory, each on a boundary of pages."""
 
     def __init__(self) -> None:
-        self.end = 0
+        self.end = HEAD_BYTES
         self.images: list[Image] = []
         self.pieces: list[Piece] = []
         self.tensors: list[LogicalTensor] = []
@@ -183,7 +184,8 @@ def _descriptions(directory: str, component: Component) -> Iterator[TensorBytes]
         where = f"{directory}/{item.name}"
         if item.tensor.dtype not in DTYPES:
             raise ValueError(f"{where} is of {item.tensor.dtype}, which safetensors does not know. Save it as another")
-        if item.tensor.layout is not torch.strided or item.tensor.is_meta:
+        is_dense = item.tensor.layout is torch.strided and not item.tensor.is_meta
+        if not is_dense or (item.tensor.numel() and not item.tensor.untyped_storage().nbytes()):
             raise ValueError(f"{where} is no dense tensor with memory of its own")
         if (item.shape is None) != (item.start is None):
             raise ValueError(f"{where} is a slice: it needs both `shape`, of the whole tensor, and `start`")

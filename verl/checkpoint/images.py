@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,18 @@ from verl.checkpoint.disk import NO_DIRECT, Disk, Handle
 PAGE_BYTES = 4096
 CHUNK_BYTES = 16 * 2**20
 FEWEST_DIRECT_BYTES = 2**20  # below it a sync costs more than the copy
+
+
+@dataclass(frozen=True)
+class Source:
+    """Memory in which images lie, and which may still be being filled, from its beginning on.
+
+    Args:
+        wait: returns once all is there that lies before an offset.
+    """
+
+    memory: memoryview
+    wait: Callable[[int], None] = lambda end: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +53,13 @@ class Image:
         """Of the file."""
         return sum(self.sizes)
 
-    def buffers(self, memory: memoryview) -> Iterator[memoryview]:
-        """Its buffers in order."""
+    def buffers(self, source: Source) -> Iterator[memoryview]:
+        """Its buffers in order, each once it is there."""
         begin = self.begin
         for size in self.sizes:
-            yield memory[begin : begin + size]
+            source.wait(begin + size)
+            yield source.memory[begin : begin + size]
             begin += size
-
-    def pages(self, memory: memoryview) -> memoryview:
-        """Whole pages, of which the last may reach over the end of the file."""
-        return memory[self.begin : self.begin + page_aligned(self.num_bytes)]
 
 
 def page_aligned(size: int) -> int:
@@ -58,7 +67,7 @@ def page_aligned(size: int) -> int:
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
-def write_direct(disk: Disk, path: Path, image: Image, memory: memoryview) -> bool:
+def write_direct(disk: Disk, path: Path, image: Image, source: Source) -> bool:
     """Write an image as a new file past the page cache and make its content durable.
 
     Returns:
@@ -71,7 +80,7 @@ def write_direct(disk: Disk, path: Path, image: Image, memory: memoryview) -> bo
     except OSError as error:
         return _cannot(disk, path, error)
     try:
-        _write_pages(disk, handle, image.pages(memory))
+        _write_pages(disk, handle, image, source)
         disk.truncate(handle, image.num_bytes)
         disk.sync(handle)
     except BaseException as error:
@@ -93,10 +102,13 @@ def _cannot(disk: Disk, path: Path, error: OSError) -> bool:
     return False
 
 
-def _write_pages(disk: Disk, handle: Handle, pages: memoryview) -> None:
-    offset = 0
-    while offset < len(pages):
-        written = disk.write_at(handle, pages[offset : offset + CHUNK_BYTES], offset)
+def _write_pages(disk: Disk, handle: Handle, image: Image, source: Source) -> None:
+    """Whole pages, of which the last may reach over the end of the file."""
+    offset, end = 0, page_aligned(image.num_bytes)
+    while offset < end:
+        stop = min(offset + CHUNK_BYTES, end)
+        source.wait(image.begin + min(stop, image.num_bytes))
+        written = disk.write_at(handle, source.memory[image.begin + offset : image.begin + stop], offset)
         if written < PAGE_BYTES:
             raise OSError(errno.EIO, f"a write of whole pages took {written} bytes", str(handle.path))
         offset += written // PAGE_BYTES * PAGE_BYTES  # what is left of a page is written again with it

@@ -11,7 +11,7 @@ from typing import Any
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.files import clone, duplicate, make_directories, write_errors, write_file
 from verl.checkpoint.hashing import LEAF_BYTES, Leaf, hash_buffers
-from verl.checkpoint.images import Image, write_direct
+from verl.checkpoint.images import Image, Source, write_direct
 from verl.checkpoint.manifest import STATE, FileEntry, checked_path
 from verl.checkpoint.objects import Objects
 from verl.checkpoint.published import Published
@@ -93,15 +93,15 @@ class Participant:
                     return self._keep(entry)
             return self._keep(FileEntry.of(path, write_file(self._disk, target, buffers)))
 
-    def write_image(self, image: Image, memory: memoryview, leaves: Callable[[], tuple[Leaf, ...]]) -> FileEntry:
+    def write_image(self, image: Image, source: Source, leaves: Callable[[], tuple[Leaf, ...]]) -> FileEntry:
         """Write a file that lies in memory as a whole, past the page cache where the file system can.
 
         Args:
             leaves: gives the leaves of its digest, which another thread may find while this one writes.
         """
         with self._writing(image.path) as target:
-            if not write_direct(self._disk, target, image, memory):
-                write_file(self._disk, target, image.buffers(memory))
+            if not write_direct(self._disk, target, image, source):
+                write_file(self._disk, target, image.buffers(source))
             return self._keep(FileEntry.of(image.path, leaves()))
 
     def write_tensors(

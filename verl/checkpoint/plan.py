@@ -94,3 +94,28 @@ class SaveReport:
     prune_s: float
     pruned: tuple[str, ...] = ()
     prune_error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOutcome:
+    """What became of one call of `save`.
+
+    Attributes:
+        report: of a published checkpoint, else None.
+        error: why it was not published, else None.
+        was_skipped: no arena was free, and `when_busy` is skip.
+        stall_s: that the call of `save` took.
+        copied_s: after which the weights might change, from the call on.
+        total_s: until it was published, from the call on.
+        num_deaths: of the writer process during this save.
+    """
+
+    step: int
+    tag: str | None
+    report: SaveReport | None = None
+    error: Exception | None = None
+    was_skipped: bool = False
+    stall_s: float = 0.0
+    copied_s: float = 0.0
+    total_s: float = 0.0
+    num_deaths: int = 0

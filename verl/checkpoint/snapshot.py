@@ -11,15 +11,18 @@ From `Snapshot.begin` until `Snapshot.run` has returned the tensors must not cha
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 
-from verl.checkpoint.arena import Arena
+from verl.checkpoint.arena import Arena, note_progress
 from verl.checkpoint.content import Piece
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 * 2**20  # long enough that threads seldom ask for the interpreter's lock
 
@@ -42,31 +45,22 @@ class Snapshot:
         # What the compute streams have been asked for so far is done before these events.
         self._ready = {device: _event(device) for device in devices if device.type == "cuda"}
 
-    def run(self, arena: Arena, num_bytes: int) -> memoryview:
-        """Copy everything. When it returns, the tensors may change.
-
-        Returns:
-            The arena's memory.
-        Raises:
-            OSError: there is no memory for the arena.
-        """
-        memory = arena.fit(num_bytes)
+    def run(self, arena: Arena, num_bytes: int) -> None:
+        """Copy everything into an arena that fits, and note there how far it is. When it returns, the tensors may
+        change."""
+        memory = arena.memory
+        assert memory is not None
+        assert arena.num_bytes >= num_bytes
         if self._ready and arena.before_release is None:
             arena.before_release = _pin(torch.frombuffer(memory, dtype=torch.uint8))
         target = torch.frombuffer(memory, dtype=torch.uint8)
         waiting = self._start_device_copies(target)
-        copies = list(self._host_copies(target))
-        if self._num_threads == 1 or len(copies) < 2 * self._num_threads:
-            _memmove_all(target, iter(copies), threading.Lock())
-        else:
-            todo, lock = iter(copies), threading.Lock()
-            with ThreadPoolExecutor(self._num_threads, thread_name_prefix="copy") as pool:
-                done = [pool.submit(_memmove_all, target, todo, lock) for _ in range(self._num_threads)]
-                for future in done:
-                    future.result()
+        # What lies on a device comes when it comes: nothing is told before it is there.
+        tells = (lambda end: None) if waiting else partial(note_progress, memory)
+        _memmove_all(target, list(self._host_copies(target)), self._num_threads, tells)
         for event in waiting:
             event.synchronize()
-        return memoryview(memory)
+        note_progress(memory, num_bytes)
 
     def _start_device_copies(self, target: torch.Tensor) -> list[torch.cuda.Event]:
         waiting = []
@@ -101,15 +95,42 @@ class Snapshot:
                     _place(target, piece.begin, content).copy_(content)
 
 
-def _memmove_all(target: torch.Tensor, todo: Iterator[Copy], lock: threading.Lock) -> None:
-    base = target.data_ptr()
-    while True:
-        with lock:
-            copy = next(todo, None)
-        if copy is None:
-            return
-        offset, address, size = copy
-        ctypes.memmove(base + offset, address, size)
+def _memmove_all(target: torch.Tensor, copies: Sequence[Copy], num_threads: int, tells: Callable[[int], None]) -> None:
+    """Copy in order, with this thread and others; alone where none can be started, as at the interpreter's end.
+
+    Args:
+        tells: called with the offset before which all is there.
+    """
+    base, lock = target.data_ptr(), threading.Lock()
+    todo, under_way = iter(copies), []
+
+    def work() -> None:
+        copy = None
+        while True:
+            with lock:
+                if copy is not None:
+                    under_way.remove(copy)
+                copy = next(todo, None)
+                if copy is not None:
+                    under_way.append(copy)
+                if under_way:
+                    tells(min(under_way)[0])
+            if copy is None:
+                return
+            offset, address, size = copy
+            ctypes.memmove(base + offset, address, size)
+
+    others = []
+    for _ in range(min(num_threads, len(copies)) - 1):
+        others.append(threading.Thread(target=work, name="checkpoint_copy", daemon=True))
+        try:
+            others[-1].start()
+        except RuntimeError:
+            others.pop()
+            break
+    work()
+    for other in others:
+        other.join()
 
 
 def _place(target: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
@@ -123,12 +144,14 @@ def _event(device: torch.device) -> torch.cuda.Event:
     return event
 
 
-def _pin(memory: torch.Tensor) -> Callable[[], None]:
-    """Let the device copy into this memory by itself. Returns what undoes it."""
+def _pin(memory: torch.Tensor) -> Callable[[], None] | None:
+    """Let the device copy into this memory by itself.
+
+    Returns:
+        What undoes it; None where the system does not allow it, and copies then take longer.
+    """
     runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-
-    def unpin() -> None:
-        torch.cuda.check_error(runtime.cudaHostUnregister(memory.data_ptr()))
-
-    return unpin
+    if code := int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)):
+        log.warning("%.2f GiB of memory could not be pinned (CUDA error %d)", memory.numel() / 2**30, code)
+        return None
+    return lambda: runtime.cudaHostUnregister(memory.data_ptr())

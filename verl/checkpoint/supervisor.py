@@ -1,4 +1,7 @@
-"""The writer process as the trainer sees it: started when it is needed, its death noticed, ended with the trainer."""
+"""The writer process as the trainer sees it: started when it is needed, and again when it died, ended with the trainer.
+
+A plan is tried twice by a process, since its bytes are still there when the first one dies, and then by the trainer.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,23 @@ import pickle
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from verl.checkpoint.arena import Arena, Arenas
-from verl.checkpoint.channel import Channel, ChannelClosed
+from verl.checkpoint.arena import Arena, Arenas, filling
+from verl.checkpoint.carry_out import carry_out
+from verl.checkpoint.channel import STUCK_S, Channel, ChannelClosed
 from verl.checkpoint.plan import SavePlan, SaveReport
+from verl.checkpoint.retention import Retention
+from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.writer_process import PARENT_VARIABLE, SOCKET_VARIABLE, Answer, Order, Setting, Start
-from verl.errors import VerlError
+from verl.errors import CheckpointError, CheckpointWriteFailed, VerlError
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
+ATTEMPTS = 2
 
 
 class WriterDied(VerlError, RuntimeError):
@@ -30,9 +38,9 @@ class WriterDied(VerlError, RuntimeError):
 class WriterProcess:
     """A process that carries out plans.
 
-    Started with `subprocess`, not by multiprocessing: it never imports the trainer's main script. It stays in the
-    trainer's session: in one of its own, its low priority would count for nothing (Linux shares processors among
-    sessions first).
+    Started with `subprocess`, not by multiprocessing: it never imports the trainer's main script. It is in a group of
+    its own, so that Ctrl-C is the trainer's to handle, but in the trainer's session: in another one, its low priority
+    would count for nothing (Linux shares processors among sessions first).
 
     Args:
         timeout_s: a plan that takes longer is treated as the death of the process.
@@ -87,8 +95,9 @@ class WriterProcess:
             ) from error
         if answer.report is None:
             assert answer.error is not None
-            log.debug("in the checkpoint writer:\n%s", answer.trace)
-            raise pickle.loads(answer.error)
+            error = pickle.loads(answer.error)
+            error.add_note(f"In the checkpoint writer:\n{answer.trace}")
+            raise error
         return answer.report
 
     def end(self) -> None:
@@ -126,7 +135,89 @@ class WriterProcess:
             }
             command = [sys.executable, "-m", "verl.checkpoint.writer_process"]
             process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-            )
+                command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+                process_group=0,
+            )  # fmt: skip
         self._process = process
-        return Channel(ours, lambda: process.poll() is None)
+        return Channel(ours, lambda: process.poll() is None, min(STUCK_S, self._timeout_s))
+
+
+@dataclass(frozen=True)
+class ProcessSetting:
+    """How the process is run; see `CheckpointWriter`."""
+
+    is_used: bool
+    niceness: int
+    timeout_s: float
+
+
+class Supervisor:
+    """Has plans carried out, whatever happens to processes. Used by one thread; `give_up` by any.
+
+    Attributes:
+        num_deaths: of writer processes so far.
+    """
+
+    def __init__(
+        self, store: CheckpointStore, arenas: Arenas, retention: Retention | None, process_setting: ProcessSetting
+    ):
+        self.num_deaths = 0
+        self._store, self._arenas, self._retention, self._setting = store, arenas, retention, process_setting
+        self._process: WriterProcess | None = None
+        self._gives_up = False
+
+    @property
+    def process_id(self) -> int | None:
+        """None where there is no process just now."""
+        return None if self._process is None else self._process.process_id
+
+    def prepare(self) -> None:
+        """Start the process."""
+        try:
+            self._process = self._process or self._new_process()
+            self._process.start()
+        except (CheckpointError, WriterDied) as error:  # the first save will say so
+            log.warning("the checkpoint writer is not there yet: %s", error)
+
+    def carry_out(self, plan: SavePlan, arena: Arena) -> SaveReport:
+        """Write and publish what lies in an arena.
+
+        Raises:
+            CheckpointError: nothing was published.
+        """
+        for _ in range(ATTEMPTS if self._setting.is_used else 0):
+            try:
+                self._process = self._process or self._new_process()
+                return self._process.carry_out(plan, arena)
+            except WriterDied as death:
+                self.num_deaths += 1
+                if self._gives_up:
+                    raise CheckpointWriteFailed(f"step {plan.step} was given up by close()") from death
+                log.error("%s; what it was writing is still in memory", death)
+        if self._setting.is_used:
+            log.error("the checkpoint writer died %d times: the trainer itself writes step %d", ATTEMPTS, plan.step)
+        assert arena.memory is not None
+        with memoryview(arena.memory) as memory:
+            return carry_out(self._store, plan, filling(memory), self._retention)
+
+    def give_up(self) -> None:
+        """Let what is under way fail."""
+        self._gives_up = True
+        if self._process is not None:
+            self._process.kill()
+
+    def end(self) -> None:
+        """End the process, which has nothing left to do."""
+        if self._process is not None:
+            self._process.end()
+
+    def _new_process(self) -> WriterProcess:
+        setting = Setting(
+            directory=str(self._store.directory),
+            run_id=self._store.run_id,
+            claim=self._store.claim_directory(),
+            disk_type=type(self._store.disk),
+            retention=self._retention,
+            niceness=self._setting.niceness,
+        )
+        return WriterProcess(setting, self._arenas, self._setting.timeout_s)

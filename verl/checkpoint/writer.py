@@ -22,46 +22,19 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Literal
 
-from verl.checkpoint.arena import Arena, Arenas
-from verl.checkpoint.carry_out import carry_out
+from verl.checkpoint.arena import FAILED, Arena, Arenas, note_progress
 from verl.checkpoint.content import SaveRequest, plan_of
-from verl.checkpoint.plan import SavePlan, SaveReport
+from verl.checkpoint.plan import SaveOutcome, SavePlan, SaveReport
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.snapshot import Snapshot
 from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.supervisor import WriterDied, WriterProcess
-from verl.checkpoint.writer_process import Setting
-from verl.errors import CheckpointError, CheckpointWriteFailed
+from verl.checkpoint.supervisor import END_TIMEOUT_S, ProcessSetting, Supervisor
+from verl.errors import CheckpointWriteFailed
 
 log = logging.getLogger(__name__)
 
 NICENESS = 10
 CLOSE_TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveOutcome:
-    """What became of one call of `save`.
-
-    Attributes:
-        report: of a published checkpoint, else None.
-        error: why it was not published, else None.
-        was_skipped: no arena was free, and `when_busy` is skip.
-        stall_s: that the call of `save` took.
-        copied_s: after which the weights might change, from the call on.
-        total_s: until it was published, from the call on.
-        num_deaths: of the writer process during this save.
-    """
-
-    step: int
-    tag: str | None
-    report: SaveReport | None = None
-    error: Exception | None = None
-    was_skipped: bool = False
-    stall_s: float = 0.0
-    copied_s: float = 0.0
-    total_s: float = 0.0
-    num_deaths: int = 0
 
 
 @dataclass(kw_only=True)
@@ -75,7 +48,8 @@ class _Job:
     copied: threading.Event = field(default_factory=threading.Event)
     stall_s: float = 0.0
     copied_s: float = 0.0
-    num_deaths: int = 0
+    copy_error: Exception | None = None
+    num_deaths_before: int = 0
 
 
 @dataclass
@@ -121,12 +95,12 @@ class CheckpointWriter:
         num_copy_threads: int | None = None,
         timeout_s: float = 1800.0,
     ):
-        self.store, self.mode, self.when_busy, self.retention = store, mode, when_busy, retention
-        self._niceness, self._timeout_s = niceness, timeout_s
+        self.store, self.mode, self.when_busy = store, mode, when_busy
         self._num_copy_threads = num_copy_threads or min(4, os.cpu_count() or 1)
         self._arenas = Arenas(most=1 if mode == "sync" else 2)
         self._owner = os.getpid()
-        self._process: WriterProcess | None = None
+        setting = ProcessSetting(mode == "async", niceness, timeout_s)
+        self._supervisor = Supervisor(store, self._arenas, retention, setting)
         self._to_copy: SimpleQueue[_Job | _Reservation | None] = SimpleQueue()
         self._to_write: SimpleQueue[_Job | _Reservation | None] = SimpleQueue()
         self._last: _Job | None = None
@@ -147,10 +121,8 @@ class CheckpointWriter:
     def prepare(self, request: SaveRequest) -> None:
         """Have the memory for such saves allocated, and the process started, in the background: the first save then
         takes no longer than the others. Copies and writes nothing; is not needed."""
-        arena = self._arenas.acquire(waits=False)
-        if arena is None or self.mode == "sync":
-            return
-        self._to_copy.put(_Reservation(arena, plan_of(request)[0].num_bytes))
+        if self.mode == "async" and (arena := self._arenas.acquire(waits=False)) is not None:
+            self._to_copy.put(_Reservation(arena, plan_of(request)[0].num_bytes))
 
     def save(self, request: SaveRequest) -> bool:
         """Begin a save at a step boundary. The tensors must not change before `wait_copied` has returned.
@@ -175,14 +147,17 @@ class CheckpointWriter:
         if self.mode == "async":
             job.stall_s = time.perf_counter() - began
             self._to_copy.put(job)
-        elif self._copy(job):
-            self._write(job)
+        else:
+            try:
+                self._copy(job)
+            finally:
+                self._write_all_given()
         return True
 
     def wait_copied(self) -> None:
         """Wait until the tensors of every save may change; call it before the next optimizer step."""
         if self._last is not None:
-            self._last.copied.wait()
+            self._last.copied.wait()  # saves are copied one after another
 
     def poll(self, raises: bool = True) -> list[SaveOutcome]:
         """What has become of saves since it was last asked.
@@ -225,14 +200,12 @@ class CheckpointWriter:
         with self._changed:
             if not self._changed.wait_for(lambda: self._num_under_way == 0, timeout_s):
                 log.error("a save in %s was given up after %s s", self.store.directory, timeout_s)
+                self._supervisor.give_up()
         self._to_copy.put(None)
         self._to_write.put(None)
-        if self._process is not None:
-            if self._num_under_way:
-                self._process.kill()
-            for thread in self._threads:
-                thread.join(timeout=5.0)
-            self._process.end()
+        for thread in self._threads:
+            thread.join(timeout=END_TIMEOUT_S)
+        self._supervisor.end()
         self._last = None
         self._arenas.release()
         for outcome in self._outcomes:
@@ -253,7 +226,7 @@ class CheckpointWriter:
     @property
     def process_id(self) -> int | None:
         """Of the writer process; None where there is none just now."""
-        return None if self._process is None else self._process.process_id
+        return self._supervisor.process_id
 
     @property
     def arena_bytes(self) -> int:
@@ -264,78 +237,70 @@ class CheckpointWriter:
 
     def _copy_all(self) -> None:
         while (job := self._to_copy.get()) is not None:
-            if self._reserve(job) if isinstance(job, _Reservation) else self._copy(job):
-                self._to_write.put(job)
+            if isinstance(job, _Reservation):
+                self._reserve(job)
+            else:
+                self._copy(job)
 
     def _write_all(self) -> None:
         while (job := self._to_write.get()) is not None:
             if isinstance(job, _Reservation):
-                self._start_process()
+                self._supervisor.prepare()
             else:
                 self._write(job)
 
-    def _reserve(self, wanted: _Reservation) -> bool:
+    def _write_all_given(self) -> None:
+        """Without a thread: what `_copy` has given to write."""
+        while not self._to_write.empty():
+            job = self._to_write.get()
+            assert isinstance(job, _Job)
+            self._write(job)
+
+    def _reserve(self, wanted: _Reservation) -> None:
         try:
             wanted.arena.fit(wanted.num_bytes)
-        except (OSError, ValueError) as error:  # the save itself will say so
+        except OSError as error:  # the save itself will say so
             log.warning("there is no memory for saving yet: %s", error)
         finally:
             self._arenas.give_back(wanted.arena)
-        return True
+        self._to_write.put(wanted)
 
-    def _start_process(self) -> None:
-        try:
-            self._process = self._process or self._new_process()
-            self._process.start()
-        except (CheckpointError, WriterDied) as error:
-            log.warning("the checkpoint writer is not there yet: %s", error)
-
-    def _copy(self, job: _Job) -> bool:
-        """Fill the job's arena. False where that failed, and the job has ended."""
+    def _copy(self, job: _Job) -> None:
+        """Fill the job's arena. It is given to the writer before, which reads as far as it is filled."""
         assert job.snapshot is not None
+        memory = None
         try:
-            job.snapshot.run(job.arena, job.plan.num_bytes).release()
-        except Exception as error:  # noqa: BLE001 - told by poll
-            self._end(job, error=error)
-            return False
+            memory = job.arena.fit(job.plan.num_bytes)
+            note_progress(memory, 0)
+            self._to_write.put(job)
+            job.snapshot.run(job.arena, job.plan.num_bytes)
+        except BaseException as error:  # told by poll; Ctrl-C comes only where there is no thread
+            job.copy_error = error if isinstance(error, Exception) else _interrupted(job)
+            if memory is None:
+                self._end(job, error=job.copy_error)
+            else:
+                note_progress(memory, FAILED)
+            if not isinstance(error, Exception):
+                raise
         finally:
             job.snapshot = None  # the tensors may be freed
             job.copied_s = time.perf_counter() - job.began
             job.copied.set()
-        return True
 
     def _write(self, job: _Job) -> None:
+        job.num_deaths_before = self._supervisor.num_deaths
+        report, failure = None, None
         try:
-            report = self._carried_out(job)
-        except Exception as error:  # noqa: BLE001 - told by poll
-            self._end(job, error=error)
-        else:
-            if report.prune_error:
-                log.error("checkpoints were not pruned: %s", report.prune_error)
-            self._end(job, report=report)
-
-    def _carried_out(self, job: _Job) -> SaveReport:
-        if self.mode == "async":
-            for _ in range(2):
-                try:
-                    if self._process is None:
-                        self._process = self._new_process()
-                    return self._process.carry_out(job.plan, job.arena)
-                except WriterDied as death:
-                    job.num_deaths += 1
-                    log.error("%s; its bytes are still here", death)
-            log.error("the checkpoint writer died twice: step %d is written by the trainer's process", job.plan.step)
-        assert job.arena.memory is not None
-        with memoryview(job.arena.memory) as memory:
-            return carry_out(self.store, job.plan, memory, self.retention)
-
-    def _new_process(self) -> WriterProcess:
-        claim = self.store.claim_directory()
-        setting = Setting(
-            directory=str(self.store.directory), run_id=self.store.run_id, claim=claim,
-            disk_type=type(self.store.disk), retention=self.retention, niceness=self._niceness,
-        )  # fmt: skip
-        return WriterProcess(setting, self._arenas, self._timeout_s)
+            report = self._supervisor.carry_out(job.plan, job.arena)
+        except BaseException as error:  # the same
+            failure = error if isinstance(error, Exception) else _interrupted(job)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            job.copied.wait()
+            self._end(job, report=report, error=job.copy_error or failure)
+        if report is not None and report.prune_error:
+            log.error("checkpoints were not pruned: %s", report.prune_error)
 
     def _end(self, job: _Job, report: SaveReport | None = None, error: Exception | None = None) -> None:
         if error is not None:
@@ -345,7 +310,7 @@ class CheckpointWriter:
         outcome = SaveOutcome(
             step=job.plan.step, tag=job.plan.tag, report=report, error=error,
             stall_s=total_s if self.mode == "sync" else job.stall_s, copied_s=job.copied_s, total_s=total_s,
-            num_deaths=job.num_deaths,
+            num_deaths=self._supervisor.num_deaths - job.num_deaths_before,
         )  # fmt: skip
         with self._changed:
             self._num_under_way -= 1
@@ -355,3 +320,7 @@ class CheckpointWriter:
         with self._changed:
             self._outcomes.append(outcome)
             self._changed.notify_all()
+
+
+def _interrupted(job: _Job) -> CheckpointWriteFailed:
+    return CheckpointWriteFailed(f"the save of step {job.plan.step} was interrupted")

@@ -1,7 +1,8 @@
 """The process that writes checkpoints: `python -m verl.checkpoint.writer_process`, started by `supervisor.py` alone.
 
-It carries out one plan after another until the trainer hangs up. Whatever happens to the trainer, a plan that has
-arrived is finished: its bytes lie in shared memory, which lives as long as this process. Imports no torch.
+It carries out one plan after another until the trainer hangs up, and begins each while the trainer is still copying.
+Whatever happens to the trainer, a plan whose tensors were copied is finished: its bytes lie in shared memory, which
+lives as long as this process. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl.checkpoint.arena import map_shared
+from verl.checkpoint.arena import filling, map_shared
 from verl.checkpoint.carry_out import carry_out
 from verl.checkpoint.channel import Channel, ChannelClosed
+from verl.checkpoint.images import Source
 from verl.checkpoint.plan import SavePlan, SaveReport
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.store import CheckpointStore
@@ -81,7 +84,7 @@ class Answer:
     trace: str = ""
 
 
-def serve(channel: Channel) -> None:
+def serve(channel: Channel, is_trainer_alive: Callable[[], bool]) -> None:
     """Carry out plans until the trainer hangs up."""
     start, _ = channel.receive()
     sys.path[:] = [*start.sys_path, *(path for path in sys.path if path not in start.sys_path)]
@@ -95,7 +98,8 @@ def serve(channel: Channel) -> None:
         order, fd = channel.receive()
         assert fd is not None, "an order comes with its arena"
         memory = _mapped(mapped, order, fd)
-        channel.send(_answer(store, order, memory, setting.retention))
+        with memoryview(memory) as view:
+            channel.send(_answer(store, order, filling(view, is_trainer_alive), setting.retention))
 
 
 def _mapped(mapped: dict[int, mmap.mmap], order: Order, fd: int) -> mmap.mmap:
@@ -111,10 +115,9 @@ def _mapped(mapped: dict[int, mmap.mmap], order: Order, fd: int) -> mmap.mmap:
     return mapped[order.arena]
 
 
-def _answer(store: CheckpointStore, order: Order, memory: mmap.mmap, retention: Retention | None) -> Answer:
+def _answer(store: CheckpointStore, order: Order, source: Source, retention: Retention | None) -> Answer:
     try:
-        with memoryview(memory) as view:
-            return Answer(carry_out(store, order.plan, view, retention))
+        return Answer(carry_out(store, order.plan, source, retention))
     except Exception as error:  # noqa: BLE001 - the trainer's to handle
         return Answer(error=_pickled(error), trace=traceback.format_exc())
 
@@ -134,8 +137,12 @@ def main() -> None:
     logging.basicConfig(format="checkpoint writer: %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     parent = int(os.environ.pop(PARENT_VARIABLE))
     end = socket.socket(fileno=int(os.environ.pop(SOCKET_VARIABLE)))
+
+    def is_trainer_alive() -> bool:
+        return os.getppid() == parent
+
     with contextlib.suppress(ChannelClosed):
-        serve(Channel(end, lambda: os.getppid() == parent))
+        serve(Channel(end, is_trainer_alive), is_trainer_alive)
 
 
 if __name__ == "__main__":
