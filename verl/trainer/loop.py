@@ -169,7 +169,8 @@ def _train(trainer: Trainer, result: Result, stop: StopRequest) -> None:
 
 def _steps(trainer: Trainer, result: Result, profiler: Profiler, stop: StopRequest) -> None:
     settings, rows = trainer.settings, None
-    for step in range(result.steps + 1, trainer.num_steps + 1):
+    first = result.steps + 1
+    for step in range(first, trainer.num_steps + 1):
         started = time.perf_counter()
         if rows is None or not settings.repeat_first_batch:
             rows = trainer.sampler.next_batch()
@@ -186,6 +187,8 @@ def _steps(trainer: Trainer, result: Result, profiler: Profiler, stop: StopReque
         result.samples += int(metrics["perf/samples"])
         result.train_s += took
         is_last = step == trainer.num_steps
+        if step == first and not is_last:  # from here on the optimizer has its state
+            trainer.saving.prepare(*trainer.state())
         evaluated: dict[str, float] = {}
         if is_last or (settings.eval_interval and step % settings.eval_interval == 0):
             evaluated = _evaluate(trainer, step, result)

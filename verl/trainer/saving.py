@@ -184,6 +184,11 @@ class Saving:
         )
         self._writer.save(request)
 
+    def prepare(self, roles: Mapping[str, RoleState], state: Mapping[str, Any]) -> None:
+        """Have the memory for saves of this size allocated in the background; the first one then stalls no longer."""
+        if self._writer is not None:
+            self._writer.prepare(SaveRequest(step=0, components=self._contents.of(roles, state)[0]))
+
     def wait_copied(self) -> None:
         """Wait until weights and optimizer state may change again."""
         if self._writer is not None:
