@@ -60,7 +60,7 @@ def test_options_of_further_directories_are_left_to_hydra():
         ("actor_rollout.fsdp_config.sharding_strategy=NO_SHARD", ["sharding=none"]),
         ("actor_rollout.fsdp_config.cpu_offload=false", []),
         ("actor_rollout.use_vllm=False", []),
-        ("trainer.save_freq=-1", []),
+        ("trainer.save_freq=-1", ["++checkpoint.save_interval=null"]),
         ("use_critic=false", ["critic=none"]),
         ("use_reference_policy=false", ["reference=none"]),
         ("use_rm=false", []),
@@ -95,9 +95,7 @@ def test_two_spellings_that_contradict_each_other_are_a_fault():
 @pytest.mark.parametrize(
     ("given", "needs"),
     [
-        ("trainer.save_freq=10", "checkpoints"),
-        ("checkpoint.save_interval=10", "checkpoints"),
-        ("+resume=latest", "checkpoints"),
+        ("storage.type=s3", "object storage"),
         ("actor_rollout.use_vllm=true", "vLLM"),
         ("rollout=vllm", "vLLM"),
         ("trainer.backend=fsdp", "sharding"),

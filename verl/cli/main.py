@@ -7,10 +7,14 @@ from typing import Annotated
 import typer
 
 import verl
+from verl.cli.resume_check import resume_check
 from verl.errors import ConfigError
 from verl.utils.env_check import BACKENDS, check_env
 
 app = typer.Typer(name="verl", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+app.command("resume-check")(resume_check)
 
 
 def _show_version(asked: bool) -> None:

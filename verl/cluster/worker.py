@@ -78,7 +78,7 @@ def serve(connection: Connection) -> None:
 
 
 def _pickled(answer: Answer) -> bytes:
-    """By the plain pickler: the connection's own would send tensors as handles, for which this process is asked later."""
+    """By the plain pickler: the connection's own would send tensors as handles, which this process is asked for later."""
     try:
         return pickle.dumps(answer)
     except Exception:  # noqa: BLE001 - the driver's to handle
@@ -115,7 +115,8 @@ def _sweep() -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the driver, which ends its workers
+    for number in (signal.SIGINT, signal.SIGTERM):  # may reach all processes of a job: the driver ends its workers
+        signal.signal(number, signal.SIG_IGN)
     parent = int(os.environ["VERL_WORKER_PARENT"])
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     key = bytes.fromhex(os.environ.pop("VERL_WORKER_KEY"))

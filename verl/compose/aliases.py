@@ -22,6 +22,7 @@ class Alias:
         path: our key that takes the value as it is.
         option: `group=option` that goes with it, unless the group is chosen by name already; `{files}` is the data
             option for files of the root at hand.
+        nulls: values, beside null, that mean null.
         choices: for keys that choose, by lower-case value: the `group=option` it becomes, or "" where it says only
             what is so anyway.
         refusal: the sentence for every value that `choices` does not list.
@@ -29,11 +30,13 @@ class Alias:
 
     path: str | None = None
     option: str | None = None
+    nulls: tuple[str, ...] = ()
     choices: dict[str, str] = field(default_factory=dict)
     refusal: str | None = None
 
 
 _OFF = {"false": "", "null": "", "none": ""}
+_NEVER = ("-1", "0", "false")
 _SINGLE = {"no_shard": "sharding=none", "none": "sharding=none", "null": ""}
 
 ALIASES: dict[str, Alias] = {
@@ -50,10 +53,10 @@ ALIASES: dict[str, Alias] = {
     "trainer.backend": Alias(
         choices={"local": "sharding=none", "none": "sharding=none", "ddp": "sharding=ddp"}, refusal=_SHARDINGS
     ),
-    "trainer.save_freq": Alias(path="checkpoint.save_interval"),
+    "trainer.save_freq": Alias(path="checkpoint.save_interval", nulls=_NEVER),
     "trainer.default_local_dir": Alias(path="checkpoint.save_dir"),
     "trainer.resume_from_path": Alias(path="resume"),
-    "save_freq": Alias(path="checkpoint.save_interval"),
+    "save_freq": Alias(path="checkpoint.save_interval", nulls=_NEVER),
     **{
         f"checkpoint_config.{key}": Alias(path=f"checkpoint.{key}")
         for key in (
@@ -132,8 +135,10 @@ def _renamed(alias: Alias, root: str, key: str, value: Any, chosen: set[str]) ->
     assert alias.path is not None
     option = alias.option if alias.option and alias.option.split("=")[0] not in chosen else None
     option = option.format(files=FILES[root]) if option else None
-    became = " ".join(part for part in (option, f"{alias.path}={_text(value)}") if part)
     said = f"{key}={_text(value)}"
+    if _text(value) in alias.nulls:
+        value = "null" if isinstance(value, str) else None
+    became = " ".join(part for part in (option, f"{alias.path}={_text(value)}") if part)
     note = None if became == said else f"{said} became {became}"
     return Translated(options=[option] if option else [], values=[(alias.path, value)], note=note)
 

@@ -13,6 +13,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
+VALUES = ("resume",)  # root keys that are values, not components chosen from a group
 CHOOSERS = ("experiment", "debug")  # groups that write into the other nodes and have none of their own
 
 
@@ -54,7 +55,8 @@ ROOTS: dict[str, type] = {"ppo": PPORoot, "sft": SFTRoot}
 
 def root_keys(root: str) -> list[str]:
     """The keys that may stand alone on the command line of a root: its components and the choosers."""
-    return [*(f.name for f in dataclasses.fields(ROOTS[root]) if f.name != "_target_"), *CHOOSERS]
+    own = (f.name for f in dataclasses.fields(ROOTS[root]))
+    return [*(name for name in own if name not in ("_target_", *VALUES)), *CHOOSERS]
 
 
 def register() -> None:

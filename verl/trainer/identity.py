@@ -11,6 +11,7 @@ from blake3 import blake3
 
 IDENTITY = ("actor.model", "actor.lora", "critic.model", "critic.lora", "reference.model", "data", "algorithm")
 ABSENT = "(not set)"
+DIGEST = "blake3"  # the only key of what stands for the content of a file or directory
 
 
 def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
@@ -50,15 +51,15 @@ def _content(value: Any) -> Any:
         return value
     path = Path(value).expanduser()
     if path.is_file():
-        return {"blake3": _file_digest(path)}
+        return {DIGEST: _file_digest(path)}
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-        return {"blake3": _digest("".join(f"{name} {_file_digest(path / name)}\n" for name in names).encode())}
+        return {DIGEST: _digest("".join(f"{name} {_file_digest(path / name)}\n" for name in names).encode())}
     return value
 
 
 def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping) and node:
+    if isinstance(node, Mapping) and node and set(node) != {DIGEST}:
         for key, value in node.items():
             yield from _flat(value, f"{path}.{key}" if path else str(key))
     else:

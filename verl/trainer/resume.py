@@ -16,7 +16,7 @@ from verl.checkpoint.published import Published, read_state
 from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.verify import verified
 from verl.errors import CheckpointNotFound, ConfigError
-from verl.trainer.identity import differences
+from verl.trainer.identity import DIGEST, differences
 from verl.trainer.lineage import Parent
 
 POINTER = "checkpoints.json"  # in a run's directory: where it saves, and under which id
@@ -48,7 +48,7 @@ class ResumePoint:
 
     def parent(self, config: Mapping[str, Any]) -> Parent:
         """This checkpoint as the origin of a run with a configuration."""
-        found = differences(self.state.get("config", {}), config)
+        found = _told(self.state.get("config", {}), config)
         manifest = self.published.manifest
         return Parent(manifest.run_id, str(self.published.directory), self.step, found)
 
@@ -103,13 +103,13 @@ def refuse_other_identity(point: ResumePoint, identity: Mapping[str, Any]) -> No
 
 def tell_differences(point: ResumePoint, config: Mapping[str, Any]) -> list[str]:
     """A line for each value that differs from the checkpoint's and may."""
-    passed_over = ("resume",)
-    found = differences(point.state.get("config", {}), config)
-    return [
-        f"{path}: {_shown(before)} before, {_shown(now)} now"
-        for path, (before, now) in found.items()
-        if path not in passed_over
-    ]
+    found = _told(point.state.get("config", {}), config)
+    return [f"{path}: {_shown(before)} before, {_shown(now)} now" for path, (before, now) in found.items()]
+
+
+def _told(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Differences but that of `resume`, which says only where the checkpoint lies."""
+    return {path: values for path, values in differences(before, now).items() if path != "resume"}
 
 
 def _newest(directory: Path, strict: bool, what: str, run_id: str | None = None) -> ResumePoint:
@@ -128,6 +128,6 @@ def _newest(directory: Path, strict: bool, what: str, run_id: str | None = None)
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Mapping) and set(value) == {"blake3"}:
-        return f"content {value['blake3'][:12]}"
+    if isinstance(value, Mapping) and set(value) == {DIGEST}:
+        return f"content {value[DIGEST][:12]}"
     return json.dumps(value) if not isinstance(value, str) else value

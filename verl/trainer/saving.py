@@ -24,7 +24,7 @@ from verl.checkpoint.content import Component, SaveRequest, TensorItem
 from verl.checkpoint.settings import Checkpointing
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.writer import CheckpointWriter, SaveOutcome
-from verl.models.saved_form import SavedForm
+from verl.models.saved_form import ADAPTER_BIN, SavedForm
 from verl.trainer.lineage import Lineage, Parent, code_version
 from verl.trainer.resume import POINTER, ResumePoint
 from verl.utils.redact import redact_tree
@@ -211,7 +211,7 @@ class Saving:
     def _weights(self, role: RoleState) -> Component:
         form = role.model
         if self.settings is not None and not self.settings.use_safetensors:
-            name = "adapter_model.bin" if form.file else "pytorch_model.bin"
+            name = ADAPTER_BIN if form.file else "pytorch_model.bin"
             return Component(files={**form.files, name: _torch_file(form)}, constant_files=role.tokenizer)
         assert self.settings is not None
         return Component(

@@ -12,6 +12,15 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+class Terminated(KeyboardInterrupt):
+    """The run was ended by SIGTERM, as a scheduler sends it, and not by a person."""
+
+
+def interruption(number: int | None) -> KeyboardInterrupt:
+    """What ends a run that was asked to stop by this signal."""
+    return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+
+
 class StopRequest:
     """Whether and why the run was asked to stop.
 
@@ -41,7 +50,7 @@ class StopRequest:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
-            raise KeyboardInterrupt
+            raise interruption(number)
         self.signal = number
         again = "; Ctrl-C again stops at once, and loses that step" if number == signal.SIGINT else ""
         self._tell(f"{signal.Signals(number).name}: stopping once this step is done and saved{again}")
