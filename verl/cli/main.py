@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 import verl
+from verl.cli.lineage import lineage
+from verl.cli.policy import evaluate, generate
 from verl.cli.resume_check import resume_check
 from verl.errors import ConfigError
 from verl.utils.env_check import BACKENDS, check_env
@@ -15,6 +17,9 @@ app = typer.Typer(name="verl", no_args_is_help=True, add_completion=False, prett
 
 
 app.command("resume-check")(resume_check)
+app.command()(lineage)
+app.command("eval")(evaluate)
+app.command()(generate)
 
 
 def _show_version(asked: bool) -> None:

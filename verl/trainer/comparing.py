@@ -40,7 +40,7 @@ class Closeness:
     def numbers(self, a: Any, b: Any) -> bool:
         """Whether two plain values are the same, or two numbers near enough."""
         if type(a) is not type(b) or not isinstance(a, (int, float)) or isinstance(a, bool):
-            return a == b
+            return type(a) is type(b) and a == b
         both_nan = math.isnan(a) and math.isnan(b)
         return a == b or both_nan or (self.tolerance > 0 and abs(a - b) <= self.tolerance * max(1.0, abs(a), abs(b)))
 
