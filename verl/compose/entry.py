@@ -26,7 +26,7 @@ from verl.compose import schema
 from verl.compose.overrides import command_line
 from verl.compose.paths import conf_dir
 from verl.compose.save import save
-from verl.errors import ConfigError
+from verl.errors import CheckpointError, ConfigError
 from verl.tracking.logs import setup_logging
 from verl.trainer.stopping import Terminated
 from verl.utils.redact import redact
@@ -136,6 +136,9 @@ def _clean_end() -> Iterator[None]:
     except Terminated:
         _tell("terminated")
         sys.exit(TERMINATED)
+    except CheckpointError as error:  # a save's is in the log with its traceback
+        _tell(str(error))
+        sys.exit(1)
     except KeyboardInterrupt:
         _tell("interrupted")
         sys.exit(INTERRUPTED)
