@@ -33,5 +33,7 @@ setup(
     },
     install_requires=pinned("requirements.txt"),
     extras_require={"test": pinned("requirements-dev.txt"), "bench": pinned("requirements-bench.txt")},
-    entry_points={"console_scripts": ["verl = verl.cli.main:app"]},
+    entry_points={
+        "console_scripts": ["verl = verl.cli.main:app", "verl-checkpoint-compat = verl.cli.checkpoint_compat:app"]
+    },
 )

@@ -1,38 +1,39 @@
-"""Speed of the decode loop: sharing the prefill, dropping finished rows, and transformers' own `generate` beside them.
+"""Rollout beside transformers' own `generate`, log-probs of the drawn tokens included on both sides.
 
-    python benchmarks/rollout.py --prompt-length 256 --samples 8
+    python benchmarks/rollout.py
 
-Prints one JSON line. Numbers are response tokens per second, medians with the quartiles as spread, all ways measured
-in turns within one run on the embedded model with random weights. Responses end at random, about 25 tokens long on
-average, so that rows finish at different times.
+Three cases on one model: many responses of equal length, responses of long-tailed lengths, several responses to each
+long prompt. `generate` decodes every row to the longest length, as it must where rows end at different times. Prints
+one JSON line: response tokens per second, medians with quartiles, both sides (and ours without its two savings)
+taking turns in one process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import _workload as work
 import torch
 
-from verl.models.tiny import TinyModel
+from verl.models import line_attention
+from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rollout.base import Request
-from verl.rollout.hf import HFRollout
 
-STOPS = (20, 40, 60, 80)  # with the end of text, five in a hundred of the near-uniform draws of random weights
-WAYS = {
-    "verl": {},
-    "without_shared_prefix": {"share_prefix": False},
-    "without_dropping": {"drop_finished": False},
-    "without_both": {"share_prefix": False, "drop_finished": False},
+CASES = {
+    "fixed": {"prompts": 256, "prompt_length": 8, "samples": 1, "lengths": "fixed", "target": 1.3},
+    "longtail": {"prompts": 128, "prompt_length": 8, "samples": 1, "lengths": "longtail", "target": 3.0},
+    "shared_prefix": {"prompts": 16, "prompt_length": 256, "samples": 8, "lengths": "fixed", "target": 2.5},
 }
 
 
@@ -41,7 +42,7 @@ def random_prompts(number: int, length: int) -> DataProto:
     generator = torch.Generator().manual_seed(0)
     return DataProto.from_dict(
         {
-            "prompts": torch.randint(6, 100, (number, length), generator=generator),
+            "prompts": torch.randint(3, 40, (number, length), generator=generator),
             "prompt_mask": torch.ones(number, length, dtype=torch.bool),
             "prompt_ids": torch.arange(number),
             "group_ids": torch.arange(number),
@@ -49,88 +50,95 @@ def random_prompts(number: int, length: int) -> DataProto:
     )
 
 
-def transformers_way(model: Any, prompts: DataProto, samples: int, new_tokens: int) -> Callable[[int], int]:
-    """The same work by `generate`; gives the number of tokens drawn."""
+def transformers_way(model: Any, prompts: DataProto, lengths: list[int], samples: int) -> Callable[[int], int]:
+    """The same work by `generate`; gives the number of tokens that were asked for."""
+    counted = torch.tensor(lengths)
 
+    @torch.no_grad()
     def run(step: int) -> int:
         torch.manual_seed(step)
-        out = model.generate(
+        found = model.generate(
             input_ids=prompts["prompts"],
             attention_mask=prompts["prompt_mask"].long(),
             do_sample=True,
             top_k=0,
             num_return_sequences=samples,
-            max_new_tokens=new_tokens,
-            eos_token_id=[1, *STOPS],
-            pad_token_id=0,
-        )[:, prompts["prompts"].shape[1] :]
-        is_stop = torch.isin(out, torch.tensor([1, *STOPS]))
-        return int((is_stop.cumsum(dim=1) - is_stop.int() == 0).sum())
+            max_new_tokens=max(lengths),
+            min_new_tokens=max(lengths),
+            pad_token_id=work.PAD,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        drawn = found.sequences[:, prompts["prompts"].shape[1] :]
+        log_probs = [
+            logits.float().log_softmax(-1).gather(-1, drawn[:, t : t + 1]) for t, logits in enumerate(found.logits)
+        ]
+        mask = torch.arange(max(lengths)) < counted[:, None]
+        assert torch.cat(log_probs, dim=1).shape == mask.shape
+        return int(mask.sum())
 
     return run
 
 
-def verl_way(model: Any, prompts: DataProto, samples: int, rollout: HFRollout) -> Callable[[int], int]:
+def verl_way(model: Any, prompts: DataProto, lengths: list[int], samples: int, **how: bool) -> Callable[[int], int]:
     """Our decode loop; gives the number of tokens drawn."""
-    engine = rollout.attach(model, TinyModel().load_tokenizer(), seed=0)
+    tokenizer = Pretrained(path=model.name_or_path).load_tokenizer()
+    rollout = work.forced_rollout(lengths, len(set(lengths)) > 1, samples, **how)
+    engine = rollout.attach(model, tokenizer, seed=0)
     return lambda step: int(engine.generate(prompts, Request(step, samples))["response_mask"].sum())
 
 
-def measure(ways: dict[str, Callable[[int], int]], rounds: int) -> dict[str, list[float]]:
-    """Tokens per second, `rounds` samples each, all ways taking turns after one warm-up."""
+def measure(case: dict[str, Any], directory: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of each way, all ways taking turns after one warm-up."""
+    prompts, samples = random_prompts(case["prompts"], case["prompt_length"]), case["samples"]
+    lengths = work.response_lengths(case["lengths"], case["prompts"] * samples, options.new_tokens)
+    plain, ours = (Pretrained(path=directory).load_causal_lm("cpu") for _ in range(2))
+    assert line_attention.enable(ours) is None
+    ways = {
+        "verl": verl_way(ours, prompts, lengths, samples),
+        "without_savings": verl_way(ours, prompts, lengths, samples, share_prefix=False, drop_finished=False),
+        "transformers": transformers_way(plain, prompts, lengths, samples),
+    }
     rates: dict[str, list[float]] = {name: [] for name in ways}
-    for step in range(rounds + 1):
+    for step in range(options.rounds + 1):
         for name, run in ways.items():
             start = time.perf_counter()
             tokens = run(step)
+            assert tokens == sum(lengths)
             if step:
                 rates[name].append(tokens / (time.perf_counter() - start))
-    return rates
+    ratios = [ours / theirs for ours, theirs in zip(rates["verl"], rates["transformers"], strict=True)]
+    found = {name: work.spread(values, 0) for name, values in rates.items()}
+    return {**found, "ratio": work.spread(ratios, 2), "target": case["target"]}
 
 
-def main(arguments: list[str] | None = None) -> None:
+def table_row(name: str, found: dict[str, Any], options: argparse.Namespace) -> list[str]:
+    case = CASES[name]
+    tokens = f"{options.new_tokens} tokens" if case["lengths"] == "fixed" else "long-tailed lengths (4 to 128 tokens)"
+    (rate, rates), (ratio, ratios) = found["verl"], found["ratio"]
+    return [
+        f"rollout with log-probs, {case['prompts']} prompts of {case['prompt_length']} x {case['samples']}, {tokens}",
+        f"{rate:.0f} [{rates[0]:.0f}, {rates[1]:.0f}] tokens/s",
+        f"{ratio}x {ratios} transformers `generate` ({found['transformers'][0]:.0f}); target: {case['target']}x",
+    ]
+
+
+def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=16, help="prompts per call (default 16)")
-    parser.add_argument("--prompt-length", type=int, default=256, help="tokens of each prompt (default 256)")
-    parser.add_argument("--samples", type=int, default=8, help="responses per prompt (default 8)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="longest response (default 64)")
+    parser.add_argument("--cases", default=",".join(CASES), help="which to measure (default: all)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens of a response of fixed length (default 64)")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the model (default 256)")
+    parser.add_argument("--layers", type=int, default=4, help="its depth (default 4)")
     parser.add_argument("--rounds", type=int, default=5, help="samples of each way (default 5)")
-    parser.add_argument("--threads", type=int, default=1, help="of torch (default 1)")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--threads", type=int, default=2, help="of torch (default 2)")
+    options = parser.parse_args()
     torch.set_num_threads(options.threads)
-
-    source = TinyModel(context_length=options.prompt_length + options.new_tokens)
-    model, prompts = source.load_causal_lm("cpu"), random_prompts(options.prompts, options.prompt_length)
-    ways = {
-        name: verl_way(
-            model,
-            prompts,
-            options.samples,
-            HFRollout(max_new_tokens=options.new_tokens, stop_token_ids=STOPS, **how),
-        )
-        for name, how in WAYS.items()
-    }
-    ways["transformers"] = transformers_way(model, prompts, options.samples, options.new_tokens)
-    result: dict[str, Any] = {"benchmark": "rollout", **vars(options)}
-    for name, rates in measure(ways, options.rounds).items():
-        low, median, high = statistics.quantiles(rates, n=4)
-        result |= {f"{name}_tokens_per_s": round(median), f"{name}_spread": [round(low), round(high)]}
-    ratio = {name: result["verl_tokens_per_s"] / result[f"{name}_tokens_per_s"] for name in ways}
-    work = f"{options.prompts} prompts of {options.prompt_length} tokens x {options.samples} responses"
-    result["rows"] = [
-        [
-            f"rollout with log-probs, {work}",
-            f"{result['verl_tokens_per_s']} {result['verl_spread']} tokens/s",
-            f"{ratio['transformers']:.1f}x transformers `generate` without log-probs",
-        ],
-        [
-            "the same without sharing prompts among samples, and without dropping finished rows",
-            f"{result['without_both_tokens_per_s']} {result['without_both_spread']} tokens/s",
-            f"{1 / ratio['without_both']:.2f}x of it with both",
-        ],
-    ]
-    print(json.dumps(result))
+    with tempfile.TemporaryDirectory() as directory:
+        parameters = work.write_model(Path(directory), options.hidden, options.layers)
+        found = {name: measure(CASES[name], directory, options) for name in options.cases.split(",")}
+    rows = [table_row(name, case, options) for name, case in found.items()]
+    print(json.dumps({"benchmark": "rollout", "parameters": parameters, **vars(options), "found": found, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,14 @@
     staging.py     a save in progress, and its commit
     store.py       CheckpointStore, where a save begins
     retention.py   what is kept
+    locate.py      which checkpoint a path means
+    manager.py     CheckpointManager: one checkpoint asked in plain words
+    loading.py     its tensors in torch
+    health.py      is there one to go on from?
+    summary.py     what the commands tell of a checkpoint
+    compare.py     in what two checkpoints differ
+    export.py      a component as a plain Hugging Face directory
+    compat.py      which versions of verl read which checkpoints
 
 and from live tensors to a published checkpoint, while training goes on:
 
@@ -28,5 +36,24 @@ and from live tensors to a published checkpoint, while training goes on:
     channel.py  writer_process.py  supervisor.py   the process that does it, and its death
     writer.py      CheckpointWriter
 
-Only content, snapshot and writer import torch.
+Only loading, content, snapshot and writer import torch, and compare and export where they are asked for numbers or a
+pickle.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl.checkpoint.manager import CheckpointManager
+
+__all__ = ["CheckpointManager"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is exported here when it is first asked for."""
+    if name == "CheckpointManager":
+        from verl.checkpoint.manager import CheckpointManager
+
+        return CheckpointManager
+    raise AttributeError(f"module 'verl.checkpoint' has no attribute {name!r}")

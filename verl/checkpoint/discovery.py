@@ -99,7 +99,7 @@ class CheckpointDirectory:
         except FileNotFoundError:
             return []
         directories = [self.directory / name for name in names if name not in RESERVED and not name.startswith(".")]
-        return [path for path in directories if self._is_candidate(path)]
+        return [path for path in directories if self.is_candidate(path)]
 
     def newest_and_next_sequence(self) -> tuple[Published | None, int]:
         """The last published checkpoint whose manifest can be read, and the number of the next publication.
@@ -120,7 +120,8 @@ class CheckpointDirectory:
         self._highest_sequence = max(self._highest_sequence, newest.sequence if newest else 0)
         return newest, self._highest_sequence + 1
 
-    def _is_candidate(self, path: Path) -> bool:
+    def is_candidate(self, path: Path) -> bool:
+        """Whether a directory is a checkpoint, whole or not."""
         try:
             if not is_directory(self.disk, path):
                 return False

@@ -130,6 +130,10 @@ class Disk:
         """A whole file, read-only, brought into memory as it is touched."""
         return self.perform("map", _map, path)
 
+    def map_private(self, path: Path) -> memoryview:
+        """The same, but it may be written to: what is written stays in this process and never reaches the file."""
+        return self.perform("map_private", _map_private, path)
+
     def names(self, path: Path) -> list[str]:
         """What lies in a directory, sorted."""
         return self.perform("names", _names, path)
@@ -229,6 +233,12 @@ def _map(path: Path) -> memoryview:
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
+
+
+def _map_private(path: Path) -> memoryview:
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else bytearray())
 
 
 def _names(path: Path) -> list[str]:

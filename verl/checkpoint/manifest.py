@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import PurePosixPath
 from typing import Any
 
 from verl.checkpoint.hashing import Leaf, digest_of, file_digest
@@ -136,9 +135,10 @@ def checked_path(path: str) -> str:
     Raises:
         ManifestError: it leads out of the checkpoint, or to one of the store's own files.
     """
-    if not isinstance(path, str) or not path or "\\" in path or "\0" in path or PurePosixPath(path).is_absolute():
+    if not isinstance(path, str) or not path or "\\" in path or "\0" in path or path.startswith("/"):
         raise ManifestError(f"{path!r} is no relative path with forward slashes")
-    if PurePosixPath(path).as_posix() != path or ".." in PurePosixPath(path).parts:
+    # By hand: a manifest has a path for every slice, and pathlib would take half of the time of reading it.
+    if not {"", ".", ".."}.isdisjoint(path.split("/")):
         raise ManifestError(f"{path!r} is not in its simplest form")
     if path in (MANIFEST, COMMIT):
         raise ManifestError(f"{path!r} is written by the store itself")

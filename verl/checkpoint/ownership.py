@@ -50,6 +50,13 @@ class Ownership:
         self.claim = claim  # only now: a claim that could not be recorded is taken anew
         return claim
 
+    def borrow(self) -> None:
+        """Act under the claim of whoever owns the directory now, if anybody does: for upkeep beside a living trainer,
+        which must not be fenced out by it."""
+        claim = self._recorded().get("claim")
+        if isinstance(claim, str):
+            self.claim = claim
+
     def check(self) -> None:
         """Call it with the lock held.
 

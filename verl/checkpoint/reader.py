@@ -24,10 +24,11 @@ class CheckpointReader:
 
     Args:
         verify: hash every leaf the first time that bytes of it are read.
+        writable: give views that may be written to; what is written stays in this process.
     """
 
-    def __init__(self, published: Published, disk: Disk | None = None, verify: bool = True):
-        self.published, self.verify = published, verify
+    def __init__(self, published: Published, disk: Disk | None = None, verify: bool = True, writable: bool = False):
+        self.published, self.verify, self.writable = published, verify, writable
         self._disk = disk or Disk()
         self._entries = {entry.path: entry for entry in published.manifest.files}
         self._tensors = {(tensor.component, tensor.name): tensor for tensor in published.manifest.tensors}
@@ -87,7 +88,7 @@ class CheckpointReader:
             size = tuple(b - a for a, b in zip(low, high))
             for begin, length, target in _runs(low, size, part.start, part.extent, start, extent):
                 result[target * item : (target + length) * item] = source[begin * item : (begin + length) * item]
-        return result.toreadonly()
+        return result if self.writable else result.toreadonly()
 
     def digest(self) -> str:
         """Digest of every tensor's name, type, shape and bytes: equal whatever the number of writers."""
@@ -104,7 +105,8 @@ class CheckpointReader:
         if entry.path in self._maps:
             return self._maps[entry.path]
         try:
-            data = self._disk.map(self.published.path(entry.path))
+            open_file = self._disk.map_private if self.writable else self._disk.map
+            data = open_file(self.published.path(entry.path))
         except OSError as error:
             fault = FileFault(entry.path, f"it cannot be read: {error.strerror or error}")
             raise CheckpointIncomplete(self.published.directory, [fault]) from error

@@ -78,7 +78,7 @@ def serve(connection: Connection) -> None:
 
 
 def _pickled(answer: Answer) -> bytes:
-    """By the plain pickler: the connection's own would send tensors as handles, which this process is asked for later."""
+    """By the plain pickler: the own one of the connection would send tensors as handles, to be fetched later."""
     try:
         return pickle.dumps(answer)
     except Exception:  # noqa: BLE001 - the driver's to handle

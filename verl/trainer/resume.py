@@ -56,8 +56,8 @@ class ResumePoint:
 def find(resume: str, save_dir: Path, strict: bool = False, verify: bool = True) -> ResumePoint | None:
     """The checkpoint that `resume` means; None where `latest` finds none.
 
-    Every byte of it is read and hashed. Where a directory is searched and its newest checkpoint is damaged, that is told
-    with the file and the tensor, and the one before it is taken.
+    Every byte of it is read and hashed. Where a directory is searched and its newest checkpoint is damaged, that is
+    told with the file and the tensor, and the one before it is taken.
 
     Args:
         resume: `latest`, a checkpoint, a directory of checkpoints, or the directory of a run.

@@ -1,0 +1,107 @@
+"""What is exported opens without us, and holds the very weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import peft
+import pytest
+import torch
+from golden_run import flip_bit, golden_run
+from transformers import AutoModelForCausalLM
+
+from verl.checkpoint import CheckpointManager
+from verl.checkpoint.export import export
+from verl.checkpoint.participant import TensorPart
+from verl.checkpoint.store import CheckpointStore
+from verl.errors import CheckpointCorrupt, ConfigError
+
+
+@pytest.fixture
+def manager(tmp_path) -> CheckpointManager:
+    return CheckpointManager(golden_run(tmp_path / "checkpoints"))
+
+
+@pytest.mark.parametrize("pytorch_bin", [False, True])
+def test_transformers_opens_what_was_exported(pytorch_bin, manager, tmp_path):
+    names = export(manager, tmp_path / "a/b/model", pytorch_bin=pytorch_bin)
+    assert names == ["config.json", "pytorch_model.bin" if pytorch_bin else "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == ["model"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a/b/model")
+    for name, weight in manager.load("actor").items():
+        assert torch.equal(model.state_dict()[name], weight)
+
+
+def test_the_bin_file_is_a_plain_state_dict_and_no_larger_than_its_weights(manager, tmp_path):
+    export(manager, tmp_path / "model", pytorch_bin=True)
+    path = tmp_path / "model/pytorch_model.bin"
+    state = torch.load(path, weights_only=True)
+    assert type(state) is dict
+    assert path.stat().st_size < 2 * 760 + 1000 * len(state)
+    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
+    assert state.keys() == manager.load("actor").keys()
+
+
+def sliced_critic(directory) -> CheckpointManager:
+    """A model whose only weight was cut between two writers, and an adapter."""
+    values = np.arange(24, dtype=np.float32).reshape(6, 4)
+    store = CheckpointStore(directory)
+    with store.begin(1) as staging:
+        staging.main.write("critic/config.json", [b"{}"])
+        for rank in (0, 1):
+            part = TensorPart(
+                component="critic", name="head", dtype="F32", shape=(6, 4), start=(3 * rank, 0), extent=(3, 4),
+                data=values[3 * rank : 3 * rank + 3],
+            )  # fmt: skip
+            staging.main.write_tensors(f"critic/rank_{rank}.safetensors", [part])
+        staging.main.write("actor/adapter_config.json", [json.dumps({"peft_type": "LORA"}).encode()])
+        whole = TensorPart(component="actor", name="lora_A", dtype="F32", shape=(6, 4), data=values)
+        staging.main.write_tensors("actor/adapter_model.safetensors", [whole])
+        staging.commit()
+    return CheckpointManager(directory)
+
+
+def test_what_several_writers_cut_comes_out_whole(tmp_path):
+    manager = sliced_critic(tmp_path / "checkpoints")
+    assert export(manager, tmp_path / "critic", "critic") == ["config.json", "model.safetensors"]
+    code = "import sys, safetensors.numpy as s; print(s.load_file(sys.argv[1])['head'].sum())"
+    path = str(tmp_path / "critic/model.safetensors")
+    assert subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True).stdout == "276.0\n"
+
+
+@pytest.mark.parametrize("pytorch_bin", [False, True])
+def test_an_adapter_stays_an_adapter(pytorch_bin, tmp_path):
+    manager = sliced_critic(tmp_path / "checkpoints")
+    export(manager, tmp_path / "adapter", pytorch_bin=pytorch_bin)
+    loaded = peft.utils.load_peft_weights(str(tmp_path / "adapter"), device="cpu")
+    assert torch.equal(loaded["lora_A"], torch.arange(24.0).reshape(6, 4))
+
+
+REFUSED = {
+    "no model": ("optimizer", "out", "component is 'optimizer': .* has no model there. Its models: actor."),
+    "in use": ("actor", "checkpoints", "OUT is .*checkpoints: there is something already"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_exported_is_refused_and_nothing_written(kind, manager, tmp_path):
+    component, out, problem = REFUSED[kind]
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=problem):
+        export(manager, tmp_path / out, component)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_damage_is_not_exported(manager, tmp_path):
+    flip_bit(manager.directory / "actor/model-00002-of-00003.safetensors")
+    with pytest.raises(CheckpointCorrupt, match=r"in actor/model\.layers"):
+        export(manager, tmp_path / "model")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
+
+
+def test_an_empty_directory_is_as_good_as_none(manager, tmp_path):
+    (tmp_path / "model").mkdir()
+    assert export(manager, tmp_path / "model") == ["config.json", "model.safetensors"]

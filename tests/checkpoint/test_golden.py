@@ -1,0 +1,82 @@
+"""Checkpoints of every format that there ever was can be read, and those of a later one are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from golden_run import GOLDEN, as_of_format, script
+from transformers import AutoModelForCausalLM
+
+from verl.checkpoint import CheckpointManager
+from verl.checkpoint.discovery import CheckpointDirectory
+from verl.checkpoint.manifest import FORMAT_VERSION
+from verl.errors import CheckpointTooNew
+
+FORMATS = sorted(path.name for path in GOLDEN.iterdir())
+OWN = f"format_{'_'.join(FORMAT_VERSION.split('.')[:2])}"
+
+
+def test_the_format_of_this_version_has_golden_checkpoints():
+    assert OWN in FORMATS
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_golden_checkpoints_hold_what_was_written_into_them(name):
+    manager = CheckpointManager(GOLDEN / name)
+    assert [(found.step, found.is_valid("full")) for found in manager.list()] == [(100, True), (200, True)]
+    assert (manager.step, manager.epoch, manager.get_loss(), manager.components()) == (
+        200, 2, 0.375, ["actor", "optimizer", "rng", "scheduler"],
+    )  # fmt: skip
+    assert manager.state["lineage"] == {"run_id": "golden", "parent_run": None, "parent_checkpoint": None}
+    actor, optimizer = manager.load("actor"), manager.load("optimizer")
+    assert {name: tuple(tensor.shape) for name, tensor in actor.items()} == script.SHAPES
+    weight = (np.arange(96) * 7 % 23 - 11 + 2) / 64
+    assert torch.equal(actor["model.embed_tokens.weight"], torch.tensor(weight).reshape(12, 8).bfloat16())
+    moment = (torch.arange(96).reshape(12, 8) + 200) / 1024
+    assert torch.equal(optimizer["model.embed_tokens.weight.exp_avg"], moment)
+    assert optimizer["model.embed_tokens.weight.step"].item() == 200
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_transformers_opens_a_golden_actor(name):
+    directory = CheckpointManager(GOLDEN / name).directory / "actor"
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    weights = CheckpointManager(GOLDEN / name).load("actor")
+    assert all(torch.equal(model.state_dict()[key], weight) for key, weight in weights.items())
+
+
+def test_the_script_still_writes_the_golden_bytes_of_this_format(tmp_path):
+    assert script.main([str(tmp_path / "again")]) == 0
+    changing = {"COMMIT", "manifest.json", "trainer_state.json"}  # they name the version of verl
+    for path in (GOLDEN / OWN).rglob("*"):
+        if path.is_file() and path.name not in changing:
+            assert (tmp_path / "again" / path.relative_to(GOLDEN / OWN)).read_bytes() == path.read_bytes(), path
+    old, new = (
+        json.loads((root / "global_step_200/manifest.json").read_text()) for root in (GOLDEN / OWN, tmp_path / "again")
+    )
+    assert (new["tensors"], new["saved_at"], new["metrics"]) == (old["tensors"], old["saved_at"], old["metrics"])
+
+
+def test_golden_checkpoints_are_not_written_over(capsys):
+    with pytest.raises(SystemExit):
+        script.main([str(GOLDEN / OWN)])
+    assert "exists: what was written there once is to be read for ever" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("version", ["2.0.0", "10.1.0"])
+def test_a_checkpoint_of_a_later_major_format_is_refused_with_what_to_do(version, tmp_path):
+    shutil.copytree(GOLDEN / OWN, tmp_path / "run")
+    as_of_format(tmp_path / "run/global_step_200", version)
+    manager = CheckpointManager(tmp_path / "run")
+    expected = (
+        rf"global_step_200: manifest\.json: it is of format {version}; this version of verl reads up to .*newer verl"
+    )
+    for ask in (lambda: manager.step, lambda: manager.load("actor"), manager.latest):
+        with pytest.raises(CheckpointTooNew, match=expected):
+            ask()
+    assert not manager.is_valid()
+    assert [published.step for published in CheckpointDirectory(tmp_path / "run").complete()] == [100]

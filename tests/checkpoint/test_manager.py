@@ -1,0 +1,178 @@
+"""A checkpoint answers in plain words, and gives its tensors as they were saved."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from faults.scenarios import WEIGHT, save
+from golden_run import flip_bit, golden_run
+
+from verl.checkpoint import CheckpointManager
+from verl.checkpoint.loading import TORCH_TYPES, device_of
+from verl.checkpoint.participant import TensorPart
+from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.tensors import ITEM_BYTES
+from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError
+
+
+@pytest.fixture
+def store(tmp_path) -> CheckpointStore:
+    """Two checkpoints, at the steps 100 and 200."""
+    made = CheckpointStore(tmp_path / "checkpoints")
+    save(made, 100, 1)
+    save(made, 200, 2)
+    return made
+
+
+def test_what_the_trainer_recorded_is_answered(tmp_path):
+    manager = CheckpointManager(golden_run(tmp_path / "checkpoints"))
+    assert (manager.step, manager.epoch, manager.get_loss()) == (200, 2, 0.375)
+    assert manager.loss_history[0] == {"step": 50, "loss": 1.25}
+    assert manager.metrics == {"reward/mean": 0.5, "eval/accuracy": 0.8}
+    assert manager.buffer_size() == 0
+    assert manager.read("scheduler/scheduler.json") == b'{"last_epoch": 200}'
+
+
+def test_what_was_not_recorded_is_none(store):
+    manager = CheckpointManager(store.directory)
+    assert (manager.epoch, manager.get_loss(), manager.loss_history) == (None, None, [])
+
+
+def test_a_loss_that_was_no_number_is_read_as_one(store):
+    with store.begin(300) as staging:
+        staging.commit(state={"loss_history": [{"step": 300, "loss": float("nan")}]})
+    assert np.isnan(CheckpointManager(store.directory).get_loss())
+
+
+def test_before_the_first_save_there_is_nothing_and_no_error(tmp_path):
+    for path in (tmp_path, tmp_path / "none"):
+        manager = CheckpointManager(path)
+        assert not manager.is_valid()
+        assert manager.list() == []
+        with pytest.raises(CheckpointNotFound):
+            _ = manager.step
+
+
+def test_a_directory_is_its_newest_checkpoint_and_lists_all(store):
+    manager = CheckpointManager(store.directory)
+    assert [one.step for one in manager.list()] == [100, 200]
+    assert [one.step for one in manager.list()[0].list()] == [100]
+    save(store, 150, 3)
+    assert (manager.latest().step, CheckpointManager(store.directory / "latest").step) == (150, 150)
+    assert CheckpointManager(store.directory / "global_step_100").latest().step == 100
+
+
+def test_the_level_decides_how_far_it_is_looked_at(store):
+    manager = CheckpointManager(store.directory)
+    flip_bit(manager.directory / "actor/model-00002-of-00002.safetensors")
+    assert (manager.is_valid(), manager.is_valid("full")) == (True, False)
+    assert CheckpointManager(store.directory / "global_step_100").is_valid("full")
+
+
+def test_rows_of_the_replay_buffer_are_counted_over_its_shards(store):
+    with store.begin(300) as staging:
+        for number, rows in enumerate((3, 4)):
+            table = pyarrow.table({"reward": list(range(rows))})
+            sink = pyarrow.BufferOutputStream()
+            with pyarrow.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table, max_chunksize=2)
+            staging.main.write(f"replay_buffer/shard_{number}.arrow", [sink.getvalue()])
+        staging.commit()
+    assert CheckpointManager(store.directory).buffer_size() == 7
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_tensors_are_those_that_were_saved_by_however_many_writers(mmap, store):
+    manager = CheckpointManager(store.directory)
+    loaded = manager.load_components(["actor", "optimizer"], mmap=mmap)
+    expected = torch.from_numpy(WEIGHT * 2)
+    assert sorted(loaded["actor"]) == ["first", "second"]
+    for tensor in (loaded["actor"]["first"], loaded["actor"]["second"], loaded["optimizer"]["moment"]):
+        assert torch.equal(tensor, expected)
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+def test_every_type_and_shape_loads_bit_for_bit(dtype, mmap, tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    shapes = {"matrix": (3, 5), "alone": (), "empty": (0, 4)}
+    data = {name: bytes(i % 2 for i in range(int(np.prod(s)) * ITEM_BYTES[dtype])) for name, s in shapes.items()}
+    with store.begin(1) as staging:
+        parts = [TensorPart(component="c", name=n, dtype=dtype, shape=s, data=data[n]) for n, s in shapes.items()]
+        staging.main.write_tensors("c/t.safetensors", parts)
+        staging.commit()
+    loaded = CheckpointManager(store.directory).load("c", mmap=mmap)
+    for name, tensor in loaded.items():
+        assert (tensor.dtype, tuple(tensor.shape)) == (TORCH_TYPES[dtype], shapes[name])
+        assert tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() == data[name]
+
+
+def test_what_is_written_into_a_mapped_tensor_never_reaches_the_file(store):
+    manager = CheckpointManager(store.directory)
+    loaded = manager.load("actor")
+    loaded["first"].mul_(0)
+    assert loaded["first"].abs().sum() == 0
+    assert manager.is_valid("full")
+
+
+def test_what_was_read_at_once_needs_its_file_no_more(store):
+    manager = CheckpointManager(store.directory)
+    loaded = manager.load("actor", mmap=False)
+    (manager.directory / "actor/model-00001-of-00002.safetensors").write_bytes(bytes(1000))
+    assert torch.equal(loaded["first"], torch.from_numpy(WEIGHT * 2))
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_damaged_tensor_is_named_and_the_others_load(mmap, store):
+    manager = CheckpointManager(store.directory)
+    flip_bit(manager.directory / "actor/model-00002-of-00002.safetensors")
+    with pytest.raises(CheckpointCorrupt, match=r"model-00002-of-00002\.safetensors: bytes .* \(in actor/second\)"):
+        _ = manager.load("actor", mmap=mmap)["second"]
+    assert torch.equal(manager.load("actor")["first"], torch.from_numpy(WEIGHT * 2))
+    assert not torch.equal(manager.load("actor", verify=False)["second"], torch.from_numpy(WEIGHT * 2))
+
+
+def test_a_component_that_is_not_there_is_named_unless_it_may_be_absent(store):
+    manager = CheckpointManager(store.directory)
+    with pytest.raises(CheckpointNotFound, match="has no component critic; it has actor, optimizer, reference_model"):
+        manager.load("critic")
+    assert dict(manager.load("critic", strict=False)) == {}
+
+
+def test_tensors_go_where_the_map_says(store):
+    manager = CheckpointManager(store.directory)
+    loaded = manager.load("actor", device_map={"": "meta", "first": "cpu"})
+    assert {name: tensor.device.type for name, tensor in loaded.items()} == {"first": "cpu", "second": "meta"}
+    assert device_of("model.layers.1.weight", {"model": "cpu", "model.layers.1": "meta"}).type == "meta"
+    assert device_of("model.layers.10.weight", {"model": "cpu", "model.layers.1": "meta"}).type == "cpu"
+
+
+WRONG_MAPS = {
+    "no device": ("somewhere", "device_map is 'somewhere': it must name a device"),
+    "automatic": ("auto", "device_map is 'auto'"),
+    "a hole": ({"first": "cpu"}, "device_map has no entry for second"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_MAPS)
+def test_a_map_without_a_place_is_refused_before_anything_is_read(kind, store):
+    given, problem = WRONG_MAPS[kind]
+    with pytest.raises(ConfigError, match=problem):
+        CheckpointManager(store.directory).load("actor", device_map=given)
+
+
+def test_asking_needs_no_torch():
+    code = (
+        "import sys, verl.checkpoint; assert 'verl.checkpoint.manager' not in sys.modules\n"
+        "from verl.checkpoint import CheckpointManager\n"
+        "manager = CheckpointManager('tests/golden/format_0_9')\n"
+        "assert manager.is_valid('full') and manager.step == 200 and manager.buffer_size() == 0\n"
+        "assert not {'torch', 'numpy', 'pyarrow'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,268 @@
+"""`verl checkpoint` tells the truth about real directories, in words, in JSON, and by its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from golden_run import as_of_format, flip_bit, golden_run, script
+from typer.testing import CliRunner
+
+from verl.checkpoint import CheckpointManager
+from verl.checkpoint.store import CheckpointStore
+from verl.cli.main import app
+
+SHARD = "actor/model-00002-of-00003.safetensors"
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    """Exit status, output, and what was said on standard error."""
+    result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    return golden_run(tmp_path / "run/checkpoints")
+
+
+def test_ls_lists_in_order_of_publication_with_pins_and_damage(directory):
+    with CheckpointStore(directory).begin(50, "after_resume") as staging:
+        staging.commit()
+    flip_bit(directory / "global_step_200/manifest.json")
+    assert run("pin", directory / "global_step_100", "--reason", "paper")[0] == 0
+    status, told, _ = run("ls", directory.parent)
+    lines = told.splitlines()
+    assert status == 0
+    names = [line[1:].split()[0] for line in lines]
+    assert names == ["checkpoint", "global_step_100", "after_resume", "global_step_200"]
+    assert [line[0] for line in lines] == [" ", " ", "*", " "]
+    assert "complete, pinned: paper" in lines[1]
+    assert "corrupt; manifest.json: it is not the manifest that COMMIT names" in lines[3]
+
+
+def test_ls_gives_json(directory):
+    status, told, _ = run("ls", directory, "--json")
+    first, second = json.loads(told)
+    assert status == 0
+    assert {key: second[key] for key in ("name", "step", "epoch", "status", "is_newest", "pinned", "faults")} == {
+        "name": "global_step_200", "step": 200, "epoch": 2, "status": "complete", "is_newest": True, "pinned": None,
+        "faults": [],
+    }  # fmt: skip
+    assert first["metrics"] == {"reward/mean": 0.25, "eval/accuracy": 0.4}
+    assert first["added_bytes"] == first["bytes"]
+    assert second["added_bytes"] == second["bytes"] - 312  # config.json is shared
+
+
+def test_ls_of_a_directory_without_a_save_is_no_error(tmp_path):
+    CheckpointStore(tmp_path).claim_directory()
+    assert run("ls", tmp_path) == (0, f"{tmp_path} holds no checkpoint yet\n", "")
+    assert run("ls", tmp_path, "--json")[:2] == (0, "[]\n")
+    assert run("verify", tmp_path)[0] == 1
+
+
+def test_inspect_shows_parts_tensors_and_what_the_trainer_recorded(directory):
+    status, told, _ = run("inspect", directory / "latest")
+    assert status == 0
+    for line in (
+        "step        200, epoch 2",
+        "actor                   5  3.8 KiB       11       760  BF16",
+        "optimizer  model.embed_tokens.weight.exp_avg               F32   [12, 8]       2",
+        "actor      ... and 3 more (--tensors)",
+        "  loss_history       4 entries, the last one step 200, loss 0.375",
+        "  lineage",
+        "    parent_checkpoint  null",
+    ):
+        assert line in told.splitlines()
+    assert run("inspect", directory, "--tensors", "--component", "actor")[1].count("BF16 ") == 11
+
+
+def test_inspect_gives_json(directory):
+    told = json.loads(run("inspect", directory / "global_step_100", "--json")[1])
+    assert told["components"][0]["name"] == "actor"
+    step = {"component": "optimizer", "name": "model.embed_tokens.weight.step", "dtype": "F32", "shape": [], "bytes": 4}
+    assert step in told["tensors"]
+    assert told["trainer_state"]["lineage"]["run_id"] == "golden"
+
+
+def test_inspect_shows_a_damaged_one_as_far_as_it_goes(directory):
+    (directory / "global_step_100" / SHARD).unlink()
+    status, told, _ = run("inspect", directory / "global_step_100")
+    assert status == 1
+    assert "state       incomplete" in told
+    assert f"  {SHARD}: it is missing (in actor/model." in told
+    assert "  loss_history       2 entries, the last one step 100, loss 0.75\n" in told
+    assert "optimizer  model.embed_tokens.weight.step" in told
+
+
+@pytest.mark.parametrize(
+    "path", ["checkpoints", "checkpoints/", ".", "checkpoints/latest", "checkpoints/global_step_200/"]
+)
+def test_verify_full_finds_a_flipped_bit_and_names_file_and_tensor(path, directory, monkeypatch):
+    monkeypatch.chdir(directory.parent)
+    assert run("verify", path, "--full")[0] == 0
+    flip_bit(directory / "global_step_200" / SHARD)
+    assert run("verify", path)[0] == 0
+    status, told, _ = run("verify", path, "--full")
+    assert status == 1
+    assert re.search(
+        rf"global_step_200: corrupt.*\n  {SHARD}: bytes 1304 to 1320 are not .* \(in actor/model\.\S+\)\n", told
+    )
+    told = [one for one in json.loads(run("verify", path, "--full", "--json")[1]) if one["status"] == "corrupt"]
+    assert [(f["file"], f["tensors"]) for one in told for f in one["faults"]] == [
+        (SHARD, ["actor/model.layers.0.post_attention_layernorm.weight"])
+    ]
+
+
+def test_diff_says_what_differs_and_by_how_much(directory):
+    status, told, _ = run("diff", directory / "global_step_100", directory, "--tensors")
+    assert status == 1
+    assert "tensors that differ (actor: 8, optimizer: 3, rng: 1)" in told
+    assert re.search(r"optimizer +model\.embed_tokens\.weight\.step +F32\[\] +other values +100\n", told)
+    assert re.search(r"scheduler/scheduler\.json +last_epoch +100 +200\n", told)
+    assert run("diff", directory / "latest", directory)[0] == 0
+    found = json.loads(run("diff", directory / "global_step_100", directory, "--json")[1])
+    assert {one["kind"] for one in found} == {"tensor", "key"}
+
+
+def test_health_is_for_probes(directory, tmp_path):
+    with CheckpointStore(directory).begin(300) as staging:
+        staging.commit()
+    status, told, _ = run("health", directory)
+    assert status == 0
+    assert re.fullmatch(r"ready: global_step_300, step 300, saved \d+s ago\n", told)
+    assert run("health", directory, "--max-age", "1h")[0] == 0
+    status, told, _ = run("health", directory / "global_step_100", "--max-age", "1d")
+    assert (status, told.startswith("not ready: global_step_100"), told.endswith("more than 1d\n")) == (1, True, True)
+    (directory / "global_step_300/COMMIT").unlink()
+    status, told, _ = run("health", directory)
+    assert (status, told.startswith("ready: global_step_200"), "passed over global_step_300" in told) == (0, True, True)
+    for step in (100, 200):
+        (directory / f"global_step_{step}/COMMIT").unlink()
+    all_three = "global_step_300, global_step_200, global_step_100"
+    assert run("health", directory)[:2] == (1, f"not ready: no complete checkpoint in {directory} (bad: {all_three})\n")
+    assert run("health", tmp_path / "nowhere")[0] == 2
+
+
+def test_a_checkpoint_of_a_later_verl_is_not_ready_and_not_verified(directory):
+    as_of_format(directory / "global_step_200", "2.0.0")
+    assert run("health", directory)[:2] == (1, "not ready: global_step_200 was saved by a later version of verl\n")
+    status, told, _ = run("verify", directory)
+    assert status == 1
+    assert "global_step_200: too new\n  manifest.json: it is of format 2.0.0; this version of verl reads up to" in told
+    assert run("inspect", directory)[::2][0] == 1
+
+
+def test_a_checkpoint_anywhere_can_be_inspected(directory, tmp_path):
+    (directory / "global_step_100").rename(tmp_path / ".kept")
+    for command in ("inspect", "verify", "health", "ls"):
+        assert run(command, tmp_path / ".kept")[::2] == (0, "")
+
+
+def test_a_damaged_state_is_told_by_ls(directory):
+    flip_bit(directory / "global_step_200/trainer_state.json", 40)
+    assert "corrupt; trainer_state.json: its bytes are not those that were written" in run("ls", directory)[1]
+
+
+def test_pins_hold_until_they_are_taken_off(directory):
+    script.save(CheckpointStore(directory), 200)
+    with CheckpointStore(directory).begin(300) as staging:
+        staging.commit()
+    first = directory / "global_step_100"
+    assert run("pin", first) == (0, f"pinned {first}\n", "")
+    assert run("gc", directory, "--keep-last-n", 1)[1].count("kept") == 3
+    assert run("unpin", f"{first}/") == (0, f"unpinned {first}\n", "")
+    status, told, _ = run("gc", directory, "--keep-last-n", "1", "--dry-run")
+    assert (status, "would remove global_step_100\n" in told, first.exists()) == (0, True, True)
+    told = json.loads(run("gc", directory, "--keep-last-n", 1, "--json")[1])
+    assert (told["removed"], first.exists(), told["dry_run"]) == (["global_step_100"], False, False)
+
+
+def test_a_pin_without_its_checkpoint_can_be_taken_off(directory):
+    run("pin", directory / "global_step_100")
+    shutil.rmtree(directory / "global_step_100")
+    assert run("unpin", directory / "global_step_100")[0] == 0
+
+
+def test_export_writes_what_torch_reads_without_pickles(directory, tmp_path):
+    status, told, _ = run("export", directory, tmp_path / "model", "--pytorch-bin")
+    assert (status, told) == (0, f"actor of global_step_200 is in {tmp_path / 'model'}: 2 files\n")
+    state = torch.load(tmp_path / "model/pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(state[name], tensor) for name, tensor in CheckpointManager(directory).load("actor").items())
+
+
+BAD = {
+    "a path where nothing is": (["ls", "nowhere"], "error: nowhere does not exist"),
+    "a directory of something else": (["verify", "other"], "error: other holds no checkpoints: give"),
+    "a file": (["inspect", "file"], "error: file is a file"),
+    "no duration": (["health", "run", "--max-age", "soon"], "error: --max-age is 'soon': it must be a time"),
+    "one checkpoint to gc": (["gc", "run/checkpoints/latest"], "error: PATH is run/checkpoints/latest: it is one"),
+    "a retention that makes no sense": (["gc", "run", "--keep-last-n", "0"], "error: keep_last_n is 0: it must be"),
+    "a component without tensors": (["inspect", "run", "--component", "x"], "error: global_step_200 has no tensors of"),
+    "a component that is no model": (["export", "run", "out", "--component", "rng"], "error: component is 'rng'"),
+    "not pinned": (["unpin", "run/checkpoints/latest"], "is not pinned"),
+    "one side missing": (["diff", "run", "nowhere"], "nowhere does not exist"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_input_is_one_line_and_status_two(kind, directory, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "file").touch()
+    arguments, expected = BAD[kind]
+    status, told, error = run(*arguments)
+    assert (status, told, error.count("\n")) == (2, "", 1)
+    assert expected in error
+
+
+def test_damage_in_the_way_of_a_command_is_one_line_and_status_one(directory, tmp_path):
+    flip_bit(directory / "global_step_200" / SHARD)
+    status, told, error = run("export", directory, tmp_path / "model")
+    assert (status, told, error.count("\n")) == (1, "", 1)
+    assert f"{SHARD}: bytes 1304 to 1320" in error
+    (directory / "global_step_200/COMMIT").unlink()
+    assert run("pin", directory / "global_step_200")[0] == 1
+    assert run("diff", directory / "global_step_100", directory / "global_step_200")[0] == 2  # 1 is a difference
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root reads everything")
+def test_a_directory_that_may_not_be_read_is_one_line(directory):
+    directory.chmod(0)
+    assert run("ls", directory)[0] == 2
+    directory.chmod(0o755)
+
+
+COMPAT = [sys.executable, "-m", "verl.cli.checkpoint_compat"]
+
+
+def test_compat_is_a_command_of_its_own(directory):
+    as_of_format(directory / "global_step_200", "2.0.0")
+    command = [*COMPAT, "--from", "v0.3.5", "--to", "v0.4.0"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run([*command, directory], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 1
+    assert re.search(r"global_step_200 +2\.0\.0 .* BREAKS: format 2\.0\.0 is of a newer major version", done.stdout)
+    assert done.stdout.endswith("1 of 2 checkpoints would break\n")
+    done = subprocess.run([*command, directory / "global_step_100", "--json"], capture_output=True, text=True, cwd=root)
+    assert (done.returncode, json.loads(done.stdout)["checkpoints"][0]["breaks"]) == (0, None)
+    done = subprocess.run([*command, "nowhere"], capture_output=True, text=True, cwd=root)
+    assert (done.returncode, done.stderr) == (2, "error: nowhere does not exist\n")
+
+
+def test_looking_loads_no_torch(directory):
+    code = (
+        "import sys; from typer.testing import CliRunner; from verl.cli.main import app\n"
+        f"for command in (['ls'], ['inspect'], ['verify', '--full'], ['health'], ['diff', {str(directory)!r}]):\n"
+        f"    assert CliRunner().invoke(app, ['checkpoint', *command, {str(directory)!r}]).exit_code == 0\n"
+        "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,213 @@
+"""CheckpointManager: one checkpoint, or the newest of a directory, asked in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.checkpoint.discovery import LATEST, CheckpointDirectory
+from verl.checkpoint.disk import Disk
+from verl.checkpoint.locate import Location, locate
+from verl.checkpoint.manifest import FileEntry
+from verl.checkpoint.published import Published, read_state
+from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.verify import Level, verified
+from verl.errors import BadCheckpoint, CheckpointNotFound
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl.checkpoint.loading import DeviceMap
+
+REPLAY_BUFFER = "replay_buffer"
+
+
+class CheckpointManager:
+    """What a checkpoint is and holds.
+
+    The path may be one checkpoint, `latest`, a directory of checkpoints or a run directory that has `checkpoints/`; of
+    several, the newest complete one is meant. It is chosen at the first question and stays the same from then on.
+
+    >>> manager = CheckpointManager("checkpoints")  # doctest: +SKIP
+    >>> manager.is_valid(), manager.step, manager.get_loss()  # doctest: +SKIP
+    (True, 3200, 0.12)
+    >>> weight = manager.load("actor")["lm_head.weight"]  # doctest: +SKIP
+
+    Raises:
+        CheckpointNotFound: from every question but `is_valid` and `list`, where there is no complete checkpoint.
+        BadCheckpoint: from the same, where the path names one that does not verify.
+    """
+
+    def __init__(self, path: str | Path, disk: Disk | None = None):
+        self.path = Path(path).absolute()
+        self._disk = disk or Disk()
+
+    def __repr__(self) -> str:
+        return f"CheckpointManager({str(self.path)!r})"
+
+    @cached_property
+    def published(self) -> Published:
+        """The checkpoint that is asked: its directory and its manifest."""
+        where = locate(self.path, self._disk)
+        return CheckpointDirectory(where.directory, self._disk).open(where.name or LATEST)
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """All of `trainer_state.json`."""
+        return read_state(self._disk, self.published)
+
+    # -- what it is ---------------------------------------------------------------------------------------------------
+
+    def is_valid(self, level: Level = "quick") -> bool:
+        """Whether there is a checkpoint here, and it is what was written.
+
+        Args:
+            level: `quick` looks at sizes and headers, `full` hashes every byte.
+        """
+        try:
+            where = locate(self.path, self._disk)
+            published = CheckpointDirectory(where.directory, self._disk).open(where.name or LATEST)
+            verified(self._disk, published.directory, level)
+        except (BadCheckpoint, CheckpointNotFound):
+            return False
+        return True
+
+    @property
+    def directory(self) -> Path:
+        """Of the checkpoint."""
+        return self.published.directory
+
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        return self.published.name
+
+    @property
+    def step(self) -> int:
+        """Training steps done."""
+        return self.published.step
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch in which it was saved; None where the trainer recorded none."""
+        return self.state.get("epoch")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """At its step."""
+        return dict(self.published.manifest.metrics)
+
+    @property
+    def loss_history(self) -> Sequence[dict[str, float]]:
+        """The recorded loss curve, `step` and `loss` of each point."""
+        return [{**point, "loss": float(point["loss"])} for point in self.state.get("loss_history", [])]
+
+    def get_loss(self) -> float | None:
+        """The last recorded loss; None where there is none."""
+        history = self.loss_history
+        return history[-1]["loss"] if history else None
+
+    def buffer_size(self) -> int:
+        """Rows in the replay buffer; 0 where the checkpoint holds none."""
+        shards = [entry.path for entry in self.files(REPLAY_BUFFER) if entry.path.endswith(".arrow")]
+        return sum(_arrow_rows(self.reader(verify=False).read(path)) for path in shards)
+
+    # -- others beside it ---------------------------------------------------------------------------------------------
+
+    def list(self) -> Sequence[CheckpointManager]:
+        """Every complete checkpoint that the path leads to, the newest last; empty where there is none yet."""
+        try:
+            where = locate(self.path, self._disk)
+        except CheckpointNotFound:
+            return []
+        if where.name is not None:
+            return [self]
+        return [self._of(where, found.name) for found in CheckpointDirectory(where.directory, self._disk).complete()]
+
+    def latest(self) -> CheckpointManager:
+        """The newest complete checkpoint, looked for anew; of one checkpoint, itself."""
+        where = locate(self.path, self._disk)
+        if where.name not in (None, LATEST):
+            return self
+        return self._of(where, CheckpointDirectory(where.directory, self._disk).newest().name)
+
+    # -- what it holds ------------------------------------------------------------------------------------------------
+
+    def components(self) -> Sequence[str]:
+        """Names of its parts, such as `actor` and `optimizer`."""
+        manifest = self.published.manifest
+        directories = {entry.path.split("/")[0] for entry in manifest.files if "/" in entry.path}
+        return sorted(directories | {tensor.component for tensor in manifest.tensors})
+
+    def files(self, component: str = "") -> Sequence[FileEntry]:
+        """The files of a component, or all of them."""
+        return self.reader().files(component)
+
+    def read(self, path: str, verify: bool = True) -> bytes:
+        """A file of the checkpoint, such as `actor/config.json`; hashed while it is read.
+
+        Raises:
+            CheckpointNotFound: it has no such file.
+            CheckpointCorrupt: its bytes are not those that were written.
+        """
+        return bytes(self.reader(verify).read(path))
+
+    def load(
+        self,
+        component: str,
+        mmap: bool = True,
+        device_map: DeviceMap = None,
+        strict: bool = True,
+        verify: bool = True,
+    ) -> Mapping[str, torch.Tensor]:
+        """The tensors of a component by name, whatever number of writers saved them.
+
+        Args:
+            mmap: each tensor is read when it is asked for, as a view of its file; else all are read now, into memory of
+                their own.
+            device_map: one device for all, or a table from prefixes of names to devices.
+            strict: a component that the checkpoint does not have is an error; else it has no tensors.
+            verify: hash what is read.
+        Raises:
+            CheckpointNotFound: there is no such component.
+            CheckpointCorrupt: bytes are not those that were written; with `mmap`, when the tensor is asked for.
+            ConfigError: `device_map` has no place for a tensor.
+        """
+        from verl.checkpoint.loading import MappedTensors
+
+        if strict and component not in self.components():
+            known = ", ".join(self.components()) or "nothing"
+            raise CheckpointNotFound(f"{self.directory} has no component {component}; it has {known}")
+        reader = CheckpointReader(self.published, self._disk, verify=verify, writable=True)
+        mapped = MappedTensors(reader, reader.tensors(component), device_map)
+        if mmap:
+            return mapped
+        return {name: tensor.clone() if tensor.device.type == "cpu" else tensor for name, tensor in mapped.items()}
+
+    def load_components(
+        self,
+        components: Iterable[str],
+        mmap: bool = True,
+        device_map: DeviceMap = None,
+        strict: bool = True,
+        verify: bool = True,
+    ) -> dict[str, Mapping[str, torch.Tensor]]:
+        """Several components at once; see `load`."""
+        return {name: self.load(name, mmap, device_map, strict, verify) for name in components}
+
+    def reader(self, verify: bool = True) -> CheckpointReader:
+        """For what is not asked here: bytes of files and tensors, without torch."""
+        return CheckpointReader(self.published, self._disk, verify=verify)
+
+    def _of(self, where: Location, name: str) -> CheckpointManager:
+        return CheckpointManager(where.directory / name, self._disk)
+
+
+def _arrow_rows(file: memoryview) -> int:
+    """Rows of an Arrow file, from the heads of its batches: the columns stay untouched."""
+    import pyarrow
+
+    with pyarrow.ipc.open_file(pyarrow.py_buffer(file)) as opened:
+        return sum(opened.get_batch(number).num_rows for number in range(opened.num_record_batches))
