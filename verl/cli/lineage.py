@@ -107,7 +107,9 @@ def _changes(run: Run) -> list[str]:
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, dict) and len(value) == 1:
+    if isinstance(value, list) and value:
+        return ", ".join(map(_value, value))
+    if isinstance(value, dict) and len(value) == 1:  # a digest
         return str(next(iter(value.values())))[:12]
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

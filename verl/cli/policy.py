@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -117,7 +116,6 @@ def _running(saved: SavedPolicy, root: str, overrides: Sequence[str], data: Path
 @contextmanager
 def _faults_told() -> Iterator[None]:
     """What is wrong with the question, or with what was saved, is a message and status 2."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         yield
     except (ConfigError, CheckpointError, RewardError) as error:

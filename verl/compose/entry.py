@@ -28,7 +28,7 @@ from verl.compose.paths import conf_dir
 from verl.compose.save import save
 from verl.errors import CheckpointError, ConfigError
 from verl.tracking.logs import setup_logging
-from verl.trainer.stopping import Terminated
+from verl.trainer.stopping import Terminated, orderly_termination
 from verl.utils.redact import redact
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None
     def decorate(main: Callable[[Job], Any]) -> Callable[[], None]:
         @functools.wraps(main)
         def command() -> None:
-            with _clean_end():
+            with _clean_end(), orderly_termination():
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # a user's own modules lie where the user stands
                 arguments, assigned = command_line(root, sys.argv[1:])

@@ -124,7 +124,8 @@ def _state(checkpoint: Path, run_id: str) -> State:
 
 
 def _is_content(value: Any) -> bool:
-    return isinstance(value, dict) and DIGEST in value
+    values = value if isinstance(value, list) else [value]
+    return any(isinstance(item, dict) and DIGEST in item for item in values)
 
 
 def walk(runs: list[Run]) -> Iterator[Run]:

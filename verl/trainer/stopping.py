@@ -21,6 +21,23 @@ def interruption(number: int | None) -> KeyboardInterrupt:
     return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
 
 
+@contextlib.contextmanager
+def orderly_termination() -> Iterator[None]:
+    """Within, SIGTERM raises `Terminated`, as Ctrl-C raises KeyboardInterrupt, so that all is closed in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class StopRequest:
     """Whether and why the run was asked to stop.
 
