@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from trainer.runs import GRPO, PPO, Prompts, ppo_run
+from trainer.test_sft import sft_run
 from typer.testing import CliRunner
 
 from verl.checkpoint.settings import Checkpointing
@@ -148,3 +149,15 @@ def test_the_default_reward_of_plain_weights_is_the_one_of_the_default_run(model
     assert isinstance(described.reward, ExactMatch)
     assert described.critic is None
     assert described.checkpoint is None
+
+
+def test_a_fine_tuned_policy_is_evaluated_on_its_own_held_out_text_and_answers(dir32, tmp_path):
+    described = sft_run(dir32, tmp_path)
+    saving = Checkpointing(save_dir=str(tmp_path / "checkpoints"), save_async=False)
+    described = dataclasses.replace(described, checkpoint=saving)
+    with described.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        evaluations = trainer.fit().evaluations
+    told = json.loads(asked("eval", tmp_path / "checkpoints", "--json"))
+    assert told["metrics"] == evaluations[told["step"]]
+    said = asked("generate", tmp_path / "run", "--prompt", "5+1=", "--max-new-tokens", "3", "trainer.num_threads=1")
+    assert said.startswith("5+1=\n  -> ")
