@@ -8,6 +8,7 @@ from cli.small_runs import small_run
 from typer.testing import CliRunner
 
 from verl.cli.main import app
+from verl.cli.resume_check import laid_over
 from verl.trainer.comparing import Closeness, first_step_apart
 
 runner = CliRunner()
@@ -79,3 +80,11 @@ def test_the_first_difference_of_steps_is_the_earliest_and_an_absent_metric_is_o
         "step 2: b is 2.0 in the first run and 3.0 in the second"
     )
     assert "step 2: b is 2.0 in the first run and absent" in first_step_apart(whole, {2: {"a": 1.0}}, exact)
+
+
+def test_what_the_check_itself_sets_takes_the_place_of_what_was_given():
+    given = ["tracker=wandb", "tracker.wandb.project=x", "trainer.total_steps=9", "trainer.seed=1", "sharding=none"]
+    assert laid_over(given, ["tracker=none", "trainer.total_steps=4"]) == [
+        *("trainer.seed=1", "sharding=none", "tracker=none", "trainer.total_steps=4")
+    ]
+    assert laid_over(given[3:], ["sharding=ddp"]) == ["trainer.seed=1", "sharding=ddp"]

@@ -116,7 +116,8 @@ class ResumeCheck:
             "tracker=none",
             "tracker.jsonl={_target_:verl.tracking.jsonl.JsonLines}",
         ]
-        command = [sys.executable, main_script(self.root), *mode, *self.overrides, *settings, *overrides]
+        settings = laid_over(laid_over([*mode, *self.overrides], settings), overrides)
+        command = [sys.executable, main_script(self.root), *settings]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if done.returncode != 0:
             tail = "\n".join(done.stdout.splitlines()[-TAIL_LINES:])
@@ -150,6 +151,13 @@ class ResumeCheck:
             byte = data.read(1)[0]
             data.seek(at)
             data.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def laid_over(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
+    """Overrides, where a later one of the same key, or of a component above it, takes the place of an earlier one."""
+    keys = {text.partition("=")[0] for text in later}
+    kept = [text for text in overrides if not keys & {text.partition("=")[0], text.partition(".")[0]}]
+    return [*kept, *later]
 
 
 def main_script(root: str) -> Path:

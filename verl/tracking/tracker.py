@@ -55,7 +55,7 @@ class Tracker:
         """A sentence for the person who watches the run."""
 
     def close(self, status: str) -> None:
-        """Release everything. Called once, with `finished`, `interrupted` or `failed`."""
+        """Release everything. Called once, with `finished`, `stopped`, `interrupted` or `failed`."""
 
 
 def stage_line(name: str, seconds: float, note: str = "") -> str:

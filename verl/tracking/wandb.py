@@ -101,7 +101,7 @@ class WandBTracker(Tracker):
     def close(self, status: str) -> None:
         if self._run is None:
             return
-        self._run.finish(exit_code=0 if status == "finished" else 1)
+        self._run.finish(exit_code=0 if status in ("finished", "stopped") else 1)
         # `finish` leaves the last records to a background process; ending that one is what waits for them. Runs of
         # other owners in this process would end with it, so then they are left to its exit.
         if getattr(self._wandb.setup(), "most_recent_active_run", None) is None:
