@@ -63,7 +63,7 @@ def uninterrupted(model32, tmp_path_factory) -> str:
 @pytest.mark.parametrize(
     ("mode", "seed"),
     [("async", 0), pytest.param("sync", 1, marks=pytest.mark.exhaustive)]
-    + [pytest.param("async", seed, marks=pytest.mark.exhaustive) for seed in range(2, 12)],
+    + [pytest.param("async", seed, marks=pytest.mark.exhaustive) for seed in (2, 3)],
 )
 def test_a_training_killed_at_random_moments_until_it_ends_has_the_digest_of_one_that_was_not(
     mode, seed, uninterrupted, model32, tmp_path

@@ -63,7 +63,7 @@ def _fill(tree: Tree, run: Run) -> None:
         by_step.setdefault(child.parent.step, []).append(child)
     gone = [saved for saved in run.checkpoints if saved.state == "pruned" and saved.step not in by_step]
     if gone:
-        tree.add(_text(f"{len(gone)} checkpoints are pruned: {_names(gone)}", "dim"))
+        tree.add(_text(f"pruned: {_names(gone)}", "dim"))
     for saved in run.checkpoints:
         if saved in gone:
             continue

@@ -11,6 +11,7 @@ from blake3 import blake3
 
 IDENTITY = ("actor.model", "actor.lora", "critic.model", "critic.lora", "reference.model", "data", "algorithm")
 ABSENT = "(not set)"
+KIND = "._target_"
 DIGEST = "blake3"  # the only key of what stands for the content of a file or directory
 
 
@@ -26,13 +27,20 @@ def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Path -> [value before, value now], where two configurations differ."""
+    """Path -> [value before, value now], where two configurations differ.
+
+    Of a component in whose place stands another one, or none, the `_target_` alone: their fields are not comparable.
+    """
     old, new = dict(_flat(before)), dict(_flat(now))
-    return {
+    found = {
         path: [old.get(path, ABSENT), new.get(path, ABSENT)]
         for path in [*old, *(p for p in new if p not in old)]
         if old.get(path, ABSENT) != new.get(path, ABSENT)
     }
+    replaced = [path.removesuffix(KIND) for path in found if path.endswith(KIND)]
+    outermost = [path for path in replaced if not any(path.startswith(f"{other}.") for other in replaced)]
+    kinds = {f"{path}{KIND}" for path in outermost}
+    return {path: values for path, values in found.items() if path in kinds or not _below(path, tuple(outermost))}
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
