@@ -121,7 +121,7 @@ def fit(trainer: Trainer, config: dict[str, Any]) -> Result:
     if saving.resumed is not None:
         trainer.tracker.resume(saving.resumed.state.get("trackers", {}))
     trainer.tracker.start(name, {**config, "lineage": saving.facts}, trainer.run_dir, trainer.num_steps)
-    stop = StopRequest(trainer.tracker.message)
+    stop = StopRequest()
     try:
         saving.start(trainer.run_dir)
         with stop.listening():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -45,9 +46,8 @@ class StopRequest:
         signal: the signal that came, or None.
     """
 
-    def __init__(self, tell: Callable[[str], None]):
+    def __init__(self) -> None:
         self.signal: int | None = None
-        self._tell = tell
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -70,4 +70,7 @@ class StopRequest:
             raise interruption(number)
         self.signal = number
         again = "; Ctrl-C again stops at once, and loses that step" if number == signal.SIGINT else ""
-        self._tell(f"{signal.Signals(number).name}: stopping once this step is done and saved{again}")
+        told = f"{signal.Signals(number).name}: stopping once this step is done and saved{again}\n"
+        with contextlib.suppress(OSError):
+            # Past all buffers: the signal may have come while one of them was written, and they bear no second writer.
+            os.write(2, told.encode())
