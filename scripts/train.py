@@ -6,6 +6,7 @@ Any assignment of its own may follow the flags as it is: `python main_ppo.py --h
 examples
   python scripts/train.py --algorithm grpo --total_steps 50
   python scripts/train.py --model ./my-model --train_files train.parquet --reward_function my.py:reward --num_gpus 2
+  python scripts/train.py --algorithm grpo --total_steps 100 --resume_from_checkpoint latest
   python scripts/train.py --experiment gsm8k_qwen2_0_5b --model ./Qwen2-0.5B-Instruct --seed 1 rollout.top_p=0.9
 """
 
@@ -112,10 +113,20 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "eval_interval": to("trainer.test_freq", "steps between evaluations", int),
         "wandb": Flag("log to W&B too", lambda _: [("tracker", "wandb")], bool),
     },
+    "checkpoints": {
+        "resume_from_checkpoint": to("resume", "continue from a checkpoint, a directory of them, a run, or latest"),
+        "save_dir": to("checkpoint.save_dir", "where checkpoints lie; checkpoints/PROJECT/EXPERIMENT by default"),
+        "save_interval": to("checkpoint.save_interval", "steps between checkpoints", int),
+        "save_interval_s": to("checkpoint.save_interval_s", "seconds between them", float),
+        "save_best": to("checkpoint.save_best", "a metric of evaluations, such as eval/accuracy: save each new best"),
+        "save_async": Flag("write while training goes on, the default", lambda _: [("checkpoint", "async")], bool),
+        "save_sync": Flag("stop training while one is written", lambda _: [("checkpoint", "sync")], bool),
+        "save_none": Flag("save the final weights alone", lambda _: [("checkpoint", "off")], bool),
+        "keep_last_n": to("checkpoint.keep_last_n", "newest checkpoints to keep", int),
+        "keep_best": to("checkpoint.keep_best", "a metric: where it was best is kept too"),
+        "time_limit_s": to("checkpoint.time_limit_s", "of the job, in seconds: save and end before", float),
+    },
     "refused, each with what it needs": {
-        "resume_from_checkpoint": refused(
-            "continue a run", "needs checkpoints to continue from, which this version does not have."
-        ),
         "buffer_warmup_steps": refused(
             "fill a replay buffer first", "needs a replay buffer, which this version does not have."
         ),

@@ -130,10 +130,10 @@ def test_a_worker_that_dies_in_a_call_is_named_and_not_the_sibling_that_noticed(
 def test_a_worker_killed_while_idle_fails_the_next_call(own_tmp):
     cluster, toy = start(1)
     pid = toy.where().result()["pid"]
-    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGUSR1)
     assert wait_until_gone([pid]) == []
     try:
-        with pytest.raises(WorkerDied, match="SIGTERM") as caught:
+        with pytest.raises(WorkerDied, match="SIGUSR1") as caught:
             toy.where().result(timeout=30)
         assert caught.value.rank == 0
         assert caught.value.call in ("idle", "toy.where")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 
@@ -107,3 +108,60 @@ def test_closing_one_run_leaves_another_run_of_the_process_alive(tmp_path, no_ke
     assert kinds[-1] == "exit"
     exits = [record.exit.exit_code for record in records(tmp_path / "first") if record.HasField("exit")]
     assert exits == [1]
+
+
+def run_record(run_dir):
+    return next(record.run for record in records(run_dir) if record.WhichOneof("record_type") == "run")
+
+
+def tracked(settings: WandB, run_dir, former=None, lineage=None):
+    """A run of one step that goes on from what `former` was; gives its identity and its offline record."""
+    running = Trackers(wandb=settings).build(BuildContext())
+    if former is not None:
+        running.resume(former)
+    running.start("name", {"lineage": lineage}, run_dir, 1)
+    identity = running.identity()
+    running.log({"reward/mean": 0.5}, 1)
+    running.close()
+    return identity, run_record(run_dir)
+
+
+def test_a_resumed_run_is_the_same_wandb_run(tmp_path, no_key):
+    first, before = tracked(WandB(), tmp_path / "first")
+    assert first == {"wandb": {"id": before.run_id, "root": before.run_id}}
+    second, now = tracked(WandB(), tmp_path / "second", first)
+    assert now.run_id == before.run_id
+    assert second == first
+
+
+def test_a_child_run_has_an_id_of_its_own_in_the_group_of_the_root_and_names_its_parent(tmp_path, no_key):
+    child = WandB(on_resume="child")
+    first, before = tracked(child, tmp_path / "first")
+    root = before.run_id
+    second, now = tracked(child, tmp_path / "second", first)
+    parent = {"run_id": "x7f3", "checkpoint": "checkpoints/global_step_2", "step": 2, "differences": {}}
+    third, last = tracked(child, tmp_path / "third", second, {"run_id": "a1b2", "parent": parent})
+    assert len({root, now.run_id, last.run_id}) == 3
+    assert [before.run_group, now.run_group, last.run_group] == [root] * 3
+    assert third == {"wandb": {"id": last.run_id, "root": root}}
+    config = {item.key: json.loads(item.value_json) for item in last.config.update}
+    assert config["lineage"] == {"run_id": "a1b2", "parent": parent}
+
+
+def test_the_id_is_kept_in_the_checkpoint_and_found_by_the_run_that_goes_on(model32, tmp_path, no_key):
+    from trainer.runs import GRPO, ppo_run
+
+    from verl.checkpoint.settings import Checkpointing
+
+    ids = []
+    for name, resume in (("first", None), ("second", "latest")):
+        run = ppo_run(model32, GRPO, total_steps=2, stop_after=1, tracker=Trackers(wandb=WandB()), save_final=False)
+        saving = Checkpointing(save_dir=str(tmp_path / "checkpoints"), save_async=False)
+        with dataclasses.replace(run, checkpoint=saving, resume=resume).build(
+            BuildContext(run_dir=tmp_path / name)
+        ) as trainer:
+            trainer.fit()
+        ids.append(run_record(tmp_path / name).run_id)
+        state = json.loads((tmp_path / "checkpoints/latest/trainer_state.json").read_text())
+        assert state["trackers"] == {"wandb": {"id": ids[0], "root": ids[0]}}
+    assert ids[0] == ids[1]

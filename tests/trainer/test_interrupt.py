@@ -1,4 +1,4 @@
-"""Ctrl-C: what is finished is written, the workers end, and the exit status is 130."""
+"""Ctrl-C and SIGTERM: what is finished is saved, the workers end, and the exit status tells which it was."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SHARDINGS = {"none": [], "ddp": ["sharding=ddp", "trainer.n_gpus_per_node=2"]}
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_an_interrupted_run_writes_what_is_finished_and_leaves_nothing_running(sharding, model32, tmp_path):
+@pytest.mark.parametrize(
+    ("sharding", "number"), [("none", signal.SIGINT), ("none", signal.SIGTERM), ("ddp", signal.SIGTERM)]
+)
+def test_an_interrupted_run_writes_what_is_finished_and_leaves_nothing_running(sharding, number, model32, tmp_path):
     run_dir = tmp_path / "run"
     (tmp_path / "rate.py").write_text("def variety(prompts, responses):\n    return [len(set(r)) for r in responses]\n")
     choices = ["actor=pretrained", f"actor.model.path={model32.path}", "reward=function", "reward.path=rate.py:variety"]
@@ -35,13 +37,13 @@ def test_an_interrupted_run_writes_what_is_finished_and_leaves_nothing_running(s
         _wait_for_steps(run_dir / "metrics.jsonl", 3, process)
         workers = workers_of(process.pid)
         assert len(workers) == (2 if sharding == "ddp" else 0)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         status = process.wait(timeout=60)
     finally:
         process.kill()
         process.wait()
     told = (tmp_path / "output").read_text()
-    assert status == 130, told
+    assert status == (130 if number == signal.SIGINT else 143), told
     assert "stopping once this step is done and saved" in told
     assert "Interrupted after step" in told
     assert "Traceback" not in told

@@ -157,7 +157,7 @@ class Staging:
         checksum = content_digest(manifest.files, manifest.tensors)
         if newest is not None and _is_same(newest.manifest, manifest, checksum):
             with contextlib.suppress(BadCheckpoint):
-                newest = verified(self._disk, newest.directory)
+                newest = verified(self._disk, newest.directory, "full")  # a damaged one is no reason not to save
                 self._disk.sync_directory(newest.directory.parent)  # its own save may have failed at this very call
                 self._store.point_latest(newest.name)
                 return newest

@@ -8,11 +8,18 @@ import typer
 
 import verl
 from verl.cli import checkpoint_upkeep  # which adds its commands to those of checkpoint.py
+from verl.cli.lineage import lineage
+from verl.cli.policy import evaluate, generate
+from verl.cli.resume_check import resume_check
 from verl.errors import ConfigError
 from verl.utils.env_check import BACKENDS, check_env
 
 app = typer.Typer(name="verl", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(checkpoint_upkeep.app)
+app.command("resume-check")(resume_check)
+app.command()(lineage)
+app.command("eval")(evaluate)
+app.command()(generate)
 
 
 def _show_version(asked: bool) -> None:

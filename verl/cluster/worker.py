@@ -115,7 +115,8 @@ def _sweep() -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the driver, which ends its workers
+    for number in (signal.SIGINT, signal.SIGTERM):  # may reach all processes of a job: the driver ends its workers
+        signal.signal(number, signal.SIG_IGN)
     parent = int(os.environ["VERL_WORKER_PARENT"])
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     key = bytes.fromhex(os.environ.pop("VERL_WORKER_KEY"))

@@ -26,14 +26,15 @@ from verl.compose import schema
 from verl.compose.overrides import command_line
 from verl.compose.paths import conf_dir
 from verl.compose.save import save
-from verl.errors import ConfigError
+from verl.errors import CheckpointError, ConfigError
 from verl.tracking.logs import setup_logging
+from verl.trainer.stopping import Terminated, orderly_termination
 from verl.utils.redact import redact
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143  # 128 and the number of the signal, as shells have it
 _SHOWS_ONLY = ("--cfg", "-c", "--info", "-i")  # Hydra flags that print and never reach the run's own check
 
 
@@ -68,14 +69,14 @@ class Job:
 def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None]]:
     """Make `main(job)` a command: `root` names the configuration, `ppo` or `sft`.
 
-    A fault in the configuration prints as a list and ends with status 2, Ctrl-C with 130, any other error with its
-    traceback and 1.
+    A fault in the configuration prints as a list and ends with status 2, Ctrl-C with 130, SIGTERM with 143, any other
+    error with its traceback and 1.
     """
 
     def decorate(main: Callable[[Job], Any]) -> Callable[[], None]:
         @functools.wraps(main)
         def command() -> None:
-            with _clean_end():
+            with _clean_end(), orderly_termination():
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # a user's own modules lie where the user stands
                 arguments, assigned = command_line(root, sys.argv[1:])
@@ -111,7 +112,7 @@ def _run_hydra(root: str, main: Callable[[Job], Any], faults: Sequence[str]) -> 
                     _remove_if_empty(run_dir)
         except SystemExit as end:
             statuses.append(int(end.code or 0))
-            if running.mode != RunMode.MULTIRUN or statuses[-1] == INTERRUPTED:
+            if running.mode != RunMode.MULTIRUN or statuses[-1] in (INTERRUPTED, TERMINATED):
                 raise
             _tell(f"Job {running.job.num} of the sweep ended with status {statuses[-1]}; the others go on.")
 
@@ -132,6 +133,12 @@ def _clean_end() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:  # it cannot be composed at all
         _tell(str(error))
         sys.exit(2)
+    except Terminated:
+        _tell("terminated")
+        sys.exit(TERMINATED)
+    except CheckpointError as error:  # a save's is in the log with its traceback
+        _tell(str(error))
+        sys.exit(1)
     except KeyboardInterrupt:
         _tell("interrupted")
         sys.exit(INTERRUPTED)

@@ -14,7 +14,7 @@ from verl.compose.aliases import Translated, translate
 from verl.compose.composition import compose_root, readable, references_above
 from verl.compose.nearest import hint, nearest
 from verl.compose.paths import conf_dir, group_options
-from verl.compose.schema import CHOOSERS, root_keys
+from verl.compose.schema import CHOOSERS, VALUES, root_keys
 
 _ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)$", re.DOTALL)
 _PLAIN_OPTION = re.compile(r"^[\w,]*$")
@@ -51,6 +51,8 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
     for key, value in pairs:
         if (translated := translate(root, key, value, chosen)) is not None:
             _add(out, translated, pairs, root, f"{key}={value}")
+        elif key in VALUES:
+            out.values.append((key, value))
         elif (top := key.partition(".")[0]) not in keys:
             out.faults.append(f"{key} is not a known key: {root}.yaml has no {top}.{hint(nearest(top, keys))}")
         elif "." in key or _is_mapping(value):

@@ -41,7 +41,7 @@ def compose_over_default(
         overrides: as on the command line, `group=option` or `path.to.key=value`.
         replacements: whole components by root key.
     """
-    pairs, faults = _parse(overrides)
+    pairs, faults = parse_overrides(overrides)
     assigned = assign(root, list({**dict(flatten(short)), **dict(pairs)}.items()))
     config = compose_root(root, assigned.options)
     lay(config, [*(replacements or {}).items(), *assigned.values])
@@ -66,7 +66,7 @@ def read_short_file(path: str | Path) -> dict[str, Any]:
     return tree
 
 
-def _parse(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
+def parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
     """Overrides as keys with Python values, and the faults of those that are none."""
     parser, pairs, faults = OverridesParser.create(), [], []
     for text in overrides:

@@ -138,6 +138,10 @@ class EpochSampler:
         self.seed, self.epoch, self.position = (state[key] for key in STATE_KEYS)
         self._move_on()
 
+    def rewind(self) -> None:
+        """Begin again with the first batch of the first epoch."""
+        self.epoch = self.position = 0
+
     def _move_on(self) -> None:
         if self.position + self.batch_size > self.size:
             self.epoch, self.position = self.epoch + 1, 0

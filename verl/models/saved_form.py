@@ -15,6 +15,7 @@ from verl.models.heads import ValueModel
 from verl.models.pretrained import VALUE_HEAD_FILE, quiet_transformers
 
 ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_BIN = "adapter_model.bin"  # for tools that need it
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,9 @@ def load_adapter(model: Any, file: Path) -> None:
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
+    weights = torch.load(file, map_location="cpu", weights_only=True) if file.suffix == ".bin" else load_file(file)
     with torch.no_grad():
-        report = set_peft_model_state_dict(model, load_file(file))
+        report = set_peft_model_state_dict(model, weights)
     assert not report.unexpected_keys, report.unexpected_keys
 
 

@@ -82,7 +82,8 @@ def _end_with(parent: int) -> None:
 
 
 def main(socket_fd: int, trace_fd: int, parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which ends its workers
+    for number in (signal.SIGINT, signal.SIGTERM):  # may reach all processes of a job: the driver ends its workers
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     with contextlib.suppress(EOFError, OSError):  # the driver hung up
         serve(Connection(socket_fd), trace_fd)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
 LEAST_SHARE = 0.1  # of the median: a metric that hardly moves has a deviation of at least this
@@ -60,6 +62,16 @@ class Band:
         is_news, self._is_beyond = spike is not None and not self._is_beyond, spike is not None
         self._sizes.append(abs(value))
         return spike if is_news else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sizes remembered, and whether the last was beyond the band."""
+        return {"sizes": list(self._sizes), "is_beyond": self._is_beyond}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self._sizes.clear()
+        self._sizes.extend(state["sizes"])
+        self._is_beyond = state["is_beyond"]
 
     def _spike(self, value: float) -> Spike | None:
         if len(self._sizes) < self.history:

@@ -135,6 +135,20 @@ class Guard:
         counts, self._counts = self._counts, Counter()
         return {f"safety/{name}": float(count) for name, count in counts.items()}
 
+    def state_dict(self) -> dict[str, Any]:
+        """The bands and what was skipped in a row, as plain values."""
+        return {
+            "bands": {key: band.state_dict() for key, band in self._bands.items()},
+            "in_a_row": dict(self._in_a_row),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave; a metric that is newly watched begins with no history."""
+        for key, band in state.get("bands", {}).items():
+            if key in self._bands:
+                self._bands[key].load_state_dict(band)
+        self._in_a_row = Counter(state.get("in_a_row", {}))
+
     @property
     def _factor(self) -> float:
         assert self.settings.spike_factor is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,13 @@ class Tracker:
 
     num_lost: int | None = None
 
+    def resume(self, identity: Mapping[str, Any]) -> None:
+        """The run goes on from a checkpoint of one that went by this `identity`; called before `start`."""
+
+    def identity(self) -> dict[str, Any]:
+        """What a later run needs to go on where this one is recorded; empty for a place that has no such thing."""
+        return {}
+
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
         """Open everything that can fail, so that a fault shows before training. `run_dir` exists."""
 
@@ -47,7 +55,7 @@ class Tracker:
         """A sentence for the person who watches the run."""
 
     def close(self, status: str) -> None:
-        """Release everything. Called once, with `finished`, `interrupted` or `failed`."""
+        """Release everything. Called once, with `finished`, `stopped`, `interrupted` or `failed`."""
 
 
 def stage_line(name: str, seconds: float, note: str = "") -> str:

@@ -79,6 +79,16 @@ class TrackerSet(Tracker):
             fault = f"tracker.{name} could not start: {cause}. Mend it, or set tracker.{name}=null."
             raise ConfigError(fault) from error
 
+    def resume(self, identity: Mapping[str, Any]) -> None:
+        for name, tracker in self._trackers.items():
+            if name in identity:
+                tracker.resume(identity[name])
+
+    def identity(self) -> dict[str, Any]:
+        """By name of the tracker."""
+        found = {name: tracker.identity() for name, tracker in self._trackers.items()}
+        return {name: identity for name, identity in found.items() if identity}
+
     def stage(self, name: str, seconds: float, note: str = "") -> None:
         note = redact(note)
         _log.info("%s", stage_line(name, seconds, note), extra=_TO_FILE_ONLY)

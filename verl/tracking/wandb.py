@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import netrc
 import os
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,12 +26,15 @@ class WandB(TrackerDescription):
         tags: labels of the run.
         mode: `auto` is what WANDB_MODE says if it is set, else online where WANDB_API_KEY or a netrc file has a key,
             else offline.
+        on_resume: a run that goes on from a checkpoint is the `same` W&B run, or a `child`: one of its own, in the
+            group of the root run, whose id names the group.
     """
 
     project: str = "verl"
     entity: str | None = None
     tags: tuple[str, ...] = ()
     mode: Literal["auto", "online", "offline"] = "auto"
+    on_resume: Literal["same", "child"] = "same"
 
     def faults(self) -> Iterator[str]:
         if not self.project:
@@ -46,6 +50,14 @@ class WandBTracker(Tracker):
     def __init__(self, settings: WandB):
         self._settings = settings
         self._run: Any = None
+        self._former: dict[str, Any] = {}
+        self._root: str | None = None
+
+    def resume(self, identity: Mapping[str, Any]) -> None:
+        self._former = dict(identity)
+
+    def identity(self) -> dict[str, Any]:
+        return {} if self._run is None else {"id": self._run.id, "root": self._root}
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
         try:
@@ -54,6 +66,10 @@ class WandBTracker(Tracker):
             raise ImportError("the package wandb is missing: pip install wandb") from error
         chosen = self._settings
         self._wandb = wandb
+        is_same = chosen.on_resume == "same"
+        run_id = self._former.get("id") if is_same else None
+        run_id = run_id or secrets.token_hex(4)
+        self._root = self._former.get("root", run_id)
         self._run = wandb.init(
             project=chosen.project,
             entity=chosen.entity,
@@ -61,6 +77,9 @@ class WandBTracker(Tracker):
             name=run_name,
             config=config,
             dir=run_dir,
+            id=run_id,
+            resume="allow" if is_same and self._former else None,
+            group=None if is_same else self._root,
             mode=wandb_mode(chosen.mode),
             reinit="create_new",  # a sweep's runs are separate, and a user's own run is left alone
             settings=wandb.Settings(console="off", quiet=True),
@@ -82,7 +101,7 @@ class WandBTracker(Tracker):
     def close(self, status: str) -> None:
         if self._run is None:
             return
-        self._run.finish(exit_code=0 if status == "finished" else 1)
+        self._run.finish(exit_code=0 if status in ("finished", "stopped") else 1)
         # `finish` leaves the last records to a background process; ending that one is what waits for them. Runs of
         # other owners in this process would end with it, so then they are left to its exit.
         if getattr(self._wandb.setup(), "most_recent_active_run", None) is None:

@@ -13,7 +13,7 @@ import torch
 from verl.checkpoint.content import Component, TensorItem
 from verl.checkpoint.plan import CopiedFile, LinkedFile
 from verl.checkpoint.settings import Checkpointing
-from verl.models.saved_form import SavedForm
+from verl.models.saved_form import ADAPTER_BIN, SavedForm
 from verl.trainer.identity import content_of
 from verl.utils.seeding import rng_state
 from verl.workers.state import RoleState
@@ -73,7 +73,7 @@ class Contents:
     def _weights(self, role: RoleState) -> Component:
         form = role.model
         if self.settings is not None and not self.settings.use_safetensors:
-            name = "adapter_model.bin" if form.file else "pytorch_model.bin"
+            name = ADAPTER_BIN if form.file else "pytorch_model.bin"
             return Component(files={**form.files, name: _torch_file(form)}, constant_files=role.tokenizer)
         assert self.settings is not None
         return Component(

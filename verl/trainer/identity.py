@@ -11,6 +11,8 @@ from blake3 import blake3
 
 IDENTITY = ("actor.model", "actor.lora", "critic.model", "critic.lora", "reference.model", "data", "algorithm")
 ABSENT = "(not set)"
+KIND = "._target_"
+DIGEST = "blake3"  # the only key of what stands for the content of a file or directory
 
 
 def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
@@ -25,13 +27,20 @@ def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Path -> [value before, value now], where two configurations differ."""
+    """Path -> [value before, value now], where two configurations differ.
+
+    Of a component in whose place stands another one, or none, the `_target_` alone: their fields are not comparable.
+    """
     old, new = dict(_flat(before)), dict(_flat(now))
-    return {
+    found = {
         path: [old.get(path, ABSENT), new.get(path, ABSENT)]
         for path in [*old, *(p for p in new if p not in old)]
         if old.get(path, ABSENT) != new.get(path, ABSENT)
     }
+    replaced = [path.removesuffix(KIND) for path in found if path.endswith(KIND)]
+    outermost = [path for path in replaced if not any(path.startswith(f"{other}.") for other in replaced)]
+    kinds = {f"{path}{KIND}" for path in outermost}
+    return {path: values for path, values in found.items() if path in kinds or not _below(path, tuple(outermost))}
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -50,15 +59,15 @@ def content_of(value: Any) -> Any:
         return value
     path = Path(value).expanduser()
     if path.is_file():
-        return {"blake3": _file_digest(path)}
+        return {DIGEST: _file_digest(path)}
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-        return {"blake3": _digest("".join(f"{name} {_file_digest(path / name)}\n" for name in names).encode())}
+        return {DIGEST: _digest("".join(f"{name} {_file_digest(path / name)}\n" for name in names).encode())}
     return value
 
 
 def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping) and node:
+    if isinstance(node, Mapping) and node and set(node) != {DIGEST}:
         for key, value in node.items():
             yield from _flat(value, f"{path}.{key}" if path else str(key))
     else:

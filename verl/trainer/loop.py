@@ -29,7 +29,7 @@ from verl.trainer.resume import ResumePoint
 from verl.trainer.saving import Saving
 from verl.trainer.settings import LoopSettings
 from verl.trainer.stages import Stages
-from verl.trainer.stopping import StopRequest
+from verl.trainer.stopping import StopRequest, interruption
 from verl.utils.redact import redact
 from verl.utils.seeding import set_rng_state
 from verl.workers.state import RoleState, as_tensor
@@ -74,7 +74,7 @@ class Result:
     """What a run came to.
 
     Attributes:
-        status: `finished`, `stopped` before a time limit, `interrupted` or `failed`.
+        status: `finished`, `stopped` by `stop_after` or before a time limit, `interrupted` or `failed`.
         steps: made in full.
         samples: rows that those steps trained on.
         evaluations: step -> metrics; step 0 is before training.
@@ -113,20 +113,22 @@ class Result:
 def fit(trainer: Trainer, config: dict[str, Any]) -> Result:
     """Train to the end, from the start or from the checkpoint that the trainer goes on from.
 
-    On SIGTERM and on Ctrl-C the step under way is finished and saved, and KeyboardInterrupt goes on its way; on a
-    second one at once, so that the checkpoint before that step is the last.
+    On SIGTERM and on Ctrl-C the step under way is finished and saved, and `Terminated` or KeyboardInterrupt goes on
+    its way; on a second one at once, so that the checkpoint before that step is the last.
     """
     saving, started = trainer.saving, time.perf_counter()
     result = _result_so_far(trainer)
     name = f"{trainer.settings.project_name}/{trainer.settings.experiment_name}"
+    if saving.resumed is not None:
+        trainer.tracker.resume(saving.resumed.state.get("trackers", {}))
     trainer.tracker.start(name, {**config, "lineage": saving.facts}, trainer.run_dir, trainer.num_steps)
-    stop = StopRequest(trainer.tracker.message)
+    stop = StopRequest()
     try:
         saving.start(trainer.run_dir)
         with stop.listening():
             _train(trainer, result, stop)
         if stop:
-            raise KeyboardInterrupt
+            raise interruption(stop.signal)
         result.status = "finished" if result.steps == trainer.num_steps else "stopped"
     except KeyboardInterrupt:
         result.status = "interrupted"
@@ -148,7 +150,7 @@ def _result_so_far(trainer: Trainer) -> Result:
     if point is not None:
         done = point.state.get("progress", {})
         result.steps, result.samples = point.step, done.get("samples", 0)
-        result.wall_s, result.train_s = done.get("wall_s", 0.0), done.get("train_s", 0.0)
+        result.wall_s, result.train_s = point.state.get("wall_clock_s", 0.0), done.get("train_s", 0.0)
         result.evaluations = {int(step): metrics for step, metrics in done.get("evaluations", {}).items()}
     return result
 
@@ -157,6 +159,9 @@ def _train(trainer: Trainer, result: Result, stop: StopRequest) -> None:
     point = trainer.saving.resumed
     if point is not None:
         set_rng_state(*_generators(point))
+        trainer.guard.load_state_dict(point.read_json("scheduler/state.json").get("safety", {}))
+        if trainer.settings.repeat_first_batch:
+            trainer.sampler.rewind()
         if point.step >= trainer.num_steps:
             trainer.tracker.message(
                 f"Nothing is left to do: the checkpoint is of step {point.step}, and the run has {trainer.num_steps}."
@@ -194,12 +199,20 @@ def _steps(trainer: Trainer, result: Result, profiler: Profiler, stop: StopReque
             evaluated = _evaluate(trainer, step, result)
         if (sentence := trainer.saving.note(step, metrics)) is not None:
             trainer.tracker.message(sentence)
-        is_out_of_time = not is_last and trainer.saving.out_of_time()
-        _checkpoint(trainer, result, {**metrics, **evaluated}, took, is_last, bool(stop) or is_out_of_time)
-        if is_out_of_time:
-            trainer.tracker.message(f"Stopping after step {step}: another one might not end within the time limit.")
-        if stop or is_out_of_time:
+        reason = None if is_last else _reason_to_stop(trainer, step)
+        is_stopping = bool(stop) or reason is not None
+        _checkpoint(trainer, result, {**metrics, **evaluated}, took, is_last, is_stopping)
+        if reason is not None:
+            trainer.tracker.message(f"Stopping after step {step}: {reason}.")
+        if is_stopping:
             return
+
+
+def _reason_to_stop(trainer: Trainer, step: int) -> str | None:
+    """Why the run ends before its last step, other than by a signal."""
+    if step == trainer.settings.stop_after:
+        return "trainer.stop_after says so"
+    return "another one might not end within the time limit" if trainer.saving.out_of_time() else None
 
 
 def _checkpoint(
@@ -219,11 +232,12 @@ def _checkpoint(
             rate = metrics.get("actor/lr", metrics.get("sft/lr"))
             progress = {
                 "samples": result.samples,
-                "wall_s": result.wall_s,
                 "train_s": result.train_s,
                 "evaluations": result.evaluations,
             }
-            saving.save(step, roles, state, metrics=metrics, learning_rate=rate, progress=progress, why=why, tag=tag)
+            state["safety"] = trainer.guard.state_dict()
+            facts = {"learning_rate": rate, "progress": progress, "trackers": trainer.tracker.identity(), "why": why}
+            saving.save(step, roles, state, metrics=metrics, tag=tag, **facts)
             note.say(f"step {step}, {why}")
         trainer.stages.take()
     is_end = is_last or is_stopping

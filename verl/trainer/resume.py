@@ -14,9 +14,9 @@ from verl.checkpoint.disk import Disk
 from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.published import Published, read_state
 from verl.checkpoint.reader import CheckpointReader
-from verl.checkpoint.verify import verified
-from verl.errors import CheckpointNotFound, ConfigError
-from verl.trainer.identity import differences
+from verl.checkpoint.verify import Level, verified
+from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
+from verl.trainer.identity import DIGEST, differences
 from verl.trainer.lineage import Parent
 
 POINTER = "checkpoints.json"  # in a run's directory: where it saves, and under which id
@@ -48,25 +48,29 @@ class ResumePoint:
 
     def parent(self, config: Mapping[str, Any]) -> Parent:
         """This checkpoint as the origin of a run with a configuration."""
-        found = differences(self.state.get("config", {}), config)
+        found = _told(self.state.get("config", {}), config)
         manifest = self.published.manifest
         return Parent(manifest.run_id, str(self.published.directory), self.step, found)
 
 
-def find(resume: str, save_dir: Path, strict: bool = False) -> ResumePoint | None:
+def find(resume: str, save_dir: Path, strict: bool = False, verify: bool = True) -> ResumePoint | None:
     """The checkpoint that `resume` means; None where `latest` finds none.
+
+    Every byte of it is read and hashed. Where a directory is searched and its newest checkpoint is damaged, that is
+    told with the file and the tensor, and the one before it is taken.
 
     Args:
         resume: `latest`, a checkpoint, a directory of checkpoints, or the directory of a run.
         save_dir: where this run saves, and where `latest` looks.
         strict: a damaged checkpoint is an error, instead of being passed over.
+        verify: false looks at names, sizes and headers alone.
     Raises:
-        ConfigError: there is no such directory, or it holds no checkpoint.
+        ConfigError: there is no such directory, it holds no checkpoint, or all of them are damaged.
         BadCheckpoint: it does not verify.
     """
     if resume == LATEST:
         try:
-            return _newest(save_dir, strict, f"resume=latest looked in {save_dir}")
+            return _newest(save_dir, strict, verify, f"resume=latest looked in {save_dir}")
         except CheckpointNotFound:
             return None
     path = Path(resume).expanduser().absolute()
@@ -75,13 +79,13 @@ def find(resume: str, save_dir: Path, strict: bool = False) -> ResumePoint | Non
     if not path.is_dir():
         raise ConfigError(f"resume is {resume!r}: no such directory. Give a checkpoint, its parent, a run, or latest.")
     if (path / MANIFEST).exists() or path.name.startswith("global_step_"):
-        published = verified(Disk(), path)
+        published = verified(Disk(), path, _level(verify))
         return ResumePoint(published, read_state(Disk(), published), f"resume={resume} names it")
     try:
         if (path / POINTER).is_file():
             pointer = json.loads((path / POINTER).read_text())
-            return _newest(Path(pointer["save_dir"]), strict, f"resume={resume} is a run", pointer["run_id"])
-        return _newest(path, strict, f"resume={resume} holds checkpoints")
+            return _newest(Path(pointer["save_dir"]), strict, verify, f"resume={resume} is a run", pointer["run_id"])
+        return _newest(path, strict, verify, f"resume={resume} holds checkpoints")
     except CheckpointNotFound as error:
         raise ConfigError(f"resume is {resume!r}: {error}. Give a checkpoint, its parent, a run, or latest.") from error
 
@@ -103,31 +107,54 @@ def refuse_other_identity(point: ResumePoint, identity: Mapping[str, Any]) -> No
 
 def tell_differences(point: ResumePoint, config: Mapping[str, Any]) -> list[str]:
     """A line for each value that differs from the checkpoint's and may."""
-    passed_over = ("resume",)
-    found = differences(point.state.get("config", {}), config)
-    return [
-        f"{path}: {_shown(before)} before, {_shown(now)} now"
-        for path, (before, now) in found.items()
-        if path not in passed_over
-    ]
+    found = _told(point.state.get("config", {}), config)
+    return [f"{path}: {_shown(before)} before, {_shown(now)} now" for path, (before, now) in found.items()]
 
 
-def _newest(directory: Path, strict: bool, what: str, run_id: str | None = None) -> ResumePoint:
-    if not directory.is_dir():
-        raise CheckpointNotFound(f"{directory} holds no complete checkpoint")
+def _told(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Differences but that of `resume`, which says only where the checkpoint lies."""
+    return {path: values for path, values in differences(before, now).items() if path != "resume"}
+
+
+def _newest(directory: Path, strict: bool, verify: bool, what: str, run_id: str | None = None) -> ResumePoint:
     looked_at = CheckpointDirectory(directory)
-    newest = looked_at.newest(strict)
-    others = looked_at.complete()
-    if run_id is not None:
-        own = [published for published in others if published.manifest.run_id == run_id]
-        if not own:
-            raise CheckpointNotFound(f"{directory} holds no complete checkpoint of run {run_id}")
-        newest = own[-1]
-    why = f"{what}: the last published of {len(others)} complete ones"
-    return ResumePoint(newest, read_state(Disk(), newest), why)
+    try:
+        looked_at.newest(strict)
+    except CheckpointNotFound:
+        if looked_at.candidates():
+            raise _all_damaged(directory) from None
+        raise
+    complete = looked_at.complete()
+    own = [published for published in complete if run_id in (None, published.manifest.run_id)]
+    if not own:
+        raise CheckpointNotFound(f"{directory} holds no complete checkpoint of run {run_id}")
+    for published in reversed(own):
+        try:
+            verified(Disk(), published.directory, _level(verify))
+            state = read_state(Disk(), published)
+        except BadCheckpoint as error:
+            if strict:
+                raise
+            _log.error("NOT USING checkpoint %s", error)
+        else:
+            after = "" if published is own[-1] else ", those after it being damaged"
+            return ResumePoint(published, state, f"{what}: the last published of {len(complete)} complete ones{after}")
+    raise _all_damaged(directory)
+
+
+def _all_damaged(directory: Path) -> ConfigError:
+    """No fresh start over what a person might still mend."""
+    return ConfigError(
+        f"resume finds damaged checkpoints in {directory} and no whole one; the log names what is wrong. Mend or "
+        "remove them, or start without resume."
+    )
+
+
+def _level(verify: bool) -> Level:
+    return "full" if verify else "quick"
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Mapping) and set(value) == {"blake3"}:
-        return f"content {value['blake3'][:12]}"
+    if isinstance(value, Mapping) and set(value) == {DIGEST}:
+        return f"content {value[DIGEST][:12]}"
     return json.dumps(value) if not isinstance(value, str) else value

@@ -243,9 +243,10 @@ class Saving:
         now = sum(first) / len(first)
         if abs(now - mean) <= JUMP_FACTOR * spread + 1e-6 * abs(mean):
             return None
+        verified = " and verified" if self.settings is None or self.settings.verify else ""
         changed = ", ".join(sorted(self.parent.differences)) if self.parent is not None else ""
         return (
             f"{self.loss_key} was {mean:.4g} +- {spread:.2g} before the resume and is {now:.4g} in the first "
             f"{len(first)} steps after it. Weights, optimizer, schedule, data order and random generators were "
-            f"restored and verified; what differs is the configuration: {changed or 'nothing'}."
+            f"restored{verified}; what differs is the configuration: {changed or 'nothing'}."
         )

@@ -26,6 +26,8 @@ class LoopSettings(Description):
         nnodes: machines.
         total_epochs: passes over the training data.
         total_steps: training steps. Of the two, what is reached first ends the run; with neither it is one epoch.
+        stop_after: end after this step, saved, so that `resume=latest` goes on; all schedules are those of the whole
+            run. null: do not.
         eval_before: evaluate the weights before the first step.
         eval_interval: steps between evaluations; 0 for none but the last.
         sample_rows: rows kept in each table of samples.
@@ -45,6 +47,7 @@ class LoopSettings(Description):
     nnodes: int = 1
     total_epochs: int | None = None
     total_steps: int | None = None
+    stop_after: int | None = None
     eval_before: bool = True
     eval_interval: int = 0
     sample_rows: int = 32
@@ -55,7 +58,7 @@ class LoopSettings(Description):
     safety: Safety = field(default_factory=Safety)
 
     def faults(self) -> Iterator[str]:
-        for name in ("n_gpus_per_node", "nnodes", "total_epochs", "total_steps", "num_threads"):
+        for name in ("n_gpus_per_node", "nnodes", "total_epochs", "total_steps", "stop_after", "num_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 yield f"{name} is {value}: must be at least 1."

@@ -97,7 +97,8 @@ def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collect
     identity = identity_of(config, context.tokenizer) if chosen is not None or run.resume is not None else {}
     point = None
     if run.resume is not None:
-        point = find(run.resume, directory, strict=chosen is not None and chosen.strict)
+        used = chosen or Checkpointing()
+        point = find(run.resume, directory, used.strict, used.verify)
         if point is None:
             _log.warning("resume=latest found no checkpoint in %s: starting fresh.", directory)
         else:
@@ -109,11 +110,8 @@ def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collect
 
 
 def restore_of(saving: Saving) -> Restore | None:
-    """What roles need to go on from the checkpoint of a run."""
-    if saving.resumed is None:
-        return None
-    verify = saving.settings is None or saving.settings.verify
-    return Restore(saving.resumed.published.directory, verify)
+    """What roles need to go on from the checkpoint of a run; `find` has hashed all of it."""
+    return None if saving.resumed is None else Restore(saving.resumed.published.directory, verify=False)
 
 
 def start_cluster(host: HostDescription, sharding: Sharding, settings: LoopSettings, context: BuildContext) -> Cluster:

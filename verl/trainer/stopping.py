@@ -3,13 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Terminated(KeyboardInterrupt):
+    """The run was ended by SIGTERM, as a scheduler sends it, and not by a person."""
+
+
+def interruption(number: int | None) -> KeyboardInterrupt:
+    """What ends a run that was asked to stop by this signal."""
+    return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+
+
+@contextlib.contextmanager
+def orderly_termination() -> Iterator[None]:
+    """Within, SIGTERM raises `Terminated`, as Ctrl-C raises KeyboardInterrupt, so that all is closed in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class StopRequest:
@@ -19,9 +46,8 @@ class StopRequest:
         signal: the signal that came, or None.
     """
 
-    def __init__(self, tell: Callable[[str], None]):
+    def __init__(self) -> None:
         self.signal: int | None = None
-        self._tell = tell
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -41,7 +67,10 @@ class StopRequest:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
-            raise KeyboardInterrupt
+            raise interruption(number)
         self.signal = number
         again = "; Ctrl-C again stops at once, and loses that step" if number == signal.SIGINT else ""
-        self._tell(f"{signal.Signals(number).name}: stopping once this step is done and saved{again}")
+        told = f"{signal.Signals(number).name}: stopping once this step is done and saved{again}\n"
+        with contextlib.suppress(OSError):
+            # Past all buffers: the signal may have come while one of them was written, and they bear no second writer.
+            os.write(2, told.encode())

@@ -15,7 +15,7 @@ from verl.checkpoint.published import open_published
 from verl.checkpoint.reader import CheckpointReader
 from verl.engines.engine import TrainingEngine
 from verl.models.pretrained import Pretrained
-from verl.models.saved_form import SavedForm
+from verl.models.saved_form import ADAPTER_BIN, ADAPTER_FILE, SavedForm
 from verl.models.source import ModelSource
 
 DTYPES = {
@@ -66,6 +66,11 @@ class Restore:
         if isinstance(described, Pretrained):
             return replace(described, path=path, revision=None)
         return Pretrained(path=path, dtype=described.dtype)
+
+    def adapter(self, component: str) -> Path:
+        """The weights of a component's adapter, in either form."""
+        names = [Path(entry.path).name for entry in self.reader().files(component)]
+        return self.file(component, ADAPTER_FILE if ADAPTER_FILE in names else ADAPTER_BIN)
 
     def file(self, component: str, name: str) -> Path:
         """A file of a component, once it is what was written."""

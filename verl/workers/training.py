@@ -17,7 +17,7 @@ from verl.engines.sharding import Parallel
 from verl.models.lora import LoRA
 from verl.models.precision import Autocast
 from verl.models.pretrained import quiet_transformers
-from verl.models.saved_form import ADAPTER_FILE, SavedForm, load_adapter, saved_form, tokenizer_files
+from verl.models.saved_form import SavedForm, load_adapter, saved_form, tokenizer_files
 from verl.models.source import ModelSource
 from verl.workers.state import Restore, RoleState
 
@@ -64,7 +64,7 @@ class TrainedRole(Description):
             return model
         model = self.lora.apply(model, causal_lm=kind == "causal_lm")
         if restore is not None:
-            load_adapter(model, restore.file(component, ADAPTER_FILE))
+            load_adapter(model, restore.adapter(component))
         return model
 
     def engine(self, model: nn.Module, parallel: Parallel, total_updates: int) -> TrainingEngine:

@@ -1,0 +1,105 @@
+"""The tree of runs: where each began, how it ended, what it saved, and what is left of that."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from trainer.runs import GRPO, ppo_run
+from typer.testing import CliRunner
+
+from verl.checkpoint.settings import Checkpointing
+from verl.cli.main import app
+from verl.description import BuildContext
+from verl.trainer.lineage_tree import forest, walk
+
+runner = CliRunner()
+
+
+def fit(model, directory: Path, name: str, resume: str | None = None, lr: float = 3e-3, **settings) -> None:
+    run = ppo_run(model, GRPO, total_steps=4, lr=lr, save_final=False, **settings)
+    saving = Checkpointing(save_dir=str(directory / "saved"), save_interval=1, keep_last_n=2, save_async=False)
+    run = dataclasses.replace(run, checkpoint=saving, resume=resume)
+    with run.build(BuildContext(run_dir=directory / name)) as trainer:
+        trainer.fit()
+
+
+@pytest.fixture(scope="module")
+def family(model32, tmp_path_factory) -> Path:
+    """A run stopped after three steps, one that went on from its second at another rate, and one after that."""
+    directory = tmp_path_factory.mktemp("family")
+    fit(model32, directory, "first", stop_after=3)
+    fit(model32, directory, "second", resume=str(directory / "saved/global_step_2"), lr=1e-3)
+    fit(model32, directory, "third", resume="latest", stop_after=4)
+    return directory
+
+
+def told(directory: Path, *options) -> str:
+    result = runner.invoke(app, ["lineage", str(directory), *options])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_children_hang_below_the_checkpoint_that_they_went_on_from_with_what_differs(family):
+    (first,) = forest(family)
+    (second,) = first.children
+    (third,) = second.children
+    assert (first.status, first.steps, first.parent) == ("stopped", 3, None)
+    assert (second.status, second.steps, second.parent.step) == ("finished", 4, 2)
+    assert (third.status, third.parent.step, third.checkpoints) == ("finished", 4, [])
+    assert second.parent.run_id == first.run_id
+    assert second.parent.differences["actor.optimizer.lr"] == [3e-3, 1e-3]
+    assert second.data_changes == {}
+    lines = told(family).splitlines()
+    assert lines[0].startswith(f"run {first.run_id}  stopped  steps 1 to 3  20")
+    assert lines[0].endswith(str(family / "first"))
+    (branch,) = (line for line in lines if f"run {second.run_id}  " in line and "from step" not in line)
+    assert "finished  steps 3 to 4" in branch
+    assert any(line.strip(" │├─└").startswith("global_step_2") for line in lines[: lines.index(branch)])
+    assert any("actor.optimizer.lr: 0.003 -> 0.001" in line for line in lines)
+    assert any(f"from step 2 of run {first.run_id}" in line for line in lines)
+
+
+def test_a_checkpoint_is_there_or_pruned_and_a_name_used_again_is_the_later_runs(family):
+    first, second, _ = walk(forest(family))
+    there = {path.name for path in (family / "saved").glob("global_step_*")}
+    for run in (first, second):
+        for saved in run.checkpoints:
+            expected = "there" if saved.name in there else "pruned"
+            is_again = run is first and saved.name in {x.name for x in second.checkpoints}
+            assert saved.state == ("pruned" if is_again else expected)
+    assert {saved.state for saved in first.checkpoints} >= {"pruned"}
+    assert "pruned" in told(family)
+
+
+def test_json_holds_the_same_tree(family):
+    (first,) = json.loads(told(family, "--json"))
+    assert first["children"][0]["children"][0]["parent"]["step"] == 4
+    assert first["code"]["verl"]
+    assert [saved["step"] for saved in first["checkpoints"]] == [1, 2, 3]
+
+
+def test_the_content_of_data_that_changed_is_shown_by_its_path(tmp_path):
+    def identity(digest: str) -> dict:
+        return {"data.train_files": [{"blake3": digest * 64}], "algorithm.epochs": 1}
+
+    parent = {"run_id": "a", "checkpoint": "x/global_step_1", "step": 1, "differences": {}}
+    events = [
+        {"event": "run", "run_id": "a", "time": "2026-01-01T00:00:00", "identity": identity("1"), "parent": None},
+        {"event": "run", "run_id": "b", "time": "2026-01-02T00:00:00", "identity": identity("2"), "parent": parent},
+        {"event": "run", "run_id": "c", "time": "2026-01-03", "parent": {**parent, "run_id": "elsewhere"}},
+    ]
+    (tmp_path / "lineage.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + '{"event": "ru')
+    first, elsewhere = forest(tmp_path)
+    assert list(first.children[0].data_changes) == ["data.train_files"]
+    assert (first.status, elsewhere.run_id, elsewhere.parent.run_id) == ("running or killed", "c", "elsewhere")
+    assert "content of data.train_files: 111111111111 -> 222222222222" in told(tmp_path)
+
+
+def test_a_place_without_runs_or_that_is_not_there_is_told(tmp_path):
+    assert told(tmp_path) == f"No run has saved below {tmp_path}.\n"
+    result = runner.invoke(app, ["lineage", str(tmp_path / "absent")])
+    assert result.exit_code == 2
+    assert "no such directory" in result.output

@@ -1,0 +1,163 @@
+"""`verl eval` and `verl generate` ask a saved policy, wherever it lies, and tell what its own run would have told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from trainer.runs import GRPO, PPO, Prompts, ppo_run
+from trainer.test_sft import sft_run
+from typer.testing import CliRunner
+
+from verl.checkpoint.settings import Checkpointing
+from verl.cli.main import app
+from verl.description import BuildContext
+from verl.models.lora import LoRA
+from verl.rewards.exact_match import ExactMatch
+from verl.tracking.jsonl import JsonLines
+from verl.tracking.trackers import Trackers
+
+runner = CliRunner()
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}, {"prompt": "3+3=", "answer": "6"}]
+
+
+def trained(model, directory: Path, algorithm=PPO, lora=None) -> dict:
+    """The evaluation after the last of two steps."""
+    run = ppo_run(model, algorithm, total_steps=2, eval_interval=1, tracker=Trackers(jsonl=JsonLines()), lr=0.02)
+    run = dataclasses.replace(run, data=Prompts(eval=("5+5=", "7", "what is 6*7? ")))
+    run = dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=lora))
+    saving = Checkpointing(save_dir=str(directory / "checkpoints"), save_interval=1, save_async=False)
+    run = dataclasses.replace(run, checkpoint=saving)
+    with run.build(BuildContext(run_dir=directory / "run")) as trainer:
+        return trainer.fit().evaluations
+
+
+@pytest.fixture(scope="module")
+def run(model32, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("trained")
+    return directory, trained(model32, directory)
+
+
+def asked(command: str, *arguments) -> str:
+    result = runner.invoke(app, [command, *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(command: str, *arguments) -> str:
+    result = runner.invoke(app, [command, *map(str, arguments)])
+    assert result.exit_code == 2, result.output
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "step"), [("checkpoints", 2), ("checkpoints/latest", 2), ("run", 2), ("checkpoints/global_step_1/", 1)]
+)
+def test_the_numbers_are_those_that_the_run_logged_at_that_step(path, step, run):
+    directory, evaluations = run
+    told = json.loads(asked("eval", directory / path, "--json"))
+    assert (told["step"], told["rows"]) == (step, 3)
+    assert told["metrics"] == evaluations[step]
+    assert evaluations[1] != evaluations[2]
+
+
+def test_an_adapter_is_evaluated_with_its_model(model32, tmp_path):
+    evaluations = trained(model32, tmp_path, GRPO, LoRA(rank=2))
+    told = json.loads(asked("eval", tmp_path / "checkpoints", "--json"))
+    assert told["metrics"] == pytest.approx(evaluations[2])
+
+
+def test_latest_is_the_newest_below_checkpoints_and_the_table_says_which(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "no directory below checkpoints/ holds a complete checkpoint" in refused("eval", "latest")
+    shutil.copytree(run[0] / "checkpoints", tmp_path / "checkpoints/project/name", symlinks=True)
+    told = asked("eval", "latest")
+    assert f"{tmp_path}/checkpoints/project/name/global_step_2, step 2, on 3 rows" in told
+    assert "eval/accuracy" in told
+
+
+def test_another_file_reward_and_rollout_take_the_place_of_the_runs_own(run, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    told = json.loads(
+        asked(
+            "eval", run[0] / "checkpoints", "--data", file, "reward=exact_match", "rollout.max_new_tokens=2", "--json"
+        )
+    )
+    assert told["rows"] == 3
+    assert 0 < told["metrics"]["eval/response_length_tokens"] <= 2
+    assert told["metrics"]["eval/accuracy"] in (0.0, 1 / 3, 2 / 3, 1.0)
+
+
+def test_plain_weights_are_evaluated_on_a_file_by_the_default_reward(model32, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    options = ("rollout.max_new_tokens=3", "trainer.eval_samples=0", "trainer.num_threads=1")
+    told = json.loads(asked("eval", model32.path, "--data", file, *options, "--json"))
+    assert (told["step"], told["rows"]) == (0, 3)
+    assert set(told["metrics"]) == {"eval/accuracy", "eval/score", "eval/response_length_tokens"}
+
+
+def test_prompts_are_answered_and_greedily_always_the_same(run):
+    ask = ("generate", run[0] / "checkpoints", "--prompt", "5+5=", "--prompt", "1", "--max-new-tokens", "4", "--json")
+    rows = [json.loads(line) for line in asked(*ask, "--greedy").splitlines()]
+    assert [row["prompt"] for row in rows] == ["5+5=", "1"]
+    assert all(0 < row["tokens"] <= 4 for row in rows)
+    assert rows == [json.loads(line) for line in asked(*ask, "--greedy").splitlines()]
+    drawn = [json.loads(line)["response"] for line in asked(*ask, "--samples", "3").splitlines()]
+    assert len(drawn) == 6
+    assert len(set(drawn)) > 2
+
+
+def test_prompts_are_answered_by_plain_weights_and_by_the_rows_that_were_held_out(run, model32):
+    said = asked("generate", model32.path, "--prompt", "5+5=", "--max-new-tokens", "3", "trainer.num_threads=1")
+    assert said.startswith("5+5=\n  -> ")
+    assert len(asked("generate", run[0] / "run").splitlines()) == 6
+
+
+def test_a_damaged_policy_is_named_and_not_asked(run, tmp_path):
+    shutil.copytree(run[0] / "checkpoints", tmp_path / "checkpoints", symlinks=True)
+    file = tmp_path / "checkpoints/global_step_2/actor/model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)
+    said = refused("eval", tmp_path / "checkpoints/global_step_2")
+    assert "actor/model.safetensors: bytes" in said
+    assert "are not those that were written (in actor/" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["absent"], "PATH is 'absent': no such directory. Give a checkpoint, a run, or a directory of a model."),
+        (["{run}", "rollout.temprature=1"], "rollout.temprature is not a known key"),
+        (["{run}", "data.eval=[]"], "data has no rows that are held out. Give --data FILE"),
+    ],
+)
+def test_a_question_that_cannot_be_answered_is_told_by_its_path(arguments, said, run):
+    assert said in refused("eval", *(text.format(run=run[0] / "run") for text in arguments))
+
+
+def test_the_default_reward_of_plain_weights_is_the_one_of_the_default_run(model32):
+    from verl.compose.saved_policy import locate, policy_run
+
+    described = policy_run(locate(model32.path), "ppo")
+    assert isinstance(described.reward, ExactMatch)
+    assert described.critic is None
+    assert described.checkpoint is None
+
+
+def test_a_fine_tuned_policy_is_evaluated_on_its_own_held_out_text_and_answers(dir32, tmp_path):
+    described = sft_run(dir32, tmp_path)
+    saving = Checkpointing(save_dir=str(tmp_path / "checkpoints"), save_async=False)
+    described = dataclasses.replace(described, checkpoint=saving)
+    with described.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        evaluations = trainer.fit().evaluations
+    told = json.loads(asked("eval", tmp_path / "checkpoints", "--json"))
+    assert told["metrics"] == evaluations[told["step"]]
+    said = asked("generate", tmp_path / "run", "--prompt", "5+1=", "--max-new-tokens", "3", "trainer.num_threads=1")
+    assert said.startswith("5+1=\n  -> ")

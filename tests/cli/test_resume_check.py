@@ -1,0 +1,90 @@
+"""The check of resuming: it finds nothing where nothing is wrong, and names what was planted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cli.small_runs import small_run
+from typer.testing import CliRunner
+
+from verl.cli.main import app
+from verl.cli.resume_check import laid_over
+from verl.trainer.comparing import Closeness, first_step_apart
+
+runner = CliRunner()
+
+
+def check(*arguments, **small):
+    return runner.invoke(app, ["resume-check", *arguments, *small_run(**small)])
+
+
+def test_a_sound_run_passes_bit_by_bit_and_its_directory_is_kept_if_asked(model32, tmp_path):
+    result = check("--steps", "3", "--at", "1", "--keep", str(tmp_path / "kept"), model=model32, directory=tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "OK: steps 2 to 3 and " in result.output
+    assert "are equal bit by bit" in result.output
+    assert (tmp_path / "kept/resumed/metrics.jsonl").is_file()
+    assert (tmp_path / "kept/stopped_checkpoints/global_step_1").is_dir()
+    assert not (tmp_path / "kept/straight_checkpoints/global_step_1").exists()  # it was not even saved there
+
+
+def test_a_flipped_bit_is_found_with_its_step_its_tensor_and_its_size(model32, tmp_path):
+    plant = ("--plant", "actor/model.norm.weight")
+    result = check(*plant, "--steps", "3", "--at", "2", model=model32, directory=tmp_path)
+    assert result.exit_code == 1, result.output
+    assert "DIFFERS: step 3: " in result.output  # the policy is another one, and so are the numbers of the next step
+    assert "DIFFERS: tensor actor/" in result.output
+    assert "in the first run and" in result.output
+    assert "at most by" in result.output
+
+
+def test_another_layout_agrees_to_rounding_and_the_check_says_so(model32, tmp_path):
+    result = check("--to-sharding", "ddp", "--processes", "2", "--steps", "2", model=model32, directory=tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "agree to within 0.001 (another layout rounds otherwise)" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "2", "--at", "2"], "--at is 2: must lie between 1 and --steps 2, less one."),
+        (["--root", "dpo"], "--root is dpo: there is no"),
+        (["actor.lr=1"], "the straight run ended with status 2:\nactor.lr is not a known key"),
+    ],
+)
+def test_what_cannot_be_checked_is_told_with_status_2(arguments, said, tmp_path):
+    result = runner.invoke(app, ["resume-check", *arguments])
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_closeness_is_of_bits_without_a_tolerance_and_of_size_with_one():
+    exact, near = Closeness(), Closeness(1e-3)
+    assert exact.numbers(float("nan"), float("nan"))
+    assert not exact.numbers(1.0, 1.0 + 1e-12)
+    assert near.numbers(1000.0, 1000.5)
+    assert not near.numbers(1.0, 1.01)
+    assert not near.numbers(1, True)
+    zeros, values = torch.tensor([0.0, -0.0]), torch.tensor([100.0, 0.0])
+    assert exact.elements(zeros, zeros.flip(0)).tolist() == [True, True]
+    assert near.elements(values, torch.tensor([100.05, 0.05])).tolist() == [False, False]
+    assert near.elements(values, torch.tensor([100.0, 0.2])).tolist() == [False, True]
+    assert not exact.elements(torch.tensor([float("nan")]), torch.tensor([float("nan")])).any()
+
+
+def test_the_first_difference_of_steps_is_the_earliest_and_an_absent_metric_is_one():
+    whole = {1: {"a": 1.0}, 2: {"a": 1.0, "b": 2.0}, 3: {"a": 1.0}}
+    exact = Closeness()
+    assert first_step_apart(whole, {2: {"a": 1.0, "b": 2.0}}, exact) is None
+    assert first_step_apart(whole, {3: {"a": 2.0}, 2: {"a": 1.0, "b": 3.0}}, exact) == (
+        "step 2: b is 2.0 in the first run and 3.0 in the second"
+    )
+    assert "step 2: b is 2.0 in the first run and absent" in first_step_apart(whole, {2: {"a": 1.0}}, exact)
+
+
+def test_what_the_check_itself_sets_takes_the_place_of_what_was_given():
+    given = ["tracker=wandb", "tracker.wandb.project=x", "trainer.total_steps=9", "trainer.seed=1", "sharding=none"]
+    assert laid_over(given, ["tracker=none", "trainer.total_steps=4"]) == [
+        *("trainer.seed=1", "sharding=none", "tracker=none", "trainer.total_steps=4")
+    ]
+    assert laid_over(given[3:], ["sharding=ddp"]) == ["trainer.seed=1", "sharding=ddp"]

@@ -1,0 +1,134 @@
+"""A training killed at any moment and started again with `resume=latest` ends as the one that was never killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cli.small_runs import small_run
+from cluster.processes_of import wait_until_gone
+
+from verl.checkpoint.discovery import CheckpointDirectory
+from verl.checkpoint.reader import CheckpointReader
+from verl.trainer.lineage import read
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 12
+KILLS = 3
+
+
+def command(model, directory: Path, *overrides: str) -> list:
+    """A run that saves each step, so that most moments lie within a save."""
+    quiet = ["tracker.tensorboard=null", "tracker.curves=null", "tracker.console.progress_bar=false"]
+    saving = [f"checkpoint.save_dir={directory / 'checkpoints'}", "checkpoint.save_interval=1", "resume=latest"]
+    length = [f"trainer.total_steps={STEPS}", "trainer.eval_interval=3", "trainer.save_final=false"]
+    return [sys.executable, ROOT / "main_ppo.py", *small_run(model, directory), *quiet, *saving, *length, *overrides]
+
+
+def started(model, directory: Path, name: str, *overrides: str) -> subprocess.Popen:
+    with (directory / f"{name}.log").open("w") as log:
+        run = [*command(model, directory, f"hydra.run.dir={directory / name}", *overrides)]
+        return subprocess.Popen(run, stdout=log, stderr=subprocess.STDOUT, cwd=directory, start_new_session=True)
+
+
+def digest(directory: Path) -> str:
+    newest = CheckpointDirectory(directory / "checkpoints").newest()
+    assert newest.step == STEPS
+    return CheckpointReader(newest).digest()
+
+
+def wait_for_training(process: subprocess.Popen, run_dir: Path) -> None:
+    """Until the first line of metrics; or the end of the run."""
+    end = time.monotonic() + 120
+    while process.poll() is None and not (run_dir / "metrics.jsonl").is_file():
+        assert time.monotonic() < end, "no step was made"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model32, tmp_path_factory) -> str:
+    """Digest of the last checkpoint of a run that nobody disturbs."""
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    process = started(model32, directory, "run", "checkpoint=sync")
+    assert process.wait(timeout=120) == 0, (directory / "run.log").read_text()
+    return digest(directory)
+
+
+@pytest.mark.parametrize(
+    ("mode", "seed"),
+    [("async", 0), pytest.param("sync", 1, marks=pytest.mark.exhaustive)]
+    + [pytest.param("async", seed, marks=pytest.mark.exhaustive) for seed in (2, 3)],
+)
+def test_a_training_killed_at_random_moments_until_it_ends_has_the_digest_of_one_that_was_not(
+    mode, seed, uninterrupted, model32, tmp_path
+):
+    moments = random.Random(seed)
+    for attempt in range(KILLS):
+        process = started(model32, tmp_path, f"run_{attempt}", f"checkpoint={mode}")
+        try:
+            wait_for_training(process, tmp_path / f"run_{attempt}")
+            time.sleep(moments.uniform(0.0, 0.8))
+        finally:
+            process.kill()
+            process.wait()
+    last = started(model32, tmp_path, "last", f"checkpoint={mode}")
+    assert last.wait(timeout=120) == 0, (tmp_path / "last.log").read_text()
+    assert digest(tmp_path) == uninterrupted
+    events = read(tmp_path / "checkpoints")
+    assert sum(event["event"] == "end" and event["status"] == "finished" for event in events) >= 1
+
+
+@pytest.mark.parametrize("when", ["at once", "while it trains"])
+def test_a_termination_ends_with_143_and_all_processes_and_loses_no_step(when, uninterrupted, model32, tmp_path):
+    process = started(model32, tmp_path, "first", "checkpoint=async")
+    try:
+        wait_for_training(process, tmp_path / "first")
+        if when == "while it trains":
+            wait_for_checkpoints(tmp_path, 2)
+        family = sorted(group_of(process.pid))
+        process.send_signal(signal.SIGTERM)
+        status = process.wait(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    told = (tmp_path / "first.log").read_text()
+    assert status == 143, told
+    assert "Traceback" not in told
+    assert wait_until_gone(family) == []
+    if when == "while it trains":
+        assert "SIGTERM: stopping once this step is done and saved" in told
+        summary = json.loads((tmp_path / "first/summary.json").read_text())
+        newest = CheckpointDirectory(tmp_path / "checkpoints").newest()
+        assert (summary["status"], summary["steps"]) == ("interrupted", newest.step)
+        assert newest.step < STEPS
+    process = started(model32, tmp_path, "second")
+    assert process.wait(timeout=120) == 0, (tmp_path / "second.log").read_text()
+    assert digest(tmp_path) == uninterrupted
+
+
+def wait_for_checkpoints(directory: Path, count: int) -> None:
+    """Until so many are there."""
+    end = time.monotonic() + 60
+    while len(list((directory / "checkpoints").glob("global_step_*"))) < count:
+        assert time.monotonic() < end, "no checkpoint was saved"
+        time.sleep(0.01)
+
+
+def group_of(leader: int) -> set[int]:
+    """Processes of the session that a process leads, itself included."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
+            except (OSError, IndexError):
+                continue
+            if session == leader:
+                found.add(int(entry.name))
+    return found

@@ -1,0 +1,129 @@
+"""`verl lineage`: which run came from which checkpoint of which run, as a tree or as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+    from verl.trainer.lineage_tree import Run, SavedCheckpoint
+
+SHOWN = 6  # differences of a configuration, and checkpoints that are gone
+WIDTH = 400  # of a pipe or a file, which has none
+COLORS = {"finished": "green", "stopped": "green", "interrupted": "yellow", "failed": "red"}
+
+
+def lineage(
+    directory: Annotated[Path, typer.Argument(help="Of checkpoints, or above them.")] = Path("checkpoints"),
+    as_json: Annotated[bool, typer.Option("--json", help="Nested objects instead of a tree.")] = False,
+) -> None:
+    """Show the tree of runs and checkpoints in a directory and below it."""
+    from verl.trainer.lineage_tree import forest
+
+    if not directory.is_dir():
+        typer.echo(f"{directory}: no such directory. Give the directory of checkpoints, or one above it.", err=True)
+        raise typer.Exit(2)
+    roots = forest(directory)
+    if as_json:
+        typer.echo(json.dumps([run.as_json() for run in roots], indent=2))
+        return
+    if not roots:
+        typer.echo(f"No run has saved below {directory}.")
+        return
+    import rich
+    from rich.console import Console
+
+    console = rich.get_console() if rich.get_console().is_terminal else Console(width=WIDTH)
+    for root in roots:
+        console.print(_tree(root))
+
+
+def _tree(run: Run) -> Tree:
+    from rich.tree import Tree
+
+    tree = Tree(_headline(run))
+    _fill(tree, run)
+    return tree
+
+
+def _fill(tree: Tree, run: Run) -> None:
+    """The checkpoints of a run, and below each the runs that went on from it."""
+    if run.parent is not None:
+        tree.add(_text(_origin(run)))
+    for line in _changes(run):
+        tree.add(_text(line, "cyan"))
+    by_step: dict[int, list[Run]] = {}
+    for child in run.children:
+        assert child.parent is not None, "a child has a parent"
+        by_step.setdefault(child.parent.step, []).append(child)
+    gone = [saved for saved in run.checkpoints if saved.state == "pruned" and saved.step not in by_step]
+    if gone:
+        tree.add(_text(f"pruned: {_names(gone)}", "dim"))
+    for saved in run.checkpoints:
+        if saved in gone:
+            continue
+        branch = tree.add(_text(f"{saved.name}  {saved.time[:19]}" + _unless_there(saved)))
+        for child in by_step.pop(saved.step, []):
+            _fill(branch.add(_headline(child)), child)
+    for children in by_step.values():
+        for child in children:
+            _fill(tree.add(_headline(child)), child)
+
+
+def _headline(run: Run) -> Any:
+    from rich.text import Text
+
+    text = Text(f"run {run.run_id}  ", style="bold")
+    text.append(run.status, style=COLORS.get(run.status, "yellow"))
+    first = 1 if run.parent is None else run.parent.step + 1
+    steps = f"steps {first} to {run.steps}" if run.steps >= first else "no step saved"
+    text.append(f"  {steps}  {run.began[:19]}  {_code(run)}  {run.run_dir}", style="not bold")
+    return text
+
+
+def _code(run: Run) -> str:
+    commit = run.code.get("commit")
+    changed = " and changes" if run.code.get("modified") else ""
+    return f"verl {run.code.get('verl', '?')}" + (f" at {commit[:10]}{changed}" if commit else "")
+
+
+def _origin(run: Run) -> str:
+    assert run.parent is not None, "only asked of runs with a parent"
+    return f"from step {run.parent.step} of run {run.parent.run_id}, {run.parent.checkpoint}"
+
+
+def _changes(run: Run) -> list[str]:
+    """What differs from the parent: configuration, then the content of data and models."""
+    found = {} if run.parent is None else run.parent.differences
+    lines = [f"{path}: {_value(before)} -> {_value(now)}" for path, (before, now) in list(found.items())[:SHOWN]]
+    lines += [f"and {len(found) - SHOWN} other differences"] if len(found) > SHOWN else []
+    data = [f"content of {path}: {_value(before)} -> {_value(now)}" for path, (before, now) in run.data_changes.items()]
+    return lines + data
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list) and value:
+        return ", ".join(map(_value, value))
+    if isinstance(value, dict) and len(value) == 1:  # a digest
+        return str(next(iter(value.values())))[:12]
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _names(gone: list[SavedCheckpoint]) -> str:
+    return ", ".join(saved.name for saved in gone[:SHOWN]) + (" ..." if len(gone) > SHOWN else "")
+
+
+def _unless_there(saved: SavedCheckpoint) -> str:
+    return "" if saved.state == "there" else f"  ({saved.state})"
+
+
+def _text(text: str, style: str = "") -> Any:
+    from rich.text import Text
+
+    return Text(text, style=style)

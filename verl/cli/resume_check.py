@@ -1,0 +1,234 @@
+"""`verl resume-check`: is a run that stops and is resumed the run that never stopped?
+
+straight     steps 1 ........................ N
+interrupted  steps 1 .... k, saved, ended
+resumed                     k + 1 ........... N    in a new process, from that checkpoint
+
+Compared: the metrics of each step, and everything in the last checkpoints of `straight` and `resumed`.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verl.checkpoint.published import Published
+
+TAIL_LINES = 25
+TOLERANCE = 1e-3  # of a resume on other processes, whose sums are rounded otherwise
+
+
+class LegFailed(Exception):
+    """A run of the check did not end as it should; carries the end of what it printed."""
+
+
+@dataclass(frozen=True)
+class ResumeCheck:
+    """One check.
+
+    Args:
+        root: `ppo` or `sft`.
+        steps: of the whole run.
+        stop_after: step after which the second run is stopped and resumed.
+        directory: where the runs write.
+        overrides: of all three runs, as on the command line of the main script.
+        resumed_with: further ones of the resumed run alone: another layout.
+        plant: a tensor, as `component/name`, of which one bit is flipped between stopping and resuming.
+        tolerance: see `verl.trainer.comparing.Closeness`.
+        tell: takes a line of progress.
+    Raises:
+        ConfigError: it would compare nothing.
+    """
+
+    root: str
+    steps: int
+    stop_after: int
+    directory: Path
+    overrides: Sequence[str] = ()
+    resumed_with: Sequence[str] = ()
+    plant: str | None = None
+    tolerance: float = 0.0
+    tell: Callable[[str], None] = field(default=lambda line: None)
+
+    def __post_init__(self):
+        if not 1 <= self.stop_after < self.steps:
+            raise ConfigError(f"--at is {self.stop_after}: must lie between 1 and --steps {self.steps}, less one.")
+
+    def differences(self) -> list[str]:
+        """Run all three, and tell the first metric and the first part of the checkpoints that differ; none where all
+        is equal.
+
+        Raises:
+            LegFailed: a run ended early.
+        """
+        from verl.trainer.comparing import Closeness, first_part_apart, first_step_apart, steps_of
+
+        straight = self._leg("straight", "straight", [])
+        self._leg("interrupted", "stopped", [f"trainer.stop_after={self.stop_after}"])
+        resume = [*self.resumed_with, "resume=latest"]
+        if self.plant is not None:
+            self._plant(self._last("stopped"))
+            resume.append("checkpoint.verify=false")
+        resumed = self._leg("resumed", "stopped", resume)
+        exact, near = Closeness(), Closeness(self.tolerance)
+        if found := first_step_apart(steps_of(straight), steps_of(self.directory / "interrupted"), exact):
+            return [f"before the resume already, so this run does not repeat itself: {found}"]
+        apart = first_step_apart(steps_of(straight), steps_of(resumed), near)
+        last = self._last("straight"), self._last("stopped")
+        return [found for found in (apart, first_part_apart(*last, near)) if found is not None]
+
+    def compared(self) -> str:
+        """What was found equal, once nothing differs."""
+        from verl.trainer.comparing import Closeness, num_compared
+
+        near = Closeness(self.tolerance)
+        tensors = num_compared(self._last("straight"), near)
+        how = (
+            f"agree to within {self.tolerance:g} (another layout rounds otherwise)"
+            if near.tolerance
+            else ("are equal bit by bit")
+        )
+        return f"steps {self.stop_after + 1} to {self.steps} and {tensors} tensors of the last checkpoint {how}"
+
+    def _leg(self, name: str, saved_in: str, overrides: Sequence[str]) -> Path:
+        """Run the main script in a process of its own."""
+        run_dir, began = self.directory / name, time.monotonic()
+        mode = [] if any(text.startswith("checkpoint=") for text in self.overrides) else ["checkpoint=sync"]
+        settings = [
+            f"hydra.run.dir={run_dir}",
+            f"checkpoint.save_dir={self.directory / saved_in}_checkpoints",
+            "checkpoint.save_interval=null",
+            f"trainer.total_steps={self.steps}",
+            "trainer.save_final=false",
+            "tracker=none",
+            "tracker.jsonl={_target_:verl.tracking.jsonl.JsonLines}",
+        ]
+        settings = laid_over(laid_over([*mode, *self.overrides], settings), overrides)
+        command = [sys.executable, main_script(self.root), *settings]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        if done.returncode != 0:
+            tail = "\n".join(done.stdout.splitlines()[-TAIL_LINES:])
+            raise LegFailed(f"the {name} run ended with status {done.returncode}:\n{tail}")
+        self.tell(f"{name}: done in {time.monotonic() - began:.1f} s")
+        return run_dir
+
+    def _last(self, saved_in: str) -> Published:
+        from verl.checkpoint.discovery import CheckpointDirectory
+
+        return CheckpointDirectory(f"{self.directory / saved_in}_checkpoints").newest(strict=self.plant is None)
+
+    def _plant(self, checkpoint: Published) -> None:
+        """Flip one bit of the largest element of a tensor, on the disk, as no hash would let it pass."""
+        from verl.checkpoint.reader import CheckpointReader
+        from verl.workers.state import as_tensor
+
+        found = [tensor for tensor in checkpoint.manifest.tensors if tensor.full_name == self.plant]
+        if not found:
+            names = ", ".join(tensor.full_name for tensor in checkpoint.manifest.tensors[:6])
+            raise ConfigError(f"--plant is {self.plant}: the checkpoint has no such tensor; it has {names}, ...")
+        (tensor,) = found
+        values = as_tensor(CheckpointReader(checkpoint).tensor(tensor.component, tensor.name), tensor).flatten()
+        place, part = int(values.double().abs().argmax()), tensor.slices[0]
+        bit = _visible_bit(values.dtype)
+        at = part.offset + place * values.element_size() + bit // 8
+        file = checkpoint.path(part.file)
+        file.chmod(0o644)
+        with file.open("r+b") as data:
+            data.seek(at)
+            byte = data.read(1)[0]
+            data.seek(at)
+            data.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def laid_over(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
+    """Overrides, where a later one of the same key, or of a component above it, takes the place of an earlier one."""
+    keys = {text.partition("=")[0] for text in later}
+    kept = [text for text in overrides if not keys & {text.partition("=")[0], text.partition(".")[0]}]
+    return [*kept, *later]
+
+
+def main_script(root: str) -> Path:
+    """The script that trains.
+
+    Raises:
+        ConfigError: there is none, as where only the package is installed.
+    """
+    from verl.compose.paths import conf_dir
+
+    script = conf_dir().parent / f"main_{root}.py"
+    if not script.is_file():
+        raise ConfigError(f"--root is {root}: there is no {script}. Run this in a checkout, with --root ppo or sft.")
+    return script
+
+
+def resume_check(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Of all runs, as the main script takes them: experiment=..., KEY=VALUE.")
+    ] = None,
+    root: Annotated[str, typer.Option(help="ppo or sft.")] = "ppo",
+    steps: Annotated[int, typer.Option(help="Steps of the whole run.")] = 4,
+    at: Annotated[
+        int | None, typer.Option(help="Stop and resume after this step; half of the steps by default.")
+    ] = None,
+    to_sharding: Annotated[str | None, typer.Option(help="Resume under another sharding, such as ddp.")] = None,
+    processes: Annotated[int | None, typer.Option(help="Resume on so many processes.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help=f"0 is bit by bit, the default; {TOLERANCE:g} if the layout changes.")
+    ] = None,
+    keep: Annotated[Path | None, typer.Option(help="Run in this new directory, and leave it.")] = None,
+    plant: Annotated[str | None, typer.Option(hidden=True, help="Flip a bit of this tensor, COMPONENT/NAME.")] = None,
+) -> None:
+    """Run N steps straight, and k, stop, resume, N - k; compare bit by bit, and name the first thing that differs."""
+    layout = [] if to_sharding is None else [f"sharding={to_sharding}"]
+    layout += [] if processes is None else [f"trainer.n_gpus_per_node={processes}"]
+    try:
+        with _directory(keep) as directory:
+            check = ResumeCheck(
+                root=root,
+                steps=steps,
+                stop_after=steps // 2 if at is None else at,
+                directory=directory,
+                overrides=overrides or (),
+                resumed_with=layout,
+                plant=plant,
+                tolerance=(TOLERANCE if layout else 0.0) if tolerance is None else tolerance,
+                tell=typer.echo,
+            )
+            found = check.differences()
+            typer.echo("\n".join(f"DIFFERS: {line}" for line in found) if found else f"OK: {check.compared()}")
+    except (ConfigError, LegFailed) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(1 if found else 0)
+
+
+@contextmanager
+def _directory(keep: Path | None) -> Iterator[Path]:
+    """Where the runs write: the directory that is asked for, or one that is removed afterwards."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="verl-resume-check-") as directory:
+            yield Path(directory)
+        return
+    if keep.exists() and any(keep.iterdir()):
+        raise ConfigError(f"--keep is {keep}: it is not empty. Give a new directory.")
+    yield keep.absolute()
+
+
+def _visible_bit(dtype: Any) -> int:
+    """The bit of a number, counted from its last, that changes a floating-point one by about a quarter."""
+    import torch
+
+    return -round(math.log2(torch.finfo(dtype).eps)) - 2 if dtype.is_floating_point else 0
