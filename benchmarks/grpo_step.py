@@ -28,10 +28,10 @@ import _workload as work
 import torch
 
 CASES = {
-    "fixed": {"lengths": "fixed", "prompt_length": 16, "target": 1.25},
-    "fixed_bf16": {"lengths": "fixed", "prompt_length": 16, "bf16": True, "target": 1.5},
-    "longtail": {"lengths": "longtail", "prompt_length": 64, "target": 3.0},
-    "long_prompt": {"lengths": "fixed", "prompt_length": 128, "target": 2.5},
+    "fixed": {"lengths": "fixed", "prompt_length": 16, "micro": 1700, "target": 1.25},
+    "fixed_bf16": {"lengths": "fixed", "prompt_length": 16, "micro": 2048, "bf16": True, "target": 1.5},
+    "longtail": {"lengths": "longtail", "prompt_length": 64, "micro": 2048, "target": 3.0},
+    "long_prompt": {"lengths": "fixed", "prompt_length": 128, "micro": 2048, "target": 2.5},
 }
 
 
@@ -225,8 +225,9 @@ def measure(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
         parameters = work.write_model(Path(directory), options.hidden, options.layers)
         shared = ["--lengths", case["lengths"], "--prompt-length", str(case["prompt_length"])]
         shared += ["--bf16"] * case.get("bf16", False)
-        for name in ("prompts", "samples", "response", "threads", "micro_batch_tokens"):
-            shared += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+        shared += ["--micro-batch-tokens", str(options.micro_batch_tokens or case["micro"])]
+        for name in ("prompts", "samples", "response", "threads"):
+            shared += [f"--{name}", str(getattr(options, name))]
         sides = [Side("verl", directory, shared)]
         if not options.alone:
             sides += [Side(f"trl_{m}", directory, [*shared, "--micro", m]) for m in options.trl_micro.split(",")]
@@ -271,8 +272,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="its depth (default 4)")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each side (default 5)")
     parser.add_argument("--threads", type=int, default=2, help="of torch, on each side (default 2)")
-    parser.add_argument("--trl-micro", default="16,64", help="responses in a micro-batch of TRL (default 16,64)")
-    parser.add_argument("--micro-batch-tokens", type=int, default=1280, help="of ours (default 1280)")
+    parser.add_argument("--trl-micro", default="16", help="responses in a micro-batch of TRL (default 16)")
+    parser.add_argument("--micro-batch-tokens", type=int, default=0, help="of ours (default: of each case)")
     parser.add_argument("--alone", action="store_true", help="measure our side only")
     for hidden in ("--side", "--model", "--lengths"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
