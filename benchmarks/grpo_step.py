@@ -28,10 +28,10 @@ import _workload as work
 import torch
 
 CASES = {
-    "fixed": {"lengths": "fixed", "prompt_length": 16, "micro": 1700, "target": 1.25},
+    "fixed": {"lengths": "fixed", "prompt_length": 16, "micro": 1280, "target": 1.25},
     "fixed_bf16": {"lengths": "fixed", "prompt_length": 16, "micro": 2048, "bf16": True, "target": 1.5},
     "longtail": {"lengths": "longtail", "prompt_length": 64, "micro": 2048, "target": 3.0},
-    "long_prompt": {"lengths": "fixed", "prompt_length": 128, "micro": 2048, "target": 2.5},
+    "long_prompt": {"lengths": "fixed", "prompt_length": 128, "micro": 1280, "target": 2.5},
 }
 
 
