@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from verl.checkpoint import CheckpointManager
 from verl.checkpoint.store import CheckpointStore
+from verl.cli.checkpoint import _telling
 from verl.cli.main import app
 
 SHARD = "actor/model-00002-of-00003.safetensors"
@@ -266,3 +267,9 @@ def test_looking_loads_no_torch(directory):
         "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_of_many_metrics_the_list_shows_the_few_that_tell_most():
+    many = {f"timing/{i}_s": 0.1 for i in range(40)}
+    assert _telling({**many, "reward/mean": 0.5, "eval/accuracy": 0.8}) == {"eval/accuracy": 0.8, "reward/mean": 0.5}
+    assert len(_telling(many)) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, NoReturn
 
 import typer
@@ -22,6 +23,8 @@ from verl.errors import BadCheckpoint, CheckpointTooNew
 app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Look at checkpoints, keep them, and take them out.")
 
 PATH = "A checkpoint, a directory of checkpoints, its `latest`, or a run directory with checkpoints/ in it."
+TELLING = ("eval/accuracy", "eval/loss", "reward/mean", "sft/loss")
+MOST_METRICS = 3
 Path_ = Annotated[str, typer.Argument(metavar="PATH", help=PATH)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
@@ -146,6 +149,12 @@ def _summaries(where: Location, level: Level = "quick") -> list[Summary]:
     return summaries(store, where.name, level) or [summary_of(store.disk, where.directory / where.name, level)]
 
 
+def _telling(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that tell most of a checkpoint, at most three; a trainer records several dozen of each step."""
+    chosen = [name for name in TELLING if name in metrics]
+    return {name: metrics[name] for name in (chosen or list(metrics))[:MOST_METRICS]}
+
+
 def _row(summary: Summary) -> list[object]:
     published = summary.published
     mark = "*" if summary.is_newest else ""
@@ -157,7 +166,7 @@ def _row(summary: Summary) -> list[object]:
     if published is None:
         return [mark, summary.name, "", "", "", "", "", "", state]
     manifest = published.manifest
-    metrics = " ".join(f"{name}={value:.4g}" for name, value in manifest.metrics.items())
+    metrics = " ".join(f"{name}={value:.4g}" for name, value in _telling(manifest.metrics).items())
     sizes = [_size(summary), size(summary.added_bytes)]
     return [mark, summary.name, manifest.step, summary.state.get("epoch"), manifest.saved_at, *sizes, metrics, state]
 
