@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 from trainer.runs import ppo_run
 
+from verl.checkpoint import CheckpointManager
 from verl.checkpoint.discovery import CheckpointDirectory
+from verl.checkpoint.locate import Location, locate
 from verl.checkpoint.settings import Checkpointing
 from verl.description import BuildContext
 from verl.trainer.ppo import PPOTrainer
@@ -57,3 +59,12 @@ def test_a_save_that_fails_costs_itself_and_is_told_and_the_last_one_ends_the_ru
     assert steps == [1, 2, 3]
     assert result.checkpoints == ["global_step_3"]
     assert "The checkpoint of step 1 was NOT SAVED" in caplog.text
+
+
+def test_the_directory_of_a_run_leads_to_its_checkpoints(model32, tmp_path):
+    checkpoint = Checkpointing(save_dir=str(tmp_path / "saved"))
+    run = dataclasses.replace(ppo_run(model32, total_steps=1, eval_before=False), checkpoint=checkpoint)
+    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        trainer.fit()
+    assert locate(tmp_path / "run") == Location(tmp_path / "saved")
+    assert CheckpointManager(tmp_path / "run").step == 1

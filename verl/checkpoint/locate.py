@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from verl.checkpoint.ownership import FORMAT
 from verl.errors import CheckpointNotFound
 
 OF_A_RUN = "checkpoints"
+POINTER = "checkpoints.json"  # in a run's directory: where it saves (`save_dir`), and under which `run_id`
+POINTER_LIMIT_BYTES = 65_536
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,18 @@ def locate(path: str | Path, disk: Disk | None = None) -> Location:
         beside = CheckpointDirectory(real.parent, disk)
         if beside.exists(real) and beside.is_candidate(real):
             return Location(real.parent, real.name)
-        for directory in (real, real / OF_A_RUN):
+        for directory in (real, real / OF_A_RUN, *_pointed_to(disk, real)):
             if _holds_checkpoints(disk, directory):
                 return Location(directory)
         raise CheckpointNotFound(f"{path} {_instead(disk, given, real)}")
+
+
+def _pointed_to(disk: Disk, run: Path) -> list[Path]:
+    """Where a run says that it saves."""
+    try:
+        return [Path(json.loads(disk.read(run / POINTER, POINTER_LIMIT_BYTES))["save_dir"])]
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _holds_checkpoints(disk: Disk, directory: Path) -> bool:
@@ -76,7 +87,9 @@ def _instead(disk: Disk, given: Path, real: Path) -> str:
         return "is a file: give a directory of checkpoints, or one checkpoint"
     if below := _below(disk, real / OF_A_RUN, levels=2) or _below(disk, real, levels=2):
         return f"holds no checkpoints itself: did you mean {' or '.join(map(str, below[:3]))}?"
-    return f"holds no checkpoints: give a directory of checkpoints, one of them, or a run that has {OF_A_RUN}/ in it"
+    return (
+        f"holds no checkpoints: give a directory of checkpoints, one of them, or the directory of a run that saved some"
+    )
 
 
 def _below(disk: Disk, directory: Path, levels: int) -> list[Path]:

@@ -22,7 +22,7 @@ from verl.errors import BadCheckpoint, CheckpointTooNew
 
 app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Look at checkpoints, keep them, and take them out.")
 
-PATH = "A checkpoint, a directory of checkpoints, its `latest`, or a run directory with checkpoints/ in it."
+PATH = "A checkpoint, a directory of checkpoints, its `latest`, or the directory of a run."
 TELLING = ("eval/accuracy", "eval/loss", "reward/mean", "sft/loss")
 MOST_METRICS = 3
 Path_ = Annotated[str, typer.Argument(metavar="PATH", help=PATH)]

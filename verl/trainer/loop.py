@@ -192,7 +192,7 @@ def _steps(trainer: Trainer, result: Result, profiler: Profiler, stop: StopReque
         result.samples += int(metrics["perf/samples"])
         result.train_s += took
         is_last = step == trainer.num_steps
-        if step == first and not is_last:  # from here on the optimizer has its state
+        if step == first and not is_last and trainer.saving.is_async:  # from here on the optimizer has its state
             trainer.saving.prepare(*trainer.state())
         evaluated: dict[str, float] = {}
         if is_last or (settings.eval_interval and step % settings.eval_interval == 0):

@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.checkpoint.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.disk import Disk
+from verl.checkpoint.locate import POINTER
 from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.published import Published, read_state
 from verl.checkpoint.reader import CheckpointReader
@@ -18,8 +19,6 @@ from verl.checkpoint.verify import Level, verified
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
 from verl.trainer.identity import DIGEST, differences
 from verl.trainer.lineage import Parent
-
-POINTER = "checkpoints.json"  # in a run's directory: where it saves, and under which id
 
 _log = logging.getLogger(__name__)
 

@@ -21,12 +21,13 @@ import torch
 
 from verl.checkpoint.content import SaveRequest
 from verl.checkpoint.discovery import RESERVED
+from verl.checkpoint.locate import POINTER
 from verl.checkpoint.settings import Checkpointing
 from verl.checkpoint.store import TAG, CheckpointStore
 from verl.checkpoint.writer import CheckpointWriter, SaveOutcome
 from verl.trainer.contents import RNG_FILES, Contents
 from verl.trainer.lineage import Lineage, Parent, code_version
-from verl.trainer.resume import POINTER, ResumePoint
+from verl.trainer.resume import ResumePoint
 from verl.utils.redact import redact_tree
 from verl.workers.state import RoleState
 
@@ -184,10 +185,15 @@ class Saving:
         )
         self._writer.save(request)
 
+    @property
+    def is_async(self) -> bool:
+        """Whether saves are written while training goes on."""
+        return self._writer is not None and self._writer.mode == "async"
+
     def prepare(self, roles: Mapping[str, RoleState], state: Mapping[str, Any]) -> None:
         """Have the memory for saves of this size allocated in the background; the first one then stalls no longer."""
-        if self._writer is not None:
-            self._writer.prepare(SaveRequest(step=0, components=self._contents.of(roles, state)[0]))
+        assert self._writer is not None
+        self._writer.prepare(SaveRequest(step=0, components=self._contents.of(roles, state)[0]))
 
     def wait_copied(self) -> None:
         """Wait until weights and optimizer state may change again."""

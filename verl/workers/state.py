@@ -5,23 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from verl.checkpoint.disk import Disk
+from verl.checkpoint.loading import as_torch
 from verl.checkpoint.published import open_published
 from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.tensors import LogicalTensor
 from verl.engines.engine import TrainingEngine
 from verl.models.pretrained import Pretrained
 from verl.models.saved_form import ADAPTER_BIN, ADAPTER_FILE, SavedForm
 from verl.models.source import ModelSource
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,9 +85,6 @@ class Restore:
         engine.load_optimizer(tensors, schedule["updates"][role])
 
 
-def as_tensor(data: memoryview, tensor: Any) -> Tensor:
+def as_tensor(data: memoryview, tensor: LogicalTensor) -> Tensor:
     """A tensor of its own from the bytes of a logical tensor."""
-    dtype = DTYPES[tensor.dtype]
-    if not len(data):
-        return torch.empty(tensor.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(tensor.shape)
+    return as_torch(memoryview(bytearray(data)), tensor)
