@@ -88,7 +88,7 @@ def _instead(disk: Disk, given: Path, real: Path) -> str:
     if below := _below(disk, real / OF_A_RUN, levels=2) or _below(disk, real, levels=2):
         return f"holds no checkpoints itself: did you mean {' or '.join(map(str, below[:3]))}?"
     return (
-        f"holds no checkpoints: give a directory of checkpoints, one of them, or the directory of a run that saved some"
+        "holds no checkpoints: give a directory of checkpoints, one of them, or the directory of a run that saved some"
     )
 
 
