@@ -87,9 +87,7 @@ def _instead(disk: Disk, given: Path, real: Path) -> str:
         return "is a file: give a directory of checkpoints, or one checkpoint"
     if below := _below(disk, real / OF_A_RUN, levels=2) or _below(disk, real, levels=2):
         return f"holds no checkpoints itself: did you mean {' or '.join(map(str, below[:3]))}?"
-    return (
-        "holds no checkpoints: give a directory of checkpoints, one of them, or the directory of a run that saved some"
-    )
+    return "holds no checkpoints: give a directory of checkpoints, one of them, or a run that saved some"
 
 
 def _below(disk: Disk, directory: Path, levels: int) -> list[Path]:
