@@ -16,7 +16,7 @@ from verl.models.source import ModelSource
 from verl.protocol import DataProto
 from verl.rollout.base import Request, Rollout
 from verl.rollout.hf import HFRollout
-from verl.workers.actor import Actor, HybridActor
+from verl.workers.actor import Actor, ActorWorker
 from verl.workers.critic import Critic, CriticWorker
 
 PPO = Algorithm(advantage=GAE(), policy_loss=PPOClip())
@@ -24,7 +24,7 @@ PPO = Algorithm(advantage=GAE(), policy_loss=PPOClip())
 
 def start_actor(
     model: ModelSource, rollout: Rollout | None = None, algorithm: Algorithm = PPO, seed: int = 0, **options: Any
-) -> HybridActor:
+) -> ActorWorker:
     """An actor on the CPU; `options` are those of `Actor`."""
     description = Actor(model=model, **{"optimizer": AdamW(lr=1e-3), **options})
     context = BuildContext(seed=seed, tokenizer=model.load_tokenizer())
@@ -37,7 +37,7 @@ def start_critic(model: ModelSource, algorithm: Algorithm = PPO, **options: Any)
     return description.start(BuildContext(tokenizer=model.load_tokenizer()), Parallel(), algorithm, total_updates=10)
 
 
-def with_experience(rows: DataProto, actor: HybridActor, seed: int = 0) -> DataProto:
+def with_experience(rows: DataProto, actor: ActorWorker, seed: int = 0) -> DataProto:
     """Rows of responses with all that roles train on: old log-probs; random advantages, values, returns."""
     rows = rows.union(actor.compute_log_probs(rows))
     generator = torch.Generator().manual_seed(seed)
@@ -49,7 +49,7 @@ def with_experience(rows: DataProto, actor: HybridActor, seed: int = 0) -> DataP
     return rows.union(DataProto.from_dict(made))
 
 
-def experience(actor: HybridActor, prompts: DataProto, num_samples: int = 3) -> DataProto:
+def experience(actor: ActorWorker, prompts: DataProto, num_samples: int = 3) -> DataProto:
     """Sampled rows with all that roles train on."""
     return with_experience(actor.generate(prompts, Request(0, num_samples)), actor)
 

@@ -14,7 +14,7 @@ from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
-from verl.workers.actor import Actor, HybridActor
+from verl.workers.actor import Actor, ActorWorker
 from verl.workers.reference import Reference
 
 
@@ -92,7 +92,7 @@ def test_a_reference_of_its_own_stays_where_the_actor_started(model64, prompts):
 
 def test_every_call_from_the_driver_says_how_it_travels():
     kinds = {
-        name: dispatch_of(HybridActor, name) for name in ("generate", "compute_log_probs", "update", "sync", "save")
+        name: dispatch_of(ActorWorker, name) for name in ("generate", "compute_log_probs", "update", "sync", "save")
     }
     assert [name for name, kind in kinds.items() if kind.divides] == ["generate", "compute_log_probs", "update"]
     assert [name for name, kind in kinds.items() if kind.joins] == ["generate", "compute_log_probs"]

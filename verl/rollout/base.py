@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -73,6 +73,22 @@ class Request:
     stream: int = TRAINING
 
 
+@dataclass(frozen=True)
+class Synced:
+    """What became of the trainer's weights on their way to the engine.
+
+    Attributes:
+        note: for the line of the stage.
+        metrics: `sync/...`, of this step.
+    """
+
+    note: str
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+SAME_TENSORS = Synced("one set of weights: nothing to move")
+
+
 class RolloutEngine(Protocol):
     """An engine needs two things: to generate, and to take new weights."""
 
@@ -80,8 +96,8 @@ class RolloutEngine(Protocol):
         """Rows of responses, `num_samples` for each prompt in the order of the prompts; see `assemble`."""
         ...
 
-    def sync(self) -> str:
-        """Take over the trainer's weights; says what was done."""
+    def sync(self) -> Synced:
+        """Take over the trainer's weights, and prove it."""
         ...
 
 

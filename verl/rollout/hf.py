@@ -20,7 +20,7 @@ from verl.ops.logprobs import log_probs_of
 from verl.ops.noise import uniform
 from verl.ops.sampling import filter_logits, inverse_cdf
 from verl.protocol import DataProto
-from verl.rollout.base import Request, Rollout, assemble, stop_tokens
+from verl.rollout.base import SAME_TENSORS, Request, Rollout, Synced, assemble, stop_tokens
 
 WORTH_SHARING = 64  # tokens of the longest prompt, from which on reading it once per group saves more than it costs
 
@@ -57,8 +57,8 @@ class HFSampler:
         self.device = model.device
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
 
-    def sync(self) -> str:
-        return "one set of weights: nothing to move"
+    def sync(self) -> Synced:
+        return SAME_TENSORS
 
     @torch.no_grad()
     def generate(self, prompts: DataProto, request: Request) -> DataProto:

@@ -12,7 +12,7 @@ from torch import Tensor
 from verl.models.precision import Autocast, computing_in
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
-from verl.rollout.base import Request, Rollout, assemble, stop_tokens
+from verl.rollout.base import SAME_TENSORS, Request, Rollout, Synced, assemble, stop_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class ScriptedSampler:
         limit = options.max_new_tokens
         self.script = [(tokenizer(text, add_special_tokens=False).input_ids + end)[:limit] for text in options.texts]
 
-    def sync(self) -> str:
-        return "one set of weights: nothing to move"
+    def sync(self) -> Synced:
+        return SAME_TENSORS
 
     @torch.no_grad()
     def generate(self, prompts: DataProto, request: Request) -> DataProto:

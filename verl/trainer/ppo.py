@@ -213,7 +213,7 @@ class PPOTrainer:
         scored = self.score(rollout)
         experience, metrics = self.assign_credit(scored)
         metrics |= self.update(experience, step)
-        self.sync()
+        metrics |= self.sync()
         metrics = {**experience_metrics(experience), **selected, **metrics}
         self.guard.watch(metrics, experience)
         return metrics
@@ -307,10 +307,12 @@ class PPOTrainer:
                 note.say(f"{len(updates)} optimizer steps, loss {metrics[f'{name}/loss']:.4f}")
         return metrics
 
-    def sync(self) -> None:
-        """The sampler follows the trained weights."""
+    def sync(self) -> dict[str, float]:
+        """The sampler follows the trained weights, and proves it."""
         with self.stages.stage("sync") as note:
-            note.say(self.actor.sync().result())
+            synced = self.actor.sync().result()
+            note.say(synced.note)
+        return synced.metrics
 
     # Around it
 

@@ -19,7 +19,7 @@ from verl.models.output_head import OutputHead
 from verl.models.padding import refuse_padding_blind
 from verl.ops.aggregate import Totals, aggregate
 from verl.protocol import DataProto
-from verl.rollout.base import Request, Rollout
+from verl.rollout.base import Request, Rollout, Synced
 from verl.workers.state import Restore
 from verl.workers.training import TrainedRole, TrainedWorker
 
@@ -36,7 +36,7 @@ class Actor(TrainedRole):
         rollout: Rollout,
         total_updates: int,
         restore: Restore | None = None,
-    ) -> HybridActor:
+    ) -> ActorWorker:
         """Load the weights, those of a checkpoint if one is given, and attach the engines that train and sample.
 
         Raises:
@@ -48,10 +48,10 @@ class Actor(TrainedRole):
         if restore is not None:
             restore.optimizer(engine, "actor")
         sampler = rollout.attach(model, context.tokenizer, context.seed, self.autocast)
-        return HybridActor(engine, algorithm, sampler, rollout.temperature, context.tokenizer)
+        return ActorWorker(engine, algorithm, sampler, rollout.temperature, context.tokenizer)
 
 
-class HybridActor(TrainedWorker):
+class ActorWorker(TrainedWorker):
     """The running actor.
 
     Attributes:
@@ -89,8 +89,8 @@ class HybridActor(TrainedWorker):
         return self.engine.update(batch, self._loss)
 
     @on_all
-    def sync(self) -> str:
-        """Give the rollout engine the present weights; says what was done."""
+    def sync(self) -> Synced:
+        """Give the rollout engine the present weights."""
         return self.sampler.sync()
 
     def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:

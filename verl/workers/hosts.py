@@ -10,7 +10,7 @@ from verl.description import BuildContext, Description
 from verl.engines.sharding import Parallel, Sharding
 from verl.rollout.base import Rollout
 from verl.utils.seeding import derive_seed, seed_everything
-from verl.workers.actor import Actor, HybridActor
+from verl.workers.actor import Actor, ActorWorker
 from verl.workers.critic import Critic, CriticWorker
 from verl.workers.learner import Learner
 from verl.workers.reference import Reference, ReferenceWorker
@@ -59,7 +59,7 @@ class RLHost(Description):
 
     def worker_types(self) -> dict[str, type]:
         """Role name -> class of the running role, known before anything is built."""
-        types: dict[str, type] = {"actor": HybridActor}
+        types: dict[str, type] = {"actor": ActorWorker}
         if self.critic is not None:
             types["critic"] = CriticWorker
         if self.reference is not None:

@@ -20,7 +20,7 @@ from verl.models.output_head import OutputHead
 from verl.models.padding import refuse_padding_blind
 from verl.models.source import ModelSource
 from verl.protocol import DataProto
-from verl.workers.actor import Actor, HybridActor
+from verl.workers.actor import Actor, ActorWorker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Reference(Description):
             yield f"micro_batch_tokens is {self.micro_batch_tokens}: must be at least 1."
 
     def start(
-        self, context: BuildContext, parallel: Parallel, actor: Actor, running: HybridActor, temperature: float
+        self, context: BuildContext, parallel: Parallel, actor: Actor, running: ActorWorker, temperature: float
     ) -> ReferenceWorker:
         """Load the weights, or borrow the actor's."""
         if self.model is None and actor.lora is not None:
