@@ -1,0 +1,152 @@
+"""Plans between layouts: every rank ends with what it wants, and nothing travels that need not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.layout import Layout, Mesh, TensorLayout
+from verl.resharding import Plan, aligned, gathering_volume, lower_bound, plan
+
+SHAPES = {"q": (16, 8), "o": (8, 16), "norm": (8,), "scale": (), "odd": (7, 5)}
+SPLITS = {  # name -> axis under tensor parallelism
+    "q": 0,
+    "o": 1,
+    "odd": 0,
+}
+
+
+def layout(fsdp: int = 1, tp: int = 1, pp: int = 1, dp: int = 1) -> Layout:
+    """A layout over all of these dimensions; tensors in turn on the stages, whole over `dp`."""
+    mesh = Mesh((("pp", pp), ("dp", dp), ("fsdp", fsdp), ("tp", tp)))
+    tensors = {}
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        splits = [("tp", SPLITS[name])] if name in SPLITS else []
+        splits += [("fsdp", 0)] if shape else []
+        tensors[name] = TensorLayout(shape, tuple(splits), stage=index % pp if pp > 1 else None)
+    return Layout(mesh, tensors)
+
+
+ALL = [
+    layout(fsdp=4),
+    layout(tp=4),
+    layout(dp=4),
+    layout(pp=2, tp=2),
+    layout(pp=2, fsdp=2),
+    layout(fsdp=2, tp=2),
+    layout(dp=2, tp=2),
+    layout(dp=2, fsdp=2),
+    layout(pp=4),
+]
+
+
+def slices(box):
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def carried_out(plan: Plan, limit_bytes: int = 1 << 20) -> None:
+    """Do what the plan says on real tensors, rank by rank, and look whether each holds what it wants."""
+    source, target = plan.source, plan.target
+    whole = {name: torch.arange(max(1, torch.Size(s).numel())).reshape(s) for name, s in SHAPES.items()}
+    for name, tensor in whole.items():
+        missing = torch.full_like(tensor, -1)
+        held = []
+        for rank in range(source.mesh.size):
+            mine = missing.clone()
+            if (box := source.holds(rank, name)) is not None:
+                mine[slices(box)] = tensor[slices(box)]
+            held.append(mine)
+        for move in itertools.chain(*plan.rounds(limit_bytes)):
+            if move.name == name:
+                part = held[move.source][slices(move.box)]
+                assert (part >= 0).all(), "it was sent by a rank that does not hold it"
+                held[move.target][slices(move.box)] = part
+        for rank in range(target.mesh.size):
+            if (box := target.holds(rank, name)) is not None:
+                assert torch.equal(held[rank][slices(box)], tensor[slices(box)])
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(ALL, ALL)))
+def test_every_pair_of_layouts_ends_right_and_moves_the_least(source, target):
+    made = plan(source, target)
+    carried_out(made)
+    assert made.num_bytes == lower_bound(source, target) == sum(made.sent.values()) == sum(made.received.values())
+
+
+@given(st.data())
+def test_any_two_layouts_with_any_order_of_ranks(data):
+    def drawn() -> Layout:
+        base = data.draw(st.sampled_from(ALL))
+        order = tuple(data.draw(st.permutations(range(4))))
+        return Layout(Mesh(base.mesh.dims, order), base.tensors)
+
+    made = plan(drawn(), drawn())
+    carried_out(made, limit_bytes=data.draw(st.sampled_from([4, 12, 40, 1000])))
+    assert made.num_bytes == lower_bound(made.source, made.target)
+
+
+def test_staying_as_one_is_moves_nothing():
+    assert not plan(layout(fsdp=2, tp=2), layout(fsdp=2, tp=2)).moves
+
+
+def tensor_parallel(dims, shape=(16, 8)) -> Layout:
+    return Layout(Mesh(dims), {"w": TensorLayout(shape, (("tp", 0),))})
+
+
+def test_from_tp4_dp2_to_tp2_dp4_a_third_of_gathering_travels():
+    """Each device needs a half and holds a quarter of it, so a quarter travels; gathering brings three."""
+    training = tensor_parallel((("dp", 2), ("tp", 4)))
+    generation = aligned(training, tensor_parallel((("dp", 4), ("tp", 2))))
+    moved = plan(training, generation).num_bytes
+    assert moved * 3 == gathering_volume(training)
+    assert plan(training, tensor_parallel((("dp", 4), ("tp", 2)))).num_bytes > moved  # the usual order of ranks
+    carried = plan(training, generation)
+    assert set(carried.received.values()) == {16 * 8}  # a quarter of 16 * 8 * 4 bytes at each
+
+
+def test_senders_share_the_work():
+    made = plan(tensor_parallel((("dp", 4), ("tp", 2)), (64, 8)), tensor_parallel((("dp", 8),), (64, 8)))
+    assert max(made.sent.values()) == min(made.sent[rank] for rank in range(8))
+
+
+def test_a_round_is_bounded_and_cuts_large_slices():
+    limit = 24
+    for made in (plan(layout(fsdp=4), layout(dp=4)), plan(layout(tp=4), layout(fsdp=4))):
+        for moves in made.rounds(limit):
+            for rank in range(4):
+                assert sum(m.num_bytes for m in moves if m.source == rank) <= limit
+                assert sum(m.num_bytes for m in moves if m.target == rank) <= limit
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "says"),
+    [
+        (layout(fsdp=4), layout(fsdp=2), "4 ranks on one side and 2"),
+        (tensor_parallel((("tp", 4),)), tensor_parallel((("tp", 4),), (8, 8)), r"w: shape \(16, 8\).*\(8, 8\)"),
+        (
+            Layout(Mesh((("pp", 2),)), {"w": TensorLayout((4,), stage=5)}),
+            Layout(Mesh((("pp", 2),)), {"w": TensorLayout((4,))}),
+            "rank 0 wants it and the source layout has 0",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_named(source, target, says):
+    with pytest.raises(ValueError, match=says):
+        plan(source, target)
+
+
+@pytest.mark.parametrize(
+    ("dims", "order", "says"),
+    [
+        ((("a", 2), ("a", 2)), (), "named once"),
+        ((("a", 0),), (), "at least 1"),
+        ((("a", 2),), (0, 0), "stand in it once"),
+    ],
+)
+def test_a_mesh_that_is_none_is_refused(dims, order, says):
+    with pytest.raises(ValueError, match=says):
+        Mesh(dims, order)

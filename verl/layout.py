@@ -1,0 +1,130 @@
+"""Who holds which slice of which tensor: meshes of ranks, and tensors divided over them.
+
+Everything here is arithmetic on shapes: no tensor, no process, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+Box = tuple[tuple[int, int], ...]
+"""A slice of a tensor: for each axis [start, stop)."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks arranged along named dimensions.
+
+    Args:
+        dims: (name, size), from the slowest to the fastest: `(("dp", 2), ("tp", 4))` puts ranks 0-3 into one tp group.
+        order: the ranks in that arrangement; by default 0, 1, 2, ...
+    """
+
+    dims: tuple[tuple[str, int], ...]
+    order: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.dims]
+        if len(set(names)) < len(names):
+            raise ValueError(f"mesh dimensions {names}: each may be named once.")
+        if any(size < 1 for _, size in self.dims):
+            raise ValueError(f"mesh {dict(self.dims)}: sizes must be at least 1.")
+        if self.order and sorted(self.order) != list(range(self.size)):
+            raise ValueError(f"order {self.order} of a mesh of {self.size} ranks: each of them must stand in it once.")
+
+    @property
+    def size(self) -> int:
+        return prod(size for _, size in self.dims)
+
+    def extent(self, name: str) -> int:
+        """The size of a dimension; 1 for one that the mesh does not have."""
+        return dict(self.dims).get(name, 1)
+
+    @cached_property
+    def _places(self) -> dict[int, dict[str, int]]:
+        places = {}
+        for place, rank in enumerate(self.order or range(self.size)):
+            coordinates = {}
+            for name, size in reversed(self.dims):
+                place, coordinates[name] = divmod(place, size)
+            places[rank] = coordinates
+        return places
+
+    def coordinate(self, rank: int, name: str) -> int:
+        """Where a rank stands along a dimension; 0 along one that the mesh does not have."""
+        return self._places[rank].get(name, 0)
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """How one tensor is divided.
+
+    Attributes:
+        shape: of the whole tensor.
+        splits: (mesh dimension, axis), carried out one after the other, each on what the one before left; pieces are
+            of equal size but the last ones, as `torch.chunk` cuts them. Along other dimensions it is repeated.
+        stage: the one stage of pipeline (mesh dimension `pp`) that holds it; None: all of them.
+        itemsize: bytes of one element.
+    """
+
+    shape: tuple[int, ...]
+    splits: tuple[tuple[str, int], ...] = ()
+    stage: int | None = None
+    itemsize: int = 4
+
+    def box(self, mesh: Mesh, rank: int) -> Box | None:
+        """What a rank holds; None if nothing."""
+        if self.stage is not None and mesh.coordinate(rank, "pp") != self.stage:
+            return None
+        box = [(0, size) for size in self.shape]
+        for name, axis in self.splits:
+            start, stop = box[axis]
+            piece = -(-(stop - start) // mesh.extent(name))
+            first = min(start + mesh.coordinate(rank, name) * piece, stop)
+            box[axis] = (first, min(first + piece, stop))
+        return tuple(box) if volume(box) else None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How all tensors are divided over the ranks of a mesh."""
+
+    mesh: Mesh
+    tensors: Mapping[str, TensorLayout]
+
+    def holds(self, rank: int, name: str) -> Box | None:
+        """The slice of a tensor that a rank has."""
+        return self.tensors[name].box(self.mesh, rank)
+
+    def num_bytes(self, rank: int) -> int:
+        """What a rank holds of all tensors."""
+        boxes = ((tensor.box(self.mesh, rank), tensor.itemsize) for tensor in self.tensors.values())
+        return sum(volume(box) * itemsize for box, itemsize in boxes if box is not None)
+
+
+def volume(box: Sequence[tuple[int, int]]) -> int:
+    """Elements of a slice; 1 for the slice of a scalar."""
+    return prod(stop - start for start, stop in box)
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """What two slices share; None if nothing."""
+    shared = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return shared if all(start < stop for start, stop in shared) else None
+
+
+def difference(a: Box, b: Box) -> Iterator[Box]:
+    """`a` without `b`, as slices that do not overlap."""
+    shared = intersection(a, b)
+    if shared is None:
+        yield a
+        return
+    rest = list(a)
+    for axis, (start, stop) in enumerate(shared):
+        for edge in ((rest[axis][0], start), (stop, rest[axis][1])):
+            if edge[0] < edge[1]:
+                yield (*rest[:axis], edge, *rest[axis + 1 :])
+        rest[axis] = (start, stop)
