@@ -1,0 +1,89 @@
+"""Plans carried out by four processes over gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from verl.layout import Box, Layout, Mesh, TensorLayout
+from verl.resharding import aligned, lower_bound, plan
+from verl.sync.reshard import resharded
+
+SHAPES = {"q": (16, 6), "o": (6, 16), "norm": (6,), "scale": (), "odd": (7, 5)}
+TP_AXIS = {"q": 0, "o": 1, "odd": 0}
+RANKS = 4
+
+
+def layout(*dims: tuple[str, int]) -> Layout:
+    sizes = dict(dims)
+    tensors = {}
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        splits = [("tp", TP_AXIS[name])] if name in TP_AXIS and "tp" in sizes else []
+        splits += [("fsdp", 0)] if shape and "fsdp" in sizes else []
+        tensors[name] = TensorLayout(shape, tuple(splits), index % sizes["pp"] if "pp" in sizes else None)
+    return Layout(Mesh(dims), tensors)
+
+
+LAYOUTS = [
+    layout(("fsdp", 4)),
+    layout(("tp", 4)),
+    layout(("dp", 2), ("tp", 2)),
+    layout(("fsdp", 2), ("tp", 2)),
+    layout(("pp", 2), ("tp", 2)),
+    layout(("dp", 4)),
+]
+
+
+def whole(name: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(name))
+    return torch.randn(SHAPES[name], generator=generator)
+
+
+def cut(name: str, box: Box) -> torch.Tensor:
+    return whole(name)[tuple(slice(start, stop) for start, stop in box)]
+
+
+def every_pair(rank: int, rendezvous: str, answers) -> None:
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+        )
+        dtypes = dict.fromkeys(SHAPES, torch.float32)
+        checked = 0
+        for source in LAYOUTS:
+            boxes = {name: source.holds(rank, name) for name in SHAPES}
+            held = {name: cut(name, box) for name, box in boxes.items() if box is not None}
+            for target in LAYOUTS:
+                for wanted in (target, aligned(source, target)):
+                    made = plan(source, wanted)
+                    assert made.num_bytes == lower_bound(source, wanted)
+                    got = dict(resharded(made, held, rank, dtypes=dtypes, limit_bytes=100))
+                    expected = {name: wanted.holds(rank, name) for name in SHAPES}
+                    assert [name for name, box in expected.items() if box is not None] == list(got)
+                    for name, tensor in got.items():
+                        assert torch.equal(tensor, cut(name, expected[name])), (name, source, wanted)
+                        checked += 1
+        dist.destroy_process_group()
+        answers.put(checked)
+    except BaseException:  # noqa: BLE001 - told to the parent
+        answers.put(traceback.format_exc())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_four_processes_end_with_what_every_pair_of_layouts_asks_for(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    answers = fork.Queue()
+    workers = [
+        fork.Process(target=every_pair, args=(rank, str(tmp_path / "rendezvous"), answers)) for rank in range(RANKS)
+    ]
+    for worker in workers:
+        worker.start()
+    found = [answers.get(timeout=120) for _ in workers]
+    for worker in workers:
+        worker.join(timeout=60)
+    assert all(isinstance(count, int) and count > 100 for count in found), found

@@ -1,0 +1,125 @@
+"""Carries out a plan between two layouts: slices travel from rank to rank, tensor by tensor, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.layout import Box, intersection, volume
+from verl.resharding import Move, Plan
+
+LIMIT_BYTES = 64 * 2**20
+
+
+def resharded(
+    plan: Plan,
+    held: Mapping[str, Tensor] | Callable[[str], Tensor],
+    rank: int,
+    *,
+    dtypes: Mapping[str, torch.dtype],
+    device: torch.device | str = "cpu",
+    limit_bytes: int = LIMIT_BYTES,
+    group: Any = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """This rank's slices under the plan's target, one tensor after the other. All ranks take part, to the end.
+
+    Beside what the caller keeps of the yielded tensors, a rank needs memory for the tensors of one round and for what
+    it sends and receives in it: at most `limit_bytes` each.
+
+    Args:
+        plan: from `verl.resharding.plan`, the same on every rank.
+        held: this rank's slices under the plan's source, by name, or a function that gives them.
+        rank: of this process in the plan's meshes and in `group`.
+        dtypes: of all tensors, by name.
+        device: where slices are put together and received.
+        group: of torch.distributed; None for all processes.
+    Yields:
+        (name, slice) in the order of the plan's target, tensors that this rank holds there only.
+    """
+    own = held if callable(held) else held.__getitem__
+    building = _Building(plan, own, rank, dtypes, torch.device(device))
+    for moves in plan.rounds(limit_bytes):
+        yield from building.up_to(moves[0].name)
+        arrived = _exchange(moves, building, group)
+        for move, part in arrived:
+            building.put(move, part)
+    yield from building.up_to(None)
+
+
+class _Building:
+    """The slices of one rank that are being put together, in the order of the target."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        own: Callable[[str], Tensor],
+        rank: int,
+        dtypes: Mapping[str, torch.dtype],
+        device: torch.device,
+    ):
+        self.plan, self.own, self.rank, self.dtypes, self.device = plan, own, rank, dtypes, device
+        self._waiting = list(plan.target.tensors)
+        self._begun: dict[str, Tensor] = {}
+
+    def up_to(self, name: str | None) -> Iterator[tuple[str, Tensor]]:
+        """Hand over all tensors before `name`: nothing of them is still to come."""
+        while self._waiting and self._waiting[0] != name:
+            done = self._waiting.pop(0)
+            if self.plan.target.holds(self.rank, done) is not None:
+                yield done, self._tensor(done)
+                self._begun.pop(done, None)
+
+    def put(self, move: Move, part: Tensor) -> None:
+        """Lay a part that arrived into its tensor."""
+        box = self.plan.target.holds(self.rank, move.name)
+        assert box is not None
+        self._tensor(move.name)[_within(move.box, box)] = part
+
+    def part(self, move: Move) -> Tensor:
+        """What this rank sends, contiguous."""
+        box = self.plan.source.holds(self.rank, move.name)
+        assert box is not None
+        return self.own(move.name)[_within(move.box, box)].detach().contiguous()
+
+    def room(self, move: Move) -> Tensor:
+        """Where a part is received."""
+        shape = [stop - start for start, stop in move.box]
+        return torch.empty(shape, dtype=self.dtypes[move.name], device=self.device)
+
+    def _tensor(self, name: str) -> Tensor:
+        """The slice as far as it is known: what this rank held already is laid in at the beginning."""
+        if name not in self._begun:
+            box, before = (side.holds(self.rank, name) for side in (self.plan.target, self.plan.source))
+            assert box is not None
+            shape = [stop - start for start, stop in box]
+            self._begun[name] = torch.empty(shape, dtype=self.dtypes[name], device=self.device)
+            if before is not None and (shared := intersection(box, before)) is not None:
+                self._begun[name][_within(shared, box)] = self.own(name)[_within(shared, before)].detach()
+        return self._begun[name]
+
+
+def _exchange(moves: list[Move], building: _Building, group: Any) -> list[tuple[Move, Tensor]]:
+    """Send and receive what this rank has to in one round; returns what arrived."""
+    import torch.distributed as dist
+
+    ops, arrived = [], []
+    for move in moves:
+        if move.source == building.rank:
+            ops.append(dist.P2POp(dist.isend, building.part(move), group=group, group_peer=move.target))
+        elif move.target == building.rank:
+            room = building.room(move)
+            arrived.append((move, room))
+            ops.append(dist.P2POp(dist.irecv, room, group=group, group_peer=move.source))
+    if ops:
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+    return arrived
+
+
+def _within(part: Box, whole: Box) -> tuple[slice, ...]:
+    """Where a slice lies inside of a larger one."""
+    assert volume(part) <= volume(whole)
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, whole, strict=True))
