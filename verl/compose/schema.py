@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 VALUES = ("resume",)  # root keys that are values, not components chosen from a group
-CHOOSERS = ("experiment", "debug")  # groups that write into the other nodes and have none of their own
+CHOOSERS = ("experiment", "sweep", "debug")  # groups that write into the other nodes and have none of their own
 
 
 @dataclass

@@ -18,7 +18,7 @@ from verl.tracking.tracker import Tracker, TrackerDescription
 
 @dataclass(frozen=True, kw_only=True)
 class WandB(TrackerDescription):
-    """A W&B run, its files below the run directory.
+    """A W&B run, its files below the run directory; the jobs of a sweep are one group, named after its directory.
 
     Args:
         project: W&B project.
@@ -41,14 +41,15 @@ class WandB(TrackerDescription):
             yield "project is '': must name a W&B project."
 
     def build(self, context: BuildContext) -> WandBTracker:
-        return WandBTracker(self)
+        sweep = context.run_dir.resolve().parent.name if context.job and context.run_dir is not None else None
+        return WandBTracker(self, sweep)
 
 
 class WandBTracker(Tracker):
     """One W&B run. Metrics carry our own `step`, so an evaluation may arrive after the step it belongs to."""
 
-    def __init__(self, settings: WandB):
-        self._settings = settings
+    def __init__(self, settings: WandB, sweep: str | None = None):
+        self._settings, self._sweep = settings, sweep
         self._run: Any = None
         self._former: dict[str, Any] = {}
         self._root: str | None = None
@@ -79,7 +80,7 @@ class WandBTracker(Tracker):
             dir=run_dir,
             id=run_id,
             resume="allow" if is_same and self._former else None,
-            group=None if is_same else self._root,
+            group=self._sweep if is_same else self._root,
             mode=wandb_mode(chosen.mode),
             reinit="create_new",  # a sweep's runs are separate, and a user's own run is left alone
             settings=wandb.Settings(console="off", quiet=True),

@@ -21,7 +21,12 @@ from verl.checkpoint.published import Published
 from verl.checkpoint.reader import CheckpointReader
 from verl.workers.state import as_tensor
 
-TIMES = ("time_s", "perf/samples_per_s", "timing/")  # and what begins so: never equal, and of no consequence
+TIMES = (
+    "time_s",
+    "perf/samples_per_s",
+    "perf/peak_memory_mib",
+    "timing/",
+)  # and what begins so: never equal, and of no consequence
 STATES = ("dataloader/state.json", "scheduler/state.json", "rng/python.json", "rng/numpy.json")
 OF_ONE_LAYOUT = ("rng",)  # the driver's own generators: roles in its process draw from them, roles elsewhere do not
 

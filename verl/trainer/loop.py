@@ -30,6 +30,7 @@ from verl.trainer.saving import Saving
 from verl.trainer.settings import LoopSettings
 from verl.trainer.stages import Stages
 from verl.trainer.stopping import StopRequest, interruption
+from verl.utils.memory import forget_peak, peak_memory
 from verl.utils.redact import redact
 from verl.utils.seeding import set_rng_state
 from verl.workers.state import RoleState, as_tensor
@@ -82,6 +83,7 @@ class Result:
         train_s: of that, spent in training steps.
         saved: directories of weights.
         checkpoints: names of those that were saved.
+        saves: what each of them cost: `stall_s` of the step, `total_s` until it was durable, `bytes`.
         error: what a failed run failed of.
     """
 
@@ -95,6 +97,7 @@ class Result:
     train_s: float = 0.0
     saved: list[Path] = field(default_factory=list)
     checkpoints: list[str] = field(default_factory=list)
+    saves: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
 
     def write(self) -> None:
@@ -123,6 +126,7 @@ def fit(trainer: Trainer, config: dict[str, Any]) -> Result:
         trainer.tracker.resume(saving.resumed.state.get("trackers", {}))
     trainer.tracker.start(name, {**config, "lineage": saving.facts}, trainer.run_dir, trainer.num_steps)
     stop = StopRequest()
+    forget_peak()
     try:
         saving.start(trainer.run_dir)
         with stop.listening():
@@ -186,6 +190,7 @@ def _steps(trainer: Trainer, result: Result, profiler: Profiler, stop: StopReque
             **trainer.stages.take(),
             "timing/step_s": took,
             "perf/samples_per_s": metrics["perf/samples"] / took,
+            "perf/peak_memory_mib": max(peak_memory().values()) / 2**20,
         }
         trainer.tracker.log(metrics, step)
         result.steps, result.last_metrics = step, metrics
@@ -258,6 +263,8 @@ def _hear(trainer: Trainer, result: Result, outcomes: list[SaveOutcome], is_end:
                 raise outcome.error
         elif outcome.report is not None:
             result.checkpoints.append(outcome.report.name)
+            cost = {"stall_s": outcome.stall_s, "total_s": outcome.total_s, "bytes": outcome.report.num_bytes}
+            result.saves.append({"step": outcome.step, **cost})
             _log.info("checkpoint %s is published, %.2f s after it began", outcome.report.name, outcome.total_s)
 
 

@@ -1,0 +1,69 @@
+"""A sweep ends with one table of its jobs, on the terminal, as CSV and as a picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from cli.small_runs import small_run
+from hydra import compose, initialize_config_dir
+from hydra.types import RunMode
+from PIL import Image
+
+from verl.compose import schema
+from verl.compose.paths import conf_dir, group_options
+from verl.tracking.sweep_table import outcomes, table
+
+ROOT = conf_dir().parent
+
+
+def test_the_jobs_of_a_sweep_are_compared(tmp_path, model64):
+    arguments = [*small_run(model64, tmp_path), "trainer.total_steps=2", "checkpoint.save_interval=1", "tracker=wandb"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "main_ppo.py"), "-m", "checkpoint=sync,async", *arguments],
+        capture_output=True, text=True, cwd=tmp_path, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Sweep of 2 jobs" in done.stdout
+    (directory,) = tmp_path.glob("multirun/verl/*/*")
+    head, *rows = list(csv.reader((directory / "sweep.csv").open()))
+    assert head[:3] == ["job", "checkpoint", "status"]
+    assert [row[:3] for row in rows] == [["0", "sync", "finished"], ["1", "async", "finished"]]
+    for column in ("step (s)", "tokens/s", "peak memory of a process (MiB)", "save stall (s)", "checkpoint (MiB)"):
+        assert all(float(row[head.index(column)]) > 0 for row in rows), column
+    assert rows[0][head.index("last reward")] == rows[1][head.index("last reward")]  # the same training
+    with Image.open(directory / "sweep.png") as image:
+        assert image.size[0] > 500
+    groups = [file.read_bytes() for file in directory.glob("*/wandb/offline-run-*/run-*.wandb")]
+    assert len(groups) == 2
+    assert all(directory.name.encode() in record for record in groups)  # the group of both
+
+
+@pytest.mark.parametrize("option", group_options(conf_dir())["sweep"])
+def test_a_sweep_file_makes_a_multirun_of_it(option):
+    config = compose_hydra(f"sweep={option}")
+    assert config.hydra.mode == RunMode.MULTIRUN
+    assert any("," in str(values) for values in config.hydra.sweeper.params.values())
+
+
+def compose_hydra(*overrides: str):
+    schema.register()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return compose("ppo", list(overrides), return_hydra_config=True)
+
+
+def test_a_job_without_a_result_stands_in_the_table_too(tmp_path):
+    for number, rate in enumerate(["1", "2"]):
+        job = tmp_path / str(number)
+        job.mkdir()
+        (job / "overrides.yaml").write_text(f"- ++actor.optimizer.lr={rate}\n- trainer.seed=0\n")
+    (tmp_path / "0" / "summary.json").write_text(json.dumps({"status": "failed", "evaluations": {}}))
+    assert table(outcomes(tmp_path)) == (
+        ["job", "actor.optimizer.lr", "status"],
+        [["0", "1", "failed"], ["1", "2", "not run"]],
+    )

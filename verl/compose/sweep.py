@@ -1,0 +1,23 @@
+"""The end of a multirun: its jobs side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+
+class SweepTable(Callback):
+    """Prints the table of a sweep when its last job has ended, under any launcher, and writes it beside the jobs."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        from verl.tracking.sweep_table import outcomes, show, write
+
+        directory = Path(config.hydra.sweep.dir)
+        if not directory.is_dir() or not (jobs := outcomes(directory)):
+            return
+        show(jobs, f"Sweep of {len(jobs)} jobs")
+        for path in write(directory, jobs):
+            print(path)  # noqa: T201 - what a sweep ends with

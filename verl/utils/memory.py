@@ -1,0 +1,44 @@
+"""How much main memory this run has taken: of this process and of those that it started."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+def peak_memory() -> dict[int, int]:
+    """Process id -> the most bytes that were resident at a time, of this process and its living descendants.
+
+    Without /proc (macOS) only this process is known.
+    """
+    if not (_PROC / "self/status").exists():
+        unit = 1 if sys.platform == "darwin" else 1024
+        return {0: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    found, waiting = {}, [int((_PROC / "self").readlink().name)]
+    while waiting:
+        process = waiting.pop()
+        try:
+            found[process] = _high_water(process)
+            for task in (_PROC / str(process) / "task").iterdir():
+                waiting += map(int, (task / "children").read_text().split())
+        except (OSError, ValueError):  # it has ended meanwhile, or the kernel does not tell of children
+            continue
+    return found
+
+
+def forget_peak() -> None:
+    """Count this process's peak from here on, where the kernel can: another run was here before."""
+    try:
+        (_PROC / "self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _high_water(process: int) -> int:
+    for line in (_PROC / str(process) / "status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"process {process} has no memory of its own")
