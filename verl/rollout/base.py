@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,11 @@ class Rollout(Description):
         max_new_tokens: a response is cut after so many tokens.
         min_new_tokens: no stop token is drawn before so many tokens.
         stop_token_ids: end a response beside the model's own end-of-text tokens; they belong to the response.
+    Attributes:
+        runs_ahead: the engine holds weights of its own, so that it can draw while the trainer changes its.
     """
+
+    runs_ahead: ClassVar[bool] = False
 
     temperature: float = 1.0
     top_k: int = 0
@@ -90,7 +94,10 @@ SAME_TENSORS = Synced("one set of weights: nothing to move")
 
 
 class RolloutEngine(Protocol):
-    """An engine needs two things: to generate, and to take new weights."""
+    """An engine needs two things: to generate, and to take new weights.
+
+    One that `runs_ahead` has `begin(prompts, request) -> None` and `finish() -> DataProto` beside `generate`.
+    """
 
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
         """Rows of responses, `num_samples` for each prompt in the order of the prompts; see `assemble`."""

@@ -20,6 +20,7 @@ from verl.workers.state import RoleState
 
 OPTIMIZER_FILE = "optim_state_rank_0.safetensors"
 IDENTITY = "identity.json"
+DRAWN_AHEAD = "drawn_ahead"
 RNG_FILES = {"torch": "rng/torch.safetensors", "python": "rng/python.json", "numpy": "rng/numpy.json"}
 
 
@@ -47,8 +48,10 @@ class Contents:
 
         Args:
             roles: by name.
-            state: plain values; `sampler` goes to `dataloader/`, all others to `scheduler/`.
+            state: plain values; `sampler` goes to `dataloader/`, all others to `scheduler/`; and `drawn_ahead`, tensors
+                by name, which are a component of their own.
         """
+        state, drawn = {k: v for k, v in state.items() if k != DRAWN_AHEAD}, state.get(DRAWN_AHEAD)
         tensors, generators = rng_state()
         components = {name: self._weights(role) for name, role in roles.items()}
         moments = {f"{name}.{key}": x for name, role in roles.items() for key, x in role.optimizer.items()}
@@ -68,6 +71,9 @@ class Contents:
                 files={f"{name}.json": _json(value) for name, value in generators.items()},
             ),
         }
+        if drawn:
+            rows = [TensorItem(name=name, tensor=tensor) for name, tensor in drawn.items()]
+            components[DRAWN_AHEAD] = Component(tensors=rows, file="rows.safetensors")
         return components, links
 
     def _weights(self, role: RoleState) -> Component:

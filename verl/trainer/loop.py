@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.writer import SaveOutcome
 from verl.data.sampler import EpochSampler
 from verl.data.splits import Dataset
@@ -33,7 +32,7 @@ from verl.trainer.stopping import StopRequest, interruption
 from verl.utils.memory import forget_peak, peak_memory
 from verl.utils.redact import redact
 from verl.utils.seeding import set_rng_state
-from verl.workers.state import RoleState, as_tensor
+from verl.workers.state import RoleState
 
 _log = logging.getLogger(__name__)
 
@@ -269,9 +268,7 @@ def _hear(trainer: Trainer, result: Result, outcomes: list[SaveOutcome], is_end:
 
 
 def _generators(point: ResumePoint) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    reader = CheckpointReader(point.published)
-    tensors = {t.name: as_tensor(reader.tensor("rng", t.name), t) for t in reader.tensors("rng")}
-    return tensors, {name: point.read_json(f"rng/{name}.json") for name in ("python", "numpy")}
+    return point.read_tensors("rng"), {name: point.read_json(f"rng/{name}.json") for name in ("python", "numpy")}
 
 
 def _step(trainer: Trainer, batch: DataProto, step: int) -> dict[str, float]:

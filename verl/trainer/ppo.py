@@ -31,12 +31,14 @@ from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, NonFiniteError, faults_below
 from verl.models.tokenizers import tokenizer_fault
 from verl.ops.masking import masked_mean
-from verl.ops.noise import EVALUATION
+from verl.ops.noise import EVALUATION, TRAINING
 from verl.protocol import DataProto
 from verl.rewards.base import RewardDescription
 from verl.rollout.base import Request, Rollout
 from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import Trackers
+from verl.trainer.ahead import RolloutAhead, ahead_faults
+from verl.trainer.contents import DRAWN_AHEAD
 from verl.trainer.loop import Result, fit
 from verl.trainer.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
 from verl.trainer.resume import ResumePoint
@@ -98,6 +100,8 @@ class PPORun(Description):
                 f"{settings.group_size}); {near} would."
             )
         yield from sharding_faults(self.sharding, settings)
+        if settings.rollout_ahead:
+            yield from ahead_faults(self.rollout, algorithm)
         yield from self._context_faults()
 
     def _context_faults(self) -> Iterator[str]:
@@ -190,6 +194,7 @@ class PPOTrainer:
         self._cluster = start_cluster(host, run.sharding, run.trainer, context)
         roles = role_handles(self._cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
+        self.ahead = RolloutAhead(self.actor) if run.trainer.rollout_ahead else None
 
     def _go_on_from(self, point: ResumePoint) -> None:
         """Take over what the roles do not hold: the place in the data, KL control, statistics of rewards."""
@@ -198,6 +203,8 @@ class PPOTrainer:
         if isinstance(self.kl, AdaptiveKLController):
             self.kl.load_state_dict(state["kl"])
         self.reward.load_state_dict(state["reward"])
+        if self.ahead is not None:
+            self.ahead.load(point.read_tensors(DRAWN_AHEAD))
 
     # The algorithm
 
@@ -205,6 +212,7 @@ class PPOTrainer:
         """One iteration on a batch of prompts [B P]; returns its metrics."""
         self._cluster.step = self.guard.step = step
         rollout = self.generate(batch, Request(step, self.settings.group_size))
+        self._draw_ahead(step + 1)
         selected = {}
         if self.algorithm.selection is not None:
             rollout, selected = self.select(rollout, self.algorithm.selection, step)
@@ -309,6 +317,9 @@ class PPOTrainer:
 
     def sync(self) -> dict[str, float]:
         """The sampler follows the trained weights, and proves it."""
+        if self.ahead is not None:
+            with self.stages.stage("gen"):  # what is left of it
+                self.ahead.collect()
         with self.stages.stage("sync") as note:
             synced = self.actor.sync().result()
             note.say(synced.note)
@@ -343,7 +354,10 @@ class PPOTrainer:
         trained = {"actor": self.actor, "critic": self.critic}
         roles = {name: role.state(copied).result() for name, role in trained.items() if role is not None}
         kl = self.kl.state_dict() if isinstance(self.kl, AdaptiveKLController) else {}
-        return roles, {"sampler": self.sampler.state_dict(), "kl": kl, "reward": self.reward.state_dict()}
+        state: dict[str, Any] = {"sampler": self.sampler.state_dict(), "kl": kl, "reward": self.reward.state_dict()}
+        if self.ahead is not None:
+            state["drawn_ahead"] = self.ahead.state()
+        return roles, state
 
     def fit(self) -> Result:
         """Train to the end; see `verl.trainer.loop.fit`."""
@@ -379,15 +393,30 @@ class PPOTrainer:
 
     def _respond(self, prompts: DataProto, request: Request) -> DataProto:
         """Rows with responses, the columns of the data, and the response as text."""
-        prompts = prompts.union(DataProto.from_dict({"group_ids": torch.arange(len(prompts))}))
-        rows = self.actor.generate(prompts.select(PROMPT_FIELDS, []), request).result()
+        prompts = _grouped(prompts)
+        asked, is_training = prompts.select(PROMPT_FIELDS, []), request.stream == TRAINING and not request.greedy
+        if self.ahead is not None and is_training:
+            rows = self.ahead.take(asked, request)
+        else:
+            rows = self.actor.generate(asked, request).result()
         tokens = [r[m].tolist() for r, m in zip(rows["responses"], rows["response_mask"], strict=True)]
         texts: Any = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         columns = prompts.select([], list(prompts.non_tensor_batch)).repeat(request.num_samples)
         return rows.union(columns).union(DataProto.from_dict(non_tensors={"response_text": texts}))
+
+    def _draw_ahead(self, step: int) -> None:
+        """Have the engine draw for the next step, if there is one and it may."""
+        if self.ahead is not None and step <= self.num_steps:
+            prompts = _grouped(self.train_data.collate(self.sampler.peek()))
+            self.ahead.begin(prompts.select(PROMPT_FIELDS, []), Request(step, self.settings.group_size))
 
     def _mini_batches(self, rows: int, step: int) -> Iterator[Tensor]:
         for epoch in range(self.algorithm.epochs):
             generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "mini-batches", step, epoch))
             order = torch.randperm(rows, generator=generator)
             yield from (part for part in order.tensor_split(self.algorithm.mini_batches) if len(part))
+
+
+def _grouped(prompts: DataProto) -> DataProto:
+    """Prompts, each the head of a group of its own."""
+    return prompts.union(DataProto.from_dict({"group_ids": torch.arange(len(prompts))}))

@@ -78,6 +78,19 @@ class ActorWorker(TrainedWorker):
         rows = self.sampler.generate(prompts, request)
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))
 
+    @by_rows_to_one
+    def begin_generate(self, prompts: DataProto, request: Request) -> None:
+        """Begin to draw responses with the engine's present weights, while this process goes on to other calls."""
+        self.sampler.begin(prompts, request)
+        self._begun_at = self.version
+
+    @by_rows
+    def finish_generate(self, prompts: DataProto, request: Request) -> DataProto:
+        """The responses that were begun for these prompts, as `generate` gives them."""
+        rows = self.sampler.finish()
+        assert len(rows) == len(prompts) * request.num_samples
+        return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self._begun_at)}))
+
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropies` [B T] of the responses under the present weights."""
