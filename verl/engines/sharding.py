@@ -104,6 +104,10 @@ class Sharding(Description):
 
     needs_processes: ClassVar[bool] = False
 
+    def parameter_shards(self, world_size: int) -> int:
+        """Parts that weights, gradients and optimizer state are divided into."""
+        return 1
+
     def build(self, context: BuildContext) -> Parallel:
         return Parallel()
 

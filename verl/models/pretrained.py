@@ -108,6 +108,12 @@ class Pretrained(ModelSource):
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
 
+    def load_config(self) -> Any:
+        from transformers import AutoConfig
+
+        path = (self._adapter() or {}).get("base_model_name_or_path", self.path)
+        return AutoConfig.from_pretrained(path, revision=self.revision, trust_remote_code=self.trust_remote_code)
+
     def max_positions(self) -> int | None:
         adapter = self._adapter()
         config = _read_json(Path(adapter["base_model_name_or_path"] if adapter else self.path) / "config.json") or {}

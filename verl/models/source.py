@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from verl.description import Description
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -37,6 +37,10 @@ class ModelSource(Description):
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, padding on the left, with a pad token."""
+        raise NotImplementedError
+
+    def load_config(self) -> PretrainedConfig:
+        """The model's configuration, without its weights."""
         raise NotImplementedError
 
     def max_positions(self) -> int | None:

@@ -9,6 +9,7 @@ y ~ pi(.|x)  reward,    KL, advantages,  critic,    the sampler
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from verl.rollout.base import Request, Rollout
 from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import Trackers
 from verl.trainer.ahead import RolloutAhead, ahead_faults
+from verl.trainer.budget import budget_of, free_disk, free_memory
 from verl.trainer.contents import DRAWN_AHEAD
 from verl.trainer.loop import Result, fit
 from verl.trainer.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
@@ -52,6 +54,7 @@ from verl.workers.hosts import RLHost, with_tokenizer
 from verl.workers.reference import Reference
 from verl.workers.state import RoleState
 
+_log = logging.getLogger(__name__)
 PROMPT_FIELDS = ["prompts", "prompt_mask", "prompt_ids", "group_ids"]
 SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
 
@@ -158,6 +161,7 @@ class PPOTrainer:
             )
             self.guard = Guard(run.trainer.safety, self.run_dir, self.tokenizer)
             self.kl = run.algorithm.kl.build(context)
+            self._tell_budget(run, context)
             self._start_roles(run, context)
             if self.saving.resumed is not None:
                 self._go_on_from(self.saving.resumed)
@@ -179,6 +183,14 @@ class PPOTrainer:
     def _make_sampler(self, size: int, mixture: Mixture | None) -> EpochSampler:
         seed, name = derive_seed(self.settings.seed, "data order"), "trainer.prompts_per_step"
         return EpochSampler(size, self.settings.prompts_per_step, seed, name, mixture=mixture)
+
+    def _tell_budget(self, run: PPORun, context: BuildContext) -> None:
+        """Estimate what the run takes, before any weight is loaded, and warn where it may not suffice."""
+        budget = budget_of(run)
+        (self.run_dir / "budget.txt").write_text("\n".join(budget.lines()) + "\n")
+        memory = free_memory(context.device, budget.processes)
+        for warning in budget.warnings(memory, free_disk(self.saving.directory)):
+            _log.warning("%s", warning)
 
     def _start_roles(self, run: PPORun, context: BuildContext) -> None:
         host = RLHost(
