@@ -67,14 +67,9 @@ def test_it_agrees_with_what_an_update_takes(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])
-    run = check(
-        compose_root(
-            "ppo",
-            ["actor=pretrained", f"actor.model.path={large}", "critic=none", "algorithm=grpo", "reference=none"]
-            + ["algorithm.kl.coef=0", "trainer.prompts_per_step=4", "trainer.group_size=2"]
-            + ["data.max_prompt_length=80", "rollout.max_new_tokens=16", "checkpoint=off"],
-        )
-    )
+    roles = ["actor=pretrained", f"actor.model.path={large}", "critic=none", "algorithm=grpo", "reference=none"]
+    sizes = ["trainer.prompts_per_step=4", "trainer.group_size=2", "data.max_prompt_length=80"]
+    run = check(compose_root("ppo", [*roles, *sizes, "rollout.max_new_tokens=16", "algorithm.kl.coef=0"]))
     actor = budget_of(run).roles[0]
     assert measured["loaded"] == pytest.approx(actor.weights, rel=0.15)
     assert measured["peak"] == pytest.approx(actor.resident + actor.gradients + actor.working, rel=0.3)
