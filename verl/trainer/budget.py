@@ -102,7 +102,8 @@ class Budget:
         if disk is not None and self.saving * self.kept > disk:
             yield (
                 f"Disk may not suffice: {self.kept} checkpoints of {self.saving / GIB:.1f} GiB, and "
-                f"{disk / GIB:.1f} GiB are free. Lower checkpoint.keep_last_n, or set checkpoint.save_dir to a larger disk."
+                f"{disk / GIB:.1f} GiB are free. Lower checkpoint.keep_last_n, or set checkpoint.save_dir to a larger "
+                "disk."
             )
 
     def lines(self) -> Iterator[str]:
