@@ -116,7 +116,8 @@ def _frozen_models(config: Mapping[str, Any], uses: Collection[str]) -> dict[str
         found["reference_model"] = model.get("path", model.get("_target_"))
     reward = config.get("reward") or {}
     parts = [reward, *(reward.get("parts") or {}).values()]
-    models = [part["model"]["path"] for part in parts if isinstance(part, Mapping) and part.get("model")]
+    described = [part.get("model") for part in parts if isinstance(part, Mapping)]
+    models = [model["path"] for model in described if isinstance(model, Mapping)]  # of a remote judge it is a name
     return found | {f"reward_model{f'_{i}' if i else ''}": path for i, path in enumerate(models)}
 
 

@@ -234,7 +234,8 @@ class PPOTrainer:
         experience, metrics = self.assign_credit(scored)
         metrics |= self.update(experience, step)
         metrics |= self.sync()
-        metrics = {**experience_metrics(experience), **selected, **metrics}
+        counted = {f"reward/{name}": x for name, x in self.reward.take().items()}
+        metrics = {**experience_metrics(experience), **counted, **selected, **metrics}
         self.guard.watch(metrics, experience)
         return metrics
 

@@ -54,6 +54,7 @@ REQUIREMENTS = (
     Requirement("wandb", "0.22", "0.31.0"),
     Requirement("tensorboard", "2.18", "2.21.0"),
     Requirement("math-verify", "0.8", "0.9.0"),
+    Requirement("httpx", "0.28", "0.28.1"),
 )
 OPTIONAL = ("vllm", "ray")  # nothing of this version uses them
 
