@@ -37,6 +37,7 @@ from verl.rewards.base import RewardDescription
 from verl.rollout.base import Request, Rollout
 from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import Trackers
+from verl.trainer import generators
 from verl.trainer.loop import Result, fit
 from verl.trainer.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
 from verl.trainer.resume import ResumePoint
@@ -198,6 +199,7 @@ class PPOTrainer:
         if isinstance(self.kl, AdaptiveKLController):
             self.kl.load_state_dict(state["kl"])
         self.reward.load_state_dict(state["reward"])
+        generators.restore_ranks(point, self._cluster, self.actor, self.settings.seed)
 
     # The algorithm
 
@@ -343,7 +345,9 @@ class PPOTrainer:
         trained = {"actor": self.actor, "critic": self.critic}
         roles = {name: role.state(copied).result() for name, role in trained.items() if role is not None}
         kl = self.kl.state_dict() if isinstance(self.kl, AdaptiveKLController) else {}
-        return roles, {"sampler": self.sampler.state_dict(), "kl": kl, "reward": self.reward.state_dict()}
+        ranks = generators.ranks_of(self._cluster, self.actor)
+        plain = {"sampler": self.sampler.state_dict(), "kl": kl, "reward": self.reward.state_dict()}
+        return roles, {**plain, "ranks": ranks}
 
     def fit(self) -> Result:
         """Train to the end; see `verl.trainer.loop.fit`."""
