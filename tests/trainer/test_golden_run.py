@@ -13,6 +13,7 @@ from verl.checkpoint import CheckpointManager
 from verl.checkpoint.manifest import FORMAT_VERSION
 from verl.compose.check import check
 from verl.compose.composition import compose_root
+from verl.compose.overrides import command_line
 from verl.description import BuildContext
 from verl.trainer.comparing import steps_of
 
@@ -39,7 +40,8 @@ def test_a_golden_run_is_whole_and_its_components_load(name):
 def test_a_golden_run_goes_on_to_the_recorded_metrics(name, tmp_path):
     shutil.copytree(GOLDEN / name, tmp_path, dirs_exist_ok=True)  # the working directory of this test
     expected = json.loads((tmp_path / "expected.json").read_text())
-    run = check(compose_root("ppo", [*expected["overrides"], "resume=latest"]))
+    arguments, assigned = command_line("ppo", [*expected["overrides"], "resume=latest"])
+    run = check(compose_root("ppo", arguments), assigned.faults)
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         result = trainer.fit()
     assert (result.status, result.checkpoints) == ("finished", ["global_step_3", "global_step_4"])
