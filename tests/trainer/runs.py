@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from verl.algorithms.advantages import GAE, GroupRelative
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KLInLoss, KLInReward
@@ -38,6 +40,15 @@ GRPO = Algorithm(
     aggregation="seq-mean-token-mean",
     mini_batches=3,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShakenClip(PPOClip):
+    """The clipped loss times luck: what is learned depends on the generator of each process, token by token."""
+
+    def __call__(self, log_probs: torch.Tensor, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss, stats = super().__call__(log_probs, batch)
+        return loss * (0.5 + torch.rand(loss.shape)), stats
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from verl.cluster.crew import END_TIMEOUT_S, Crew
 from verl.cluster.dividing import Division
 from verl.cluster.worker import READY, Answer, Call, Start
 from verl.description import BuildContext
-from verl.dispatch import dispatch_of
+from verl.dispatch import Dispatch, dispatch_of
 from verl.errors import VerlError, WorkerError
 
 GRACE_S = 0.3  # an error waits so long to be told: a sibling's death, where that is the cause, is told first
@@ -43,8 +43,15 @@ class _Pending:
     step: int | None
     future: Future[Any]
     division: Division | None
-    joins: bool
+    dispatch: Dispatch | None
     answers: dict[int, Any]
+
+    def result(self, answers: list[Any]) -> Any:
+        """The answers of all ranks as the one that the caller waits for."""
+        if self.dispatch is not None and self.dispatch.gathers:
+            return answers
+        joins = self.dispatch is not None and self.dispatch.joins and self.division is not None
+        return self.division.join(answers) if joins else answers[0]
 
 
 class Processes:
@@ -82,7 +89,7 @@ class Processes:
         dispatch = dispatch_of(self._types[role], method)
         division = Division(args[0], self.world_size) if dispatch.divides else None
         shares = [(part, *args[1:]) for part in division.divide(args[0])] if division else [args] * self.world_size
-        pending = _Pending(f"{role}.{method}", self.step, Future(), division, dispatch.joins, {})
+        pending = _Pending(f"{role}.{method}", self.step, Future(), division, dispatch, {})
         with self._lock:
             if self._failure is not None:
                 pending.future.set_exception(self._failure)
@@ -105,7 +112,7 @@ class Processes:
             self._sender.join(timeout=END_TIMEOUT_S)
 
     def _build_roles(self, host: HostDescription, context: BuildContext) -> None:
-        ready = _Pending("start", None, Future(), None, False, {})
+        ready = _Pending("start", None, Future(), None, None, {})
         self._pending[READY] = ready
         search_path = tuple(map(os.path.abspath, sys.path))
         for rank, connection in enumerate(self._crew.connections):
@@ -154,11 +161,11 @@ class Processes:
                 return
         answers = [pending.answers[r] for r in range(self.world_size)]
         try:
-            joined = pending.division.join(answers) if pending.joins and pending.division else answers[0]
+            result = pending.result(answers)
         except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future
             pending.future.set_exception(error)
         else:
-            pending.future.set_result(joined)
+            pending.future.set_result(result)
 
     def _on_hang_up(self, rank: int) -> None:
         with self._lock:

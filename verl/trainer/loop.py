@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from verl.checkpoint.writer import SaveOutcome
 from verl.data.sampler import EpochSampler
 from verl.data.splits import Dataset
@@ -23,15 +21,14 @@ from verl.errors import CheckpointFenced
 from verl.protocol import DataProto
 from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import TrackerSet
+from verl.trainer import generators
 from verl.trainer.profiling import Profiler
-from verl.trainer.resume import ResumePoint
 from verl.trainer.saving import Saving
 from verl.trainer.settings import LoopSettings
 from verl.trainer.stages import Stages
 from verl.trainer.stopping import StopRequest, interruption
 from verl.utils.memory import forget_peak, peak_memory
 from verl.utils.redact import redact
-from verl.utils.seeding import set_rng_state
 from verl.workers.state import RoleState
 
 _log = logging.getLogger(__name__)
@@ -61,7 +58,7 @@ class Trainer(Protocol):
         ...
 
     def state(self) -> tuple[dict[str, RoleState], dict[str, Any]]:
-        """What a checkpoint holds: of the roles by name, and the rest as plain values, the `sampler`'s among them."""
+        """What a checkpoint holds: of the roles by name, and the rest; see `Contents.of`."""
         ...
 
     def save(self, directory: Path) -> list[Path]:
@@ -161,7 +158,7 @@ def _result_so_far(trainer: Trainer) -> Result:
 def _train(trainer: Trainer, result: Result, stop: StopRequest) -> None:
     point = trainer.saving.resumed
     if point is not None:
-        set_rng_state(*_generators(point))
+        generators.restore_driver(point)
         trainer.guard.load_state_dict(point.read_json("scheduler/state.json").get("safety", {}))
         if trainer.settings.repeat_first_batch:
             trainer.sampler.rewind()
@@ -265,10 +262,6 @@ def _hear(trainer: Trainer, result: Result, outcomes: list[SaveOutcome], is_end:
             cost = {"stall_s": outcome.stall_s, "total_s": outcome.total_s, "bytes": outcome.report.num_bytes}
             result.saves.append({"step": outcome.step, **cost})
             _log.info("checkpoint %s is published, %.2f s after it began", outcome.report.name, outcome.total_s)
-
-
-def _generators(point: ResumePoint) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    return point.read_tensors("rng"), {name: point.read_json(f"rng/{name}.json") for name in ("python", "numpy")}
 
 
 def _step(trainer: Trainer, batch: DataProto, step: int) -> dict[str, float]:

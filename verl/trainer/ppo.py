@@ -38,6 +38,7 @@ from verl.rewards.base import RewardDescription
 from verl.rollout.base import Request, Rollout
 from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import Trackers
+from verl.trainer import generators
 from verl.trainer.ahead import RolloutAhead, ahead_faults
 from verl.trainer.budget import budget_of, free_disk, free_memory
 from verl.trainer.contents import DRAWN_AHEAD
@@ -217,6 +218,7 @@ class PPOTrainer:
         self.reward.load_state_dict(state["reward"])
         if self.ahead is not None:
             self.ahead.load(point.read_tensors(DRAWN_AHEAD))
+        generators.restore_ranks(point, self._cluster, self.actor, self.settings.seed)
 
     # The algorithm
 
@@ -367,10 +369,10 @@ class PPOTrainer:
         trained = {"actor": self.actor, "critic": self.critic}
         roles = {name: role.state(copied).result() for name, role in trained.items() if role is not None}
         kl = self.kl.state_dict() if isinstance(self.kl, AdaptiveKLController) else {}
-        state: dict[str, Any] = {"sampler": self.sampler.state_dict(), "kl": kl, "reward": self.reward.state_dict()}
-        if self.ahead is not None:
-            state["drawn_ahead"] = self.ahead.state()
-        return roles, state
+        ranks = generators.ranks_of(self._cluster, self.actor)
+        plain = {"sampler": self.sampler.state_dict(), "kl": kl, "reward": self.reward.state_dict()}
+        drawn = {} if self.ahead is None else {DRAWN_AHEAD: self.ahead.state()}
+        return roles, {**plain, "ranks": ranks, **drawn}
 
     def fit(self) -> Result:
         """Train to the end; see `verl.trainer.loop.fit`."""

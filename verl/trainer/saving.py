@@ -25,7 +25,8 @@ from verl.checkpoint.locate import POINTER
 from verl.checkpoint.settings import Checkpointing
 from verl.checkpoint.store import TAG, CheckpointStore
 from verl.checkpoint.writer import CheckpointWriter, SaveOutcome
-from verl.trainer.contents import RNG_FILES, Contents
+from verl.trainer import generators
+from verl.trainer.contents import Contents
 from verl.trainer.lineage import Lineage, Parent, code_version
 from verl.trainer.resume import ResumePoint
 from verl.utils.redact import redact_tree
@@ -232,7 +233,7 @@ class Saving:
             "loss_history": [list(entry) for entry in self._history],
             "best": self._best,
             "wall_clock_s": round(self._wall_before + time.monotonic() - self._started, 3),
-            "rng_states": RNG_FILES,
+            "rng_states": generators.references(len(state.get("ranks", ()))),
             "lineage": self.facts,
             "code": self._code,
             "identity": self._identity,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from verl.description import Description
-from verl.dispatch import on_all
+from verl.dispatch import on_all, on_each
 from verl.engines.engine import Packs, TrainingEngine
 from verl.engines.optim import AdamW
 from verl.engines.sharding import Parallel
@@ -19,6 +19,7 @@ from verl.models.precision import Autocast
 from verl.models.pretrained import quiet_transformers
 from verl.models.saved_form import SavedForm, load_adapter, saved_form, tokenizer_files
 from verl.models.source import ModelSource
+from verl.utils.seeding import RngState, derive_seed, rng_state, seed_everything, set_rng_state
 from verl.workers.state import Restore, RoleState
 
 
@@ -114,6 +115,20 @@ class TrainedWorker:
             form = SavedForm(_in_main_memory(form.tensors), form.file, form.files)
             optimizer = _in_main_memory(optimizer)
         return RoleState(form, optimizer, self.engine.updates, self._tokenizer_files)
+
+    @on_each
+    def rng_states(self) -> RngState:
+        """The state of the global random generators of the role's process."""
+        return rng_state()
+
+    @on_all
+    def set_rng_states(self, states: Sequence[RngState], seed: int) -> None:
+        """Go on from what `rng_states` gave, each rank from its own; a rank that has none is seeded anew."""
+        rank = self.engine.parallel.rank
+        if rank < len(states):
+            set_rng_state(*states[rank])
+        else:
+            seed_everything(derive_seed(seed, "rank", rank))
 
 
 def _in_main_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
