@@ -20,7 +20,6 @@ from verl.checkpoint.reader import CheckpointReader
 from verl.cluster.base import Cluster
 from verl.trainer.resume import ResumePoint
 from verl.utils.seeding import RngState, derive_seed, rng_state, set_rng_state
-from verl.workers.state import as_tensor
 
 FILE = "torch.safetensors"
 PLAIN = ("python", "numpy")
@@ -78,8 +77,7 @@ def _saved_ranks(point: ResumePoint) -> list[RngState]:
 
 
 def _tensors(point: ResumePoint) -> dict[str, Tensor]:
-    reader = CheckpointReader(point.published)
-    return {t.name: as_tensor(reader.tensor("rng", t.name), t) for t in reader.tensors("rng")}
+    return point.read_tensors("rng")
 
 
 def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verl import config
 from verl.algorithms.algorithm import Algorithm
 from verl.description import BuildContext
 from verl.dispatch import by_rows, by_rows_to_one, on_all
@@ -20,6 +21,7 @@ from verl.models.padding import refuse_padding_blind
 from verl.ops.aggregate import Totals, aggregate
 from verl.protocol import DataProto
 from verl.rollout.base import Request, Rollout, Synced
+from verl.utils.device_memory import release_cached
 from verl.workers.state import Restore
 from verl.workers.training import TrainedRole, TrainedWorker
 
@@ -76,6 +78,8 @@ class ActorWorker(TrainedWorker):
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
         """Draw responses; see `rollout.base.RolloutEngine.generate`."""
         rows = self.sampler.generate(prompts, request)
+        if config.auto_cache_clear:
+            release_cached(self.engine.device)
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))
 
     @by_rows_to_one
