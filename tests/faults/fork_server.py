@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ class Cut:
 
     Attributes:
         at: a method, as `module:Class.method`.
-        step: of the training, in which calls are counted; evaluation and save after it belong to it.
+        step: of the training, with whose beginning the counting of calls begins; or with that of a later one, where
+            the training goes on from there.
         call: number of the call, from 1.
         after: whether the call is carried out before.
     """
@@ -197,13 +198,14 @@ def _place(cut: Cut) -> None:
     from verl.trainer.ppo import PPOTrainer
     from verl.trainer.sft import SFTTrainer
 
-    now, calls = 0, itertools.count(1)
+    calls: Iterator[int] | None = None
 
     def noting(step_of: Any) -> Any:
         @functools.wraps(step_of)
         def step(self: Any, batch: Any, number: int) -> Any:
-            nonlocal now, calls
-            now, calls = number, itertools.count(1)
+            nonlocal calls
+            if number >= cut.step and calls is None:
+                calls = itertools.count(1)
             return step_of(self, batch, number)
 
         return step
@@ -217,7 +219,7 @@ def _place(cut: Cut) -> None:
 
     @functools.wraps(method)
     def cutting(*args: Any, **named: Any) -> Any:
-        is_here = now == cut.step and next(calls) == cut.call
+        is_here = calls is not None and next(calls) == cut.call
         if is_here and not cut.after:
             os.kill(os.getpid(), signal.SIGKILL)
         result = method(*args, **named)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import signal
 from collections.abc import Callable
@@ -23,7 +24,7 @@ EVALUATION = "verl.trainer.ppo:PPOTrainer._judge"  # greedily first, then with s
 DATA = "verl.data.sampler:EpochSampler.next_batch"
 SAVE = "verl.trainer.saving:Saving.save"
 COPY, DRAIN = "verl.checkpoint.writer:CheckpointWriter._copy", "verl.checkpoint.writer:CheckpointWriter.drain"
-WRITE, PUBLISH = "verl.checkpoint.participant:Participant.write_image", "verl.checkpoint.staging:Staging._publish"
+WRITE, PUBLISH = "verl.checkpoint.participant:Participant._keep", "verl.checkpoint.staging:Staging._publish"
 
 OF_THE_END = {
     "in the last update": Cut(ACTOR, STEPS),
@@ -64,9 +65,9 @@ CUTS = {
         "in evaluation": Cut(EVALUATION, 4, after=True),
     },
     "dapo": {
-        "in a further generation": Cut(GENERATION, 2, call=8),
-        "after further prompts were drawn": Cut(DATA, 3, after=True),
-        "between mini-batches": Cut(ACTOR, 4, after=True),
+        "when further prompts were drawn": Cut(DATA, 0, after=True),
+        "in the generation for further prompts": Cut(GENERATION, 0, call=8),
+        "between mini-batches": Cut(ACTOR, 0, after=True),
     },
     "sft": {
         "between micro-batches": Cut("verl.workers.learner:Learner._loss", 2, call=2),
@@ -111,6 +112,14 @@ def some_of(course: str) -> dict[str, Cut]:
     return dict(cuts[1 :: max(1, len(cuts) // SOME.get(course, 1))])
 
 
+def further_step(whole: Path) -> int:
+    """A step for which the dynamic sampling of DAPO has drawn further prompts, before the last one."""
+    rounds = {step: numbers.get("selection/rounds", 0.0) for step, numbers in steps_of(whole / "run").items()}
+    found = [step for step in range(2, STEPS) if rounds[step] > 1]
+    assert found, f"no further prompts were drawn: {rounds}"
+    return found[0]
+
+
 CASES = [
     pytest.param(course, cuts, id=f"{course}, {which}", marks=[pytest.mark.exhaustive] if which == "all" else [])
     for course in COURSES
@@ -122,8 +131,7 @@ CASES = [
 def test_a_run_cut_anywhere_goes_on_as_if_it_had_not_been(course, cuts, server, twin, dir32, tmp_path, record_property):
     whole = twin(course)
     if course == "dapo":
-        rounds = [numbers.get("selection/rounds") for _, numbers in sorted(steps_of(whole / "run").items())]
-        assert any(number is not None and number > 1 for number in rounds), "no further prompts were drawn"
+        cuts = {where: dataclasses.replace(cut, step=further_step(whole)) for where, cut in cuts.items()}
     cut = carried_out(server, course, dir32, tmp_path / "cut", cuts)
     assert first_difference(whole, cut) is None
     assert set(steps_saved(cut)) == set(range(1, STEPS + 1))

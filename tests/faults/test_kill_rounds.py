@@ -64,13 +64,13 @@ class Life:
             if mode == "async" and self.coin.random() < 0.3:
                 kills["of the writer alone"] += self._disturb_writer(child)
             time.sleep(self.coin.uniform(0.0, 0.25))
-        if not child.is_running():
-            self.is_over = child.wait() == 0
-            assert self.is_over, child.said()
-            return
         child.kill()
         saving, begun = self._staged() - staged, (self._run_dir / "metrics.jsonl").is_file()
-        assert child.wait() == -signal.SIGKILL, child.said()
+        status = child.wait()
+        assert status in (0, -signal.SIGKILL), child.said()
+        self.is_over = status == 0
+        if self.is_over:
+            return
         kills["during a save" if saving else "between saves" if begun else "before the first step"] += 1
 
     def finish(self) -> None:
