@@ -10,13 +10,28 @@ if TYPE_CHECKING:
     from verl.cluster.groups import check_process_groups
     from verl.hybrid.actor import HybridActor
     from verl.hybrid.switch import measure_switch_overhead
+    from verl.trainer.library import Trainer
+    from verl.trainer.pipeline import DataPipeline, RLTrainer
     from verl.utils.env_check import check_env
 
 __version__ = "0.1.0"
-__all__ = ["HybridActor", "__version__", "check_env", "check_process_groups", "config", "measure_switch_overhead"]
+__all__ = [
+    "DataPipeline",
+    "HybridActor",
+    "RLTrainer",
+    "Trainer",
+    "__version__",
+    "check_env",
+    "check_process_groups",
+    "config",
+    "measure_switch_overhead",
+]
 
 _HOMES = {
+    "DataPipeline": "verl.trainer.pipeline",
     "HybridActor": "verl.hybrid.actor",
+    "RLTrainer": "verl.trainer.pipeline",
+    "Trainer": "verl.trainer.library",
     "check_env": "verl.utils.env_check",
     "check_process_groups": "verl.cluster.groups",
     "measure_switch_overhead": "verl.hybrid.switch",

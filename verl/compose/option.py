@@ -8,6 +8,11 @@ from omegaconf import OmegaConf
 
 from verl.compose.check import check
 from verl.compose.composition import compose_root
+from verl.compose.nearest import hint, nearest
+from verl.compose.paths import conf_dir, group_options
+from verl.errors import ConfigError
+from verl.rollout.base import Rollout
+from verl.rollout.hf import HFRollout
 
 
 def option(root: str, group: str, name: str) -> Any:
@@ -18,3 +23,22 @@ def option(root: str, group: str, name: str) -> Any:
     """
     node: Any = OmegaConf.to_container(compose_root(root, [f"{group}={name}"])[group], resolve=True)
     return check(node)
+
+
+def named_rollout(rollout: str | Rollout) -> Rollout:
+    """The engine that a name means: an option of the group `rollout`, with its defaults.
+
+    Raises:
+        ConfigError: there is no such option, or it needs more than its name.
+    """
+    if isinstance(rollout, Rollout):
+        return rollout
+    if rollout == "hf":
+        return HFRollout()
+    known = group_options(conf_dir())["rollout"]
+    if rollout not in known:
+        raise ConfigError(
+            f"rollout is {rollout!r}: this version has {', '.join(known)}.{hint(nearest(str(rollout), known))} "
+            "rollout='hf' generates with the training weights."
+        )
+    return option("ppo", "rollout", rollout)

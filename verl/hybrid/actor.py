@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from verl.compose.keywords import described
+from verl.compose.option import named_rollout
 from verl.errors import ConfigError
 from verl.hybrid.call import Call, prompt_rows, read_call, warn_of_settings_left_out
-from verl.hybrid.engines import named_rollout, naming_ends
+from verl.hybrid.ends import naming_ends
 from verl.hybrid.settings import HybridConfig
 from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA

@@ -146,6 +146,7 @@ class PPOTrainer:
             with faults_below("actor.model"):
                 context = with_tokenizer(context, run.actor)
             assert context.run_dir is not None
+            self.context = context
             self.run_dir, self.tokenizer = context.run_dir, context.tokenizer
             self._refuse_other_tokenizers(run)
             with faults_below("data"):
@@ -212,6 +213,10 @@ class PPOTrainer:
     def _go_on_from(self, point: ResumePoint) -> None:
         """Take over what the roles do not hold: the place in the data, KL control, statistics of rewards."""
         self.sampler.load_state_dict(point.read_json("dataloader/state.json"))
+        self.load_driver_state(point)
+
+    def load_driver_state(self, point: ResumePoint) -> None:
+        """Take over KL control and statistics of rewards."""
         state = point.read_json("scheduler/state.json")
         if isinstance(self.kl, AdaptiveKLController):
             self.kl.load_state_dict(state["kl"])
@@ -366,13 +371,26 @@ class PPOTrainer:
     def state(self) -> tuple[dict[str, RoleState], dict[str, Any]]:
         """What a checkpoint holds: of the roles, and of everything else that a later run needs to go on."""
         copied = not self._cluster.shares_memory
-        trained = {"actor": self.actor, "critic": self.critic}
-        roles = {name: role.state(copied).result() for name, role in trained.items() if role is not None}
+        roles = {name: role.state(copied).result() for name, role in self.trained.items()}
         kl = self.kl.state_dict() if isinstance(self.kl, AdaptiveKLController) else {}
         ranks = generators.ranks_of(self._cluster, self.actor)
         plain = {"sampler": self.sampler.state_dict(), "kl": kl, "reward": self.reward.state_dict()}
         drawn = {} if self.ahead is None else {DRAWN_AHEAD: self.ahead.state()}
         return roles, {**plain, "ranks": ranks, **drawn}
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The roles whose weights are updated, by name."""
+        named = {"actor": self.actor, "critic": self.critic}
+        return {name: role for name, role in named.items() if role is not None}
+
+    def replace_reward(self, described: RewardDescription) -> None:
+        """Rate by another reward from here on; policy, optimizer and place in the data stay."""
+        with faults_below("reward"):
+            reward = described.build(self.context)
+        self.reward.close()
+        self.reward, self.description = reward, replace(self.description, reward=described)
+        self.saving.reconfigured(as_plain(self.description))
 
     def fit(self) -> Result:
         """Train to the end; see `verl.trainer.loop.fit`."""

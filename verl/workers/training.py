@@ -20,6 +20,7 @@ from verl.models.pretrained import quiet_transformers
 from verl.models.saved_form import SavedForm, load_adapter, saved_form, tokenizer_files
 from verl.models.source import ModelSource
 from verl.utils.seeding import RngState, derive_seed, rng_state, seed_everything, set_rng_state
+from verl.workers.reload import Reload, load_optimizer, load_weights
 from verl.workers.state import Restore, RoleState
 
 
@@ -98,6 +99,18 @@ class TrainedWorker:
             with quiet_transformers():
                 model.save_pretrained(directory)
             self.tokenizer.save_pretrained(directory)
+
+    @on_all
+    def load(self, component: str, source: Reload) -> None:
+        """Take weights, optimizer or both from a checkpoint into the live tensors, which stay where they are.
+
+        Raises:
+            ConfigError: it holds another model.
+        """
+        if source.weights:
+            load_weights(self.engine.model, component, source)
+        if source.optimizer:
+            load_optimizer(self.engine, component, source)
 
     @on_all
     def state(self, copied: bool) -> RoleState | None:

@@ -1,4 +1,4 @@
-"""The rollout engine of a HybridActor: found by name, and told how a call wants responses to end."""
+"""How a call of `generate` wants responses to end, in the words that every rollout engine reads."""
 
 from __future__ import annotations
 
@@ -6,33 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from verl.compose.nearest import hint, nearest
-from verl.compose.paths import conf_dir, group_options
 from verl.errors import ConfigError
 from verl.hybrid.call import Call
-from verl.rollout.base import Rollout
-from verl.rollout.hf import HFRollout
-
-
-def named_rollout(rollout: str | Rollout) -> Rollout:
-    """The engine that a name means: an option of the group `rollout`, with its defaults.
-
-    Raises:
-        ConfigError: there is no such option, or it needs more than its name.
-    """
-    if isinstance(rollout, Rollout):
-        return rollout
-    if rollout == "hf":
-        return HFRollout()
-    known = group_options(conf_dir())["rollout"]
-    if rollout not in known:
-        raise ConfigError(
-            f"rollout is {rollout!r}: this version has {', '.join(known)}.{hint(nearest(str(rollout), known))} "
-            "rollout='hf' generates with the training weights."
-        )
-    from verl.compose.option import option
-
-    return option("ppo", "rollout", rollout)
 
 
 @contextmanager
