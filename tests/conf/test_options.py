@@ -26,6 +26,8 @@ NEEDED = {  # what an option leaves to the user
     "reference=none": ["algorithm.kl.coef=0"],
     "reward=function": ["reward.path=rule.py:score"],
     "reward=model": ["reward.model.path=owner/model"],
+    "sharding=hsdp": ["trainer.n_gpus_per_node=4"],
+    "sharding=tp_fsdp": ["trainer.n_gpus_per_node=4"],
     "data=files": ["data.train_files=[rows.jsonl]", "data.max_prompt_length=16"],
     "experiment=gsm8k_qwen2_0_5b": ["data.train_files=[rows.jsonl]", "data.eval_files=[rows.jsonl]"],
     "data=sft_files": ["data.train_files=[rows.jsonl]", "data.max_length=16"],

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -50,6 +51,10 @@ class _Pending:
 class Processes:
     """Every role in each of `world_size` processes.
 
+    Args:
+        parts: of each process, which share of the rows it works on: 0, 1, ... in the order of the ranks. Processes that
+            work on one share together give the same answer, and that of the first one counts. By default each has its
+            own.
     Raises:
         WorkerError: a worker could not build its roles.
         WorkerDied: a worker ended while it was starting.
@@ -57,8 +62,17 @@ class Processes:
 
     shares_memory = False
 
-    def __init__(self, host: HostDescription, context: BuildContext, world_size: int, num_threads: int):
+    def __init__(
+        self,
+        host: HostDescription,
+        context: BuildContext,
+        world_size: int,
+        num_threads: int,
+        parts: Sequence[int] | None = None,
+    ):
         self.world_size = world_size
+        self._parts = tuple(range(world_size)) if parts is None else tuple(parts)
+        self._speakers = [self._parts.index(part) for part in range(max(self._parts) + 1)]
         self.step: int | None = None
         self._types = host.worker_types()
         self._lock = threading.Lock()
@@ -80,8 +94,8 @@ class Processes:
     def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
         """Send a call to every process. Its future fails with WorkerError or WorkerDied; after `close`, VerlError."""
         dispatch = dispatch_of(self._types[role], method)
-        division = Division(args[0], self.world_size) if dispatch.divides else None
-        shares = [(part, *args[1:]) for part in division.divide(args[0])] if division else [args] * self.world_size
+        division = Division(args[0], len(self._speakers)) if dispatch.divides else None
+        shares = [(part, *args[1:]) for part in division.divide(args[0])] if division else [args] * len(self._speakers)
         pending = _Pending(f"{role}.{method}", self.step, Future(), division, dispatch.joins, {})
         with self._lock:
             if self._failure is not None:
@@ -90,7 +104,7 @@ class Processes:
             number, self._next_number = self._next_number, self._next_number + 1
             messages = [pickle.dumps(Call(number, role, method, share)) for share in shares]
             self._pending[number] = pending
-            self._outbox.put(messages)
+            self._outbox.put([messages[part] for part in self._parts])
         return pending.future
 
     def close(self) -> None:
@@ -152,7 +166,7 @@ class Processes:
             pending.answers[rank] = answer.result
             if len(pending.answers) < self.world_size or self._pending.pop(answer.number, None) is None:
                 return
-        answers = [pending.answers[r] for r in range(self.world_size)]
+        answers = [pending.answers[rank] for rank in self._speakers]
         try:
             joined = pending.division.join(answers) if pending.joins and pending.division else answers[0]
         except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future

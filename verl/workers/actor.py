@@ -42,7 +42,8 @@ class Actor(TrainedRole):
         Raises:
             ConfigError: the model cannot be padded on the left.
         """
-        model = self.load("causal_lm", context.device, restore, "actor")
+        model = self.load("causal_lm", parallel.loading_device(context.device), restore, "actor")
+        parallel.divide(model, self.autocast)
         refuse_padding_blind(model, "actor.model")
         engine = self.engine(model, parallel, total_updates)
         if restore is not None:
@@ -76,6 +77,7 @@ class ActorWorker(TrainedWorker):
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
         """Draw responses; see `rollout.base.RolloutEngine.generate`."""
         rows = self.sampler.generate(prompts, request)
+        self.engine.parallel.assert_siblings_agree(rows["responses"])
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))
 
     @by_rows
