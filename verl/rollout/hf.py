@@ -16,6 +16,7 @@ from torch import Tensor
 
 from verl.description import BuildContext
 from verl.models import line_attention
+from verl.models.division import compute_device, weights_gathered
 from verl.models.precision import Autocast, computing_in
 from verl.ops.logprobs import log_probs_of
 from verl.protocol import DataProto
@@ -56,7 +57,7 @@ class HFSampler(RolloutEngine):
     def __init__(self, options: HFRollout, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None):
         self.options, self.model, self.seed, self.autocast = options, model, seed, autocast
         self.pad_id = tokenizer.pad_token_id
-        self.device = model.device
+        self.device = compute_device(model)
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
         self._stops = tuple(self.stop_ids.tolist())
 
@@ -64,6 +65,10 @@ class HFSampler(RolloutEngine):
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
         self.model.eval()
+        with weights_gathered(self.model):
+            return self._generate(prompts, request)
+
+    def _generate(self, prompts: DataProto, request: Request) -> DataProto:
         n, width = request.num_samples, self.options.max_new_tokens
         shape = (len(prompts) * n, width)
         responses = torch.full(shape, self.pad_id, dtype=torch.int64)

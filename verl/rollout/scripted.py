@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.description import BuildContext
+from verl.models.division import compute_device, weights_gathered
 from verl.models.precision import Autocast, computing_in
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
@@ -66,12 +67,13 @@ class ScriptedSampler(RolloutEngine):
             responses[row, : len(line)] = line
             mask[row, : len(line)] = True
         rows = assemble(prompts, n, responses, mask, torch.zeros(responses.shape), self.pad_id)
-        return assemble(prompts, n, responses, mask, self._log_probs(rows), self.pad_id)
+        with weights_gathered(self.model):
+            return assemble(prompts, n, responses, mask, self._log_probs(rows), self.pad_id)
 
     def _log_probs(self, rows: DataProto) -> Tensor:
         if not len(rows):
             return torch.zeros(rows.batch["responses"].shape)
-        device = self.model.device
+        device = compute_device(self.model)
         fields = {name: rows.batch[name].to(device) for name in ("input_ids", "attention_mask", "position_ids")}
         responses = rows.batch["responses"].to(device)
         with computing_in(self.autocast, self.model):

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from verl.checkpoint.writer import SaveOutcome
 from verl.data.sampler import EpochSampler
 from verl.data.splits import Dataset
@@ -25,6 +27,7 @@ from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import TrackerSet
 from verl.trainer import generators
 from verl.trainer.profiling import Profiler
+from verl.trainer.resume import ResumePoint
 from verl.trainer.saving import Saving
 from verl.trainer.settings import LoopSettings
 from verl.trainer.stages import Stages
@@ -290,7 +293,7 @@ class Course:
 
     def restore_generators(self, point: ResumePoint) -> None:
         """Let the random generators of this process go on from where a checkpoint was made."""
-        set_rng_state(*_generators(point))
+        generators.restore_driver(point)
 
     def failed(self, error: BaseException) -> None:
         """Note what ends the run early."""

@@ -103,7 +103,10 @@ class PPORun(Description):
                 f"step (trainer.prompts_per_step {settings.prompts_per_step} x trainer.group_size "
                 f"{settings.group_size}); {near} would."
             )
-        yield from sharding_faults(self.sharding, settings)
+        used = {"actor.model": self.actor.model}
+        if self.critic is not None and algorithm.needs_values:
+            used["critic.model"] = self.critic.model
+        yield from sharding_faults(self.sharding, settings, used)
         if settings.rollout_ahead:
             yield from ahead_faults(self.rollout, algorithm)
         yield from self._context_faults()

@@ -45,7 +45,7 @@ class SFTRun(Description):
 
     def faults(self) -> Iterator[str]:
         """What is wrong between components, each by its full config path."""
-        yield from sharding_faults(self.sharding, self.trainer)
+        yield from sharding_faults(self.sharding, self.trainer, {"actor.model": self.actor.model})
         length, limit = getattr(self.data, "max_length", None), self.actor.model.max_positions()
         if length is not None and limit is not None and length > limit:
             yield f"data.max_length is {length}: actor.model holds {limit} tokens. Lower it."

@@ -44,7 +44,8 @@ class Actor(TrainedRole):
         Raises:
             ConfigError: the model cannot be padded on the left.
         """
-        model = self.load("causal_lm", context.device, restore, "actor")
+        model = self.load("causal_lm", parallel.loading_device(context.device), restore, "actor")
+        parallel.divide(model, self.autocast)
         refuse_padding_blind(model, "actor.model")
         engine = self.engine(model, parallel, total_updates)
         if restore is not None:
@@ -88,6 +89,7 @@ class ActorWorker(TrainedWorker):
         if self._version_sampled != self.version:  # a step that was cut short ended without a sync
             self.sync()
         rows = self.sampler.generate(prompts, request)
+        self.engine.parallel.assert_siblings_agree(rows["responses"])
         if config.auto_cache_clear:
             release_cached(self.engine.device)
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))

@@ -47,7 +47,9 @@ class Reference(Description):
         if self.model is None and actor.lora is not None:
             engine = self._engine(running.model, parallel, actor)
             return ReferenceWorker(engine, temperature, lambda: adapter_off(running.model))
-        model = (self.model or actor.model).load_causal_lm(context.device).requires_grad_(False)
+        model = (self.model or actor.model).load_causal_lm(parallel.loading_device(context.device))
+        model = model.requires_grad_(False)
+        parallel.divide(model, actor.autocast)
         if self.model is not None:  # the actor's has been tried
             refuse_padding_blind(model, "reference.model")
         return ReferenceWorker(self._engine(model, parallel, actor), temperature)

@@ -17,9 +17,10 @@ from verl.engines.sharding import Parallel
 from verl.models.lora import LoRA
 from verl.models.precision import Autocast
 from verl.models.pretrained import quiet_transformers
-from verl.models.saved_form import SavedForm, load_adapter, saved_form, tokenizer_files
+from verl.models.saved_form import SavedForm, live_tensors, load_adapter, saved_form, tokenizer_files
 from verl.models.source import ModelSource
 from verl.utils.seeding import RngState, derive_seed, rng_state, seed_everything, set_rng_state
+from verl.workers.gathering import whole_on_first
 from verl.workers.reload import Reload, load_optimizer, load_weights
 from verl.workers.state import Restore, RoleState
 
@@ -59,7 +60,7 @@ class TrainedRole(Description):
             )
 
     def load(self, kind: Literal["causal_lm", "backbone"], device: str, restore: Restore | None, component: str) -> Any:
-        """The model, from where the role starts or from a checkpoint, with its adapter if it trains one."""
+        """The whole model, from where the role starts or from a checkpoint, with its adapter if it trains one."""
         source = self.model if restore is None or self.lora is not None else restore.model(self.model, component)
         model = getattr(source, f"load_{kind}")(device)
         if self.lora is None:
@@ -94,10 +95,12 @@ class TrainedWorker:
     @on_all
     def save(self, directory: Path) -> None:
         """Write a Hugging Face directory (with LoRA: a peft adapter directory) with the tokenizer; rank 0 writes."""
+        model: Any = self.engine.model
+        self.engine.parallel.settle(model)
+        whole = self._whole(live_tensors(model)) if self.engine.parallel.divides_weights else None
         if self.engine.parallel.rank == 0:
-            model: Any = self.engine.model
             with quiet_transformers():
-                model.save_pretrained(directory)
+                model.save_pretrained(directory, state_dict=whole)
             self.tokenizer.save_pretrained(directory)
 
     @on_all
@@ -119,12 +122,15 @@ class TrainedWorker:
         Args:
             copied: give copies in main memory, to be sent to another process, instead of the live tensors.
         """
+        weights, optimizer = None, self.engine.optimizer_tensors()
+        if self.engine.parallel.divides_weights:
+            weights, optimizer = self._whole(live_tensors(self.engine.model)), self._whole(optimizer)
         if self.engine.parallel.rank != 0:
             return None
         if self._tokenizer_files is None:
             self._tokenizer_files = tokenizer_files(self.tokenizer)
-        form, optimizer = saved_form(self.engine.model), self.engine.optimizer_tensors()
-        if copied:
+        form = saved_form(self.engine.model, weights)
+        if copied and weights is None:
             form = SavedForm(_in_main_memory(form.tensors), form.file, form.files)
             optimizer = _in_main_memory(optimizer)
         return RoleState(form, optimizer, self.engine.updates, self._tokenizer_files)
@@ -142,6 +148,10 @@ class TrainedWorker:
             set_rng_state(*states[rank])
         else:
             seed_everything(derive_seed(seed, "rank", rank))
+
+    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """On rank 0; all processes take part."""
+        return whole_on_first(tensors, self.engine.parallel)
 
 
 def _in_main_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
