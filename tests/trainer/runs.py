@@ -22,6 +22,7 @@ from verl.models.source import ModelSource
 from verl.rewards.base import Reward, RewardDescription
 from verl.rollout.hf import HFRollout
 from verl.tracking.trackers import Trackers
+from verl.trainer.comparing import TIMES
 from verl.trainer.ppo import PPORun
 from verl.trainer.settings import PPOSettings
 from verl.workers.actor import Actor
@@ -117,9 +118,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 def without_times(record: dict[str, Any]) -> dict[str, Any]:
     """A line of metrics.jsonl without what the clock says."""
-    return {
-        k: v for k, v in record.items() if k not in ("time_s", "perf/samples_per_s") and not k.startswith("timing/")
-    }
+    return {k: v for k, v in record.items() if not k.startswith(TIMES)}
 
 
 def weights(directory: Path) -> dict[str, Any]:
