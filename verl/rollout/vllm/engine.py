@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,7 +51,8 @@ class VLLMEngine(RolloutEngine):
         self.options, self.model, self.seed = options, model, seed
         self.pad_id = tokenizer.pad_token_id
         self.stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
-        self._is_synced = self._is_asleep = False
+        self._is_synced = self._is_asleep = self._has_base = False
+        self._adapters = 0
         self._stream: Stream | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="verl_engine_", dir=_memory_directory()))
         try:
@@ -93,7 +95,7 @@ class VLLMEngine(RolloutEngine):
         """Give the GPU's memory back until the next call; on a CPU there is nothing to do."""
         if self.setting.is_on_gpu and self.options.sleep and not self._is_asleep and self._process.is_alive():
             self._process.call("sleep")
-            self._is_asleep, self._is_synced = True, False
+            self._is_asleep, self._is_synced, self._has_base = True, False, False
 
     def close(self) -> None:
         """End the child, and leave nothing of it."""
@@ -105,7 +107,7 @@ class VLLMEngine(RolloutEngine):
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self) -> None:
-        self._is_synced = self._is_asleep = False
+        self._is_synced = self._is_asleep = self._has_base = False
         try:
             self.told = self._process.start(self.options.start_timeout_s)
         except EngineError as error:
@@ -131,8 +133,32 @@ class VLLMEngine(RolloutEngine):
             raise RolloutError(f"The rollout engine died twice in a row. The second time, {death}") from death
 
     def _sync(self) -> Synced:
+        if self.setting.lora_rank is None:
+            return self._send_weights()
+        if not self._has_base:
+            self._send_weights(merge=False)
+            self._has_base = True
+        return self._send_adapter()
+
+    def _send_adapter(self) -> Synced:
+        """A new adapter under a new number, in a directory in memory; the former one is removed."""
+        self._adapters += 1
+        directory = self._directory / f"adapter_{self._adapters}"
+        start = time.perf_counter()
+        self.model.save_pretrained(directory)
+        copying = time.perf_counter() - start
+        try:
+            loading = self._process.call("adopt", str(directory), self._adapters)
+            size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        self._is_synced = True
+        metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
+        return Synced(f"adapter {self._adapters}, {size / MIB:.1f} MiB to vLLM", metrics)
+
+    def _send_weights(self, *, merge: bool = True) -> Synced:
         dtype = self.setting.dtype
-        weights = list(weights_of(self.model))
+        weights = list(weights_of(self.model, merge=merge))
         chunks, largest = plan(weights, dtype, self.options.chunk_mib * MIB)
         stream = self._opened(max(largest, min(self.options.chunk_mib * MIB, sum(largest for _ in chunks))))
         self._wake("weights")

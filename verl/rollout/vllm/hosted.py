@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 from verl.errors import RolloutError
 from verl.rollout.drawing import Drawing
@@ -67,6 +69,18 @@ class HostedEngine:
         seconds = max(self.llm.collective_rpc("verl_load", args=(handle, chunks, dtype)))
         self._forget_keys_and_values()
         return seconds
+
+    def adopt(self, directory: str, number: int) -> float:
+        """Take a new adapter in place of the former one. Returns seconds."""
+        start = time.perf_counter()
+        engine, former = self.llm.llm_engine, self._lora_request
+        if former is not None:
+            engine.remove_lora(former.lora_int_id)
+        self._lora_request = LoRARequest(f"adapter_{number}", number, directory)
+        if not engine.add_lora(self._lora_request):
+            raise RolloutError(f"vLLM did not take adapter {number}")
+        self._forget_keys_and_values()
+        return time.perf_counter() - start
 
     def draw(self, drawing: Drawing, width: int, prompts: list[list[int]], prompt_ids: list[int]) -> Drawn:
         """Draw `num_samples` responses to each prompt, side by side, of at most `width` tokens."""
