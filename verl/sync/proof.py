@@ -22,7 +22,7 @@ from verl.errors import WeightSyncError
 from verl.models.precision import Autocast
 from verl.sync.adapters import B, adapter_tensors
 from verl.sync.comparing import compare, only_in
-from verl.sync.marks import Ledger, Marks, dtype_name, tied_names
+from verl.sync.marks import Ledger, Marks, dtype_name, sideways_names, tied_names
 from verl.sync.probe import ALLOWED_NATS, probe_rows, trainer_log_probs
 from verl.sync.questions import Answer, Question
 from verl.sync.vectors import Vectors
@@ -103,7 +103,7 @@ class Prover:
         vocab_size: tokens that a prompt may hold; context: of the engine; autocast: as the actor has it."""
         self.model, self.dtype, self.autocast = model, dtype, autocast
         self.rows = probe_rows(vocab_size, context)
-        self.tied = tied_names(model)
+        self.tied, self.sideways = tied_names(model), sideways_names(model)
         self.version = 0
         self._ledger: Ledger | None = None
         self._previous: Marks = {}
@@ -119,7 +119,7 @@ class Prover:
             self._previous = self._ledger.marks
         vectors = Vectors(self.version)
         self.version += 1
-        self._ledger = Ledger(vectors, self.dtype, self.tied)
+        self._ledger = Ledger(vectors, self.dtype, self.tied, self.sideways)
         return Question(vectors, self.rows, weights, adapter_rank)
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
