@@ -94,8 +94,8 @@ def prove(trainer: TrainerSide, engine: Answer) -> Proof:
 class Prover:
     """The trainer's side of all syncs to one engine.
 
-    For each sync, in this order: `question` (to the engine), `watch` around the stream of weights, or `note_adapter`,
-    and `prove` with the engine's answer.
+    For each sync, in this order: `question` (to the engine); `watch` around the stream of weights, or `note` for each
+    of them, or `note_adapter`; and `prove` with the engine's answer.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype, vocab_size: int, context: int, autocast: Autocast = None):
@@ -126,6 +126,12 @@ class Prover:
         """The same names and tensors, as they go to the engine, noted as they pass."""
         assert self._ledger is not None, "question() begins a sync"
         return self._ledger.watch(tensors)
+
+    def note(self, name: str, tensor: Tensor) -> Tensor:
+        """The same for one tensor: note it, and give it back."""
+        assert self._ledger is not None, "question() begins a sync"
+        self._ledger.note(name, tensor)
+        return tensor
 
     def note_adapter(self) -> None:
         """Note the adapter of the model instead of its weights."""
