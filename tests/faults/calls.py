@@ -18,6 +18,7 @@ from pathlib import Path
 from faults.disks import Operation
 
 SOURCE = Path(__file__).parent / "interposer/interposer.c"
+LIBRARY = "TEST_INTERPOSER"  # environment variable: where the library is
 NAMES = [
     "", "open", "create", "truncate", "write_at", "sync", "rename", "link", "symlink", "unlink", "make_directory",
     "remove_directory", "close", "unseen", "failed",
@@ -47,41 +48,43 @@ class Strike:
 
 def why_not() -> str | None:
     """Why this machine cannot interpose, or None where it can."""
-    if os.uname().sysname != "Linux":
-        return "the file calls of a process are interposed on Linux only"
+    if (os.uname().sysname, os.uname().machine) != ("Linux", "x86_64"):
+        return "system calls are interposed on x86-64 Linux only"
     return None if shutil.which("cc") else "needs a C compiler, cc"
 
 
 def build(directory: Path) -> Path:
-    """Compile the library for LD_PRELOAD."""
+    """Compile the library."""
     target = directory / "interposer.so"
-    options = ["-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-U_FORTIFY_SOURCE"]
-    subprocess.run(["cc", *options, "-o", str(target), str(SOURCE), "-ldl", "-lpthread"], check=True)
+    options = ["-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
+    subprocess.run(["cc", *options, "-o", str(target), str(SOURCE), "-lpthread"], check=True)
     return target
 
 
 def environment(library: Path) -> dict[str, str]:
-    """For a Python that is interposed and finds this package and verl, whatever directory it is started in."""
+    """For a Python that finds the library, this package and verl, whatever directory it is started in."""
     tests = SOURCE.parents[2]
     paths = os.pathsep.join([str(tests.parent), str(tests)])
-    return os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return os.environ | {LIBRARY: str(library), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
 class Interposer:
-    """The library inside a process that was started with it."""
+    """The library inside a process that has nothing else to do: what it sets up stays until the process ends."""
 
     def __init__(self) -> None:
-        self._library = ctypes.CDLL(None)
+        self._library = ctypes.CDLL(os.environ[LIBRARY])
         self._library.faults_arm.argtypes = [
             ctypes.c_char_p, ctypes.c_long, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p,
         ]  # fmt: skip
-        self._library.faults_disarm.restype = ctypes.c_long
+        self._library.faults_arm.restype = self._library.faults_disarm.restype = ctypes.c_long
 
     def arm(self, root: Path, strike: Strike, log_fd: int = -1, fired: ctypes.c_long | None = None) -> None:
         """Watch everything below `root`, an absolute path without links."""
         address = ctypes.addressof(fired) if fired is not None else None
         kind = KINDS.index(strike.kind)
-        self._library.faults_arm(os.fsencode(root), strike.at, kind, strike.code, log_fd, address)
+        result = self._library.faults_arm(os.fsencode(root), strike.at, kind, strike.code, log_fd, address)
+        if result:
+            raise OSError(-result, "the kernel refuses a seccomp filter")
 
     def disarm(self) -> int:
         """Watch no longer; returns the number of calls counted."""

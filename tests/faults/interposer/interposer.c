@@ -1,30 +1,36 @@
-/* Stands between a program and the file calls of libc: counts those that change one directory, notes them with their
- * data, and strikes at one of them. Loaded with LD_PRELOAD; does nothing until faults_arm is called.
+/* Stands between a process and the kernel: counts the system calls that change one directory, notes them with their
+ * data, and strikes at one of them.
  *
- * Calls go on as bare system calls, so nothing here passes through here again. Which file a descriptor belongs to is
- * asked of /proc, so it does not matter who opened it, and how.
+ * A seccomp filter turns every such call into a SIGSYS, unless it comes from `bare` below; the handler does what is to
+ * be done and puts the result where the caller expects it. So it does not matter which library calls, nor whether it
+ * goes through libc: the Rust of safetensors renames by an instruction of its own, which LD_PRELOAD does not see.
+ * Which file a descriptor belongs to is asked of /proc, whoever opened it. The filter stays until the process ends.
  */
 #define _GNU_SOURCE
-#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <linux/audit.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <pthread.h>
 #include <signal.h>
-#include <stdarg.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
-#include <unistd.h>
+#include <ucontext.h>
 
 /* The numbers are those of faults/calls.py. */
 enum { OPEN = 1, CREATE, TRUNCATE, WRITE, SYNC, RENAME, LINK, SYMLINK, UNLINK, MKDIR, RMDIR, CLOSE, UNSEEN, FAILED };
 enum { NONE, KILL_BEFORE, KILL_WITHIN, KILL_AFTER, FAIL, FAIL_FROM, SHORT };
+
+#define CLONE_FILE 0x40049409 /* FICLONE */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char root[PATH_MAX];
@@ -34,21 +40,13 @@ static int log_fd = -1, fault, code, is_hit;
 static long strike_at, num_calls;
 static volatile long *fired;
 
-/* Begin: strike at call number `at` (from 0, -1 for none) below the directory. `fired_` is set once it has struck. */
-void faults_arm(const char *directory, long at, int fault_, int code_, int log_fd_, long *fired_)
-{
-    root_length = strlen(directory);
-    memcpy(root, directory, root_length + 1);
-    strike_at = at, fault = fault_, code = code_, log_fd = log_fd_, fired = fired_, num_calls = 0;
-    armed = 1;
-}
-
-/* End: the number of calls that were counted. */
-long faults_disarm(void)
-{
-    armed = 0;
-    return num_calls;
-}
+/* A system call that the filter lets through; returns -errno. */
+long bare(long number, ...);
+extern char bare_returns[];
+__asm__(".text\n.globl bare\n.type bare, @function\n"
+        "bare: mov %rdi, %rax\n mov %rsi, %rdi\n mov %rdx, %rsi\n mov %rcx, %rdx\n mov %r8, %r10\n mov %r9, %r8\n"
+        " mov 8(%rsp), %r9\n syscall\n"
+        ".globl bare_returns\nbare_returns: ret\n.size bare, .-bare\n");
 
 /* -- which path ------------------------------------------------------------------------------------------------- */
 
@@ -59,7 +57,7 @@ static int below(const char *path)
 
 static int read_link(const char *link, char *into)
 {
-    long length = syscall(SYS_readlinkat, AT_FDCWD, link, into, PATH_MAX - 1);
+    long length = bare(SYS_readlinkat, (long)AT_FDCWD, link, into, (long)PATH_MAX - 1, 0L, 0L);
     into[length > 0 ? length : 0] = 0;
     return length > 0;
 }
@@ -74,25 +72,19 @@ static int path_of(int fd, char *into)
 /* Whether a descriptor belongs to a file, or directory, below the root that still has a name. */
 static int mine(int fd, char *path)
 {
-    if (!armed || fd < 0)
+    if (!armed || fd < 0 || !path_of(fd, path) || !below(path))
         return 0;
-    int saved = errno;
-    int found = path_of(fd, path) && below(path);
-    if (found) {
-        size_t length = strlen(path);
-        found = length < 10 || strcmp(path + length - 10, " (deleted)") != 0;
-    }
-    errno = saved;
-    return found;
+    size_t length = strlen(path);
+    return length < 10 || strcmp(path + length - 10, " (deleted)") != 0;
 }
 
 /* Whether a path lies below the root; absolute and without dots in `full`. */
 static int resolve(int directory, const char *path, char *full)
 {
-    static __thread char joined[2 * PATH_MAX];
+    char joined[2 * PATH_MAX];
+    full[0] = 0;
     if (!armed || !path || strlen(path) >= PATH_MAX)
         return 0;
-    int saved = errno;
     joined[0] = 0;
     if (path[0] != '/') {
         if (directory == AT_FDCWD)
@@ -102,9 +94,7 @@ static int resolve(int directory, const char *path, char *full)
         strcat(joined, "/");
     }
     strcat(joined, path);
-    errno = saved;
     char *end = full;
-    *end = 0;
     for (char *rest = joined, *part; (part = strtok_r(rest, "/", &rest));) {
         if (strcmp(part, ".") == 0)
             continue;
@@ -125,26 +115,24 @@ static int resolve(int directory, const char *path, char *full)
 
 static void die(void)
 {
-    syscall(SYS_kill, syscall(SYS_getpid), SIGKILL);
+    bare(SYS_kill, bare(SYS_getpid), (long)SIGKILL);
     for (;;)
-        syscall(SYS_sched_yield);
+        bare(SYS_sched_yield);
 }
 
-/* Count a call. Returns the error that it is to fail with, or 0. Holds the lock until `leave`. */
-static int enter(int operation)
+/* Count a call. Returns the error that it is to fail with, negative, or 0. Holds the lock until `leave`. */
+static long enter(int operation)
 {
     pthread_mutex_lock(&lock);
     long number = num_calls++;
     is_hit = number == strike_at && fault != NONE;
-    if (is_hit && fired)
+    int takes_space = operation <= WRITE || (operation >= RENAME && operation <= SYMLINK) || operation == MKDIR;
+    int is_full = fault == FAIL_FROM && strike_at >= 0 && number >= strike_at && takes_space;
+    if (fired && (fault == FAIL_FROM ? is_full : is_hit))
         *fired = 1;
     if (is_hit && fault == KILL_BEFORE)
         die();
-    int takes_space = operation <= WRITE || (operation >= RENAME && operation <= SYMLINK) || operation == MKDIR;
-    int fails_on = fault == FAIL_FROM && strike_at >= 0 && number >= strike_at && takes_space;
-    if (fails_on && fired)
-        *fired = 1;
-    return (is_hit && fault == FAIL) || fails_on ? code : 0;
+    return (is_hit && fault == FAIL) || is_full ? -code : 0;
 }
 
 static void leave(void)
@@ -157,9 +145,9 @@ static void leave(void)
 static void put_all(const void *data, size_t size)
 {
     for (const char *at = data; size;) {
-        long written = syscall(SYS_write, log_fd, at, size);
+        long written = bare(SYS_write, (long)log_fd, at, size);
         if (written <= 0)
-            abort();
+            die();
         at += written, size -= written;
     }
 }
@@ -168,149 +156,67 @@ static void note(int operation, const char *path, const char *other, long offset
 {
     if (log_fd < 0)
         return;
-    int saved = errno;
     int64_t head[5] = {operation, (int64_t)strlen(path), other ? (int64_t)strlen(other) : 0, offset, (int64_t)size};
     put_all(head, sizeof head);
     put_all(path, head[1]);
     put_all(other, head[2]);
     put_all(data, size);
-    errno = saved;
 }
 
-static long refuse(int error)
+/* A call that either happens as a whole or not, by the arguments it came with. */
+static long whole(int operation, const char *path, const char *other, long offset, long number, const long *a)
 {
-    errno = error;
-    return -1;
-}
-
-/* A call that either happens as a whole or not. */
-#define WHOLE(operation, path, other, offset, call)                                                                    \
-    do {                                                                                                               \
-        int error = enter(operation);                                                                                  \
-        long result = error ? refuse(error) : (long)(call);                                                            \
-        note(result >= 0 ? operation : FAILED, path, other, offset, NULL, 0);                                          \
-        leave();                                                                                                       \
-        return result;                                                                                                 \
-    } while (0)
-
-/* -- opening and closing ---------------------------------------------------------------------------------------- */
-
-static int opening(const char *full, int flags)
-{
-    if (syscall(SYS_faccessat, AT_FDCWD, full, F_OK) != 0)
-        return CREATE;
-    return flags & O_TRUNC ? TRUNCATE : OPEN;
-}
-
-static int changes(int flags)
-{
-    return (flags & O_ACCMODE) != O_RDONLY || flags & (O_CREAT | O_TRUNC);
-}
-
-static int open_at(int directory, const char *path, int flags, mode_t mode)
-{
-    char full[PATH_MAX];
-    if (!resolve(directory, path, full) || !changes(flags))
-        return syscall(SYS_openat, directory, path, flags, mode);
-    int saved = errno, operation = (flags & O_TMPFILE) == O_TMPFILE ? UNSEEN : opening(full, flags);
-    errno = saved;
-    WHOLE(operation, full, NULL, 0, syscall(SYS_openat, directory, path, flags, mode));
-}
-
-#define MODE                                                                                                           \
-    mode_t mode = 0;                                                                                                   \
-    if (flags & O_CREAT || (flags & O_TMPFILE) == O_TMPFILE) {                                                         \
-        va_list args;                                                                                                  \
-        va_start(args, flags);                                                                                         \
-        mode = va_arg(args, mode_t);                                                                                   \
-        va_end(args);                                                                                                  \
-    }
-int open(const char *path, int flags, ...) { MODE return open_at(AT_FDCWD, path, flags, mode); }
-int open64(const char *path, int flags, ...) { MODE return open_at(AT_FDCWD, path, flags, mode); }
-int openat(int directory, const char *path, int flags, ...) { MODE return open_at(directory, path, flags, mode); }
-int openat64(int directory, const char *path, int flags, ...) { MODE return open_at(directory, path, flags, mode); }
-int __open_2(const char *path, int flags) { return open_at(AT_FDCWD, path, flags, 0); }
-int __open64_2(const char *path, int flags) { return open_at(AT_FDCWD, path, flags, 0); }
-int __openat_2(int directory, const char *path, int flags) { return open_at(directory, path, flags, 0); }
-int __openat64_2(int directory, const char *path, int flags) { return open_at(directory, path, flags, 0); }
-int creat(const char *path, mode_t mode) { return open_at(AT_FDCWD, path, O_CREAT | O_WRONLY | O_TRUNC, mode); }
-int creat64(const char *path, mode_t mode) { return open_at(AT_FDCWD, path, O_CREAT | O_WRONLY | O_TRUNC, mode); }
-
-typedef FILE *(*opener)(const char *, const char *);
-
-/* C++ streams open their files in this way, then write to the descriptor. */
-static FILE *open_stream(const char *name, const char *path, const char *mode)
-{
-    opener real = (opener)dlsym(RTLD_NEXT, name);
-    char full[PATH_MAX];
-    if ((mode[0] == 'r' && !strchr(mode, '+')) || !resolve(AT_FDCWD, path, full))
-        return real(path, mode);
-    int saved = errno, operation = opening(full, mode[0] == 'w' ? O_TRUNC : 0);
-    errno = saved;
-    int error = enter(operation);
-    FILE *stream = error ? NULL : real(path, mode);
-    if (error)
-        errno = error;
-    note(stream ? operation : FAILED, full, NULL, 0, NULL, 0);
+    long result = enter(operation);
+    if (!result)
+        result = bare(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+    note(result >= 0 ? operation : FAILED, path, other, offset, NULL, 0);
     leave();
-    return stream;
+    return result;
 }
 
-FILE *fopen(const char *path, const char *mode) { return open_stream("fopen", path, mode); }
-FILE *fopen64(const char *path, const char *mode) { return open_stream("fopen64", path, mode); }
+/* -- the calls -------------------------------------------------------------------------------------------------- */
 
-static int closes_written(int fd, char *path)
+static long open_at(int directory, const char *path, int flags, long number, const long *a)
 {
-    if (!mine(fd, path))
-        return 0;
-    int flags = syscall(SYS_fcntl, fd, F_GETFL);
-    return flags >= 0 && (flags & O_ACCMODE) != O_RDONLY;
+    char full[PATH_MAX];
+    int changes = (flags & O_ACCMODE) != O_RDONLY || flags & (O_CREAT | O_TRUNC);
+    if (!changes || !resolve(directory, path, full))
+        return bare(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+    int operation = flags & O_TRUNC ? TRUNCATE : OPEN;
+    if ((flags & O_TMPFILE) == O_TMPFILE)
+        operation = UNSEEN;
+    else if (bare(SYS_faccessat, (long)AT_FDCWD, full, (long)F_OK) != 0)
+        operation = CREATE;
+    return whole(operation, full, NULL, 0, number, a);
 }
 
 /* The system closes a descriptor even where it reports an error. */
-int close(int fd)
+static long close_one(int fd)
 {
     char path[PATH_MAX];
-    if (!closes_written(fd, path))
-        return syscall(SYS_close, fd);
-    int error = enter(CLOSE);
-    long result = syscall(SYS_close, fd);
+    long flags = bare(SYS_fcntl, (long)fd, (long)F_GETFL, 0L);
+    if (flags < 0 || (flags & O_ACCMODE) == O_RDONLY || !mine(fd, path))
+        return bare(SYS_close, (long)fd);
+    long error = enter(CLOSE), result = bare(SYS_close, (long)fd);
     note(CLOSE, path, NULL, 0, NULL, 0);
     leave();
-    return error ? refuse(error) : result;
+    return error ? error : result;
 }
 
-int fclose(FILE *stream)
+/* `at` is -1 where the descriptor's own place counts. */
+static long put(int fd, const char *path, const char *data, size_t size, off_t at)
 {
-    int (*real)(FILE *) = (int (*)(FILE *))dlsym(RTLD_NEXT, "fclose");
-    char path[PATH_MAX];
-    if (!armed || !closes_written(fileno(stream), path))
-        return real(stream);
-    int error = enter(CLOSE);
-    int result = real(stream);
-    note(CLOSE, path, NULL, 0, NULL, 0);
-    leave();
-    return error ? refuse(error) : result;
-}
-
-/* -- content ---------------------------------------------------------------------------------------------------- */
-
-static ssize_t put(int fd, const char *path, const char *data, size_t size, off_t at)
-{
-    int error = enter(WRITE);
-    int flags = syscall(SYS_fcntl, fd, F_GETFL);
+    long result = enter(WRITE), flags = bare(SYS_fcntl, (long)fd, (long)F_GETFL, 0L);
     struct stat status;
     off_t offset = at;
-    if (at < 0)
-        offset = flags & O_APPEND && fstat(fd, &status) == 0 ? status.st_size : syscall(SYS_lseek, fd, 0, SEEK_CUR);
-    int is_cut = is_hit && (fault == KILL_WITHIN || fault == SHORT) && size > 1;
-    if (is_cut)
+    if (at < 0 && flags & O_APPEND)
+        offset = bare(SYS_fstat, (long)fd, &status) == 0 ? status.st_size : 0;
+    else if (at < 0)
+        offset = bare(SYS_lseek, (long)fd, 0L, (long)SEEK_CUR);
+    if (is_hit && (fault == KILL_WITHIN || fault == SHORT) && size > 1)
         size /= 2;
-    ssize_t result = -1;
-    if (error)
-        errno = error;
-    else
-        result = at < 0 ? syscall(SYS_write, fd, data, size) : syscall(SYS_pwrite64, fd, data, size, at);
+    if (!result)
+        result = at < 0 ? bare(SYS_write, (long)fd, data, size) : bare(SYS_pwrite64, (long)fd, data, size, at);
     note(result > 0 ? WRITE : FAILED, path, NULL, offset, data, result > 0 ? result : 0);
     if (is_hit && fault == KILL_WITHIN)
         die();
@@ -318,182 +224,179 @@ static ssize_t put(int fd, const char *path, const char *data, size_t size, off_
     return result;
 }
 
-static ssize_t put_vector(int fd, const char *path, const struct iovec *parts, int num_parts, off_t at)
+static long put_vector(int fd, const char *path, const struct iovec *parts, long num_parts, off_t at)
 {
     size_t size = 0;
-    for (int part = 0; part < num_parts; part++)
+    for (long part = 0; part < num_parts; part++)
         size += parts[part].iov_len;
-    char *data = malloc(size + 1), *end = data;
-    for (int part = 0; part < num_parts; part++)
+    long flags = MAP_PRIVATE | MAP_ANONYMOUS;
+    char *data = (char *)bare(SYS_mmap, NULL, size + 1, (long)(PROT_READ | PROT_WRITE), flags, -1L, 0L), *end = data;
+    for (long part = 0; part < num_parts; part++)
         end = mempcpy(end, parts[part].iov_base, parts[part].iov_len);
-    ssize_t result = put(fd, path, data, size, at);
-    int saved = errno;
-    free(data);
-    errno = saved;
+    long result = put(fd, path, data, size, at);
+    bare(SYS_munmap, data, size + 1);
     return result;
 }
 
-#define PASS(...)                                                                                                      \
-    char path[PATH_MAX];                                                                                               \
-    if (!mine(fd, path))                                                                                               \
-        return syscall(__VA_ARGS__);
-ssize_t write(int fd, const void *data, size_t size) { PASS(SYS_write, fd, data, size) return put(fd, path, data, size, -1); }
-ssize_t pwrite(int fd, const void *data, size_t size, off_t at)
-{
-    PASS(SYS_pwrite64, fd, data, size, at)
-    return put(fd, path, data, size, at);
-}
-ssize_t pwrite64(int fd, const void *data, size_t size, off_t at) { return pwrite(fd, data, size, at); }
-ssize_t writev(int fd, const struct iovec *parts, int n)
-{
-    PASS(SYS_writev, fd, parts, n)
-    return put_vector(fd, path, parts, n, -1);
-}
-ssize_t pwritev(int fd, const struct iovec *parts, int n, off_t at)
-{
-    PASS(SYS_pwritev, fd, parts, n, at, 0)
-    return put_vector(fd, path, parts, n, at);
-}
-ssize_t pwritev64(int fd, const struct iovec *parts, int n, off_t at) { return pwritev(fd, parts, n, at); }
-ssize_t pwritev2(int fd, const struct iovec *parts, int n, off_t at, int flags)
-{
-    PASS(SYS_pwritev2, fd, parts, n, at, 0, flags)
-    return put_vector(fd, path, parts, n, at);
-}
-ssize_t pwritev64v2(int fd, const struct iovec *parts, int n, off_t at, int flags)
-{
-    return pwritev2(fd, parts, n, at, flags);
-}
-
-int ftruncate(int fd, off_t size)
-{
-    PASS(SYS_ftruncate, fd, size)
-    WHOLE(TRUNCATE, path, NULL, size, syscall(SYS_ftruncate, fd, size));
-}
-int ftruncate64(int fd, off_t size) { return ftruncate(fd, size); }
-int truncate(const char *name, off_t size)
-{
-    char full[PATH_MAX];
-    if (!resolve(AT_FDCWD, name, full))
-        return syscall(SYS_truncate, name, size);
-    WHOLE(TRUNCATE, full, NULL, size, syscall(SYS_truncate, name, size));
-}
-int truncate64(const char *name, off_t size) { return truncate(name, size); }
-
-/* Ways to change content that the log does not describe: noted, so that whoever reads it refuses it. */
-int fallocate(int fd, int mode, off_t begin, off_t size)
-{
-    PASS(SYS_fallocate, fd, mode, begin, size)
-    WHOLE(UNSEEN, path, NULL, 0, syscall(SYS_fallocate, fd, mode, begin, size));
-}
-int fallocate64(int fd, int mode, off_t begin, off_t size) { return fallocate(fd, mode, begin, size); }
-int posix_fallocate(int fd, off_t begin, off_t size) { return fallocate(fd, 0, begin, size) ? errno : 0; }
-int posix_fallocate64(int fd, off_t begin, off_t size) { return posix_fallocate(fd, begin, size); }
-ssize_t sendfile(int fd, int from, off_t *at, size_t size)
-{
-    PASS(SYS_sendfile, fd, from, at, size)
-    WHOLE(UNSEEN, path, NULL, 0, syscall(SYS_sendfile, fd, from, at, size));
-}
-ssize_t sendfile64(int fd, int from, off_t *at, size_t size) { return sendfile(fd, from, at, size); }
-ssize_t copy_file_range(int from, off64_t *at, int fd, off64_t *to, size_t size, unsigned flags)
-{
-    PASS(SYS_copy_file_range, from, at, fd, to, size, flags)
-    WHOLE(UNSEEN, path, NULL, 0, syscall(SYS_copy_file_range, from, at, fd, to, size, flags));
-}
-int ioctl(int fd, unsigned long request, ...)
-{
-    va_list args;
-    va_start(args, request);
-    void *arg = va_arg(args, void *);
-    va_end(args);
-    if (request != 0x40049409) /* FICLONE */
-        return syscall(SYS_ioctl, fd, request, arg);
-    PASS(SYS_ioctl, fd, request, arg)
-    WHOLE(UNSEEN, path, NULL, 0, syscall(SYS_ioctl, fd, request, arg));
-}
-void *mmap(void *address, size_t size, int protection, int flags, int fd, off_t at)
+static long content(long number, const long *a)
 {
     char path[PATH_MAX];
-    if ((flags & MAP_TYPE) != MAP_PRIVATE && protection & PROT_WRITE && !(flags & MAP_ANONYMOUS) && mine(fd, path)) {
-        enter(UNSEEN);
-        note(UNSEEN, path, NULL, 0, NULL, 0);
-        leave();
+    int fd = number == SYS_copy_file_range || number == SYS_splice ? a[2] : number == SYS_mmap ? a[4] : a[0];
+    if (!mine(fd, path))
+        return bare(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+    switch (number) {
+    case SYS_write:
+        return put(fd, path, (char *)a[1], a[2], -1);
+    case SYS_pwrite64:
+        return put(fd, path, (char *)a[1], a[2], a[3]);
+    case SYS_writev:
+        return put_vector(fd, path, (struct iovec *)a[1], a[2], -1);
+    case SYS_pwritev:
+    case SYS_pwritev2:
+        return put_vector(fd, path, (struct iovec *)a[1], a[2], a[3]);
+    case SYS_ftruncate:
+        return whole(TRUNCATE, path, NULL, a[1], number, a);
+    case SYS_fsync:
+    case SYS_fdatasync:
+        return whole(SYNC, path, NULL, 0, number, a);
     }
-    return (void *)syscall(SYS_mmap, address, size, protection, flags, fd, at);
-}
-void *mmap64(void *address, size_t size, int protection, int flags, int fd, off_t at)
-{
-    return mmap(address, size, protection, flags, fd, at);
+    return whole(UNSEEN, path, NULL, 0, number, a); /* whoever reads the log refuses it */
 }
 
-int fsync(int fd)
-{
-    PASS(SYS_fsync, fd)
-    WHOLE(SYNC, path, NULL, 0, syscall(SYS_fsync, fd));
-}
-int fdatasync(int fd)
-{
-    PASS(SYS_fdatasync, fd)
-    WHOLE(SYNC, path, NULL, 0, syscall(SYS_fdatasync, fd));
-}
-int syncfs(int fd)
-{
-    PASS(SYS_syncfs, fd)
-    WHOLE(UNSEEN, path, NULL, 0, syscall(SYS_syncfs, fd));
-}
-
-/* -- names ------------------------------------------------------------------------------------------------------ */
-
-int renameat2(int from, const char *old, int to, const char *new, unsigned flags)
+static long two_paths(int from, const char *old, int to, const char *new, int operation, long number, const long *a)
 {
     char full[PATH_MAX], other[PATH_MAX];
     int leaves = resolve(from, old, full), comes = resolve(to, new, other);
     if (!leaves && !comes)
-        return syscall(SYS_renameat2, from, old, to, new, flags);
-    WHOLE(leaves && comes ? RENAME : UNSEEN, full, other, 0, syscall(SYS_renameat2, from, old, to, new, flags));
+        return bare(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+    return whole(leaves && comes ? operation : UNSEEN, full, other, 0, number, a);
 }
-int renameat(int from, const char *old, int to, const char *new) { return renameat2(from, old, to, new, 0); }
-int rename(const char *old, const char *new) { return renameat2(AT_FDCWD, old, AT_FDCWD, new, 0); }
 
-int linkat(int from, const char *old, int to, const char *new, int flags)
-{
-    char full[PATH_MAX], other[PATH_MAX];
-    if (!resolve(to, new, other))
-        return syscall(SYS_linkat, from, old, to, new, flags);
-    int leaves = resolve(from, old, full);
-    WHOLE(leaves ? LINK : UNSEEN, full, other, 0, syscall(SYS_linkat, from, old, to, new, flags));
-}
-int link(const char *old, const char *new) { return linkat(AT_FDCWD, old, AT_FDCWD, new, 0); }
-
-int symlinkat(const char *target, int directory, const char *path)
+static long one_path(int at, const char *path, int operation, const char *other, long offset, long number, const long *a)
 {
     char full[PATH_MAX];
-    if (!resolve(directory, path, full))
-        return syscall(SYS_symlinkat, target, directory, path);
-    WHOLE(SYMLINK, full, target, 0, syscall(SYS_symlinkat, target, directory, path));
-}
-int symlink(const char *target, const char *path) { return symlinkat(target, AT_FDCWD, path); }
-
-int unlinkat(int directory, const char *path, int flags)
-{
-    char full[PATH_MAX];
-    if (!resolve(directory, path, full))
-        return syscall(SYS_unlinkat, directory, path, flags);
-    WHOLE(flags & AT_REMOVEDIR ? RMDIR : UNLINK, full, NULL, 0, syscall(SYS_unlinkat, directory, path, flags));
-}
-int unlink(const char *path) { return unlinkat(AT_FDCWD, path, 0); }
-int rmdir(const char *path) { return unlinkat(AT_FDCWD, path, AT_REMOVEDIR); }
-int remove(const char *path)
-{
-    int result = unlinkat(AT_FDCWD, path, 0);
-    return result && errno == EISDIR ? unlinkat(AT_FDCWD, path, AT_REMOVEDIR) : result;
+    if (!resolve(at, path, full))
+        return bare(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+    return whole(operation, full, other, offset, number, a);
 }
 
-int mkdirat(int directory, const char *path, mode_t mode)
+#define PATH(n) ((const char *)a[n])
+static long perform(long number, const long *a)
 {
-    char full[PATH_MAX];
-    if (!resolve(directory, path, full))
-        return syscall(SYS_mkdirat, directory, path, mode);
-    WHOLE(MKDIR, full, NULL, 0, syscall(SYS_mkdirat, directory, path, mode));
+    switch (number) {
+    case SYS_open:
+        return open_at(AT_FDCWD, PATH(0), a[1], number, a);
+    case SYS_creat:
+        return open_at(AT_FDCWD, PATH(0), O_CREAT | O_WRONLY | O_TRUNC, number, a);
+    case SYS_openat:
+        return open_at(a[0], PATH(1), a[2], number, a);
+    case SYS_openat2:
+        return open_at(a[0], PATH(1), *(uint64_t *)a[2], number, a);
+    case SYS_close:
+        return close_one(a[0]);
+    case SYS_truncate:
+        return one_path(AT_FDCWD, PATH(0), TRUNCATE, NULL, a[1], number, a);
+    case SYS_rename:
+        return two_paths(AT_FDCWD, PATH(0), AT_FDCWD, PATH(1), RENAME, number, a);
+    case SYS_renameat:
+    case SYS_renameat2:
+        return two_paths(a[0], PATH(1), a[2], PATH(3), RENAME, number, a);
+    case SYS_link:
+        return two_paths(AT_FDCWD, PATH(0), AT_FDCWD, PATH(1), LINK, number, a);
+    case SYS_linkat:
+        return two_paths(a[0], PATH(1), a[2], PATH(3), LINK, number, a);
+    case SYS_symlink:
+        return one_path(AT_FDCWD, PATH(1), SYMLINK, PATH(0), 0, number, a);
+    case SYS_symlinkat:
+        return one_path(a[1], PATH(2), SYMLINK, PATH(0), 0, number, a);
+    case SYS_unlink:
+        return one_path(AT_FDCWD, PATH(0), UNLINK, NULL, 0, number, a);
+    case SYS_rmdir:
+        return one_path(AT_FDCWD, PATH(0), RMDIR, NULL, 0, number, a);
+    case SYS_unlinkat:
+        return one_path(a[0], PATH(1), a[2] & AT_REMOVEDIR ? RMDIR : UNLINK, NULL, 0, number, a);
+    case SYS_mkdir:
+        return one_path(AT_FDCWD, PATH(0), MKDIR, NULL, 0, number, a);
+    case SYS_mkdirat:
+        return one_path(a[0], PATH(1), MKDIR, NULL, 0, number, a);
+    }
+    return content(number, a);
 }
-int mkdir(const char *path, mode_t mode) { return mkdirat(AT_FDCWD, path, mode); }
+
+/* -- the filter ------------------------------------------------------------------------------------------------- */
+
+static const int TRAPPED[] = {
+    SYS_open, SYS_creat, SYS_openat, SYS_openat2, SYS_close, SYS_truncate, SYS_rename, SYS_renameat, SYS_renameat2,
+    SYS_link, SYS_linkat, SYS_symlink, SYS_symlinkat, SYS_unlink, SYS_rmdir, SYS_unlinkat, SYS_mkdir, SYS_mkdirat,
+    SYS_write, SYS_pwrite64, SYS_writev, SYS_pwritev, SYS_pwritev2, SYS_ftruncate, SYS_fsync, SYS_fdatasync,
+    SYS_fallocate, SYS_syncfs, SYS_sync_file_range, SYS_sendfile, SYS_copy_file_range, SYS_splice,
+};
+#define NUM_TRAPPED (sizeof TRAPPED / sizeof TRAPPED[0])
+
+static void on_trap(int signal, siginfo_t *info, void *context)
+{
+    (void)signal, (void)info;
+    greg_t *registers = ((ucontext_t *)context)->uc_mcontext.gregs;
+    long a[6] = {registers[REG_RDI], registers[REG_RSI], registers[REG_RDX],
+                 registers[REG_R10], registers[REG_R8],  registers[REG_R9]};
+    registers[REG_RAX] = perform(registers[REG_RAX], a);
+}
+
+#define LOAD(field) (struct sock_filter) BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, field))
+#define EQUAL(value, yes, no) (struct sock_filter) BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, (uint32_t)(value), yes, no)
+#define GIVE(verdict) (struct sock_filter) BPF_STMT(BPF_RET | BPF_K, verdict)
+#define LOW_ARG(n) (struct sock_filter) BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args[n]))
+
+static long install(void)
+{
+    uint64_t own = (uint64_t)bare_returns;
+    struct sock_filter filter[NUM_TRAPPED + 24];
+    int n = 0;
+    filter[n++] = LOAD(arch);
+    filter[n++] = EQUAL(AUDIT_ARCH_X86_64, 1, 0);
+    filter[n++] = GIVE(SECCOMP_RET_ALLOW);
+    filter[n++] = LOAD(instruction_pointer);
+    filter[n++] = EQUAL(own, 0, 3);
+    filter[n++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, instruction_pointer) + 4);
+    filter[n++] = EQUAL(own >> 32, 0, 1);
+    filter[n++] = GIVE(SECCOMP_RET_ALLOW);
+    filter[n++] = LOAD(nr);
+    for (size_t number = 0; number < NUM_TRAPPED; number++)
+        filter[n++] = EQUAL(TRAPPED[number], NUM_TRAPPED - number + 8, 0);
+    filter[n++] = EQUAL(SYS_ioctl, 0, 2);
+    filter[n++] = LOW_ARG(1);
+    filter[n++] = EQUAL(CLONE_FILE, 6, 5);
+    filter[n++] = EQUAL(SYS_mmap, 0, 4);
+    filter[n++] = LOW_ARG(2);
+    filter[n++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JSET | BPF_K, PROT_WRITE, 0, 2);
+    filter[n++] = LOW_ARG(3);
+    filter[n++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JSET | BPF_K, MAP_SHARED, 1, 0);
+    filter[n++] = GIVE(SECCOMP_RET_ALLOW);
+    filter[n++] = GIVE(SECCOMP_RET_TRAP);
+    struct sock_fprog program = {.len = n, .filter = filter};
+    struct sigaction action = {.sa_sigaction = on_trap, .sa_flags = SA_SIGINFO | SA_NODEFER};
+    sigaction(SIGSYS, &action, NULL);
+    prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+    return bare(SYS_seccomp, (long)SECCOMP_SET_MODE_FILTER, (long)SECCOMP_FILTER_FLAG_TSYNC, &program);
+}
+
+/* Begin: strike at call number `at` (from 0, -1 for none) below the directory. `fired_` is set once it has struck.
+ * Returns 0, or what the kernel says against it. */
+long faults_arm(const char *directory, long at, int fault_, int code_, int log_fd_, long *fired_)
+{
+    static int is_installed;
+    root_length = strlen(directory);
+    memcpy(root, directory, root_length + 1);
+    strike_at = at, fault = fault_, code = code_, log_fd = log_fd_, fired = fired_, num_calls = 0;
+    long result = is_installed ? 0 : install();
+    is_installed = result == 0;
+    armed = is_installed;
+    return result;
+}
+
+/* End: the number of calls that were counted. */
+long faults_disarm(void)
+{
+    armed = 0;
+    return num_calls;
+}

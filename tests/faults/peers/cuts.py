@@ -15,7 +15,7 @@ from typing import Literal
 from faults.power_cut import Content, Effect, Trace
 
 Model = Literal["posix", "journal"]
-MODES = ["all", "nothing", "files", "tails", "writes", "but one", "one", "half"]
+MODES = ["all", "names only", "files", "tails", "writes", "but one", "one", "half"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Cut:
     disk: dict[int, Content]
 
     def __str__(self) -> str:
-        return f"power cut after step {self.at}, {self.mode} lost"
+        return f"power cut after step {self.at}, lost: {self.mode}"
 
 
 def sampled_cuts(trace: Trace, model: Model, num: int, seed: int) -> Iterator[Cut]:
@@ -52,7 +52,7 @@ def _lost(done: list[Effect | int], model: Model, mode: str, coin: random.Random
     lost_names = _lost_names(names, model, mode, max(synced.values(), default=-1), coin)
     inodes = sorted({done[n].inode for n in writes})
     half = -1
-    if mode == "nothing":
+    if mode == "names only":
         lost = set()
     elif mode == "all":
         lost = set(writes)
