@@ -17,7 +17,7 @@ from pathlib import Path
 
 from faults.disks import Operation
 
-SOURCE = Path(__file__).parent / "interposer/interposer.c"
+SOURCES = Path(__file__).parent / "interposer"
 LIBRARY = "TEST_INTERPOSER"  # environment variable: where the library is
 NAMES = [
     "", "open", "create", "truncate", "write_at", "sync", "rename", "link", "symlink", "unlink", "make_directory",
@@ -56,14 +56,14 @@ def why_not() -> str | None:
 def build(directory: Path) -> Path:
     """Compile the library."""
     target = directory / "interposer.so"
-    options = ["-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-    subprocess.run(["cc", *options, "-o", str(target), str(SOURCE), "-lpthread"], check=True)
+    options = ["-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden", "-shared"]
+    subprocess.run(["cc", *options, "-o", str(target), *map(str, sorted(SOURCES.glob("*.c"))), "-lpthread"], check=True)
     return target
 
 
 def environment(library: Path) -> dict[str, str]:
     """For a Python that finds the library, this package and verl, whatever directory it is started in."""
-    tests = SOURCE.parents[2]
+    tests = SOURCES.parents[1]
     paths = os.pathsep.join([str(tests.parent), str(tests)])
     return os.environ | {LIBRARY: str(library), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 

@@ -22,7 +22,7 @@ from faults.peers.cuts import sampled_cuts
 from faults.peers.held import Found, HeldTraining, resume
 from faults.peers.hf_trainer import HuggingFaceTrainer
 from faults.peers.outcomes import Known, Tally
-from faults.peers.tools import DistributedCheckpoint, Ours, Tool, TorchSave
+from faults.peers.tools import DistributedCheckpoint, Ours, Tool, TorchSave, TorchSaveLatest
 from faults.peers.training import LAST
 from faults.power_cut import Trace, fingerprint, materialise, snapshot
 from faults.scenarios import fast_directory
@@ -34,7 +34,9 @@ TOOLS: dict[str, Callable[[], Tool]] = {
     "trainer-2": lambda: HuggingFaceTrainer(keep=2),
     "torch": TorchSave,
     "torch-2": lambda: TorchSave(keep=2),
-    "torch-latest": lambda: TorchSave(overwrites=True),
+    "torch-over": lambda: TorchSaveLatest("written over"),
+    "torch-renamed": lambda: TorchSaveLatest("renamed"),
+    "torch-synced": lambda: TorchSaveLatest("synced, renamed, synced"),
     "dcp": DistributedCheckpoint,
     "dcp-2": lambda: DistributedCheckpoint(keep=2),
 }
@@ -93,7 +95,7 @@ class Campaign:
         """Resumes without a fault.
 
         Raises:
-            RuntimeError: a resume is not what was saved, or the same for two steps.
+            RuntimeError: a resume is not of the step that was saved, or some part is the same after two steps.
         """
         steps = {LAST: resume(self.tool, self.root)}
         for step in range(1, LAST):
@@ -102,6 +104,9 @@ class Campaign:
         for step, found in steps.items():
             if found.resumed is None or found.resumed.step != step:
                 raise RuntimeError(f"{self.tool.name} does not resume step {step}: {found}")
+        for part in ("model", "optimizer", "scheduler", "step"):
+            if len({found.resumed.parts[part] for found in steps.values() if found.resumed}) < LAST:
+                raise RuntimeError(f"{self.tool.name} does not resume the {part}")
         return Known(dict(sorted(steps.items())))
 
     def _strikes(self, calls: list[bool]) -> Iterator[tuple[str, Strike]]:
@@ -154,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--sample", type=int, help="strikes of each group; all without it")
-    parser.add_argument("--cuts", type=int, default=1500, help="disks after a power cut, of each model")
+    parser.add_argument("--cuts", type=int, default=400, help="disks after a power cut, of each model")
     args = parser.parse_args()
     rows = []
     for name in args.tools.split(","):

@@ -15,6 +15,7 @@ import json
 import logging
 import mmap
 import os
+import random
 import shutil
 import signal
 import traceback
@@ -119,8 +120,10 @@ class HeldTraining:
                 while line := orders.readline():
                     order = json.loads(line)
                     self._fired.value = 0
+                    drawn = random.getstate()
                     pid = os.fork()
                     if pid == 0:
+                        random.setstate(drawn)  # Python seeds it anew in a forked process
                         return self._arm(interposer, order)
                     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                     os.write(self._answer[1], json.dumps([code, self._fired.value]).encode() + b"\n")

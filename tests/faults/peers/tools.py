@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -48,30 +49,54 @@ def by_number(root: Path, pattern: str) -> list[Path]:
 
 
 class TorchSave:
-    """`torch.save` of one dictionary, to a file for each step or over the same file."""
+    """`torch.save` of one dictionary, to a file for each step."""
 
-    def __init__(self, keep: int | None = None, overwrites: bool = False):
-        self.keep, self.overwrites = keep, overwrites
-        self.name = "torch.save, latest.pt" if overwrites else "torch.save" + (f", {keep} kept" if keep else "")
-        self.how = "`torch.save(state, path)`, `torch.load(path, weights_only=True)`"
+    def __init__(self, keep: int | None = None):
+        self.keep = keep
+        self.name = "torch.save" + (f", {keep} kept" if keep else "")
+        self.how = '`torch.save(state, f"step_{step}.pt")`, `torch.load(path, weights_only=True)` of the highest step'
 
     def train(self, root: Path, gate: Gate) -> None:
         training = Training()
 
         def save() -> None:
-            torch.save(training.state(), root / ("latest.pt" if self.overwrites else f"step_{training.step}.pt"))
+            torch.save(training.state(), root / f"step_{training.step}.pt")
             for path in by_number(root, r"step_(\d+)\.pt")[: -self.keep] if self.keep else []:
                 path.unlink()
 
         training.run(save, gate)
 
     def resume(self, root: Path) -> Resumed | None:
-        paths = [root / "latest.pt"] if self.overwrites else by_number(root, r"step_(\d+)\.pt")
-        if not paths or not paths[-1].exists():
-            return None
+        paths = by_number(root, r"step_(\d+)\.pt")
+        return _loaded(paths[-1]) if paths else None
+
+
+class TorchSaveLatest:
+    """`torch.save` over the file of the step before: straight into it, by a rename, or by a rename with every sync."""
+
+    def __init__(self, way: Literal["written over", "renamed", "synced, renamed, synced"]):
+        self.way = way
+        self.name = f"torch.save, latest.pt {way}"
+        self.how = '`torch.save(state, "latest.pt")`, `torch.load(path, weights_only=True)`'
+
+    def train(self, root: Path, gate: Gate) -> None:
         training = Training()
-        training.load(torch.load(paths[-1], weights_only=True))
-        return training.resumed()
+
+        def save() -> None:
+            if self.way == "written over":
+                torch.save(training.state(), root / "latest.pt")
+                return
+            torch.save(training.state(), root / "latest.pt.tmp")
+            if self.way != "renamed":
+                _sync(root / "latest.pt.tmp")
+            os.replace(root / "latest.pt.tmp", root / "latest.pt")
+            if self.way != "renamed":
+                _sync(root)
+
+        training.run(save, gate)
+
+    def resume(self, root: Path) -> Resumed | None:
+        return _loaded(root / "latest.pt") if (root / "latest.pt").exists() else None
 
 
 class DistributedCheckpoint:
@@ -166,3 +191,17 @@ class Ours:
 
 def _items(tensors: dict[str, torch.Tensor]) -> list[TensorItem]:
     return [TensorItem(name=name, tensor=tensor) for name, tensor in tensors.items()]
+
+
+def _loaded(path: Path) -> Resumed:
+    training = Training()
+    training.load(torch.load(path, weights_only=True))
+    return training.resumed()
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
