@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import json
 import random
 import shutil
@@ -161,6 +162,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="strikes of each group; all without it")
     parser.add_argument("--cuts", type=int, default=400, help="disks after a power cut, of each model")
     args = parser.parse_args()
+    gc.disable()  # a collection in a forked process would copy all the memory that it looks at
     rows = []
     for name in args.tools.split(","):
         with fast_directory() as made:
