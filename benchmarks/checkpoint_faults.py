@@ -71,7 +71,7 @@ def main() -> None:
     if reason := why_not():
         sys.exit(f"cannot be measured here: {reason}")
     if args.small:
-        args.sample, args.cuts = 2, 8
+        args.sample, args.cuts = 4, 8
     arguments = ["--cuts", str(args.cuts)]
     arguments += ["--sample", str(args.sample)] if args.sample else []
     arguments += ["--tools", "verl-2,trainer-2,dcp-2,torch-2"] if args.small else []

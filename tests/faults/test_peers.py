@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from faults.calls import build, environment, why_not
@@ -18,6 +19,7 @@ from faults.peers.training import Gate, Training
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
+ROOT = Path(__file__).resolve().parents[2]
 GROUPS = {"kill", "error", "short write"}
 POWER = {f"power cut {model}, {moment}" for model in ("posix", "journal") for moment in ("during it", "after the save")}
 
@@ -54,13 +56,22 @@ def test_without_a_fault_every_tool_goes_on_with_every_bit(tool, tmp_path):
     assert tool.resume(tmp_path) == live.resumed()
 
 
-def test_some_faults_leave_ours_whole_and_every_peer_classified(tmp_path, record_property):
-    tools = ["verl-2", "trainer-2", "torch", "dcp"]
-    rows = campaign(tmp_path, "--tools", ",".join(tools), "--sample", "5", "--cuts", "16")
-    for row in rows:
-        check_cases(row, dict.fromkeys(GROUPS, 5), 16)
-    check_whole(rows[0])
-    record_property("fault_cases", len(rows) * (3 * 5 + 2 * 16))
+def test_some_faults_leave_ours_whole_and_every_peer_classified(record_property):
+    done = subprocess.run([sys.executable, ROOT / "benchmarks/checkpoint_faults.py", "--small"], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    result = json.loads(done.stdout)
+    for row in result["tools"]:
+        check_cases(row, dict.fromkeys(GROUPS, 4), 8)
+    check_whole(result["tools"][0])
+    assert [row[1] for row in result["rows"]] == [f"0 silent losses, 0 stops in {n} cases" for n in (12, 8, 8)]
+    record_property("fault_cases", len(result["tools"]) * (3 * 4 + 2 * 8))
+
+
+def test_the_table_in_the_documents_is_what_was_measured():
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/make_fault_table.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.exhaustive
