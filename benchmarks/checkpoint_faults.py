@@ -49,11 +49,11 @@ def campaign(arguments: list[str]) -> list[dict[str, Any]]:
 
 
 def harm(row: dict[str, Any], groups: Iterable[str]) -> tuple[int, int, int]:
-    """Silent losses, resumes that stop or find nothing, and cases of one tool."""
+    """Silent losses, resumes that stop or do not go on without a word, and cases of one tool."""
     counts = [row["counts"][group] for group in groups]
     silent = sum(row["silent"][group] for group in groups)
-    stopped = sum(count.get("stopped", 0) + count.get("nothing", 0) for count in counts)
-    return silent, stopped, sum(sum(count.values()) for count in counts)
+    cases = sum(sum(count.values()) for count in counts)
+    return silent, cases - silent - sum(count.get("whole", 0) for count in counts), cases
 
 
 def told(row: dict[str, Any], groups: Iterable[str]) -> str:

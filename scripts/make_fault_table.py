@@ -38,7 +38,7 @@ def _cell(row: dict[str, Any], groups: list[str]) -> str:
     counts = [row["counts"][group] for group in groups]
     cases = sum(sum(count.values()) for count in counts)
     silent = sum(row["silent"][group] for group in groups)
-    stops = sum(count.get("stopped", 0) + count.get("nothing", 0) for count in counts)
+    stops = cases - silent - sum(count.get("whole", 0) for count in counts)
     return f"**{silent}** + {stops} of {cases}"
 
 

@@ -1,4 +1,4 @@
-"""Every fault against every way to save, and what a resume then does. Run with the interposer loaded:
+"""Every fault against every way to save, and what a resume then does. Run with TEST_INTERPOSER set:
 
     python -m faults.peers.campaign [--tools verl,torch] [--sample 20] [--cuts 20]
 
@@ -149,8 +149,7 @@ class Campaign:
             "writes": sum(calls),
             "syncs": sum(isinstance(step, int) for step in trace.steps),
             "counts": {group: dict(counts) for group, counts in tally.counts.items()},
-            "silent": dict(tally.silent),
-            "claimed": tally.claimed,
+            "silent": tally.silent,
             "parts": dict(tally.parts),
             "examples": dict(tally.examples),
         }

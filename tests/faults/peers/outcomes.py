@@ -8,9 +8,9 @@ After a case, against the newest step whose save had returned, it
     said               one of these two, with a warning
     stopped            raises; somebody has to find out which checkpoint is good
     nothing            finds no checkpoint
+    claimed            one of these three, after a save that returned although a call of it had failed
 
-A silent loss is `older`, `other values`, or a save that returned although a call of it had failed and whose step is not
-there whole.
+A silent loss is `older`, `other values` or `claimed`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from faults.peers.held import Found
 from faults.peers.training import Resumed
 
-OUTCOMES = ["whole", "older", "other values", "said", "stopped", "nothing"]
+OUTCOMES = ["whole", "older", "other values", "said", "stopped", "nothing", "claimed"]
+SILENT = {"older", "other values", "claimed"}
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,13 @@ class Tally:
     """What came out for one tool."""
 
     counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    silent: Counter[str] = field(default_factory=Counter)
-    claimed: int = 0
     parts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def silent(self) -> dict[str, int]:
+        """Silent losses of every group."""
+        return {group: sum(counts[outcome] for outcome in SILENT) for group, counts in self.counts.items()}
 
     def add(self, group: str, case: str, outcome: str, is_claimed: bool, found: Found, known: Known) -> None:
         """One case.
@@ -67,10 +71,9 @@ class Tally:
         Args:
             is_claimed: the save returned although a call had failed.
         """
+        if is_claimed and outcome in ("said", "stopped", "nothing"):
+            outcome = "claimed"
         self.counts[group][outcome] += 1
-        is_false = is_claimed and outcome != "whole"
-        self.claimed += is_false
-        self.silent[group] += is_false or outcome in ("older", "other values")
         if outcome == "other values" and found.resumed:
             self.parts[" ".join(known.differing(found.resumed)) or "mixed"] += 1
         if outcome != "whole" and len(self.examples[outcome]) < 3:
