@@ -52,6 +52,7 @@ bench: install
 docs: install
 	$(BIN)/python scripts/make_glossary.py
 	$(BIN)/python scripts/make_results_table.py
+	$(BIN)/python scripts/make_fault_table.py
 
 clean:
 	rm -rf $(VENV) outputs build *.egg-info
