@@ -1,7 +1,7 @@
 """Worker processes that are started once and then run whole courses, one sharding after the other.
 
 Each process is a driver too, in step with the others: it divides a batch as `verl.cluster.processes` does, keeps its
-share, and takes the answers of the others.
+own share, and takes the answers of the others.
 """
 
 from __future__ import annotations

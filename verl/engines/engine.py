@@ -62,7 +62,8 @@ class TrainingEngine:
         self.total_updates = total_updates
         self.recipe = optimizer
         parallel.settle(model)
-        self.optimizer = None if optimizer is None else optimizer.attach(model.parameters())
+        self.parameters = dict(model.named_parameters())  # while it runs, a divided model has gathered ones instead
+        self.optimizer = None if optimizer is None else optimizer.attach(self.parameters.values())
         self.device = compute_device(model)
         self.autocast = autocast
         why_not = "packing is off" if packing == "off" else line_attention.enable(getattr(model, "backbone", model))
@@ -119,9 +120,9 @@ class TrainingEngine:
                 value.backward()
             for name, x in {"loss": value, **stats}.items():
                 shares[name] = shares.get(name, 0.0) + x.detach().double()
-        self.parallel.sum_gradients(self.model.parameters())
+        self.parallel.sum_gradients(self.parameters.values())
         metrics = self.parallel.sums({name: float(x) for name, x in shares.items()})
-        metrics["grad_norm"] = float(self.parallel.clip(self.model.parameters(), self.recipe.max_grad_norm))
+        metrics["grad_norm"] = float(self.parallel.clip(self.parameters.values(), self.recipe.max_grad_norm))
         lr = self.recipe.learning_rate(self.updates, self.total_updates)
         if not all(math.isfinite(x) for x in metrics.values()):
             self.optimizer.zero_grad(set_to_none=True)
@@ -135,10 +136,9 @@ class TrainingEngine:
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer's state as live tensors, named after the parameters; empty before the first step."""
         assert self.optimizer is not None
-        self.parallel.settle(self.model)
         return {
             f"{name}.{key}": value
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in self.parameters.items()
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
 
@@ -149,7 +149,7 @@ class TrainingEngine:
             ValueError: the state is not that of these parameters.
         """
         assert self.optimizer is not None
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         strangers = {name.rpartition(".")[0] for name in tensors} ^ set(trained)
         if tensors and strangers:
             raise ValueError(f"the optimizer's state and the parameters differ in {', '.join(sorted(strangers)[:5])}")

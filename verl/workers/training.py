@@ -96,8 +96,7 @@ class TrainedWorker:
     def save(self, directory: Path) -> None:
         """Write a Hugging Face directory (with LoRA: a peft adapter directory) with the tokenizer; rank 0 writes."""
         model: Any = self.engine.model
-        self.engine.parallel.settle(model)
-        whole = self._whole(live_tensors(model)) if self.engine.parallel.divides_weights else None
+        whole = self._whole_weights() if self.engine.parallel.divides_weights else None
         if self.engine.parallel.rank == 0:
             with quiet_transformers():
                 model.save_pretrained(directory, state_dict=whole)
@@ -124,7 +123,7 @@ class TrainedWorker:
         """
         weights, optimizer = None, self.engine.optimizer_tensors()
         if self.engine.parallel.divides_weights:
-            weights, optimizer = self._whole(live_tensors(self.engine.model)), self._whole(optimizer)
+            weights, optimizer = self._whole_weights(), whole_on_first(optimizer, self.engine.parallel)
         if self.engine.parallel.rank != 0:
             return None
         if self._tokenizer_files is None:
@@ -149,9 +148,10 @@ class TrainedWorker:
         else:
             seed_everything(derive_seed(seed, "rank", rank))
 
-    def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _whole_weights(self) -> dict[str, Tensor]:
         """On rank 0; all processes take part."""
-        return whole_on_first(tensors, self.engine.parallel)
+        self.engine.parallel.settle(self.engine.model)
+        return whole_on_first(live_tensors(self.engine.model), self.engine.parallel)
 
 
 def _in_main_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
