@@ -22,8 +22,8 @@ $(VENV)/.installed: requirements.txt setup.py
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-ray.txt
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt -r requirements-ray.txt
 	@touch $@
 
 quickstart: install

@@ -8,6 +8,7 @@ VerlError
 │   └── NonFiniteRewardError (RewardError)    a reward is not a finite number
 ├── WorkerError (RuntimeError)                a role failed in another process; carries that process's traceback
 │   └── WorkerDied                            the process itself is gone
+│       └── WorkerHung                        it is there and does not answer
 └── CheckpointError                           saving or reading a checkpoint
     ├── BadCheckpoint (ValueError)            this one cannot be used; names every file at fault
     │   ├── CheckpointIncomplete              it was never published whole, or something of it is gone
@@ -106,6 +107,10 @@ class WorkerError(VerlError, RuntimeError):
 
 class WorkerDied(WorkerError):
     """A worker process ended without answering."""
+
+
+class WorkerHung(WorkerDied):
+    """A worker process did not answer in time and was ended."""
 
 
 class CheckpointError(VerlError):

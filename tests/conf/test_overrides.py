@@ -102,7 +102,6 @@ def test_two_spellings_that_contradict_each_other_are_a_fault():
         ("actor_rollout.fsdp_config.sharding_strategy=FULL_SHARD", "sharding"),
         ("actor_rollout.fsdp_config.cpu_offload=true", "sharding"),
         ("sharding=fsdp", "sharding"),
-        ("trainer=ray", "Ray"),
         ("algorithm.adv_estimator=rloo", "estimator"),
     ],
 )

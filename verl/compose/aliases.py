@@ -11,7 +11,7 @@ from typing import Any
 _STORAGE = "needs object storage, which this version does not have; checkpoints go to a local directory."
 _SHARDINGS = "needs a sharding that this version does not have; it has sharding=none and sharding=ddp."
 _VLLM = "needs the engine vLLM, which this version does not have; rollout=hf generates with the training weights."
-_RAY = "needs Ray, which this version does not have; trainer.n_gpus_per_node counts the processes on this machine."
+_RAY = "is no key here; with trainer=ray, trainer.placement.address and its siblings say where roles live."
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,14 @@ ALIASES: dict[str, Alias] = {
     "reward_model.enable": Alias(choices={**_OFF, "true": "reward=model"}, refusal="takes true or false."),
     "reward_model.model_name_or_path": Alias(path="reward.model.path", option="reward=model"),
     "reward_model.model.path": Alias(path="reward.model.path", option="reward=model"),
+    "ray.address": Alias(path="trainer.placement.address", option="trainer=ray"),
+    "ray.num_cpus": Alias(path="trainer.placement.num_cpus", option="trainer=ray"),
     "use_vllm": Alias(choices=_OFF, refusal=_VLLM),
 }
 
 FILES = {"ppo": "files", "sft": "sft_files"}
 PREFIXES = {"storage.": _STORAGE, "ray.": _RAY}
-OPTIONS = {"rollout=vllm": _VLLM, "sharding=fsdp": _SHARDINGS, "sharding=fsdp2": _SHARDINGS, "trainer=ray": _RAY}
+OPTIONS = {"rollout=vllm": _VLLM, "sharding=fsdp": _SHARDINGS, "sharding=fsdp2": _SHARDINGS}
 
 
 @dataclass
@@ -115,7 +117,7 @@ def translate(root: str, key: str, value: Any, chosen: set[str]) -> Translated |
         chosen: groups that were chosen by name; an alias does not choose them again.
     """
     said = f"{key}={_text(value)}"
-    if (sentence := OPTIONS.get(said)) or (sentence := _refused_prefix(key)):
+    if (sentence := OPTIONS.get(said)) or (key not in ALIASES and (sentence := _refused_prefix(key))):
         return Translated(fault=f"{said} {sentence}")
     alias = ALIASES.get(key)
     if alias is None:

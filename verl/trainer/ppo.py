@@ -98,7 +98,28 @@ class PPORun(Description):
                 f"{settings.group_size}); {near} would."
             )
         yield from sharding_faults(self.sharding, settings)
+        yield from self._placement_faults()
         yield from self._context_faults()
+
+    def _placement_faults(self) -> Iterator[str]:
+        placement, settings = self.trainer.placement, self.trainer
+        if placement is None:
+            return
+        size = settings.n_gpus_per_node * settings.nnodes
+        for fault in placement.faults_with(self.sharding, size, self.roles):
+            yield f"trainer.placement.{fault}"
+        if settings.profile is not None:
+            yield "trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set trainer=local."
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Names of the roles that the algorithm needs and that can live elsewhere."""
+        wanted = {
+            "actor": True,
+            "critic": self.critic is not None and self.algorithm.needs_values,
+            "reference": self.reference is not None and self.algorithm.needs_reference,
+        }
+        return tuple(role for role, is_needed in wanted.items() if is_needed)
 
     def _context_faults(self) -> Iterator[str]:
         prompt, response = getattr(self.data, "max_prompt_length", None), self.rollout.max_new_tokens
@@ -187,7 +208,7 @@ class PPOTrainer:
             total_updates=self.num_steps * run.updates_per_step,
             restore=restore_of(self.saving),
         )
-        self._cluster = start_cluster(host, run.sharding, run.trainer, context)
+        self._cluster = start_cluster(host, run.sharding, run.trainer, context, run.trainer.placement)
         roles = role_handles(self._cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
 
