@@ -33,9 +33,11 @@ class Placement(Description):
 
     Attributes:
         spans_machines: workers may be on other machines than the driver.
+        max_restarts: of a run that lost a worker.
     """
 
     spans_machines: ClassVar[bool] = False
+    max_restarts: ClassVar[int] = 0
 
     def faults_with(self, sharding: Sharding, size: int, roles: Collection[str]) -> Iterator[str]:
         """Yield what is wrong between this and a run, opening with the field.

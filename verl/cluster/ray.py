@@ -79,6 +79,8 @@ class _Pending:
 class RayActors:
     """Every role of a host in each of the actors of a group.
 
+    Attributes:
+        pids: process ids by rank, each on its own machine.
     Raises:
         WorkerError: a worker could not build its roles.
         WorkerDied: a worker ended while it was starting.
@@ -153,7 +155,8 @@ class RayActors:
         self._actors = [self._hire(rank) for rank in range(self.world_size)]
         here = self._gather("start", [actor.versions.remote() for actor in self._actors], START_TIMEOUT_S)
         _refuse_mixed(here)
-        nodes = self._gather("start", [actor.node.remote() for actor in self._actors], START_TIMEOUT_S)
+        places = self._gather("start", [actor.place.remote() for actor in self._actors], START_TIMEOUT_S)
+        nodes, self.pids = [node for node, _ in places], [pid for _, pid in places]
         is_one_machine = len(set(nodes)) == 1
         meeting = "127.0.0.1" if is_one_machine else nodes[0]
         (address,) = self._gather("start", [self._actors[0].free_address.remote(meeting)], START_TIMEOUT_S)
@@ -311,8 +314,8 @@ class RayActors:
 class _Node(RoleActor):
     """An actor that knows its machine."""
 
-    def node(self) -> str:
-        return ray.util.get_node_ip_address()
+    def place(self) -> tuple[str, int]:
+        return ray.util.get_node_ip_address(), os.getpid()
 
 
 def _refuse_mixed(versions: list[dict[str, str]]) -> None:

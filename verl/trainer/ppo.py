@@ -39,6 +39,7 @@ from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import Trackers
 from verl.trainer.loop import Result, fit
 from verl.trainer.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
+from verl.trainer.recovery import fit_through_losses
 from verl.trainer.resume import ResumePoint
 from verl.trainer.settings import PPOSettings
 from verl.trainer.setup import ProcessState, prepare_context, prepare_saving, restore_of, sharding_faults, start_cluster
@@ -147,9 +148,15 @@ class PPOTrainer:
 
     Attributes:
         actor, critic, reference: handles to the roles, wherever they live; None where a role is not needed.
+        restarts: why it was built anew, once for each time.
     """
 
     def __init__(self, run: PPORun, context: BuildContext):
+        self.restarts: list[str] = []
+        self._context = context
+        self._build(run, context)
+
+    def _build(self, run: PPORun, context: BuildContext) -> None:
         self.description, self.settings, self.algorithm = run, run.trainer, run.algorithm
         self._state = ProcessState(run.trainer)
         self._cluster = self.reward = None
@@ -367,8 +374,16 @@ class PPOTrainer:
         return roles, {"sampler": self.sampler.state_dict(), "kl": kl, "reward": self.reward.state_dict()}
 
     def fit(self) -> Result:
-        """Train to the end; see `verl.trainer.loop.fit`."""
-        return fit(self, as_plain(self.description))
+        """Train to the end; see `verl.trainer.loop.fit`. In Ray, a lost worker costs the steps since the last save."""
+        placement = self.settings.placement
+        max_restarts = 0 if placement is None else placement.max_restarts
+        return fit_through_losses(self, lambda: fit(self, as_plain(self.description)), max_restarts)
+
+    def restart(self, resume: str | None, why: str) -> None:
+        """Build everything anew, to go on from a checkpoint, or from the beginning if `resume` is None."""
+        self.close()
+        self.restarts.append(why)
+        self._build(replace(self.description, resume=resume), self._context)
 
     def close(self) -> None:
         """End the workers, let go of the weights, and put back what the run changed in this process."""
