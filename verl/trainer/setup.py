@@ -13,8 +13,9 @@ import torch
 
 from verl import config
 from verl.checkpoint.settings import Checkpointing
-from verl.cluster.base import Cluster, HostDescription
+from verl.cluster.base import Cluster
 from verl.cluster.in_process import InProcess
+from verl.cluster.placement import Placement
 from verl.cluster.processes import Processes
 from verl.description import BuildContext, as_plain
 from verl.engines.sharding import Sharding
@@ -115,15 +116,19 @@ def restore_of(saving: Saving) -> Restore | None:
     return None if saving.resumed is None else Restore(saving.resumed.published.directory, verify=False)
 
 
-def start_cluster(host: HostDescription, sharding: Sharding, settings: LoopSettings, context: BuildContext) -> Cluster:
-    """Build the roles where the sharding wants them.
+def start_cluster(
+    host: Any, sharding: Sharding, settings: LoopSettings, context: BuildContext, placement: Placement | None = None
+) -> Cluster:
+    """Build the roles where the placement, or without one the sharding, wants them.
 
     Raises:
         ConfigError: more processes with a GPU each are asked for than there are GPUs.
     """
+    world_size = settings.n_gpus_per_node * settings.nnodes
+    if placement is not None:
+        return placement.start(host, context, world_size, torch.get_num_threads())
     if not sharding.needs_processes:
         return InProcess(host, context)
-    world_size = settings.n_gpus_per_node * settings.nnodes
     if context.device.startswith("cuda") and torch.cuda.device_count() < world_size:
         raise ConfigError(
             f"trainer.n_gpus_per_node is {world_size}: this machine has {torch.cuda.device_count()} GPUs. "

@@ -62,6 +62,7 @@ class SFTTrainer:
         self.description, self.settings = run, run.trainer
         self._state = ProcessState(run.trainer)
         self._cluster = None
+        self.restarts: list[str] = []
         self.saving: Any = None
         try:
             context = prepare_context(context, run.trainer)

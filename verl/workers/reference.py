@@ -41,10 +41,10 @@ class Reference(Description):
             yield f"micro_batch_tokens is {self.micro_batch_tokens}: must be at least 1."
 
     def start(
-        self, context: BuildContext, parallel: Parallel, actor: Actor, running: ActorWorker, temperature: float
+        self, context: BuildContext, parallel: Parallel, actor: Actor, running: ActorWorker | None, temperature: float
     ) -> ReferenceWorker:
-        """Load the weights, or borrow the actor's."""
-        if self.model is None and actor.lora is not None:
+        """Load the weights, or borrow those of the actor if it runs in this process."""
+        if self.model is None and actor.lora is not None and running is not None:
             engine = self._engine(running.model, parallel, actor)
             return ReferenceWorker(engine, temperature, lambda: adapter_off(running.model))
         model = (self.model or actor.model).load_causal_lm(parallel.loading_device(context.device))
