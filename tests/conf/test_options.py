@@ -28,6 +28,7 @@ NEEDED = {  # what an option leaves to the user
     "reward=model": ["reward.model.path=owner/model"],
     "reward=remote_chat": ["reward.endpoint.base_url=http://localhost:8000/v1", "reward.model=judge"],
     "reward=remote_http": ["reward.endpoint.base_url=http://localhost:9000/score"],
+    "rollout=server": ["rollout.endpoint.base_url=http://localhost:8000"],
     "data=files": ["data.train_files=[rows.jsonl]", "data.max_prompt_length=16"],
     "experiment=gsm8k_qwen2_0_5b": ["data.train_files=[rows.jsonl]", "data.eval_files=[rows.jsonl]"],
     "data=sft_files": ["data.train_files=[rows.jsonl]", "data.max_length=16"],
