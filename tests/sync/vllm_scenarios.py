@@ -1,13 +1,15 @@
 """Syncs to a vLLM engine, with faults planted in them; runs in a process of its own, and prints what became of each.
 
-    python tests/sync/vllm_scenarios.py MODEL_DIR DTYPE NAMES
+    python tests/sync/vllm_scenarios.py MODEL_DIR:DTYPE:KIND ...
 
-One JSON object: scenario -> {"names": tensors at fault, "text": the error, "metrics": of a proof}.
+KIND is `weights` or `adapter`. The last line is JSON: for each argument, scenario -> {"names": of tensors at fault,
+"text": of the error, "metrics": of a proof}.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import gc
 import json
 import os
 import sys
@@ -28,6 +30,7 @@ from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.models.saved_form import saved_form
 from verl.sync.engine_side import answer
+from verl.sync.marks import plain_name
 from verl.sync.proof import Prover
 
 Stream = Iterable[tuple[str, Tensor]]
@@ -53,6 +56,7 @@ class Pair:
             skip_tokenizer_init=True,
             max_num_seqs=8,
             max_num_batched_tokens=CONTEXT,
+            kv_cache_memory_bytes=16 << 20,
             **options,
         )
         self.prover = self.new_prover(self.dtype)
@@ -84,7 +88,9 @@ class Pair:
             return {"names": list(error.names), "text": str(error)}
 
     def close(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
+        """Let go of the engine, so that another can be started in this process."""
+        del self.llm
+        gc.collect()
 
 
 def mend_tied_head(model: Any) -> None:
@@ -112,26 +118,27 @@ def narrowed(stream: Stream) -> Iterator[tuple[str, Tensor]]:
 
 def weight_scenarios(pair: Pair) -> Iterator[tuple[str, dict[str, Any]]]:
     """Syncs of all weights, one after another, each after an update."""
+    lr = 1e-5 if pair.dtype == torch.float32 else 1e-2  # bfloat16 itself would swallow the smaller one
     last = f"model.layers.{pair.model.config.num_hidden_layers - 1}"
     held = {name: tensor.clone() for name, tensor in pair.model.state_dict().items()}
     attention, late = "model.layers.0.self_attn", f"{last}.mlp.down_proj.weight"
     yield "first", pair.sync()
-    pair.train(lr=1e-5)
+    pair.train(lr)
     yield "clean", pair.sync()
-    pair.train(lr=1e-5)
+    pair.train(lr)
     yield "stale head", pair.sync(mend=False)
     yield "swapped", pair.sync(swapped(f"{attention}.k_proj.weight", f"{attention}.v_proj.weight"))
-    pair.train(lr=1e-5)
+    pair.train(lr)
     now = pair.model.state_dict()
     held_late = now[late].clone()
     yield "after", pair.sync()
-    pair.train(lr=1e-5)
+    pair.train(lr)
     yield "stale", pair.sync(replaced(late, held_late))
     yield "part", pair.sync(replaced(late, torch.cat([now[late][:, :-9], held[late][:, -9:]], dim=1)))
     yield "narrowed", pair.sync(narrowed)
     for name in (f"{last}.self_attn.q_proj.bias", f"{last}.self_attn.q_norm.weight", f"{last}.input_layernorm.weight"):
         if name in now:
-            pair.train(lr=1e-5)
+            pair.train(lr)
             yield f"left out {name.rpartition(f'{last}.')[2]}", pair.sync(left_out(name))
             yield f"old {name.rpartition(f'{last}.')[2]}", pair.sync(replaced(name, held[name]))
     yield "last", pair.sync()
@@ -155,8 +162,8 @@ def adapter_scenarios(pair: Pair) -> Iterator[tuple[str, dict[str, Any]]]:
     def sync(request: Any, *, weights: bool = False, note: bool = True) -> dict[str, Any]:
         question = pair.prover.question(weights=weights, adapter_rank=RANK)
         if weights:
-            base = {name: tensor for name, tensor in pair.model.get_base_model().state_dict().items()}
-            for _ in pair.prover.watch((plain(n), x) for n, x in base.items() if "lora_" not in n):
+            held = pair.model.get_base_model().state_dict()
+            for _ in pair.prover.watch((plain_name(n), x) for n, x in held.items() if "lora_" not in n):
                 pass
         if note:
             pair.prover.note_adapter()
@@ -174,10 +181,6 @@ def adapter_scenarios(pair: Pair) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "last", sync(written(5))
 
 
-def plain(name: str) -> str:
-    return name.replace(".base_layer", "")
-
-
 def unbound(request: Any, only: str = "") -> Any:
     """The adapter with names of layers that the model does not have."""
     from safetensors.torch import load_file, save_file
@@ -188,18 +191,22 @@ def unbound(request: Any, only: str = "") -> Any:
     return request
 
 
-def main() -> None:
-    path, dtype, kind = sys.argv[1:]
+def outcomes(path: str, dtype: str, kind: str) -> dict[str, Any]:
+    """Every scenario with an engine of its own."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     options = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1} if kind == "adapter" else {}
     pair = Pair(path, dtype, **options)
-    scenarios = adapter_scenarios if kind == "adapter" else weight_scenarios
-    found = {}
-    for name, outcome in scenarios(pair):
-        found[name] = outcome
-        print(name, json.dumps(outcome)[:300], file=sys.stderr, flush=True)
-    print("FOUND " + json.dumps(found), flush=True)
+    try:
+        return dict((adapter_scenarios if kind == "adapter" else weight_scenarios)(pair))
+    finally:
+        pair.close()
+
+
+def main() -> None:
+    with contextlib.redirect_stdout(sys.stderr):
+        found = {argument: outcomes(*argument.split(":")) for argument in sys.argv[1:]}
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
     os._exit(0)  # vLLM's own shutdown takes seconds
 
 
