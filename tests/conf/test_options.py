@@ -30,6 +30,7 @@ NEEDED = {  # what an option leaves to the user
     "reward=remote_http": ["reward.endpoint.base_url=http://localhost:9000/score"],
     "sharding=hsdp": ["trainer.n_gpus_per_node=4"],
     "sharding=tp_fsdp": ["trainer.n_gpus_per_node=4"],
+    "rollout=server": ["rollout.endpoint.base_url=http://localhost:8000"],
     "data=files": ["data.train_files=[rows.jsonl]", "data.max_prompt_length=16"],
     "experiment=gsm8k_qwen2_0_5b": ["data.train_files=[rows.jsonl]", "data.eval_files=[rows.jsonl]"],
     "data=sft_files": ["data.train_files=[rows.jsonl]", "data.max_length=16"],

@@ -44,9 +44,9 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, answer: Callable[[Asked], Any]):
+    def __init__(self, answer: Callable[[Asked], Any], page: Callable[[str], Any]):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.answer, self.asked = answer, []
+        self.answer, self.page, self.asked = answer, page, []
         self.most_at_once = self._at_once = 0
         self.is_over = False
         self._lock = threading.Lock()
@@ -73,7 +73,8 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self):
-        self._send(Say(body="here"))
+        said = self.server.page(self.path)
+        self._send(said if isinstance(said, Say) else Say(body=said))
 
     def do_POST(self):
         content = self.rfile.read(int(self.headers["Content-Length"]))
@@ -101,9 +102,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serving(answer: Callable[[Asked], Any]) -> Iterator[Server]:
-    """A server that answers each POST with what `answer` returns: JSON, or a `Say`."""
-    server = Server(answer)
+def serving(answer: Callable[[Asked], Any], page: Callable[[str], Any] = lambda path: "here") -> Iterator[Server]:
+    """A server that answers each POST with what `answer` returns, each GET with what `page` does: JSON, or a `Say`."""
+    server = Server(answer, page)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     try:
         yield server

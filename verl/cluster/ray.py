@@ -34,7 +34,7 @@ from verl.cluster.parcel import unwrap, wrap
 from verl.cluster.ray_actor import RoleActor, Told
 from verl.cluster.ray_session import Session
 from verl.description import BuildContext
-from verl.dispatch import dispatch_of
+from verl.dispatch import Dispatch, dispatch_of
 from verl.errors import ConfigError, VerlError, WorkerDied, WorkerError, WorkerHung
 
 GRACE_S = 0.5  # an error waits so long to be told: a sibling's death, where that is the cause, is told first
@@ -72,8 +72,14 @@ class _Pending:
     step: int | None
     future: Future[Any]
     division: Division | None
-    joins: bool
+    dispatch: Dispatch
     refs: list[Any]
+
+    def result(self, answers: list[Any]) -> Any:
+        """The answers of all ranks as the one that the caller waits for."""
+        if self.dispatch.gathers:
+            return answers
+        return self.division.join(answers) if self.dispatch.joins and self.division else answers[0]
 
 
 class RayActors:
@@ -125,7 +131,7 @@ class RayActors:
             else:
                 sent = [ray.put(tuple(wrap(args)))] * self.world_size
             refs = [actor.call.remote(role, method, share) for actor, share in zip(self._actors, sent, strict=True)]
-            pending = _Pending(f"{role}.{method}", self.step, future, division, dispatch.joins, refs)
+            pending = _Pending(f"{role}.{method}", self.step, future, division, dispatch, refs)
             self._pending.append(pending)
             self._inbox.put(pending)
         return future
@@ -198,7 +204,7 @@ class RayActors:
         while (pending := self._inbox.get()) is not None:
             try:
                 answers = self._answers(pending.name, pending.step, pending.refs, self._group.call_timeout_s)
-                joined = pending.division.join(answers) if pending.joins and pending.division else answers[0]
+                result = pending.result(answers)
             except WorkerError as failure:
                 self._fail(failure)
             except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future
@@ -206,7 +212,7 @@ class RayActors:
                     pending.future.set_exception(error)
             else:
                 if self._taken(pending):
-                    pending.future.set_result(joined)
+                    pending.future.set_result(result)
 
     def _answers(self, name: str, step: int | None, refs: Sequence[Any], timeout_s: float | None) -> list[Any]:
         """What the workers answered, by rank.

@@ -16,6 +16,10 @@ class Unusable(Exception):
     """Raised by `Ask.read`: the answer cannot be used, which may pass; says why."""
 
 
+class Unfit(Unusable):
+    """The answer cannot be used, and no other one of this server will be: it is not asked again."""
+
+
 class Ask:
     """One question, which is sent until its answer can be used. Both methods are called in the client's thread.
 

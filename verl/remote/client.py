@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from verl.remote.asking import Ask, Kind, Report, Unusable, encoded
+from verl.remote.asking import Ask, Kind, Report, Unfit, Unusable, encoded
 from verl.remote.background import Background
 from verl.remote.endpoint import Endpoint
 from verl.remote.pace import Backoff, Pace, retry_after_s
@@ -135,6 +135,8 @@ class Client:
             ask.read(ask.parse(body))
         except (ValueError, RecursionError):
             return _Fault(f"an answer that is no JSON: {_shown(body)}", "answer")
+        except Unfit as error:
+            return _Fault(str(error), "refused", may_pass=False)
         except Unusable as error:
             return _Fault(str(error), "answer")
         return None
