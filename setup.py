@@ -32,7 +32,11 @@ setup(
         **{c.replace("conf", "verl.conf", 1).replace("/", "."): ["*.yaml"] for c in set(conf)},
     },
     install_requires=pinned("requirements.txt"),
-    extras_require={"test": pinned("requirements-dev.txt"), "bench": pinned("requirements-bench.txt")},
+    extras_require={
+        "ray": pinned("requirements-ray.txt"),
+        "test": pinned("requirements-dev.txt") + pinned("requirements-ray.txt"),
+        "bench": pinned("requirements-bench.txt"),
+    },
     entry_points={
         "console_scripts": ["verl = verl.cli.main:app", "verl-checkpoint-compat = verl.cli.checkpoint_compat:app"]
     },

@@ -16,7 +16,7 @@ from verl.compose.paths import conf_dir, group_options
 from verl.compose.schema import root_keys
 
 SFT_ONLY = {"data=arithmetic_sft", "data=sft_files", "trainer=sft", "experiment=arithmetic_sft"}
-PPO_ONLY = {"data=arithmetic", "data=files", "trainer=local"}
+PPO_ONLY = {"data=arithmetic", "data=files", "trainer=local", "trainer=ray"}
 PPO_ONLY |= {"experiment=arithmetic_ppo", "experiment=arithmetic_grpo", "experiment=gsm8k_qwen2_0_5b"}
 OPTIONS = [f"{group}={option}" for group, options in group_options(conf_dir()).items() for option in options]
 NEEDED = {  # what an option leaves to the user
@@ -26,6 +26,11 @@ NEEDED = {  # what an option leaves to the user
     "reference=none": ["algorithm.kl.coef=0"],
     "reward=function": ["reward.path=rule.py:score"],
     "reward=model": ["reward.model.path=owner/model"],
+    "reward=remote_chat": ["reward.endpoint.base_url=http://localhost:8000/v1", "reward.model=judge"],
+    "reward=remote_http": ["reward.endpoint.base_url=http://localhost:9000/score"],
+    "sharding=hsdp": ["trainer.n_gpus_per_node=4"],
+    "sharding=tp_fsdp": ["trainer.n_gpus_per_node=4"],
+    "rollout=server": ["rollout.endpoint.base_url=http://localhost:8000"],
     "data=files": ["data.train_files=[rows.jsonl]", "data.max_prompt_length=16"],
     "experiment=gsm8k_qwen2_0_5b": ["data.train_files=[rows.jsonl]", "data.eval_files=[rows.jsonl]"],
     "data=sft_files": ["data.train_files=[rows.jsonl]", "data.max_length=16"],
@@ -102,7 +107,8 @@ def test_options_state_every_field_of_their_components():
             visit(item, f"{path}.{key}" if path else key)
 
     algorithms = [("ppo", [f"algorithm={name}"]) for name in group_options(conf_dir())["algorithm"]]
-    for root, overrides in (("ppo", []), *algorithms, ("sft", [])):
+    trainers = [("ppo", ["trainer=ray"])]
+    for root, overrides in (("ppo", []), *trainers, *algorithms, ("sft", [])):
         visit(OmegaConf.to_container(compose_root(root, overrides), resolve=True), "")
 
 

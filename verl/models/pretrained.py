@@ -115,13 +115,22 @@ class Pretrained(ModelSource):
         return AutoConfig.from_pretrained(path, revision=self.revision, trust_remote_code=self.trust_remote_code)
 
     def max_positions(self) -> int | None:
-        adapter = self._adapter()
-        config = _read_json(Path(adapter["base_model_name_or_path"] if adapter else self.path) / "config.json") or {}
+        config = self._config()
         return config.get("max_position_embeddings") or config.get("n_positions")
+
+    def attention_heads(self) -> tuple[int, int] | None:
+        config = self._config()
+        heads = config.get("num_attention_heads")
+        return None if heads is None else (heads, config.get("num_key_value_heads") or heads)
 
     def value_head(self) -> Path | None:
         file = Path(self.path) / VALUE_HEAD_FILE
         return file if file.is_file() else None
+
+    def _config(self) -> dict[str, Any]:
+        """The configuration in the model's directory, that of the whole model for an adapter; empty without one."""
+        adapter = self._adapter()
+        return _read_json(Path(adapter["base_model_name_or_path"] if adapter else self.path) / "config.json") or {}
 
     def _adapter(self) -> dict[str, Any] | None:
         """The settings of the adapter that `path` is, or None if it is a model."""

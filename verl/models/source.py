@@ -47,6 +47,10 @@ class ModelSource(Description):
         """The context length in tokens, or None where it cannot be known without loading."""
         raise NotImplementedError
 
+    def attention_heads(self) -> tuple[int, int] | None:
+        """The numbers of attention heads and of key-value heads, or None where they cannot be known without loading."""
+        return None
+
     def value_head(self) -> Path | None:
         """The file of a trained value head that lies with the weights, or None."""
         return None

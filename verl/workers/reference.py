@@ -41,13 +41,15 @@ class Reference(Description):
             yield f"micro_batch_tokens is {self.micro_batch_tokens}: must be at least 1."
 
     def start(
-        self, context: BuildContext, parallel: Parallel, actor: Actor, running: ActorWorker, temperature: float
+        self, context: BuildContext, parallel: Parallel, actor: Actor, running: ActorWorker | None, temperature: float
     ) -> ReferenceWorker:
-        """Load the weights, or borrow the actor's."""
-        if self.model is None and actor.lora is not None:
+        """Load the weights, or borrow those of the actor if it runs in this process."""
+        if self.model is None and actor.lora is not None and running is not None:
             engine = self._engine(running.model, parallel, actor)
             return ReferenceWorker(engine, temperature, lambda: adapter_off(running.model))
-        model = (self.model or actor.model).load_causal_lm(context.device).requires_grad_(False)
+        model = (self.model or actor.model).load_causal_lm(parallel.loading_device(context.device))
+        model = model.requires_grad_(False)
+        parallel.divide(model, actor.autocast)
         if self.model is not None:  # the actor's has been tried
             refuse_padding_blind(model, "reference.model")
         return ReferenceWorker(self._engine(model, parallel, actor), temperature)

@@ -1,0 +1,72 @@
+"""Roles in Ray actors train exactly what they train in the driver's own process, and share its checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from cluster.ray_here import all_gone, placed, ray_here  # noqa: F401 - a fixture
+from equivalence.courses import assert_same, run_course
+from trainer.runs import PPO, ppo_run
+from trainer.saved_runs import STEPS, course, digest, fit, newest, numbers
+
+from verl.checkpoint.reader import CheckpointReader
+from verl.engines.sharding import DDP
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_here")]
+
+PROMPTS = [[0, 1, 2, 3, 4], [7, 6, 5, 2], [3]]  # counts that do not divide, and a worker without rows
+
+
+def test_one_worker_trains_bit_by_bit_and_two_to_rounding_and_roles_may_live_apart(model64, tmp_path):
+    alone = run_course(ppo_run(model64, PPO), PROMPTS, tmp_path / "local")
+    one = ppo_run(model64, PPO, placement=placed())
+    assert_same(alone, run_course(one, PROMPTS, tmp_path / "one"), tolerance=0.0)
+    two = ppo_run(
+        model64,
+        PPO,
+        sharding=DDP(timeout_s=60.0),
+        n_gpus_per_node=2,
+        # two actors, one critic, and the reference in this process
+        placement=placed(pools={"values": ("critic",)}, workers={"values": 1}, in_driver=("reference",)),
+    )
+    assert_same(alone, run_course(two, PROMPTS, tmp_path / "two"))
+
+
+def test_a_checkpoint_made_under_ray_resumes_without_it_and_the_reverse(model32, tmp_path):
+    fit(course(model32, tmp_path / "whole"), tmp_path / "whole/run")
+    under_ray = {"placement": placed()}
+    chain = [({}, 1), (under_ray, 3), ({}, None)]
+    for leg, (options, stop) in enumerate(chain):
+        resume = "latest" if leg else None
+        run = course(model32, tmp_path / "chain", resume=resume, stop_after=stop, **options)
+        fit(run, tmp_path / f"chain/run_{leg}")
+    assert newest(tmp_path / "chain").step == STEPS
+    assert digest(tmp_path / "chain") == digest(tmp_path / "whole")
+    made = [numbers(tmp_path / f"chain/run_{leg}") for leg in range(len(chain))]
+    assert made[0] | made[1] | made[2] == numbers(tmp_path / "whole/run")
+
+
+def test_batches_of_two_workers_may_be_uneven_and_the_checkpoint_the_same(model32, tmp_path):
+    """Without a run of its own: what two workers save is what one saved, as long as nobody trains."""
+    first = course(model32, tmp_path, stop_after=1)
+    fit(first, tmp_path / "run")
+    before = CheckpointReader(newest(tmp_path)).digest()
+    run = course(
+        model32,
+        tmp_path / "again",
+        resume=str(newest(tmp_path).directory),
+        n_gpus_per_node=2,
+        placement=placed(),
+    )
+    run = dataclasses.replace(run, sharding=DDP(timeout_s=60.0))
+    from verl.description import BuildContext
+
+    with run.build(BuildContext(run_dir=tmp_path / "again/run")) as trainer:
+        pids = trainer._cluster._groups[0][1].pids
+        trainer.saving.start(tmp_path / "again/run")
+        roles, state = trainer.state()
+        trainer.saving.save(1, roles, state)
+        trainer.saving.drain()
+    assert CheckpointReader(newest(tmp_path / "again")).digest() == before
+    assert all_gone(pids)

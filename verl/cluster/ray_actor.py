@@ -1,0 +1,92 @@
+"""What runs in a Ray actor: the roles of one process, and the calls to them. Knows nothing of Ray itself.
+
+Calls come one after another in one thread; `stack` and `end` come in a second one, and so are answered during a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import platform
+import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from verl.cluster.parcel import Parcel, unwrap, wrap
+
+
+class Told(NamedTuple):
+    """What became of a call; `error` is the traceback if it failed."""
+
+    parcel: Parcel | None
+    error: str | None = None
+
+
+class RoleActor:
+    """One process of a group of roles.
+
+    Args:
+        log: a file for what this process prints, if its directory is there on this machine.
+    """
+
+    def __init__(self, log: str | None):
+        self._host: Any = None
+        self._thread: int | None = None
+        if log is not None and Path(log).parent.is_dir():
+            with open(log, "wb") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+
+    def versions(self) -> dict[str, str]:
+        """What must be the same on every machine of a run."""
+        import torch
+
+        import verl
+
+        return {"python": platform.python_version(), "torch": str(torch.__version__), "verl": verl.__version__}
+
+    def free_address(self, host: str) -> str:
+        """Where the processes of the group can meet, on this machine."""
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+            return f"tcp://{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
+
+    def start(self, payload: bytes, search_path: Sequence[str], env: Mapping[str, str], num_threads: int) -> Told:
+        """Build the roles: `payload` is the pickled (host description, build context)."""
+        import threading
+
+        import torch
+
+        self._thread = threading.get_ident()
+        try:
+            os.environ.update(env)
+            sys.path[:] = [*search_path, *(path for path in sys.path if path not in search_path)]
+            torch.set_num_threads(num_threads)
+            host, context = pickle.loads(payload)
+            self._host = host.build(context)
+        except Exception:  # noqa: BLE001 - the driver's to handle
+            return Told(None, traceback.format_exc())
+        return Told(wrap(None))
+
+    def call(self, role: str, method: str, args: Parcel) -> Told:
+        """Carry out a method of a role."""
+        try:
+            return Told(wrap(self._host.call(role, method, unwrap(args))))
+        except Exception:  # noqa: BLE001 - the driver's to handle
+            return Told(None, traceback.format_exc())
+
+    def stack(self) -> str:
+        """Where the call under way stands."""
+        frame = None if self._thread is None else sys._current_frames().get(self._thread)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "idle"
+
+    def end(self) -> None:
+        """Let go of the models and leave the group of processes."""
+        host, self._host = self._host, None
+        if host is not None:
+            with contextlib.suppress(Exception):  # the process ends next
+                host.close()

@@ -1,0 +1,142 @@
+"""A connection to Ray: to a cluster given by its address, or to one that is started on this machine and ended again.
+
+Everything that is started here is ended here; a cluster that was there before is left as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from verl.cluster.crew import _short_directory
+from verl.errors import ConfigError, VerlError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of Ray.
+
+    Attributes:
+        address: of a cluster; None starts one here.
+        num_cpus, num_gpus: of all groups together.
+        object_store_mib: shared memory of a cluster that is started here; None leaves it to Ray.
+        start_timeout_s: how long room in the cluster is waited for.
+    """
+
+    address: str | None
+    num_cpus: float
+    num_gpus: float
+    object_store_mib: int | None
+    start_timeout_s: float
+
+
+class Session:
+    """This process's connection, shared by all that use Ray in it; the last to leave closes what the first opened.
+
+    Raises:
+        ConfigError: no cluster answers at the address.
+    """
+
+    _users: ClassVar[int] = 0
+    _opened: ClassVar[bool] = False
+    _directory: ClassVar[Path | None] = None
+
+    def __init__(self, wanted: Wanted):
+        self.wanted = wanted
+        if not ray.is_initialized():
+            type(self)._opened = True
+            with _sigterm_as_it_was():
+                self._open(wanted)
+        Session._users += 1
+        self._is_open = True
+
+    def reserve(self, bundles: list[dict[str, float]], strategy: str) -> PlacementGroup:
+        """Room for a group of workers, one bundle each.
+
+        Raises:
+            VerlError: the cluster has no such room, now or ever.
+        """
+        group = placement_group(bundles, strategy=strategy)
+        try:
+            ray.get(group.ready(), timeout=self.wanted.start_timeout_s)
+        except GetTimeoutError as error:
+            remove_placement_group(group)
+            raise VerlError(
+                f"Ray has no room for {len(bundles)} workers of {_said(bundles[0])} ({strategy}) after "
+                f"{self.wanted.start_timeout_s:g} s: the cluster has {_said(ray.cluster_resources())}, of which "
+                f"{_said(ray.available_resources())} are free. Set trainer.n_gpus_per_node or "
+                "trainer.placement.num_cpus lower, or add machines."
+            ) from error
+        return group
+
+    def close(self) -> None:
+        """Leave; may be called again."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        Session._users -= 1
+        if Session._users == 0 and Session._opened:
+            Session._opened = False
+            ray.shutdown()
+            if Session._directory is not None:
+                shutil.rmtree(Session._directory, ignore_errors=True)
+                Session._directory = None
+
+    def _open(self, wanted: Wanted) -> None:
+        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
+        if wanted.address is not None:
+            try:
+                ray.init(address=wanted.address, **quiet)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ConfigError(
+                    f"trainer.placement.address is {wanted.address!r}: no Ray cluster answers there "
+                    f"({str(error).splitlines()[0]}). Start one with `ray start --head`, or set it to null."
+                ) from error
+            return
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        memory = {} if wanted.object_store_mib is None else {"object_store_memory": wanted.object_store_mib * 2**20}
+        Session._directory = _short_directory()
+        try:
+            ray.init(
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, int(wanted.num_cpus + 0.999)),
+                include_dashboard=False,
+                _temp_dir=str(Session._directory),
+                **memory,
+                **quiet,
+            )
+        except BaseException:
+            ray.shutdown()
+            shutil.rmtree(Session._directory, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _sigterm_as_it_was():
+    """Ray takes SIGTERM for itself; the run has its own answer to it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _said(resources: dict[str, float]) -> str:
+    named = {name: count for name, count in resources.items() if name in ("CPU", "GPU")}
+    return ", ".join(f"{count:g} {name}" for name, count in named.items()) or "nothing"
