@@ -52,7 +52,7 @@ class VLLMEngine(RolloutEngine):
         self.pad_id = tokenizer.pad_token_id
         self.stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
         self._is_synced = self._is_asleep = self._has_base = False
-        self._adapters = 0
+        self._adapters, self._chunk_bytes = 0, options.chunk_mib * MIB
         self._stream: Stream | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="verl_engine_", dir=_memory_directory()))
         try:
@@ -159,8 +159,8 @@ class VLLMEngine(RolloutEngine):
     def _send_weights(self, *, merge: bool = True) -> Synced:
         dtype = self.setting.dtype
         weights = list(weights_of(self.model, merge=merge))
-        chunks, largest = plan(weights, dtype, self.options.chunk_mib * MIB)
-        stream = self._opened(max(largest, min(self.options.chunk_mib * MIB, sum(largest for _ in chunks))))
+        chunks, chunk_bytes = plan(weights, dtype, self._chunk_bytes)
+        stream = self._opened(chunk_bytes)
         self._wake("weights")
         stream.begin()
         self._process.send("load", stream.handle, chunks, dtype)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from verl.errors import RolloutError
@@ -32,6 +34,14 @@ class Told:
     num_workers: int
 
 
+def _inspect_here(directory: str) -> None:
+    """Have vLLM look at the model's class in this process: by itself it starts another Python for that, for seconds."""
+    (name,) = json.loads((Path(directory) / "config.json").read_text())["architectures"]
+    found = ModelRegistry.models.get(name)
+    if hasattr(found, "load_model_cls"):
+        ModelRegistry.register_model(name, found.load_model_cls())
+
+
 @dataclass(frozen=True)
 class Drawn:
     """Responses: their lengths [B], their tokens one after another, and log-probs [B T]."""
@@ -46,6 +56,8 @@ class HostedEngine:
 
     def __init__(self, setting: Setting):
         torch.set_num_threads(setting.num_threads)
+        if setting.options.tensor_parallel_size == 1:
+            _inspect_here(setting.directory)
         self.llm = LLM(
             setting.directory,
             load_format="dummy",

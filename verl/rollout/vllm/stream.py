@@ -59,7 +59,7 @@ class Handle:
 
 
 def plan(weights: Iterable[Weight], dtype: torch.dtype, chunk_bytes: int) -> tuple[Plan, int]:
-    """Spread tensors over chunks, and say how large the largest is: a tensor is never cut in two."""
+    """Spread tensors over chunks, none of them cut in two. Also gives the bytes of the largest chunk."""
     chunks: Plan = [[]]
     end = largest = 0
     for weight in weights:
