@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import time
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from verl.rollout.drawing import Drawing
 from verl.rollout.vllm.noise import WHOSE
 from verl.rollout.vllm.setting import Setting
 from verl.rollout.vllm.stream import Handle, Plan
+from verl.sync.engine_side import answer
+from verl.sync.questions import Question
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,10 @@ class HostedEngine:
         self._forget_keys_and_values()
         return time.perf_counter() - start
 
+    def prove(self, question: Question) -> Any:
+        """What the trainer compares with its own weights; see `verl.sync.proof`."""
+        return answer(self.llm, question, self._lora_request, rpc="prove_on_rank")
+
     def draw(self, drawing: Drawing, width: int, prompts: list[list[int]], prompt_ids: list[int]) -> Drawn:
         """Draw `num_samples` responses to each prompt, side by side, of at most `width` tokens."""
         n = drawing.request.num_samples
@@ -122,11 +127,6 @@ class HostedEngine:
         lengths = np.array([len(line) for line in tokens])
         log_probs = self.llm.collective_rpc("verl_log_probs")[0]
         return Drawn(lengths, np.concatenate([np.asarray(line) for line in tokens]), log_probs[:, : lengths.max()])
-
-    def apply(self, function: str, *args: Any) -> Any:
-        """Have `module:function` called on the engine's `LLM` and further arguments."""
-        module, _, name = function.partition(":")
-        return getattr(importlib.import_module(module), name)(self.llm, *args)
 
     def sleep(self) -> None:
         """Give the GPU's memory back; weights and the cache of keys and values are gone with it."""

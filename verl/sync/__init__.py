@@ -1,0 +1,1 @@
+"""Proof that a rollout engine holds the trainer's weights."""
