@@ -49,6 +49,14 @@ def engines(tmp_path_factory):
     vllm.close()
 
 
+@pytest.fixture(autouse=True)
+def options_at_first(engines):
+    """Each test finds both engines with the same options."""
+    kept = engines.vllm.options, engines.ours.options
+    yield
+    engines.vllm.options, engines.ours.options = kept
+
+
 UNSET = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_new_tokens": 0}
 
 
@@ -114,6 +122,8 @@ def test_it_follows_an_optimizer_step_after_a_sync_and_not_before(engines):
     assert synced.metrics["sync/bytes"] == sum(p.numel() * 4 for p in model.parameters())
     assert synced.metrics["sync/copy_s"] > 0
     assert synced.metrics["sync/load_s"] > 0
+    assert synced.metrics["sync/proof_s"] > 0
+    assert 0 <= synced.metrics["sync/probe_gap_nats"] < 1e-4
 
 
 def test_every_one_of_many_syncs_takes_the_weights_of_its_time(engines):
@@ -182,14 +192,13 @@ def test_an_engine_killed_while_it_draws_is_started_again_and_draws_the_same(eng
 
 
 def test_an_engine_that_dies_twice_in_a_row_ends_the_run_with_its_last_lines(engines, monkeypatch):
-    vllm, kept = engines.vllm, engines.vllm.options
+    vllm = engines.vllm
     killed = kill_after_sending(vllm, monkeypatch)
+    vllm.options = dataclasses.replace(vllm.options, start_timeout_s=0.01)
     with pytest.raises(RolloutError, match=r"died twice in a row.*did not answer within 0 s\n") as caught:
-        vllm.options = dataclasses.replace(kept, start_timeout_s=0.01)
         vllm.generate(random_prompts(), Request(0))
     assert len(str(caught.value).splitlines()) > 5
     assert not is_running(killed[0])
-    vllm.options = kept
 
 
 def test_closing_leaves_no_process_and_no_file_and_can_be_done_twice(engines):

@@ -67,7 +67,7 @@ def compared(engine: Any, model: Any, tokenizer: Any, prompts: DataProto) -> tup
     request = Request(1, 4)
     drawing = Drawing.of(OPTIONS, request, 0, ours.stop_ids.tolist())
     rows = [p[m].tolist() for p, m in zip(prompts["prompts"], prompts["prompt_mask"], strict=True)]
-    drawn = engine.draw(drawing, 10, rows, prompts["prompt_ids"].tolist())
+    drawn = engine.draw(drawing, [10] * 4 * len(rows), rows, prompts["prompt_ids"].tolist())
     mask = torch.arange(10) < torch.from_numpy(drawn.lengths)[:, None]
     responses = torch.zeros(mask.shape, dtype=torch.int64)
     responses[mask] = torch.from_numpy(drawn.tokens)
@@ -126,7 +126,7 @@ def main() -> None:
             found[name] = run(place)
         except Exception as error:  # noqa: BLE001 - told to the test
             found[name] = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(found))
+    sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -85,7 +85,8 @@ class VLLMEngine(RolloutEngine):
         if rows:
             drawing = Drawing.of(self.options, request, self.seed, self.stop_ids)
             ids = prompts.batch["prompt_ids"].tolist()
-            drawn = self._outliving_it(lambda: self._call("draw", drawing, width, tokens, ids))
+            limits = self._limits(ids, request.num_samples)
+            drawn = self._outliving_it(lambda: self._call("draw", drawing, limits, tokens, ids))
             mask = torch.arange(width) < torch.from_numpy(drawn.lengths)[:, None]
             responses[mask] = torch.from_numpy(drawn.tokens)
             log_probs[:, : drawn.log_probs.shape[1]] = drawn.log_probs
@@ -198,6 +199,10 @@ class VLLMEngine(RolloutEngine):
     def _wake(self, what: str) -> None:
         if self._is_asleep:
             self._process.call("wake", what)
+
+    def _limits(self, prompt_ids: list[int], num_samples: int) -> list[int]:
+        """Tokens that each response may have."""
+        return [self.options.max_new_tokens] * (len(prompt_ids) * num_samples)
 
     def _refuse_too_long(self, longest: int) -> None:
         limit, new = self.told.max_model_len, self.options.max_new_tokens

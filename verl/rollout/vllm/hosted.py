@@ -99,23 +99,23 @@ class HostedEngine:
         """What the trainer compares with its own weights; see `verl.sync.proof`."""
         return answer(self.llm, question, self._lora_request, rpc="prove_on_rank")
 
-    def draw(self, drawing: Drawing, width: int, prompts: list[list[int]], prompt_ids: list[int]) -> Drawn:
-        """Draw `num_samples` responses to each prompt, side by side, of at most `width` tokens."""
+    def draw(self, drawing: Drawing, limits: list[int], prompts: list[list[int]], prompt_ids: list[int]) -> Drawn:
+        """Draw `num_samples` responses to each prompt, side by side, each of so many tokens at most."""
         n = drawing.request.num_samples
         rows = len(prompts) * n
-        self.llm.collective_rpc("verl_begin", args=(drawing, rows, width))
+        self.llm.collective_rpc("verl_begin", args=(drawing, rows, max(limits)))
         asked = [prompt for prompt in prompts for _ in range(n)]
         whose = [(i, prompt_ids[i // n], i % n) for i in range(rows)]
         params = [
             SamplingParams(
                 temperature=0.0,
-                max_tokens=width,
+                max_tokens=limit,
                 ignore_eos=True,
                 detokenize=False,
                 stop_token_ids=list(drawing.stop_ids),
                 extra_args={WHOSE: own},
             )
-            for own in whose
+            for own, limit in zip(whose, limits, strict=True)
         ]
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in asked],
