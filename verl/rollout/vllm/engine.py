@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from verl.rollout.vllm.process import EngineDied, EngineError, EngineProcess
 from verl.rollout.vllm.setting import environment, setting_of, write_model_directory
 from verl.rollout.vllm.stream import Stream, StreamBroken, plan
 from verl.rollout.vllm.weights import weights_of
+from verl.sync.proof import Prover
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class VLLMEngine(RolloutEngine):
         self.pad_id = tokenizer.pad_token_id
         self.stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
         self._is_synced = self._is_asleep = self._has_base = False
-        self._adapters = 0
+        self._adapters, self._chunk_bytes = 0, options.chunk_mib * MIB
         self._stream: Stream | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="verl_engine_", dir=_memory_directory()))
         try:
@@ -61,6 +63,8 @@ class VLLMEngine(RolloutEngine):
             variables = environment(options, context, self.setting.num_threads)
             self._process = EngineProcess(self.setting, variables, self._directory, _log_file(context, self._directory))
             self._start()
+            vocabulary = min(model.config.get_text_config().vocab_size, len(tokenizer))
+            self._prover = Prover(model, self.setting.dtype, vocabulary, self.told.max_model_len, autocast)
         except BaseException:
             self.close()
             raise
@@ -81,7 +85,8 @@ class VLLMEngine(RolloutEngine):
         if rows:
             drawing = Drawing.of(self.options, request, self.seed, self.stop_ids)
             ids = prompts.batch["prompt_ids"].tolist()
-            drawn = self._outliving_it(lambda: self._call("draw", drawing, width, tokens, ids))
+            limits = self._limits(ids, request.num_samples)
+            drawn = self._outliving_it(lambda: self._call("draw", drawing, limits, tokens, ids))
             mask = torch.arange(width) < torch.from_numpy(drawn.lengths)[:, None]
             responses[mask] = torch.from_numpy(drawn.tokens)
             log_probs[:, : drawn.log_probs.shape[1]] = drawn.log_probs
@@ -133,12 +138,18 @@ class VLLMEngine(RolloutEngine):
             raise RolloutError(f"The rollout engine died twice in a row. The second time, {death}") from death
 
     def _sync(self) -> Synced:
-        if self.setting.lora_rank is None:
-            return self._send_weights()
-        if not self._has_base:
-            self._send_weights(merge=False)
-            self._has_base = True
-        return self._send_adapter()
+        rank, all_weights = self.setting.lora_rank, self.setting.lora_rank is None or not self._has_base
+        question = self._prover.question(weights=all_weights, adapter_rank=rank)
+        if rank is None:
+            synced = self._send_weights()
+        else:
+            if all_weights:
+                self._send_weights(merge=False)
+            synced = self._send_adapter()
+            self._prover.note_adapter()
+        proof = self._prover.prove(self._process.call("prove", question))
+        self._is_synced = self._has_base = True
+        return replace(synced, metrics=synced.metrics | proof.metrics)
 
     def _send_adapter(self) -> Synced:
         """A new adapter under a new number, in a directory in memory; the former one is removed."""
@@ -152,20 +163,19 @@ class VLLMEngine(RolloutEngine):
             size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-        self._is_synced = True
         metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
         return Synced(f"adapter {self._adapters}, {size / MIB:.1f} MiB to vLLM", metrics)
 
     def _send_weights(self, *, merge: bool = True) -> Synced:
         dtype = self.setting.dtype
         weights = list(weights_of(self.model, merge=merge))
-        chunks, largest = plan(weights, dtype, self.options.chunk_mib * MIB)
-        stream = self._opened(max(largest, min(self.options.chunk_mib * MIB, sum(largest for _ in chunks))))
+        chunks, chunk_bytes = plan(weights, dtype, self._chunk_bytes)
+        stream = self._opened(chunk_bytes)
         self._wake("weights")
         stream.begin()
         self._process.send("load", stream.handle, chunks, dtype)
         try:
-            copying = stream.send(chunks, weights, dtype, self._process.is_busy)
+            copying = stream.send(chunks, weights, dtype, self._process.is_busy, self._prover.note)
         except StreamBroken:
             copying = 0.0  # the answer tells why
         except BaseException:
@@ -173,7 +183,7 @@ class VLLMEngine(RolloutEngine):
             raise
         loading = self._process.answer()
         self._wake("kv_cache")
-        self._is_synced, self._is_asleep = True, False
+        self._is_asleep = False
         size = sum(weight.shape.numel() for weight in weights) * dtype.itemsize
         metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
         return Synced(f"{len(weights)} tensors, {size / MIB:.1f} MiB to vLLM", metrics)
@@ -189,6 +199,10 @@ class VLLMEngine(RolloutEngine):
     def _wake(self, what: str) -> None:
         if self._is_asleep:
             self._process.call("wake", what)
+
+    def _limits(self, prompt_ids: list[int], num_samples: int) -> list[int]:
+        """Tokens that each response may have."""
+        return [self.options.max_new_tokens] * (len(prompt_ids) * num_samples)
 
     def _refuse_too_long(self, longest: int) -> None:
         limit, new = self.told.max_model_len, self.options.max_new_tokens

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from verl.errors import RolloutError
@@ -17,6 +18,8 @@ from verl.rollout.drawing import Drawing
 from verl.rollout.vllm.noise import WHOSE
 from verl.rollout.vllm.setting import Setting
 from verl.rollout.vllm.stream import Handle, Plan
+from verl.sync.engine_side import answer
+from verl.sync.questions import Question
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,14 @@ class Told:
 
     max_model_len: int
     num_workers: int
+
+
+def _inspect_here(directory: str) -> None:
+    """Have vLLM look at the model's class in this process: by itself it starts another Python for that, for seconds."""
+    (name,) = json.loads((Path(directory) / "config.json").read_text())["architectures"]
+    found = ModelRegistry.models.get(name)
+    if hasattr(found, "load_model_cls"):
+        ModelRegistry.register_model(name, found.load_model_cls())
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,8 @@ class HostedEngine:
 
     def __init__(self, setting: Setting):
         torch.set_num_threads(setting.num_threads)
+        if setting.options.tensor_parallel_size == 1:
+            _inspect_here(setting.directory)
         self.llm = LLM(
             setting.directory,
             load_format="dummy",
@@ -82,23 +95,27 @@ class HostedEngine:
         self._forget_keys_and_values()
         return time.perf_counter() - start
 
-    def draw(self, drawing: Drawing, width: int, prompts: list[list[int]], prompt_ids: list[int]) -> Drawn:
-        """Draw `num_samples` responses to each prompt, side by side, of at most `width` tokens."""
+    def prove(self, question: Question) -> Any:
+        """What the trainer compares with its own weights; see `verl.sync.proof`."""
+        return answer(self.llm, question, self._lora_request, rpc="prove_on_rank")
+
+    def draw(self, drawing: Drawing, limits: list[int], prompts: list[list[int]], prompt_ids: list[int]) -> Drawn:
+        """Draw `num_samples` responses to each prompt, side by side, each of so many tokens at most."""
         n = drawing.request.num_samples
         rows = len(prompts) * n
-        self.llm.collective_rpc("verl_begin", args=(drawing, rows, width))
+        self.llm.collective_rpc("verl_begin", args=(drawing, rows, max(limits)))
         asked = [prompt for prompt in prompts for _ in range(n)]
         whose = [(i, prompt_ids[i // n], i % n) for i in range(rows)]
         params = [
             SamplingParams(
                 temperature=0.0,
-                max_tokens=width,
+                max_tokens=limit,
                 ignore_eos=True,
                 detokenize=False,
                 stop_token_ids=list(drawing.stop_ids),
                 extra_args={WHOSE: own},
             )
-            for own in whose
+            for own, limit in zip(whose, limits, strict=True)
         ]
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in asked],
@@ -110,11 +127,6 @@ class HostedEngine:
         lengths = np.array([len(line) for line in tokens])
         log_probs = self.llm.collective_rpc("verl_log_probs")[0]
         return Drawn(lengths, np.concatenate([np.asarray(line) for line in tokens]), log_probs[:, : lengths.max()])
-
-    def apply(self, function: str, *args: Any) -> Any:
-        """Have `module:function` called on the engine's `LLM` and further arguments."""
-        module, _, name = function.partition(":")
-        return getattr(importlib.import_module(module), name)(self.llm, *args)
 
     def sleep(self) -> None:
         """Give the GPU's memory back; weights and the cache of keys and values are gone with it."""
