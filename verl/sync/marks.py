@@ -72,6 +72,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Ledger:
     """The trainer's marks, taken while its tensors pass on their way to the engine: none is read for this alone.
 
+    Args:
+        vectors: of this sync.
+        dtype: that the engine computes in; None for that of each tensor.
+        tied: name of a tensor that the stream leaves out -> the one it is.
+        sideways: names of matrices that the model keeps as [in, out].
     Attributes:
         marks: by name, of what has passed so far.
         seconds: spent on them.
@@ -84,11 +89,6 @@ class Ledger:
         tied: Mapping[str, str] | None = None,
         sideways: Collection[str] = (),
     ):
-        """Args as `Prover` gives them.
-
-        tied: name of a tensor that the stream leaves out -> the one it is.
-        sideways: names of matrices that the model keeps as [in, out].
-        """
         self.vectors, self.dtype, self.tied, self.sideways = vectors, dtype, tied or {}, sideways
         self.marks: Marks = {}
         self.seconds = 0.0

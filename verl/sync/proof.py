@@ -96,12 +96,18 @@ class Prover:
 
     For each sync, in this order: `question` (to the engine); `watch` around the stream of weights, or `note` for each
     of them, or `note_adapter`; and `prove` with the engine's answer.
+
+    Args:
+        model: that trains, with its adapter if it has one.
+        dtype: that the engine computes in.
+        vocab_size: how many tokens a prompt may hold.
+        context: of the engine, in tokens.
+        autocast: as the actor has it.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype, vocab_size: int, context: int, autocast: Autocast = None):
-        """Args: model: that trains, with its adapter if it has one; dtype: that the engine computes in;
-        vocab_size: tokens that a prompt may hold; context: of the engine; autocast: as the actor has it."""
-        self.model, self.dtype, self.autocast = model, dtype, autocast
+        self.model, self.dtype = model, dtype
+        self.autocast: Autocast = autocast
         self.rows = probe_rows(vocab_size, context)
         self.tied, self.sideways = tied_names(model), sideways_names(model)
         self.version = 0
