@@ -17,9 +17,9 @@ from verl.sync.vectors import Vectors
 VERSION = 2
 
 
-def proven(models) -> Proof:
+def proven(models, weights=None) -> Proof:
     read = [LayerReader(model, Vectors(VERSION), torch.float32).shards() for model in models]
-    trainer = TrainerSide(marks_of(full_weights(), VERSION), LOG_PROBS)
+    trainer = TrainerSide(marks_of(weights or full_weights(), VERSION), LOG_PROBS)
     return prove(trainer, Answer(join([shards for shards, _ in read]), LOG_PROBS))
 
 
@@ -30,6 +30,25 @@ def models(size: int):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_ranks_together_hold_every_tensor(size):
     assert proven(models(size)).num_tensors == len(full_weights())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_family_that_keeps_its_layers_fused_is_read_as_such(size):
+    weights = full_weights()
+    for kind in ("weight", "bias"):
+        parts = [weights.pop(f"attn.{part}_proj.{kind}") for part in "qkv"]
+        weights[f"attn.qkv_proj.{kind}"] = torch.cat(parts)
+    parts = [weights.pop(f"mlp.{part}_proj.weight") for part in ("gate", "up")]
+    weights["mlp.gate_up_proj.weight"] = torch.cat(parts)
+    ranks = models(size)
+    for rank in ranks:
+        rank.packed_modules_mapping = {"qkv_proj": ["qkv_proj"], "gate_up_proj": ["gate_up_proj"]}
+    assert proven(ranks, weights).num_tensors == len(weights)
+    with torch.no_grad():
+        ranks[-1].attn.qkv_proj.weight[-1, 3] += 1
+    with pytest.raises(WeightSyncError) as caught:
+        proven(ranks, weights)
+    assert caught.value.names == ("attn.qkv_proj.weight",)
 
 
 def wrong(size, fault) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl.sync.engine_layers import PACKED, kinds_of, layer_parts
 from verl.sync.marks import mark_of, plain_name
-from verl.sync.shards import Shard
+from verl.sync.shards import Shard, Shards
 from verl.sync.vectors import Vectors
 
 A, B = "lora_A", "lora_B"
@@ -31,7 +31,7 @@ def adapter_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def adapter_shards(manager: Any, adapter_id: int, rank: int, vectors: Vectors) -> dict[str, Shard]:
+def adapter_shards(manager: Any, adapter_id: int, rank: int, vectors: Vectors) -> Shards:
     """One engine rank's part of the adapter, read from vLLM's manager of adapters; empty if it is not in use.
 
     Args:
@@ -43,21 +43,22 @@ def adapter_shards(manager: Any, adapter_id: int, rank: int, vectors: Vectors) -
         return {}
     slot = manager.lora_index_to_id.index(adapter_id)
     packed = PACKED | dict(getattr(manager.model, "packed_modules_mapping", None) or {})
-    found: dict[str, Shard] = {}
+    found: Shards = {}
     for path, module in manager.modules.items():
         layer = getattr(module, "base_layer", None)
         if layer is None or "LinearBase" not in kinds_of(layer):
             continue
         is_term = "RowParallelLinear" in kinds_of(layer) and layer.tp_size > 1
-        parts = list(layer_parts(layer, plain_name(path), kinds_of(layer), packed))
-        if len(parts) != len(module.lora_a_stacked):
-            continue  # one adapter over a layer that is fused in the Hugging Face model too
-        for index, part in enumerate(parts):
-            a = module.lora_a_stacked[index][slot, 0, :rank]
-            b = module.lora_b_stacked[index][slot, 0, :, :rank]
+        for index, part in enumerate(layer_parts(layer, plain_name(path), kinds_of(layer), packed)):
+            is_fused = len(module.lora_a_stacked) == 1  # one adapter over all parts
+            a = module.lora_a_stacked[0 if is_fused else index][slot, 0, :rank]
+            b = module.lora_b_stacked[0 if is_fused else index][slot, 0, :, :rank]
             shown = _placed(a, layer) if is_term else a
-            found[f"{part.name}.{A}"] = Shard(mark_of(shown, vectors), rank, is_term=is_term)
-            found[f"{part.name}.{B}"] = Shard(mark_of(b, vectors), part.rows, 0 if is_term else part.offset)
+            own = b[part.local] if is_fused else b
+            shard_a = Shard(mark_of(shown, vectors), rank, is_term=is_term)
+            shard_b = Shard(mark_of(own, vectors), part.rows, 0 if is_term else part.offset)
+            found.setdefault(f"{part.name}.{A}", []).append(shard_a)
+            found.setdefault(f"{part.name}.{B}", []).append(shard_b)
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.sync.marks import Mark, as_array, dtype_name, mark_of, plain_name
-from verl.sync.shards import Shard, whole
+from verl.sync.shards import Shard, Shards, whole
 from verl.sync.vectors import Vectors, full_precision
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -53,9 +53,9 @@ class LayerReader:
         self.packed = PACKED | dict(getattr(model, "packed_modules_mapping", None) or {})
 
     @torch.no_grad()
-    def shards(self) -> tuple[dict[str, Shard], list[str]]:
-        """The shard of every tensor by its name, and the beginnings of the names that cannot be read."""
-        found: dict[str, Shard] = {}
+    def shards(self) -> tuple[Shards, list[str]]:
+        """The shards of every tensor by its name, and the beginnings of the names that cannot be read."""
+        found: Shards = {}
         unproven: list[str] = []
         embedding = None
         with full_precision():
@@ -66,17 +66,18 @@ class LayerReader:
                 if kinds & set(_EXPERTS):
                     unproven.append(f"{name}.")
                 elif "ParallelLMHead" in kinds:
-                    found[f"{name}.weight"] = self._vocabulary(module, as_head=True)
+                    found[f"{name}.weight"] = [self._vocabulary(module, as_head=True)]
                     found |= self._vectors_of(module, name, skip=("weight",))
                 elif "VocabParallelEmbedding" in kinds:
                     embedding = embedding or module
-                    found[f"{name}.weight"] = self._vocabulary(module, as_head=False)
+                    found[f"{name}.weight"] = [self._vocabulary(module, as_head=False)]
                 elif "LinearBase" in kinds:
-                    found |= dict(self._linear(module, name, kinds))
+                    for tensor, shard in self._linear(module, name, kinds):
+                        found.setdefault(tensor, []).append(shard)
                 else:
                     found |= self._vectors_of(module, name)
             if embedding is not None and self._reads_as_head(embedding):
-                found[HEAD] = self._vocabulary(embedding, as_head=True)
+                found[HEAD] = [self._vocabulary(embedding, as_head=True)]
         return found, unproven
 
     def _reads_as_head(self, embedding: nn.Module) -> bool:
@@ -117,10 +118,10 @@ class LayerReader:
         values = layer.quant_method.apply(layer, inputs, bias=None)
         return values, dtype_name(values.dtype)
 
-    def _vectors_of(self, module: nn.Module, name: str, skip: tuple[str, ...] = ()) -> dict[str, Shard]:
+    def _vectors_of(self, module: nn.Module, name: str, skip: tuple[str, ...] = ()) -> Shards:
         """The parameters of a module that is no layer of its own kind: norms and the like, whole on every rank."""
         return {
-            f"{name}.{key}": whole(mark_of(weight, self.vectors))
+            f"{name}.{key}": [whole(mark_of(weight, self.vectors))]
             for key, weight in module._parameters.items()
             if weight is not None and key not in skip
         }

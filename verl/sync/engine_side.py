@@ -9,7 +9,7 @@ from verl.sync.adapters import adapter_shards
 from verl.sync.engine_layers import LayerReader
 from verl.sync.probe import engine_log_probs
 from verl.sync.questions import Answer, Question
-from verl.sync.shards import Shard, join
+from verl.sync.shards import Shards, join
 
 
 def answer(llm: Any, question: Question, lora_request: Any = None, rpc: str | None = None) -> Answer:
@@ -47,10 +47,10 @@ def _score(worker: Any, mode: str) -> str:
     return before
 
 
-def _read(worker: Any, question: Question, adapter_id: int | None) -> tuple[dict[str, Shard], list[str]]:
+def _read(worker: Any, question: Question, adapter_id: int | None) -> tuple[Shards, list[str]]:
     """The rank's shards, and the beginnings of the names that it cannot read."""
     runner = worker.model_runner
-    shards: dict[str, Shard] = {}
+    shards: Shards = {}
     unproven: list[str] = []
     if question.weights:
         shards, unproven = LayerReader(runner.get_model(), question.vectors, runner.model_config.dtype).shards()

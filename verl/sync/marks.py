@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +77,19 @@ class Ledger:
         seconds: spent on them.
     """
 
-    def __init__(self, vectors: Vectors, dtype: torch.dtype | None, tied: Mapping[str, str]):
-        """Args as `Prover` gives them; `tied`: name of a tensor that the stream leaves out -> the one it is."""
-        self.vectors, self.dtype, self.tied = vectors, dtype, tied
+    def __init__(
+        self,
+        vectors: Vectors,
+        dtype: torch.dtype | None = None,
+        tied: Mapping[str, str] | None = None,
+        sideways: Collection[str] = (),
+    ):
+        """Args as `Prover` gives them.
+
+        tied: name of a tensor that the stream leaves out -> the one it is.
+        sideways: names of matrices that the model keeps as [in, out].
+        """
+        self.vectors, self.dtype, self.tied, self.sideways = vectors, dtype, tied or {}, sideways
         self.marks: Marks = {}
         self.seconds = 0.0
 
@@ -92,7 +102,8 @@ class Ledger:
     def note(self, name: str, tensor: Tensor, slack: float = 0.0) -> None:
         """Take the mark of one tensor."""
         began = time.perf_counter()
-        self.marks[name] = mark_of(tensor, self.vectors, self.dtype, slack)
+        upright = tensor.T if name in self.sideways else tensor
+        self.marks[name] = mark_of(upright, self.vectors, self.dtype, slack)
         for alias, source in self.tied.items():
             if source == name:
                 self.marks[alias] = self.marks[name]
@@ -109,6 +120,13 @@ def tied_names(model: Any) -> dict[str, str]:
         if source != name:
             tied[name] = source
     return tied
+
+
+def sideways_names(model: Any) -> set[str]:
+    """Names of the matrices that a model keeps as [in, out], as GPT-2 does, where engines have [out, in]."""
+    from transformers.pytorch_utils import Conv1D
+
+    return {f"{plain_name(path)}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D)}
 
 
 def plain_name(path: str) -> str:

@@ -18,7 +18,7 @@ from verl.sync.marks import as_array
 
 ROWS, LENGTH = 4, 12
 _SEED = 0x9A7E
-ALLOWED_NATS = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}  # mean distance that rounding can be blamed for
+ALLOWED_NATS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 3e-1}  # mean distance that rounding may make
 
 
 def probe_rows(vocab_size: int, context: int = 4096) -> tuple[tuple[int, ...], ...]:

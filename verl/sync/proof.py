@@ -22,7 +22,7 @@ from verl.errors import WeightSyncError
 from verl.models.precision import Autocast
 from verl.sync.adapters import B, adapter_tensors
 from verl.sync.comparing import compare, only_in
-from verl.sync.marks import Ledger, Marks, dtype_name, tied_names
+from verl.sync.marks import Ledger, Marks, dtype_name, sideways_names, tied_names
 from verl.sync.probe import ALLOWED_NATS, probe_rows, trainer_log_probs
 from verl.sync.questions import Answer, Question
 from verl.sync.vectors import Vectors
@@ -94,8 +94,8 @@ def prove(trainer: TrainerSide, engine: Answer) -> Proof:
 class Prover:
     """The trainer's side of all syncs to one engine.
 
-    For each sync, in this order: `question` (to the engine), `watch` around the stream of weights, or `note_adapter`,
-    and `prove` with the engine's answer.
+    For each sync, in this order: `question` (to the engine); `watch` around the stream of weights, or `note` for each
+    of them, or `note_adapter`; and `prove` with the engine's answer.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype, vocab_size: int, context: int, autocast: Autocast = None):
@@ -103,7 +103,7 @@ class Prover:
         vocab_size: tokens that a prompt may hold; context: of the engine; autocast: as the actor has it."""
         self.model, self.dtype, self.autocast = model, dtype, autocast
         self.rows = probe_rows(vocab_size, context)
-        self.tied = tied_names(model)
+        self.tied, self.sideways = tied_names(model), sideways_names(model)
         self.version = 0
         self._ledger: Ledger | None = None
         self._previous: Marks = {}
@@ -119,13 +119,19 @@ class Prover:
             self._previous = self._ledger.marks
         vectors = Vectors(self.version)
         self.version += 1
-        self._ledger = Ledger(vectors, self.dtype, self.tied)
+        self._ledger = Ledger(vectors, self.dtype, self.tied, self.sideways)
         return Question(vectors, self.rows, weights, adapter_rank)
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The same names and tensors, as they go to the engine, noted as they pass."""
         assert self._ledger is not None, "question() begins a sync"
         return self._ledger.watch(tensors)
+
+    def note(self, name: str, tensor: Tensor) -> Tensor:
+        """The same for one tensor: note it, and give it back."""
+        assert self._ledger is not None, "question() begins a sync"
+        self._ledger.note(name, tensor)
+        return tensor
 
     def note_adapter(self) -> None:
         """Note the adapter of the model instead of its weights."""

@@ -35,13 +35,16 @@ def whole(mark: Mark) -> Shard:
     return Shard(mark, mark.values.shape[1])
 
 
-def join(ranks: Sequence[dict[str, Shard]]) -> Marks:
+Shards = dict[str, list[Shard]]  # a layer that is fused in the Hugging Face model too gives several of one tensor
+
+
+def join(ranks: Sequence[Shards]) -> Marks:
     """The marks of whole tensors from the shards of all ranks.
 
     Rows that no rank holds, and rows held by several that differ in them, are nan, so that they match nothing.
     """
     names = dict.fromkeys(name for rank in ranks for name in rank)
-    return {name: _joined([rank[name] for rank in ranks if name in rank]) for name in names}
+    return {name: _joined([shard for rank in ranks for shard in rank.get(name, ())]) for name in names}
 
 
 def _joined(shards: Sequence[Shard]) -> Mark:

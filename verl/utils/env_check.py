@@ -72,7 +72,6 @@ class Interface:
 
 
 BACKENDS: dict[str, tuple[Interface, ...]] = {
-    "vllm": (),  # its version is looked at, see `vllm_fault`: importing it takes seconds
     "hf": (
         Interface("transformers", "transformers:DynamicCache.batch_select_indices"),
         Interface("transformers", "transformers:DynamicCache.batch_repeat_interleave"),
@@ -88,6 +87,7 @@ BACKENDS: dict[str, tuple[Interface, ...]] = {
     "lora": (Interface("peft", "peft:get_peft_model"), Interface("peft", "peft:PeftModel.disable_adapter")),
     "wandb": (Interface("wandb", "wandb:init"), Interface("wandb", "wandb:Table")),
     "tensorboard": (Interface("tensorboard", "torch.utils.tensorboard:SummaryWriter.add_scalar"),),
+    "vllm": (),  # its version is looked at, see `vllm_fault`: importing it takes seconds
 }
 
 

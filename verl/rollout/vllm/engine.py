@@ -12,7 +12,9 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +32,7 @@ from verl.rollout.vllm.process import EngineDied, EngineError, EngineProcess
 from verl.rollout.vllm.setting import environment, setting_of, write_model_directory
 from verl.rollout.vllm.stream import Stream, StreamBroken, plan
 from verl.rollout.vllm.weights import weights_of
+from verl.sync.proof import Prover
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +53,8 @@ class VLLMEngine(RolloutEngine):
         self.options, self.model, self.seed = options, model, seed
         self.pad_id = tokenizer.pad_token_id
         self.stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
-        self._is_synced = self._is_asleep = False
+        self._is_synced = self._is_asleep = self._has_base = False
+        self._adapters, self._chunk_bytes = 0, options.chunk_mib * MIB
         self._stream: Stream | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="verl_engine_", dir=_memory_directory()))
         try:
@@ -59,6 +63,8 @@ class VLLMEngine(RolloutEngine):
             variables = environment(options, context, self.setting.num_threads)
             self._process = EngineProcess(self.setting, variables, self._directory, _log_file(context, self._directory))
             self._start()
+            vocabulary = min(model.config.get_text_config().vocab_size, len(tokenizer))
+            self._prover = Prover(model, self.setting.dtype, vocabulary, self.told.max_model_len, autocast)
         except BaseException:
             self.close()
             raise
@@ -93,7 +99,7 @@ class VLLMEngine(RolloutEngine):
         """Give the GPU's memory back until the next call; on a CPU there is nothing to do."""
         if self.setting.is_on_gpu and self.options.sleep and not self._is_asleep and self._process.is_alive():
             self._process.call("sleep")
-            self._is_asleep, self._is_synced = True, False
+            self._is_asleep, self._is_synced, self._has_base = True, False, False
 
     def close(self) -> None:
         """End the child, and leave nothing of it."""
@@ -105,7 +111,7 @@ class VLLMEngine(RolloutEngine):
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self) -> None:
-        self._is_synced = self._is_asleep = False
+        self._is_synced = self._is_asleep = self._has_base = False
         try:
             self.told = self._process.start(self.options.start_timeout_s)
         except EngineError as error:
@@ -131,15 +137,44 @@ class VLLMEngine(RolloutEngine):
             raise RolloutError(f"The rollout engine died twice in a row. The second time, {death}") from death
 
     def _sync(self) -> Synced:
+        rank, all_weights = self.setting.lora_rank, self.setting.lora_rank is None or not self._has_base
+        question = self._prover.question(weights=all_weights, adapter_rank=rank)
+        if rank is None:
+            synced = self._send_weights()
+        else:
+            if all_weights:
+                self._send_weights(merge=False)
+            synced = self._send_adapter()
+            self._prover.note_adapter()
+        proof = self._prover.prove(self._process.call("prove", question))
+        self._is_synced = self._has_base = True
+        return replace(synced, metrics=synced.metrics | proof.metrics)
+
+    def _send_adapter(self) -> Synced:
+        """A new adapter under a new number, in a directory in memory; the former one is removed."""
+        self._adapters += 1
+        directory = self._directory / f"adapter_{self._adapters}"
+        start = time.perf_counter()
+        self.model.save_pretrained(directory)
+        copying = time.perf_counter() - start
+        try:
+            loading = self._process.call("adopt", str(directory), self._adapters)
+            size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
+        return Synced(f"adapter {self._adapters}, {size / MIB:.1f} MiB to vLLM", metrics)
+
+    def _send_weights(self, *, merge: bool = True) -> Synced:
         dtype = self.setting.dtype
-        weights = list(weights_of(self.model))
-        chunks, largest = plan(weights, dtype, self.options.chunk_mib * MIB)
-        stream = self._opened(max(largest, min(self.options.chunk_mib * MIB, sum(largest for _ in chunks))))
+        weights = list(weights_of(self.model, merge=merge))
+        chunks, chunk_bytes = plan(weights, dtype, self._chunk_bytes)
+        stream = self._opened(chunk_bytes)
         self._wake("weights")
         stream.begin()
         self._process.send("load", stream.handle, chunks, dtype)
         try:
-            copying = stream.send(chunks, weights, dtype, self._process.is_busy)
+            copying = stream.send(chunks, weights, dtype, self._process.is_busy, self._prover.note)
         except StreamBroken:
             copying = 0.0  # the answer tells why
         except BaseException:
@@ -147,7 +182,7 @@ class VLLMEngine(RolloutEngine):
             raise
         loading = self._process.answer()
         self._wake("kv_cache")
-        self._is_synced, self._is_asleep = True, False
+        self._is_asleep = False
         size = sum(weight.shape.numel() for weight in weights) * dtype.itemsize
         metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
         return Synced(f"{len(weights)} tensors, {size / MIB:.1f} MiB to vLLM", metrics)

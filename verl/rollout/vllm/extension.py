@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+from vllm.platforms import current_platform
 
 from verl.rollout.drawing import Drawing
 from verl.rollout.vllm.noise import CounterNoise, UnderWay
 from verl.rollout.vllm.stream import Handle, Place, Reader
+from verl.sync.engine_side import on_rank
 
 
 class WorkerExtension:
@@ -36,10 +38,15 @@ class WorkerExtension:
         assert under_way is not None
         return under_way.log_probs.cpu()
 
+    def prove_on_rank(self, task: str, *args: Any) -> Any:
+        """Part of the proof of a sync."""
+        return on_rank(self, task, *args)
+
     def verl_load(self, handle: Handle, chunks: list[list[Place]], dtype: torch.dtype) -> float:
         """Take new weights. Returns the seconds that took, waiting for them left out."""
         start = time.perf_counter()
         reader = Reader(handle, self.rank)
+        _renew_experts(self.model_runner.get_model())
         try:
             self.reload_weights(weights_iterator=_lasting(reader, chunks, dtype))  # type: ignore[attr-defined]
             _refresh_tied_heads(self.model_runner.get_model())
@@ -63,6 +70,14 @@ def _copy_those_kept() -> None:
             for name, value in bound.arguments.items():
                 if isinstance(value, Tensor) and not value.is_meta and name != "param":
                     bound.arguments[name] = value.clone()
+
+
+def _renew_experts(model: torch.nn.Module) -> None:
+    """On a CPU the experts are packed with the first load alone, unless their kernel has to be made anew."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and current_platform.is_cpu():
+            method.moe_kernel = None  # type: ignore[union-attr]
 
 
 def _refresh_tied_heads(model: torch.nn.Module) -> None:

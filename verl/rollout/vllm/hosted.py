@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
+import json
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM, ModelRegistry, SamplingParams
+from vllm.lora.request import LoRARequest
 
 from verl.errors import RolloutError
 from verl.rollout.drawing import Drawing
 from verl.rollout.vllm.noise import WHOSE
 from verl.rollout.vllm.setting import Setting
 from verl.rollout.vllm.stream import Handle, Plan
+from verl.sync.engine_side import answer
+from verl.sync.questions import Question
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,14 @@ class Told:
 
     max_model_len: int
     num_workers: int
+
+
+def _inspect_here(directory: str) -> None:
+    """Have vLLM look at the model's class in this process: by itself it starts another Python for that, for seconds."""
+    (name,) = json.loads((Path(directory) / "config.json").read_text())["architectures"]
+    found = ModelRegistry.models.get(name)
+    if hasattr(found, "load_model_cls"):
+        ModelRegistry.register_model(name, found.load_model_cls())
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,8 @@ class HostedEngine:
 
     def __init__(self, setting: Setting):
         torch.set_num_threads(setting.num_threads)
+        if setting.options.tensor_parallel_size == 1:
+            _inspect_here(setting.directory)
         self.llm = LLM(
             setting.directory,
             load_format="dummy",
@@ -67,6 +82,22 @@ class HostedEngine:
         seconds = max(self.llm.collective_rpc("verl_load", args=(handle, chunks, dtype)))
         self._forget_keys_and_values()
         return seconds
+
+    def adopt(self, directory: str, number: int) -> float:
+        """Take a new adapter in place of the former one. Returns seconds."""
+        start = time.perf_counter()
+        engine, former = self.llm.llm_engine, self._lora_request
+        if former is not None:
+            engine.remove_lora(former.lora_int_id)
+        self._lora_request = LoRARequest(f"adapter_{number}", number, directory)
+        if not engine.add_lora(self._lora_request):
+            raise RolloutError(f"vLLM did not take adapter {number}")
+        self._forget_keys_and_values()
+        return time.perf_counter() - start
+
+    def prove(self, question: Question) -> Any:
+        """What the trainer compares with its own weights; see `verl.sync.proof`."""
+        return answer(self.llm, question, self._lora_request, rpc="prove_on_rank")
 
     def draw(self, drawing: Drawing, width: int, prompts: list[list[int]], prompt_ids: list[int]) -> Drawn:
         """Draw `num_samples` responses to each prompt, side by side, of at most `width` tokens."""
@@ -96,11 +127,6 @@ class HostedEngine:
         lengths = np.array([len(line) for line in tokens])
         log_probs = self.llm.collective_rpc("verl_log_probs")[0]
         return Drawn(lengths, np.concatenate([np.asarray(line) for line in tokens]), log_probs[:, : lengths.max()])
-
-    def apply(self, function: str, *args: Any) -> Any:
-        """Have `module:function` called on the engine's `LLM` and further arguments."""
-        module, _, name = function.partition(":")
-        return getattr(importlib.import_module(module), name)(self.llm, *args)
 
     def sleep(self) -> None:
         """Give the GPU's memory back; weights and the cache of keys and values are gone with it."""

@@ -19,6 +19,7 @@ from verl.utils.env_check import num_cores, vllm_fault
 
 GIB = 1 << 30
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -66,23 +67,32 @@ def setting_of(options: VLLMRollout, model: Any, autocast: Autocast, directory: 
     Raises:
         ConfigError: vLLM is not there, or cannot be what is asked for.
     """
-    dtype = model.dtype if autocast is None else getattr(torch, autocast)
     rank = _lora_rank(model) if options.lora == "adapter" else None
     is_on_gpu = model.device.type == "cuda"
     if (fault := vllm_fault(is_on_gpu)) is not None:
         raise ConfigError(f"rollout=vllm cannot run: {fault}")
-    if dtype not in DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        raise ConfigError(
-            f"actor.model.dtype is {name}: vLLM computes in {', '.join(DTYPES.values())}. Set one of these, or "
-            "rollout=hf."
-        )
+    if (fault := unfit(model, autocast)) is not None:
+        raise ConfigError(f"{fault} Set rollout=hf.")
     if rank is not None and rank > LORA_RANKS[-1]:
         raise ConfigError(
             f"actor.lora.rank is {rank}: vLLM takes adapters of at most rank {LORA_RANKS[-1]}. Set rollout.lora=merged."
         )
     threads = options.num_threads or torch.get_num_threads()
-    return Setting(options, str(directory), dtype, threads, is_on_gpu, rank)
+    return Setting(options, str(directory), _dtype(model, autocast), threads, is_on_gpu, rank)
+
+
+def unfit(model: Any, autocast: Autocast) -> str | None:
+    """Why vLLM cannot run a model whose architecture it has; None where it can."""
+    dtype, config = _dtype(model, autocast), model.config.get_text_config()
+    if dtype not in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        return f"actor.model.dtype is {name}: vLLM computes in {', '.join(DTYPES.values())}."
+    heads = getattr(config, "num_attention_heads", None)
+    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+    if model.device.type == "cpu" and size is not None and size not in HEAD_SIZES_ON_CPU:
+        sizes = ", ".join(map(str, HEAD_SIZES_ON_CPU))
+        return f"actor.model has attention heads of {size} numbers: vLLM on a CPU takes {sizes}."
+    return None
 
 
 def environment(options: VLLMRollout, context: BuildContext, num_threads: int) -> dict[str, str]:
@@ -112,6 +122,10 @@ def write_model_directory(model: Any, directory: Path) -> None:
     config = json.loads(file.read_text())
     config["architectures"] = [type(base).__name__]
     file.write_text(json.dumps(config))
+
+
+def _dtype(model: Any, autocast: Autocast) -> torch.dtype:
+    return model.dtype if autocast is None else getattr(torch, autocast)
 
 
 def _lora_rank(model: Any) -> int | None:

@@ -59,7 +59,7 @@ class Handle:
 
 
 def plan(weights: Iterable[Weight], dtype: torch.dtype, chunk_bytes: int) -> tuple[Plan, int]:
-    """Spread tensors over chunks, and say how large the largest is: a tensor is never cut in two."""
+    """Spread tensors over chunks, none of them cut in two. Also gives the bytes of the largest chunk."""
     chunks: Plan = [[]]
     end = largest = 0
     for weight in weights:
@@ -99,24 +99,32 @@ class Stream:
         self._head.zero_()
 
     def send(
-        self, chunks: Plan, weights: Iterable[Weight], dtype: torch.dtype, is_reader_alive: Callable[[], bool]
+        self,
+        chunks: Plan,
+        weights: Iterable[Weight],
+        dtype: torch.dtype,
+        is_reader_alive: Callable[[], bool],
+        note: Callable[[str, Tensor], object] = lambda name, tensor: None,
     ) -> float:
-        """Copy the tensors of a plan. Returns the seconds spent on copying, waiting left out.
+        """Copy the tensors of a plan. Returns the seconds spent on making and copying them, nothing else counted.
 
+        Args:
+            note: is shown each tensor by name as it passes.
         Raises:
             StreamBroken: a reader is gone.
         """
         coming, copying = iter(weights), 0.0
         for number, places in enumerate(chunks):
             self._wait_until_left(number - 1, is_reader_alive)
-            start = time.perf_counter()
             for place in places:
-                weight = next(coming)
+                weight, start = next(coming), time.perf_counter()
                 assert weight.name == place.name
-                view(self._chunks[number % 2], place, dtype).copy_(weight.make())
+                tensor = weight.make()
+                view(self._chunks[number % 2], place, dtype).copy_(tensor)
+                copying += time.perf_counter() - start
+                note(weight.name, tensor)
             if self._chunks.is_cuda:
                 torch.cuda.synchronize(self._chunks.device)
-            copying += time.perf_counter() - start
             self._head[FILLED] = number + 1
         return copying
 

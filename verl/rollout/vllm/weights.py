@@ -27,15 +27,19 @@ class Weight:
     make: Callable[[], Tensor]
 
 
-def weights_of(model: Any) -> Iterator[Weight]:
-    """Every tensor that a checkpoint of the model holds, in the order of its layers; tied ones once."""
+def weights_of(model: Any, *, merge: bool = True) -> Iterator[Weight]:
+    """Every tensor that a checkpoint of the model holds, in the order of its layers; tied ones once.
+
+    Args:
+        merge: fold the adapter in, if the model has one; otherwise the model is given as it is without.
+    """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    live = dict(_live(base))
-    for name in _saved_names(base, {name: source.meta for name, source in live.items()}):
+    live = dict(_live(base, merge))
+    for name in _saved_names(base, {name: source.tensor for name, source in live.items()}):
         source = live[name]
-        saved = _as_saved(base, name, source.meta)
+        saved = _as_saved(base, name, source.tensor.to("meta"))
         if list(saved) == [name]:
-            yield Weight(name, source.meta.shape, source.make)
+            yield Weight(name, source.tensor.shape, source.make)
             continue
         for target, tensor in saved.items():
             yield Weight(target, tensor.shape, lambda n=name, s=source, t=target: _as_saved(base, n, s.make())[t])
@@ -43,23 +47,24 @@ def weights_of(model: Any) -> Iterator[Weight]:
 
 @dataclass(frozen=True)
 class _Source:
-    """A tensor of the running model: its likeness without contents, and how it is made."""
+    """A tensor of the running model as it lies there, and how what is sent is made of it."""
 
-    meta: Tensor
+    tensor: Tensor
     make: Callable[[], Tensor]
 
 
-def _live(base: nn.Module) -> Iterator[tuple[str, _Source]]:
-    """The state of a model by name, with adapters folded in."""
+def _live(base: nn.Module, merge: bool) -> Iterator[tuple[str, _Source]]:
+    """The state of a model by name."""
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
     for name, tensor in base.state_dict().items():
         owner = next((path for path in adapted if name.startswith(f"{path}.")), None)
         if owner is None:
-            yield name, _Source(tensor.to("meta"), lambda t=tensor: t)
+            yield name, _Source(tensor, lambda t=tensor: t)
         elif name.startswith(f"{owner}.base_layer."):
             last = name.removeprefix(f"{owner}.base_layer.")
-            make = (lambda m=adapted[owner]: merged(m)) if last == "weight" else (lambda t=tensor: t)
-            yield f"{owner}.{last}", _Source(tensor.to("meta"), make)
+            is_changed = merge and last == "weight"
+            make = (lambda m=adapted[owner]: merged(m)) if is_changed else (lambda t=tensor: t)
+            yield f"{owner}.{last}", _Source(tensor, make)
 
 
 @torch.no_grad()
@@ -77,7 +82,7 @@ def _saved_names(base: Any, state: Mapping[str, Tensor]) -> list[str]:
     """The names that saving keeps: tied weights under one of theirs, and nothing that is made anew at loading."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    kept = remove_tied_weights_from_state_dict(dict(base.state_dict()), base)
+    kept = remove_tied_weights_from_state_dict(dict(state), base)
     return [name for name in state if name in kept and name not in (base._keys_to_ignore_on_save or ())]
 
 
