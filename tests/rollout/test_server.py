@@ -14,6 +14,7 @@ from rollout.speaking import Speaker
 from trainer.runs import GRPO, ppo_run, read_lines
 
 from verl.description import BuildContext
+from verl.engines.sharding import DDP
 from verl.errors import ConfigError, RolloutError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
@@ -360,7 +361,10 @@ def test_a_directory_that_cannot_be_written_is_a_fault_of_the_configuration(atta
         attached(speaker, transfer_dir=str(tmp_path / "file" / "below"))
 
 
-def test_a_run_trains_on_what_the_server_draws(speaker, dir32, tmp_path):
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.xdist_group("two processes")
+def test_a_run_trains_on_what_the_server_draws(num_processes, speaker, dir32, tmp_path):
+    sharding = {"sharding": DDP(timeout_s=60.0), "n_gpus_per_node": 2} if num_processes == 2 else {}
     with serving(speaker.post, speaker.page) as server:
         run = ppo_run(
             Pretrained(path=str(dir32)),
@@ -368,10 +372,12 @@ def test_a_run_trains_on_what_the_server_draws(speaker, dir32, tmp_path):
             rollout=ServerRollout(endpoint=server.endpoint(), max_new_tokens=7),
             total_steps=2,
             tracker=Trackers(jsonl=JsonLines()),
+            **sharding,
         )
         with run.build(BuildContext(run_dir=tmp_path)) as trainer:
             trainer.fit()
     lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if "reward/mean" in line]
     assert len(lines) == 2
     assert all(line["sync/probe_gap_nats"] < 1e-4 for line in lines)
-    assert len(speaker.reloads) >= 3  # before the first response, and after each step
+    assert all(line["rollout/log_prob_gap_nats"] < 1e-4 for line in lines)
+    assert len(speaker.reloads) == 3  # before the first response, and after each step; by one process

@@ -111,8 +111,14 @@ class ServerSampler(RolloutEngine):
             gap, _ = self._gaps()
             metrics = {} if gap is None else {"sync/probe_gap_nats": gap}
             return Synced("the server keeps its weights", metrics)
-        if self.parts.transfer is None:
-            return Synced("the first process gives the server its weights")
+        synced = self._renew() if self.parts.transfer is not None else Synced("the first process gives it the weights")
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # no process draws before the server holds the weights
+        return synced
+
+    def _renew(self) -> Synced:
+        """Give the server the present weights, and see that it computes with them."""
+        assert self.parts.transfer is not None
         moved = self.parts.transfer.move(self.model, self.autocast)
         gap, gap_before = self._gaps()
         if gap is None:
