@@ -19,3 +19,21 @@ def test_the_loop_around_a_hybrid_actor_learns(capsys):
     first, last = map(float, re.findall(r"step \d+: ([\d.]+) of", said_by("hybrid_actor.py", capsys)))
     assert first < 0.3
     assert last > 0.8
+
+
+def test_steps_are_saved_loaded_and_go_on_with_another_reward(capsys):
+    said = said_by("trainer_steps.py", capsys)
+    assert "loaded digits_step_20, step 20; the next step is the same again: True" in said
+    first, swapped, last = map(float, re.findall(r"([\d.]+) (?:of the characters )?are", said))
+    assert first > 0.8
+    assert swapped < last
+    assert last > 0.75
+    assert "finished after 40 steps" in said
+
+
+def test_a_pipeline_is_carried_out(capsys):
+    said = said_by("pipeline.py", capsys)
+    found = re.search(r"finished after 40 steps: digits ([\d.]+), variety ([\d.]+)", said)
+    assert found is not None, said
+    assert float(found[1]) > 0.8
+    assert float(found[2]) > 0.5

@@ -64,7 +64,8 @@ class TrainerFace:
 
     def fit(self) -> Result:
         """Train to the end, from where the trainer is. On Ctrl-C what is finished is written first."""
-        return fit(self.trainer, as_plain(self.trainer.description), self._under_way())
+        course = self._under_way()
+        return fit(course.trainer, course.config, course)
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of the present weights on the held-out rows.
@@ -121,7 +122,7 @@ class TrainerFace:
 
     def reset_reward_stats(self) -> None:
         """Let the reward forget what it has learned of scores, such as their running mean."""
-        self.trainer.reward.reset_stats()
+        self.reward_model.reset_stats()
 
     def close(self) -> None:
         """Write what is finished, end what was started, and let go of the weights; may be called again."""
@@ -146,7 +147,8 @@ class TrainerFace:
 
     @cached_property
     def _course(self) -> Course:
-        return Course(self.trainer, as_plain(self.trainer.description))
+        trainer: Any = self.trainer
+        return Course(trainer, as_plain(trainer.description))
 
     def _under_way(self) -> Course:
         """The course, opened.
