@@ -89,6 +89,7 @@ def test_fit_goes_on_from_the_steps_that_were_made_and_ends_the_run(dir32):
     with trainer(dir32) as made:
         made.step()
         assert made.fit().steps == 4
+        assert CheckpointManager(made.save_checkpoint("after")).step == 4
         with pytest.raises(ConfigError, match=r"this trainer has ended \(finished, step 4\)"):
             made.step()
 
@@ -166,7 +167,7 @@ def test_a_tag_names_the_directory_and_the_run_directory_leads_to_it(dir32):
         assert tagged == Path("own/loss_0.12_step_500").absolute()
         assert CheckpointManager(tagged).step == 1
         made.step()
-        assert made.save_checkpoint().name == "global_step_2"
+        assert made.save_checkpoint(save_dir="own").name == "global_step_2"
         made.load_checkpoint(tagged)
         assert made.steps == 1
         made.step()

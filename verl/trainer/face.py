@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from verl.checkpoint.loading import DeviceMap
 from verl.description import as_plain
@@ -75,7 +75,7 @@ class TrainerFace:
         """
         if self.trainer.eval_data is None:
             raise ConfigError("eval_dataset is missing: there are no held-out rows. Give it, or data.eval_files.")
-        return self._under_way().evaluate()
+        return self._opened().evaluate()
 
     def save_checkpoint(self, save_dir: str | Path | None = None, tag: str | None = None) -> Path:
         """Save now, and wait until the checkpoint is published.
@@ -88,7 +88,7 @@ class TrainerFace:
         Raises:
             CheckpointError: it could not be saved.
         """
-        course, saving = self._under_way(), self.trainer.saving
+        course, saving = self._opened(), self.trainer.saving
         saving.identity = saving.identity or identity_of(as_plain(self.trainer.description), self.trainer.tokenizer)
         return course.save(tag, None if save_dir is None else Path(save_dir))
 
@@ -137,7 +137,7 @@ class TrainerFace:
                     course.result.status = "finished" if is_all else "stopped"
                 course.end()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -150,6 +150,11 @@ class TrainerFace:
         trainer: Any = self.trainer
         return Course(trainer, as_plain(trainer.description))
 
+    def _opened(self) -> Course:
+        """The course, which may have ended."""
+        self._course.open()
+        return self._course
+
     def _under_way(self) -> Course:
         """The course, opened.
 
@@ -161,8 +166,7 @@ class TrainerFace:
                 f"this trainer has ended ({self._course.result.status}, step {self._course.result.steps}). Make "
                 "another one, and load_checkpoint to go on."
             )
-        self._course.open()
-        return self._course
+        return self._opened()
 
     def _described_reward(self, reward: Any) -> RewardDescription:
         """The description of a reward in any form."""
