@@ -6,7 +6,8 @@ import re
 import runpy
 from pathlib import Path
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 
 
 def said_by(name: str, capsys) -> str:
@@ -37,3 +38,20 @@ def test_a_pipeline_is_carried_out(capsys):
     assert found is not None, said
     assert float(found[1]) > 0.8
     assert float(found[2]) > 0.5
+
+
+def test_the_walk_through_of_the_library_runs_cell_by_cell():
+    page = (ROOT / "docs/library.md").read_text()
+    walk = page.partition("<!-- walk -->")[2].partition("<!-- /walk -->")[0]
+    names: dict = {}
+    for cell in re.findall(r"```python\n(.*?)```", walk, flags=re.DOTALL):
+        exec(compile(cell, "docs/library.md", "exec"), names)
+    assert names["rows"].shape == (2, 6)
+    assert names["losses"][-1] < names["losses"][0] / 2
+    assert names["switch"]["latency_ms"] < names["reload"]["latency_ms"]
+    assert (names["result"].status, names["result"].steps) == ("finished", 6)
+
+
+def test_every_example_of_the_library_is_named_on_its_page():
+    page = (ROOT / "docs/library.md").read_text()
+    assert [file.name for file in EXAMPLES.glob("*.py") if f"`examples/{file.name}`" not in page] == []

@@ -145,10 +145,12 @@ def test_saved_loaded_and_continued_is_uninterrupted_bit_for_bit(options, dir32)
     with trainer(dir32, **options) as whole:
         first = [whole.step() for _ in range(2)]
         saved = whole.save_checkpoint(save_dir="aside")
+        drawn = torch.rand(1)
         last = [whole.step() for _ in range(2)]
         end = weights(actor_of(whole).model)
         whole.load_checkpoint(saved)  # back, in the same trainer
         assert whole.steps == 2
+        assert torch.equal(torch.rand(1), drawn)
         assert [whole.step() for _ in range(2)] == last
         assert all_equal(weights(actor_of(whole).model), end)
     with trainer(
