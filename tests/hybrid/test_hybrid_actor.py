@@ -85,6 +85,15 @@ def test_samples_have_the_distribution_of_the_model(loaded, tokenizer):
     assert float((counts - wanted).abs().sum()) < 2.5 * float((wanted * (1 - wanted) / 4000).sqrt().sum())
 
 
+def test_only_the_fifty_likeliest_are_drawn_unless_told_otherwise_as_in_transformers(loaded, tokenizer):
+    ids = tokenizer(["1+2="], return_tensors="pt")["input_ids"]
+    options = {"do_sample": True, "temperature": 9.0, "num_return_sequences": 2000, "max_new_tokens": 1, "seed": 1}
+    with torch.no_grad():
+        likeliest = set(loaded(input_ids=ids).logits[0, -1].topk(50).indices.tolist())
+    assert set(loaded.generate(ids, **options)[:, -1].tolist()) == likeliest
+    assert set(loaded.generate(ids, top_k=0, **options)[:, -1].tolist()) > likeliest
+
+
 def test_a_loss_and_its_gradients_are_those_of_the_model_bit_for_bit(actor, dir32, encoded):
     from transformers import AutoModelForCausalLM
 

@@ -31,6 +31,8 @@ class EndsOfCall:
         self.tokenizer, self.pad_token_id = tokenizer, pad
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "tokenizer":  # not there yet, while a copy of this is being made
+            raise AttributeError(name)
         return getattr(self.tokenizer, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

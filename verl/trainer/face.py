@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from verl.checkpoint.loading import DeviceMap
 from verl.description import as_plain
@@ -64,7 +64,8 @@ class TrainerFace:
 
     def fit(self) -> Result:
         """Train to the end, from where the trainer is. On Ctrl-C what is finished is written first."""
-        return fit(self.trainer, as_plain(self.trainer.description), self._under_way())
+        course = self._under_way()
+        return fit(course.trainer, course.config, course)
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of the present weights on the held-out rows.
@@ -74,7 +75,7 @@ class TrainerFace:
         """
         if self.trainer.eval_data is None:
             raise ConfigError("eval_dataset is missing: there are no held-out rows. Give it, or data.eval_files.")
-        return self._under_way().evaluate()
+        return self._opened().evaluate()
 
     def save_checkpoint(self, save_dir: str | Path | None = None, tag: str | None = None) -> Path:
         """Save now, and wait until the checkpoint is published.
@@ -87,7 +88,7 @@ class TrainerFace:
         Raises:
             CheckpointError: it could not be saved.
         """
-        course, saving = self._under_way(), self.trainer.saving
+        course, saving = self._opened(), self.trainer.saving
         saving.identity = saving.identity or identity_of(as_plain(self.trainer.description), self.trainer.tokenizer)
         return course.save(tag, None if save_dir is None else Path(save_dir))
 
@@ -121,7 +122,7 @@ class TrainerFace:
 
     def reset_reward_stats(self) -> None:
         """Let the reward forget what it has learned of scores, such as their running mean."""
-        self.trainer.reward.reset_stats()
+        self.reward_model.reset_stats()
 
     def close(self) -> None:
         """Write what is finished, end what was started, and let go of the weights; may be called again."""
@@ -136,7 +137,7 @@ class TrainerFace:
                     course.result.status = "finished" if is_all else "stopped"
                 course.end()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -146,7 +147,13 @@ class TrainerFace:
 
     @cached_property
     def _course(self) -> Course:
-        return Course(self.trainer, as_plain(self.trainer.description))
+        trainer: Any = self.trainer
+        return Course(trainer, as_plain(trainer.description))
+
+    def _opened(self) -> Course:
+        """The course, which may have ended."""
+        self._course.open()
+        return self._course
 
     def _under_way(self) -> Course:
         """The course, opened.
@@ -159,8 +166,7 @@ class TrainerFace:
                 f"this trainer has ended ({self._course.result.status}, step {self._course.result.steps}). Make "
                 "another one, and load_checkpoint to go on."
             )
-        self._course.open()
-        return self._course
+        return self._opened()
 
     def _described_reward(self, reward: Any) -> RewardDescription:
         """The description of a reward in any form."""

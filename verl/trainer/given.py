@@ -100,12 +100,14 @@ class GivenModel(ModelSource):
         )
 
     def load_causal_lm(self, device: str) -> Any:
-        return without_dropout(self._handed_out()).to(device).eval()
+        model: Any = without_dropout(self._handed_out())
+        return model.to(device).eval()
 
     def load_backbone(self, device: str) -> Any:
         model = self._handed_out() if self.argument == "critic_model" else self._copied()
-        backbone = model.base_model if hasattr(model, "lm_head") or hasattr(model, "score") else model
-        return without_dropout(backbone).to(device).eval()
+        backbone: Any = model.base_model if hasattr(model, "lm_head") or hasattr(model, "score") else model
+        without_dropout(backbone)
+        return backbone.to(device).eval()
 
     def load_tokenizer(self) -> Any:
         _, tokenizer = carried_by(self)

@@ -25,7 +25,7 @@ from verl.models.lora import LoRA
 from verl.models.source import ModelSource
 from verl.trainer.face import TrainerFace
 from verl.trainer.forms import described_data, described_model, described_reward
-from verl.trainer.given import GivenPrompts, carried_in, hand_over
+from verl.trainer.given import GivenModel, GivenPrompts, carried_in, hand_over
 from verl.trainer.settings import PPOSettings
 
 PROMPTS_PER_STEP = 64  # at most, where nothing says how many
@@ -115,6 +115,7 @@ class Trainer(TrainerFace):
         composed = _compose(below, config, above, given, overrides)
         run = hand_over(check(composed.config, composed.faults), carried_in(given))
         _refuse_unused(run, ref_model, critic_model)
+        _refuse_objects_elsewhere(run, given)
         started = start(run, composed.config, overrides, rich.get_console(), tokenizer)
         self.config, self._closing = composed.config, started.closing
         self.run, self.run_dir, self.trainer = started.run, started.run_dir, started.trainer
@@ -198,6 +199,16 @@ def _refuse_unused(run: Any, ref_model: Any, critic_model: Any) -> None:
         faults.append("ref_model is given: algorithm.kl.coef is 0, so nothing is compared with it. Leave it out.")
     if faults:
         raise ConfigError(faults)
+
+
+def _refuse_objects_elsewhere(run: Any, given: Mapping[str, Description]) -> None:
+    models = [item.argument for item in given.values() if isinstance(item, GivenModel)]
+    if models and run.sharding.needs_processes:
+        kind = type(run.sharding).__name__.lower()
+        raise ConfigError(
+            f"sharding={kind} trains in processes of its own, and {' and '.join(models)} is an object of this one. "
+            "Save it and give a path instead, or leave sharding=none."
+        )
 
 
 def _room(model: Description, rollout: Mapping[str, Any] | None, data: Mapping[str, Any] | None) -> dict[str, Any]:

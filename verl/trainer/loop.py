@@ -266,13 +266,14 @@ class Course:
             CheckpointError: it could not be saved.
         """
         self.begin()
+        self.settle()
         trainer, saving = self.trainer, self.trainer.saving
-        _hear(trainer, self.result, saving.drain(), is_end=False)
+        is_own = directory is None or directory.absolute() == saving.directory
         with trainer.stages.stage("save") as note:
             roles, state, facts = _to_save(trainer, self.result, self.result.last_metrics)
             facts |= {"metrics": self.result.last_metrics, "tag": tag, "why": "asked for"}
             note.say(f"step {self.result.steps}, asked for")
-            if directory is not None or not saving.is_on:
+            if not is_own or not saving.is_on:
                 report = saving.save_aside(directory or saving.directory, self.result.steps, roles, state, **facts)
                 return report.directory
             saving.save(self.result.steps, roles, state, **facts)
@@ -280,6 +281,10 @@ class Course:
         trainer.stages.take()
         _hear(trainer, self.result, outcomes, is_end=True)
         return saving.directory / self.result.checkpoints[-1]
+
+    def settle(self) -> None:
+        """Wait for the saves under way, and hear what became of them."""
+        _hear(self.trainer, self.result, self.trainer.saving.drain(), is_end=False)
 
     def evaluate(self) -> dict[str, float]:
         """The metrics of the present weights on the held-out rows, logged."""

@@ -51,6 +51,7 @@ def load_checkpoint(
     trainer: Any = course.trainer
     chosen = _chosen(trainer, components)
     _refuse_devices(device_map)
+    course.settle()
     point = find(str(path), trainer.saving.directory, verify=False)
     if point is None:
         raise CheckpointNotFound(f"path is {path!r}: there is no checkpoint in {trainer.saving.directory}")
@@ -59,7 +60,6 @@ def load_checkpoint(
         _refuse_other_training(point, own)
     _verify(point, chosen)
     course.begin(evaluates=False)
-    trainer.saving.wait_copied()
     for name in trainer.trained:
         source = Reload(point.published.directory, name in chosen, "optimizer" in chosen, mmap, device_map)
         getattr(trainer, name).load(name, source).result()
