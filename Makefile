@@ -1,6 +1,6 @@
 # make quickstart   install into .venv, train a tiny model by SFT and then PPO, show that it learned
 # make test         install, then check layers, style and types, and run every test that this machine can run
-# make faults       every kill, power cut and refusal that the checkpoint store must survive; minutes
+# make faults       every kill, power cut and refusal that checkpoints must survive, and 200 kills of a trainer; minutes
 # make bench        run the benchmarks and rewrite the results table of the README
 
 PYTHON ?= python3

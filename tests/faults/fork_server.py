@@ -9,6 +9,7 @@ The server computes nothing before it forks, so that a child is as a fresh inter
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -45,7 +46,7 @@ LAZY = (  # what a run imports when it comes to it
     "hydra._internal.core_plugins.basic_launcher",
     "hydra._internal.core_plugins.basic_sweeper",
 )
-NOT_LOADED = ("wandb", "tensorboard", "__main__", "vllm", "ray", "profiling")
+NOT_LOADED = {"wandb", "tensorboard", "vllm", "ray", "cli"}  # heavy, or with threads, and not used
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,9 @@ def _import_everything() -> None:
     import verl
 
     names = [module.name for module in pkgutil.walk_packages(verl.__path__, "verl.")]
-    for name in [*(name for name in names if name.rpartition(".")[2] not in NOT_LOADED), *LAZY]:
-        importlib.import_module(name)
+    for name in [*(name for name in names if not NOT_LOADED & set(name.replace("_", ".").split("."))), *LAZY]:
+        with contextlib.suppress(ImportError):  # of what is not installed; a child that needs it says so itself
+            importlib.import_module(name)
     from verl.compose.composition import compose_root
 
     compose_root("ppo", ["actor.lora={rank:1}", "trainer.seed=1", "data=files"])  # the parser learns its grammar

@@ -93,8 +93,10 @@ class Life:
         return set()
 
     def _wait_for_steps(self, child: Child, count: int) -> None:
-        lines = self._run_dir / "metrics.jsonl"
-        while child.is_running() and (not lines.is_file() or lines.read_bytes().count(b"actor/loss") < count):
+        lines, end = self._run_dir / "metrics.jsonl", time.monotonic() + 120
+        while child.is_running() and time.monotonic() < end:
+            if lines.is_file() and lines.read_bytes().count(b"actor/loss") >= count:
+                return
             time.sleep(0.005)
 
     def _disturb_writer(self, child: Child) -> int:
