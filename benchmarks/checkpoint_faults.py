@@ -26,7 +26,7 @@ from faults.calls import build, environment, why_not
 OURS = "verl, 2 kept"
 PEERS = ["transformers.Trainer, 2 kept", "torch.distributed.checkpoint, 2 kept", "torch.save, 2 kept"]
 MEASURED = {
-    "faults in a save: kills, errors, short writes at every call": ["kill", "error", "short write"],
+    "faults in a save: kills, errors, short writes": ["kill", "error", "short write"],
     "faults in a save: power cut while it is under way": [
         "power cut posix, during it",
         "power cut journal, during it",
@@ -75,7 +75,7 @@ def main() -> None:
     arguments = ["--cuts", str(args.cuts)]
     arguments += ["--sample", str(args.sample)] if args.sample else []
     arguments += ["--tools", "verl-2,trainer-2,dcp-2,torch-2"] if args.small else []
-    tools = campaign(arguments)
+    tools = [{key: value for key, value in row.items() if key != "examples"} for row in campaign(arguments)]
     named = {row["name"]: row for row in tools}
     rows = [
         [measured, told(named[OURS], groups), "; ".join(f"{peer}: {told(named[peer], groups)}" for peer in PEERS)]

@@ -35,7 +35,7 @@ def campaign(directory, *arguments):
 
 def check_whole(row):
     """Every case goes on from the newest step that was saved, with every bit of it."""
-    assert {outcome for counts in row["counts"].values() for outcome in counts} == {"whole"}, row["examples"]
+    assert {outcome for counts in row["counts"].values() for outcome in counts} == {"whole"}, row
     assert sum(row["silent"].values()) == 0
 
 
