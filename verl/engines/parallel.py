@@ -35,10 +35,6 @@ class Parallel:
     in_step = False
     divides_weights = False
 
-    def loading_device(self, device: str) -> str:
-        """Where a model is loaded whole before it is divided, if it is to compute on `device`."""
-        return "cpu" if self.divides_weights else device
-
     def divide(self, model: nn.Module, autocast: Autocast = None) -> None:
         """Leave this process its part of a model, in place. `autocast` is the type that it will compute in."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.description import BuildContext
+from verl.engines.filling import fill
 from verl.engines.fully_sharded import gathered, settle, shard_fully
 from verl.engines.layouts import is_divided, local, mesh_dims, tensor_layout
 from verl.engines.parallel import REPLICATE, SHARD, TENSOR, TorchParallel
@@ -76,6 +77,9 @@ class ShardedParallel(TorchParallel):
                 offload=self.offload,
                 pin=self.device.type == "cuda",
             )
+        if (files := getattr(core, "weight_files", None)) is not None:
+            fill(core, files, self.mesh, self.rank, torch.device("cpu") if self.offload else self.device)
+            del core.weight_files
         if not self.offload:
             model.to(self.device)
         named = dict(core.named_parameters())

@@ -37,7 +37,10 @@ class ValueModel(nn.Module):
         config = backbone.config.get_text_config()
         dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
         self.backbone = backbone
-        self.head = nn.Linear(config.hidden_size, 1, device=backbone.device, dtype=dtype)
+        device = (
+            "cpu" if backbone.device.type == "meta" else backbone.device
+        )  # the backbone's weights are still to come
+        self.head = nn.Linear(config.hidden_size, 1, device=device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 

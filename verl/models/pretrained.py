@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from verl.errors import ConfigError
 from verl.models.source import ModelSource, without_dropout
+from verl.models.weight_files import WeightFiles, without_weights
 
 WARM_START = "warm-start://"
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -57,6 +58,31 @@ class Pretrained(ModelSource):
         if (self._adapter() or {}).get("task_type") == "CAUSAL_LM":
             return self.load_causal_lm(device).base_model
         return self._load(AutoModel, device)
+
+    def load_skeleton(self, kind: Literal["causal_lm", "backbone"]) -> Any:
+        """See `ModelSource.load_skeleton`. From a directory with safetensors whose names are those of the model."""
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
+
+        directory = Path(self.path)
+        if not directory.is_dir() or self._adapter() is not None or self.trust_remote_code:
+            return None
+        config = AutoConfig.from_pretrained(self.path)
+        if getattr(config, "quantization_config", None) is not None:
+            return None
+        self._refuse_lost_caps(config.get_text_config())
+        auto_class = AutoModelForCausalLM if kind == "causal_lm" else AutoModel
+        with quiet_transformers(), without_weights():
+            try:
+                model = auto_class.from_config(config, dtype=self._torch_dtype(), attn_implementation=self.attention)
+            except (ValueError, ImportError):
+                return None  # loading all of it says what is wrong
+        model.tie_weights()
+        if (directory / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(self.path)
+        model.weight_files = WeightFiles(directory, model.base_model_prefix)
+        if not model.weight_files.holds(dict(model.named_parameters())):
+            return None  # other names, which transformers converts, or holes, which are refused where all is loaded
+        return without_dropout(model).eval()
 
     def load_classifier(self, device: str) -> Any:
         """The model with its sequence-classification head, as reward models have one, in evaluation mode."""
@@ -152,13 +178,11 @@ class Pretrained(ModelSource):
         return self._load_whole(auto_class, device)
 
     def _load_whole(self, auto_class: Any, device: str) -> Any:
-        import torch
-
         with quiet_transformers():
             try:
                 model, report = auto_class.from_pretrained(
                     self.path,
-                    dtype=getattr(torch, self.dtype),
+                    dtype=self._torch_dtype(),
                     attn_implementation=self.attention,
                     revision=self.revision,
                     trust_remote_code=self.trust_remote_code,
@@ -172,6 +196,11 @@ class Pretrained(ModelSource):
         self._refuse_holes(report)
         self._refuse_lost_caps(model.config.get_text_config())
         return without_dropout(model).to(device).eval()
+
+    def _torch_dtype(self) -> Any:
+        import torch
+
+        return getattr(torch, self.dtype)
 
     def _refuse_lost_caps(self, config: Any) -> None:
         """Gemma 2 squashes its attention scores, and sdpa leaves that out without a word: another model's numbers."""

@@ -35,6 +35,13 @@ class ModelSource(Description):
         """The model without a head: token ids in, hidden states [B S D] out."""
         raise NotImplementedError
 
+    def load_skeleton(self, kind: Literal["causal_lm", "backbone"]) -> PreTrainedModel | None:
+        """The model without its weights, which are then read in slices from its attribute `weight_files`.
+
+        None where weights can only be had whole.
+        """
+        return None
+
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, padding on the left, with a pad token."""
         raise NotImplementedError

@@ -142,7 +142,9 @@ def sharding_faults(sharding: Sharding, settings: LoopSettings, models: Mapping[
     """What is wrong between sharding, the number of processes, and the models, which are given by their paths."""
     count = settings.n_gpus_per_node * settings.nnodes
     if count > 1 and not sharding.needs_processes:
-        return [f"trainer.n_gpus_per_node is {count}: sharding=none runs in one process. Set it to 1, or sharding=ddp."]
+        return [
+            f"trainer.n_gpus_per_node is {count}: sharding=none runs in one process. Set it to 1, or sharding=ddp or fsdp."
+        ]
     if sharding.needs_processes and settings.profile is not None:
         return ["trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set sharding=none."]
     if sharding.needs_processes and ":" in settings.device:

@@ -44,7 +44,7 @@ class Actor(TrainedRole):
         Raises:
             ConfigError: the model cannot be padded on the left.
         """
-        model = self.load("causal_lm", parallel.loading_device(context.device), restore, "actor")
+        model = self.load("causal_lm", context.device, restore, "actor", parallel)
         parallel.divide(model, self.autocast)
         refuse_padding_blind(model, "actor.model")
         engine = self.engine(model, parallel, total_updates)

@@ -44,7 +44,7 @@ class Critic(TrainedRole):
         Raises:
             ConfigError: the model cannot be padded on the left.
         """
-        model = ValueModel(self.load("backbone", parallel.loading_device(context.device), restore, "critic"))
+        model = ValueModel(self.load("backbone", context.device, restore, "critic", parallel))
         if restore is not None:
             model.load_head(restore.file("critic", VALUE_HEAD_FILE))
         elif (head := self.model.value_head()) is not None:

@@ -39,7 +39,7 @@ class Learner(TrainedWorker):
         restore: Restore | None = None,
     ) -> Learner:
         """Load the weights, those of a checkpoint if one is given, and attach the engine that trains them."""
-        model = role.load("causal_lm", parallel.loading_device(context.device), restore, "actor")
+        model = role.load("causal_lm", context.device, restore, "actor", parallel)
         parallel.divide(model, role.autocast)
         engine = role.engine(model, parallel, total_updates)
         if restore is not None:

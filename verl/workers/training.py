@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from verl.utils.seeding import RngState, derive_seed, rng_state, seed_everything
 from verl.workers.gathering import whole_on_first
 from verl.workers.reload import Reload, load_optimizer, load_weights
 from verl.workers.state import Restore, RoleState
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +62,20 @@ class TrainedRole(Description):
                 "beside their weight. Set model.dtype=float32 and autocast=bfloat16, or train a lora adapter."
             )
 
-    def load(self, kind: Literal["causal_lm", "backbone"], device: str, restore: Restore | None, component: str) -> Any:
-        """The whole model, from where the role starts or from a checkpoint, with its adapter if it trains one."""
+    def load(
+        self,
+        kind: Literal["causal_lm", "backbone"],
+        device: str,
+        restore: Restore | None,
+        component: str,
+        parallel: Parallel,
+    ) -> Any:
+        """The model, from where the role starts or from a checkpoint, with its adapter if it trains one.
+
+        It is still to be divided: see `undivided`.
+        """
         source = self.model if restore is None or self.lora is not None else restore.model(self.model, component)
-        model = getattr(source, f"load_{kind}")(device)
+        model = undivided(source, kind, device, parallel, sliced=self.lora is None)
         if self.lora is None:
             return model
         model = self.lora.apply(model, causal_lm=kind == "causal_lm")
@@ -78,6 +91,24 @@ class TrainedRole(Description):
         return TrainingEngine(
             model, parallel, self.micro_batch_tokens, self.optimizer, total_updates, self.autocast, self.packing
         )
+
+
+def undivided(
+    source: ModelSource, kind: Literal["causal_lm", "backbone"], device: str, parallel: Parallel, sliced: bool = True
+) -> Any:
+    """A model as `parallel.divide` wants it: without weights if it can read slices of them, or whole.
+
+    Args:
+        device: where it is whole if weights are not divided; main memory otherwise.
+        sliced: False for a model that has to have its weights at once, such as one under an adapter.
+    """
+    if not parallel.divides_weights:
+        return getattr(source, f"load_{kind}")(device)
+    model = source.load_skeleton(kind) if sliced else None
+    if model is None:
+        _log.info("every process loads the whole model before it keeps its part: its weights cannot be read in slices")
+        model = getattr(source, f"load_{kind}")("cpu")
+    return model
 
 
 class TrainedWorker:
