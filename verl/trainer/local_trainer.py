@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from verl.cluster.mesh import DeviceMesh
 from verl.compose.check import check
 from verl.compose.save import save
 from verl.compose.short_file import Composed, compose_over_default, read_short_file
@@ -24,7 +25,7 @@ from verl.data.files import PromptFiles
 from verl.data.options import PromptOptions
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.splits import Splits
-from verl.description import BuildContext
+from verl.description import BuildContext, as_plain
 from verl.errors import ConfigError
 from verl.rewards.base import RewardDescription
 from verl.rewards.function import RewardFunction
@@ -46,6 +47,7 @@ class LocalPPOTrainer:
             with a `prompt`), or the path of a parquet or JSONL file. `data.eval_files` still names what to evaluate on.
         reward_fn: a function of prompts and responses, in place of the configured reward; see `RewardFunction`.
         overrides: laid over the file, as on the command line.
+        device_mesh: which roles live on which devices of this machine, in place of the configured placement.
 
     Attributes:
         config: the composed configuration.
@@ -62,12 +64,13 @@ class LocalPPOTrainer:
         train_dataset: RLHFDataset | Sequence[Mapping[str, Any]] | str | Path | None = None,
         reward_fn: Callable | None = None,
         overrides: Sequence[str] = (),
+        device_mesh: DeviceMesh | None = None,
     ):
         import rich
 
         console = rich.get_console()
         short = read_short_file(config_path) if config_path is not None else {}
-        composed = _compose(short, train_dataset, reward_fn, overrides)
+        composed = _compose(short, train_dataset, reward_fn, overrides, device_mesh)
         for note in composed.notes:
             console.print(note, markup=False, soft_wrap=True)
         run = _hand_over(check(composed.config, composed.faults), train_dataset, reward_fn)
@@ -148,8 +151,16 @@ class GivenReward(RewardDescription):
         return RewardFunction.wrap(self._function)  # type: ignore[attr-defined]
 
 
-def _compose(short: Mapping[str, Any], train_dataset: Any, reward_fn: Any, overrides: Sequence[str]) -> Composed:
+def _compose(
+    short: Mapping[str, Any],
+    train_dataset: Any,
+    reward_fn: Any,
+    overrides: Sequence[str],
+    device_mesh: DeviceMesh | None,
+) -> Composed:
     replacements, notes = {}, []
+    if device_mesh is not None:
+        replacements["trainer.placement"] = as_plain(device_mesh)
     if isinstance(train_dataset, (str, Path)):
         replacements["data"] = {"_target_": _path_of(PromptFiles), "train_files": [str(train_dataset)]}
     elif train_dataset is not None:
