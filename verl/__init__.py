@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "DataPipeline",
+    "DeviceMesh",
     "HybridActor",
     "RLTrainer",
     "Trainer",
@@ -29,6 +30,7 @@ __all__ = [
 
 _HOMES = {
     "DataPipeline": "verl.trainer.pipeline",
+    "DeviceMesh": "verl.cluster.mesh",
     "HybridActor": "verl.hybrid.actor",
     "RLTrainer": "verl.trainer.pipeline",
     "Trainer": "verl.trainer.library",

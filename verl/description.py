@@ -113,8 +113,10 @@ def _as_declared(value: Any, annotation: Any) -> Any:
         convertible = isinstance(value, (list, tuple)) if kind is tuple else isinstance(value, list) and kind is list
         if convertible and _fits(kind(value), choice):
             return kind(map(_as_declared, value, _item_types(choice, len(value))))
-        if kind is dict and isinstance(value, dict) and _fits(value, choice):
-            return {key: _as_declared(item, typing.get_args(choice)[1]) for key, item in value.items()}
+        if kind is dict and isinstance(value, dict):
+            declared = {key: _as_declared(item, typing.get_args(choice)[1]) for key, item in value.items()}
+            if _fits(declared, choice):
+                return declared
     return value
 
 

@@ -16,7 +16,7 @@ from verl.compose.paths import conf_dir, group_options
 from verl.compose.schema import root_keys
 
 SFT_ONLY = {"data=arithmetic_sft", "data=sft_files", "trainer=sft", "experiment=arithmetic_sft"}
-PPO_ONLY = {"data=arithmetic", "data=files", "trainer=local", "trainer=ray"}
+PPO_ONLY = {"data=arithmetic", "data=files", "trainer=local", "trainer=ray", "trainer=mesh"}
 PPO_ONLY |= {"experiment=arithmetic_ppo", "experiment=arithmetic_grpo", "experiment=gsm8k_qwen2_0_5b"}
 OPTIONS = [f"{group}={option}" for group, options in group_options(conf_dir()).items() for option in options]
 NEEDED = {  # what an option leaves to the user
@@ -107,7 +107,7 @@ def test_options_state_every_field_of_their_components():
             visit(item, f"{path}.{key}" if path else key)
 
     algorithms = [("ppo", [f"algorithm={name}"]) for name in group_options(conf_dir())["algorithm"]]
-    trainers = [("ppo", ["trainer=ray"])]
+    trainers = [("ppo", [f"trainer={name}"]) for name in ("ray", "mesh")]
     for root, overrides in (("ppo", []), *trainers, *algorithms, ("sft", [])):
         visit(OmegaConf.to_container(compose_root(root, overrides), resolve=True), "")
 

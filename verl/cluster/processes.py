@@ -63,6 +63,9 @@ class Processes:
         parts: of each process, which share of the rows it works on: 0, 1, ... in the order of the ranks. Processes that
             work on one share together give the same answer, and that of the first one counts. By default each has its
             own.
+        num_threads: that torch may use in each.
+        devices: of each, `cuda:N` or `cpu:N`, the N-th core that this process may use; None numbers the GPUs by rank.
+        name: of a directory for the logs, where there are several groups of processes.
     Raises:
         WorkerError: a worker could not build its roles.
         WorkerDied: a worker ended while it was starting.
@@ -77,6 +80,8 @@ class Processes:
         world_size: int,
         num_threads: int,
         parts: Sequence[int] | None = None,
+        devices: Sequence[str] | None = None,
+        name: str = "",
     ):
         self.world_size = world_size
         self._parts = tuple(range(world_size)) if parts is None else tuple(parts)
@@ -89,7 +94,9 @@ class Processes:
         self._failure: VerlError | None = None
         self._outbox: SimpleQueue[list[bytes] | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send_calls, daemon=True)
-        self._crew = Crew(world_size, num_threads, None if context.run_dir is None else context.run_dir / "workers")
+        self._devices = devices or [_device(context.device, rank) for rank in range(world_size)]
+        logs = None if context.run_dir is None else context.run_dir / "workers" / name
+        self._crew = Crew(world_size, num_threads, logs)
         atexit.register(self.close)
         try:
             self._crew.start()
@@ -131,9 +138,12 @@ class Processes:
         self._pending[READY] = ready
         search_path = tuple(map(os.path.abspath, sys.path))
         for rank, connection in enumerate(self._crew.connections):
-            own = replace(context, rank=rank, world_size=self.world_size, device=_device(context.device, rank))
+            kind, _, number = self._devices[rank].partition(":")
+            core = int(number) if kind == "cpu" and number else None
+            device = "cpu" if kind == "cpu" else self._devices[rank]
+            own = replace(context, rank=rank, world_size=self.world_size, device=device)
             payload = pickle.dumps((host, replace(own, tokenizer=None)))
-            _quietly_send(connection, pickle.dumps(Start(search_path, payload, self._crew.num_threads)))
+            _quietly_send(connection, pickle.dumps(Start(search_path, payload, self._crew.num_threads, core)))
             threading.Thread(target=self._listen, args=(rank, connection), daemon=True).start()
         self._sender.start()
         ready.future.result()  # however long the weights take: a worker's end would be noticed

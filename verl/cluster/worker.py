@@ -28,11 +28,13 @@ class Start:
         sys_path: the driver's, so that user code that can be imported there can be imported here.
         payload: pickled (host description, build context); opened after `sys_path` is in place.
         num_threads: that torch may use.
+        core: keep to this one of the cores that the process may use; None for any.
     """
 
     sys_path: tuple[str, ...]
     payload: bytes
     num_threads: int
+    core: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ def _pickled(answer: Answer) -> bytes:
 
 def _build(start: Start) -> Any:
     sys.path[:] = [*start.sys_path, *(path for path in sys.path if path not in start.sys_path)]
+    if start.core is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[start.core]})
     import torch
 
     torch.set_num_threads(start.num_threads)

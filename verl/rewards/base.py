@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,7 +37,13 @@ class Rating:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardDescription(Description):
-    """Base of what `reward` may be: builds a `Reward`, or is one."""
+    """Base of what `reward` may be: builds a `Reward`, or is one.
+
+    Attributes:
+        is_model: it can live as a role `rm` of its own.
+    """
+
+    is_model: ClassVar[bool] = False
 
 
 class Reward:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -25,7 +25,9 @@ from verl.rewards.running_norm import RunningNorm
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(RewardDescription):
-    """What a reward model says of the prompt with its response. It lives in the trainer's process, on its device.
+    """What a reward model says of the prompt with its response.
+
+    It lives in the trainer's process, or where `trainer.placement` puts the role `rm`.
 
     Args:
         model: a sequence-classification model, its dtype and its tokenizer.
@@ -48,6 +50,7 @@ class RewardModel(RewardDescription):
     truncation: Literal["error", "left"] = "error"
     micro_batch_tokens: int = 16384
     normalize: Literal["none", "running"] = "none"
+    is_model: ClassVar[bool] = True
 
     def faults(self) -> Iterator[str]:
         if (fault := self.model.classifier_fault()) is not None:
@@ -75,17 +78,14 @@ class RewardModel(RewardDescription):
         return ModelReward(model, reader, self.micro_batch_tokens, normalize=self.normalize == "running")
 
 
-class ModelReward(Reward):
-    """The running form of `RewardModel`, of any module that returns `scores` [B] for `input_ids`, `attention_mask`.
+class NormalisedReward(Reward):
+    """Base of rewards by a model, wherever it runs: its scores, normalised by those of training so far or as they are.
 
     Attributes:
         norm: what the scores are normalised by, or None.
     """
 
-    def __init__(self, model: torch.nn.Module, reader: Reader, micro_batch_tokens: int, *, normalize: bool = False):
-        self.model: torch.nn.Module | None = model.eval().requires_grad_(False)
-        self.reader, self.micro_batch_tokens = reader, micro_batch_tokens
-        self.device = next(model.parameters()).device
+    def __init__(self, normalize: bool):
         self.norm = RunningNorm() if normalize else None
         self._learns = True
 
@@ -93,34 +93,18 @@ class ModelReward(Reward):
     def producer(self) -> Callable:
         return self.rate_batch
 
-    def rate_batch(self, batch: DataProto) -> Rating:
-        """Score every row; `parts` has `raw` where scores are normalised and `truncated` where rows may be cut."""
-        prompts, responses, _ = texts_of(batch)
-        if not len(batch):
-            return Rating(np.zeros(0))
-        reading = self.reader(batch, self.producer)
-        scores = checked_scores(self._scores(reading), prompts, responses, self.producer)
-        parts = {"truncated": reading.was_cut.astype(float)} if self.reader.truncation == "left" else {}
-        if self.norm is None:
-            return Rating(scores, parts)
-        if self._learns:
-            self.norm.update(scores)
-        return Rating(self.norm(scores), {"raw": scores, **parts})
+    def raw(self, batch: DataProto) -> Rating:
+        """What the model says, with `truncated` where rows may be cut."""
+        raise NotImplementedError
 
-    @torch.no_grad()
-    def _scores(self, reading: Reading) -> Tensor:
-        """[B] float64, in the order of the rows; micro-batches are cut over rows sorted by length."""
-        assert self.model is not None, "the reward is closed"
-        scores = torch.empty(len(reading.ids), dtype=torch.float64)
-        for rows in micro_batches([len(ids) for ids in reading.ids], self.micro_batch_tokens):
-            chosen = rows.tolist()
-            inputs = {"input_ids": _padded([reading.ids[row] for row in chosen])}
-            inputs["attention_mask"] = _padded([[1] * len(reading.ids[row]) for row in chosen])
-            if reading.types is not None:
-                inputs["token_type_ids"] = _padded([reading.types[row] for row in chosen])
-            inputs = {name: x.to(self.device) for name, x in inputs.items()}
-            scores[rows] = self.model(**inputs).scores.double().cpu()
-        return scores
+    def rate_batch(self, batch: DataProto) -> Rating:
+        """Score every row; `parts` has `raw` where scores are normalised."""
+        rating = self.raw(batch)
+        if self.norm is None or not len(batch):
+            return rating
+        if self._learns:
+            self.norm.update(rating.scores)
+        return Rating(self.norm(rating.scores), {"raw": rating.scores, **rating.parts})
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
@@ -140,6 +124,40 @@ class ModelReward(Reward):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.norm is not None and state:
             self.norm.load_state_dict(state)
+
+
+class ModelReward(NormalisedReward):
+    """The running form of `RewardModel`, of any module that returns `scores` [B] for `input_ids`, `attention_mask`."""
+
+    def __init__(self, model: torch.nn.Module, reader: Reader, micro_batch_tokens: int, *, normalize: bool = False):
+        super().__init__(normalize)
+        self.model: torch.nn.Module | None = model.eval().requires_grad_(False)
+        self.reader, self.micro_batch_tokens = reader, micro_batch_tokens
+        self.device = next(model.parameters()).device
+
+    def raw(self, batch: DataProto) -> Rating:
+        prompts, responses, _ = texts_of(batch)
+        if not len(batch):
+            return Rating(np.zeros(0))
+        reading = self.reader(batch, self.producer)
+        scores = checked_scores(self._scores(reading), prompts, responses, self.producer)
+        parts = {"truncated": reading.was_cut.astype(float)} if self.reader.truncation == "left" else {}
+        return Rating(scores, parts)
+
+    @torch.no_grad()
+    def _scores(self, reading: Reading) -> Tensor:
+        """[B] float64, in the order of the rows; micro-batches are cut over rows sorted by length."""
+        assert self.model is not None, "the reward is closed"
+        scores = torch.empty(len(reading.ids), dtype=torch.float64)
+        for rows in micro_batches([len(ids) for ids in reading.ids], self.micro_batch_tokens):
+            chosen = rows.tolist()
+            inputs = {"input_ids": _padded([reading.ids[row] for row in chosen])}
+            inputs["attention_mask"] = _padded([[1] * len(reading.ids[row]) for row in chosen])
+            if reading.types is not None:
+                inputs["token_type_ids"] = _padded([reading.types[row] for row in chosen])
+            inputs = {name: x.to(self.device) for name, x in inputs.items()}
+            scores[rows] = self.model(**inputs).scores.double().cpu()
+        return scores
 
     def close(self) -> None:
         """Let go of the weights."""

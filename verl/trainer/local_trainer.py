@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.cluster.mesh import DeviceMesh
 from verl.compose.check import check
 from verl.compose.short_file import Composed, compose_over_default, read_short_file
 from verl.compose.show import show
@@ -36,6 +37,7 @@ class LocalPPOTrainer(TrainerFace):
             with a `prompt`), or the path of a parquet or JSONL file. `data.eval_files` still names what to evaluate on.
         reward_fn: a function of prompts and responses, in place of the configured reward; see `RewardFunction`.
         overrides: laid over the file, as on the command line.
+        device_mesh: which roles live on which devices of this machine, in place of the configured placement.
 
     Attributes:
         config: the composed configuration.
@@ -52,13 +54,14 @@ class LocalPPOTrainer(TrainerFace):
         train_dataset: RLHFDataset | Sequence[Mapping[str, Any]] | str | Path | None = None,
         reward_fn: Callable | None = None,
         overrides: Sequence[str] = (),
+        device_mesh: DeviceMesh | None = None,
     ):
         import rich
 
         console = rich.get_console()
         short = read_short_file(config_path) if config_path is not None else {}
         given = _given(train_dataset, reward_fn)
-        composed = _compose(short, given, overrides)
+        composed = _compose(short, given, overrides, device_mesh)
         for note in composed.notes:
             console.print(note, markup=False, soft_wrap=True)
         run = hand_over(check(composed.config, composed.faults), carried_in(given))
@@ -79,13 +82,21 @@ def _given(train_dataset: Any, reward_fn: Callable | None) -> dict[str, Descript
     return given
 
 
-def _compose(short: Mapping[str, Any], given: Mapping[str, Description], overrides: Sequence[str]) -> Composed:
+def _compose(
+    short: Mapping[str, Any],
+    given: Mapping[str, Description],
+    overrides: Sequence[str],
+    device_mesh: DeviceMesh | None,
+) -> Composed:
     notes: list[str] = []
     if "data" in given:
         short, notes = without_data_files(short)
         if not any(option.startswith("data=") for option in overrides):
             overrides = ["data=files", *overrides]  # not the lengths that suit the embedded example
-    composed = compose_over_default("ppo", short, overrides, {key: as_plain(item) for key, item in given.items()})
+    replacements = {key: as_plain(item) for key, item in given.items()}
+    if device_mesh is not None:
+        replacements["trainer.placement"] = as_plain(device_mesh)
+    composed = compose_over_default("ppo", short, overrides, replacements)
     composed.notes = [*notes, *composed.notes]
     return composed
 

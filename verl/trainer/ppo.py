@@ -54,6 +54,7 @@ from verl.workers.actor import Actor
 from verl.workers.critic import Critic
 from verl.workers.hosts import RLHost, with_tokenizer
 from verl.workers.reference import Reference
+from verl.workers.reward import RewardElsewhere
 from verl.workers.state import RoleState
 
 _log = logging.getLogger(__name__)
@@ -130,8 +131,15 @@ class PPORun(Description):
             "actor": True,
             "critic": self.critic is not None and self.algorithm.needs_values,
             "reference": self.reference is not None and self.algorithm.needs_reference,
+            "rm": self.reward.is_model,
         }
         return tuple(role for role, is_needed in wanted.items() if is_needed)
+
+    @property
+    def reward_as_role(self) -> Any:
+        """The reward, if it is a role of its own; None where the driver has it."""
+        placement = self.trainer.placement
+        return self.reward if placement is not None and self.reward.is_model and placement.holds_reward() else None
 
     def _context_faults(self) -> Iterator[str]:
         prompt, response = getattr(self.data, "max_prompt_length", None), self.rollout.max_new_tokens
@@ -185,8 +193,9 @@ class PPOTrainer:
             self.train_data, self.eval_data = splits.train, splits.eval
             self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
             self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
-            with faults_below("reward"):
-                self.reward = run.reward.build(context)
+            if run.reward_as_role is None:
+                with faults_below("reward"):
+                    self.reward = run.reward.build(context)
             self.tracker = run.tracker.build(context)
             self.stages = Stages(self.tracker)
             self.saving = prepare_saving(
@@ -235,11 +244,14 @@ class PPOTrainer:
             sharding=run.sharding,
             total_updates=self.num_steps * run.updates_per_step,
             restore=restore_of(self.saving),
+            reward=run.reward_as_role,
         )
         self._cluster = start_cluster(host, run.sharding, run.trainer, context, run.trainer.placement)
         roles = role_handles(self._cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
         self.ahead = RolloutAhead(self.actor) if run.trainer.rollout_ahead else None
+        if run.reward_as_role is not None:
+            self.reward = RewardElsewhere(roles["rm"], run.reward_as_role)
 
     def _go_on_from(self, point: ResumePoint) -> None:
         """Take over what the roles do not hold: the place in the data, KL control, statistics of rewards."""

@@ -9,12 +9,14 @@ from typing import Any
 from verl.algorithms.algorithm import Algorithm
 from verl.description import BuildContext, Description
 from verl.engines.sharding import Parallel, Sharding
+from verl.rewards.model import RewardModel
 from verl.rollout.base import Rollout
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor, ActorWorker
 from verl.workers.critic import Critic, CriticWorker
 from verl.workers.learner import Learner
 from verl.workers.reference import Reference, ReferenceWorker
+from verl.workers.reward import RewardWorker
 from verl.workers.state import Restore
 from verl.workers.training import TrainedRole
 
@@ -50,6 +52,7 @@ class RLHost(Description):
     Args:
         total_updates: optimizer steps of the whole run, for the schedules of the learning rates.
         restore: the checkpoint that actor and critic go on from.
+        reward: a reward that is a model, to live here as the role `rm`; None where the driver has it.
         chosen: the roles that live here; None for all.
     """
 
@@ -61,6 +64,7 @@ class RLHost(Description):
     sharding: Sharding
     total_updates: int
     restore: Restore | None = None
+    reward: RewardModel | None = None
     chosen: tuple[str, ...] | None = None
 
     def worker_types(self) -> dict[str, type]:
@@ -70,6 +74,8 @@ class RLHost(Description):
             types["critic"] = CriticWorker
         if self.reference is not None:
             types["reference"] = ReferenceWorker
+        if self.reward is not None:
+            types["rm"] = RewardWorker
         return {role: kind for role, kind in types.items() if self.chosen is None or role in self.chosen}
 
     def only(self, roles: Collection[str], sharding: Sharding) -> RLHost:
@@ -102,6 +108,8 @@ class RLHost(Description):
             host.workers["reference"] = self.reference.start(
                 context, host.parallel, self.actor, actor, self.rollout.temperature
             )
+        if self.reward is not None and "rm" in wanted:
+            host.workers["rm"] = RewardWorker.start(self.reward, context)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,56 @@
+"""A reward that is a model, as a role: rated where it lives, normalised in the driver, which sees all rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.description import BuildContext
+from verl.dispatch import by_rows
+from verl.protocol import DataProto
+from verl.rewards.base import Rating, Reward
+from verl.rewards.model import NormalisedReward, RewardModel
+
+PART = "part/"
+
+
+class RewardWorker:
+    """The running role `rm`."""
+
+    def __init__(self, reward: Reward):
+        self.reward = reward
+
+    @classmethod
+    def start(cls, described: RewardModel, context: BuildContext) -> RewardWorker:
+        """Load the model. What it says is normalised by the driver, so that a share of the rows is enough here."""
+        return cls(replace(described, normalize="none").build(context))
+
+    @by_rows
+    def rate(self, batch: DataProto) -> DataProto:
+        """`rating` [B] float64 of the responses, and each part of it."""
+        rating = self.reward.rate_batch(batch)
+        parts = {f"{PART}{name}": torch.as_tensor(values) for name, values in rating.parts.items()}
+        return DataProto.from_dict({"rating": torch.from_numpy(np.ascontiguousarray(rating.scores)), **parts})
+
+
+class RewardElsewhere(NormalisedReward):
+    """The driver's side of the role `rm`.
+
+    Args:
+        role: its handle.
+        described: the reward that lives there.
+    """
+
+    def __init__(self, role: Any, described: RewardModel):
+        super().__init__(described.normalize == "running")
+        self.role = role
+
+    def raw(self, batch: DataProto) -> Rating:
+        if not len(batch):
+            return Rating(np.zeros(0))
+        answer = self.role.rate(batch).result()
+        parts = {name.removeprefix(PART): x.numpy() for name, x in answer.batch.items() if name.startswith(PART)}
+        return Rating(answer["rating"].numpy(), parts)
