@@ -62,6 +62,7 @@ class Group:
     num_threads: int
     strategy: str
     call_timeout_s: float
+    parts: tuple[int, ...]
 
 
 @dataclass
@@ -75,10 +76,11 @@ class _Pending:
     dispatch: Dispatch
     refs: list[Any]
 
-    def result(self, answers: list[Any]) -> Any:
-        """The answers of all ranks as the one that the caller waits for."""
+    def result(self, answers: list[Any], speakers: Sequence[int]) -> Any:
+        """The answers of all ranks as the one that the caller waits for; `speakers` answer for the shares of rows."""
         if self.dispatch.gathers:
             return answers
+        answers = [answers[rank] for rank in speakers]
         return self.division.join(answers) if self.dispatch.joins and self.division else answers[0]
 
 
@@ -97,6 +99,7 @@ class RayActors:
 
     def __init__(self, session: Session, group: Group, host: HostDescription, context: BuildContext):
         self.world_size, self.step = group.size, None
+        self._speakers = [group.parts.index(part) for part in range(max(group.parts) + 1)]
         self._session, self._group, self._types = session, group, host.worker_types()
         self._lock = threading.Lock()
         self._failure: VerlError | None = None
@@ -119,15 +122,16 @@ class RayActors:
     def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
         """Send a call to every actor. Its future fails with a WorkerError; after `close`, with a VerlError."""
         dispatch = dispatch_of(self._types[role], method)
-        divides = dispatch.divides and self.world_size > 1
-        division = Division(args[0], self.world_size) if divides else None
+        divides = dispatch.divides and len(self._speakers) > 1
+        division = Division(args[0], len(self._speakers)) if divides else None
         future: Future[Any] = Future()
         with self._lock:
             if self._failure is not None:
                 future.set_exception(self._failure)
                 return future
             if division is not None:
-                sent = [ray.put(tuple(wrap((part, *args[1:])))) for part in division.divide(args[0])]
+                shares = [ray.put(tuple(wrap((part, *args[1:])))) for part in division.divide(args[0])]
+                sent = [shares[part] for part in self._group.parts]
             else:
                 sent = [ray.put(tuple(wrap(args)))] * self.world_size
             refs = [actor.call.remote(role, method, share) for actor, share in zip(self._actors, sent, strict=True)]
@@ -204,7 +208,7 @@ class RayActors:
         while (pending := self._inbox.get()) is not None:
             try:
                 answers = self._answers(pending.name, pending.step, pending.refs, self._group.call_timeout_s)
-                result = pending.result(answers)
+                result = pending.result(answers, self._speakers)
             except WorkerError as failure:
                 self._fail(failure)
             except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future

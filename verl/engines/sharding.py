@@ -101,6 +101,10 @@ class FSDP(_Processes):
         """Replicas, shards of each, tensor-parallel siblings of each."""
         return 1, world_size, 1
 
+    def parameter_shards(self, world_size: int) -> int:
+        _, shards, siblings = self.sizes(world_size)
+        return shards * siblings
+
     def _parallel(self, context: BuildContext, sizes: tuple[int, int, int]) -> Parallel:
         from verl.engines.sharded import ShardedParallel
 
@@ -157,6 +161,9 @@ class TP(_Processes):
 
         fault = heads_fault(heads, kv_heads, self.tensor_parallel or world_size)
         return None if fault is None else f"tensor_parallel {fault}"
+
+    def parameter_shards(self, world_size: int) -> int:
+        return self.tensor_parallel or world_size
 
     def parts(self, world_size: int) -> tuple[int, ...]:
         return tuple(rank // (self.tensor_parallel or world_size) for rank in range(world_size))
