@@ -114,6 +114,8 @@ def main() -> None:
     torch.set_num_threads(1)
     cases: dict[str, Any] = {
         "no room": lambda at: refused(dataclasses.replace(OPTIONS, kv_cache_gib=0.0001), at),
+        "little room": lambda at: refused(dataclasses.replace(OPTIONS, kv_cache_gib=0.0002), at),
+        "room": lambda at: refused(dataclasses.replace(OPTIONS, kv_cache_gib=0.0004), at),
         "strange": lambda at: refused(OPTIONS, at, model_type="strange"),
         "lora": lambda at: family("qwen2", at, LoRA(rank=4, alpha=8.0)),
     }
