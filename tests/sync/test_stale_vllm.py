@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -31,7 +31,8 @@ class Forgetful(VLLMRollout):
     """vLLM, to which only the first syncs are sent: the one before the first step, and that after it."""
 
     def attach(self, *args: Any, **kwargs: Any) -> VLLMEngine:
-        return ForgetfulEngine(self, *args, **kwargs)
+        known = VLLMRollout(**{field.name: getattr(self, field.name) for field in fields(self)})  # to the child too
+        return ForgetfulEngine(known, *args, **kwargs)
 
 
 class ForgetfulEngine(VLLMEngine):

@@ -153,10 +153,10 @@ def _pieces(layer: Any, kinds: set[str]) -> list[tuple[int, int, int]]:
             (layer.total_num_kv_heads * layer.head_size, layer.num_kv_heads * layer.head_size, kv_part),
             (layer.total_num_kv_heads * value_size, layer.num_kv_heads * value_size, kv_part),
         ]
+    sizes = getattr(layer, "output_sizes", None) or [layer.output_size]
     if "ColumnParallelLinear" in kinds:
-        sizes = getattr(layer, "output_sizes", None) or [layer.output_size]
         return [(size, size // layer.tp_size, layer.tp_rank) for size in sizes]
-    return [(layer.output_size, layer.output_size, 0)]
+    return [(size, size, 0) for size in sizes]
 
 
 def kinds_of(module: nn.Module) -> set[str]:
