@@ -68,7 +68,8 @@ class ServerSampler(RolloutEngine):
         autocast: Autocast,
     ):
         self.options, self.parts, self.wish, self.model = options, parts, wish, model
-        self.seed, self.autocast, self.pad_id = seed, autocast, tokenizer.pad_token_id
+        self.seed, self.pad_id = seed, tokenizer.pad_token_id
+        self.autocast: Autocast = autocast
         self._before: np.ndarray | None = None  # the trainer's log-probs of the probe at the last sync
 
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
