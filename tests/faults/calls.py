@@ -12,6 +12,7 @@ import os
 import shutil
 import struct
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +60,13 @@ def build(directory: Path) -> Path:
     options = ["-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden", "-shared"]
     subprocess.run(["cc", *options, "-o", str(target), *map(str, sorted(SOURCES.glob("*.c"))), "-lpthread"], check=True)
     return target
+
+
+def refusal(library: Path) -> str | None:
+    """Why the kernel does not let a process interpose itself, as some sandboxes do not, or None where it does."""
+    code = "from faults.calls import *; Interposer().arm(Path('/nowhere'), Strike()); open(os.devnull, 'w').close()"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(library), capture_output=True, text=True)
+    return done.stderr[-300:] or f"ended with {done.returncode}" if done.returncode else None
 
 
 def environment(library: Path) -> dict[str, str]:

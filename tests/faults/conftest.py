@@ -1,10 +1,12 @@
-"""The server that starts trainers; and after the tests the number of faults that were tried, and what of them."""
+"""The server that starts trainers, what stands under file calls, and after the tests the number of faults tried."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from faults.calls import build, refusal, why_not
 from faults.fork_server import ForkServer
 
 
@@ -13,6 +15,17 @@ def server() -> Iterator[ForkServer]:
     """Starts trainers; one for all tests of the group `fork server`."""
     with ForkServer() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What stands between a process and its system calls."""
+    if reason := why_not():
+        pytest.skip(reason)
+    built = build(tmp_path_factory.mktemp("interposer"))
+    if reason := refusal(built):
+        pytest.skip(f"system calls cannot be interposed here: {reason}")
+    return built
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

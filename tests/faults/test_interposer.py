@@ -8,11 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from faults.calls import Strike, build, environment, recorded, why_not
+from faults.calls import Strike, environment, recorded
 from faults.power_cut import Trace, fingerprint, snapshot
 from faults.scenarios import fast_directory
-
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 PROGRAM = """
 import json, os, sys
@@ -57,11 +55,6 @@ except OSError as raised:
 print(json.dumps([interposer.disarm(), error]))
 """
 NUM_CALLS = 26
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("interposer"))
 
 
 def run(library, base, log, strike=Strike()):  # noqa: B008

@@ -12,23 +12,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults.calls import build, environment, why_not
+from faults.calls import environment
 from faults.peers.outcomes import OUTCOMES
 from faults.peers.tools import DistributedCheckpoint, Ours, TorchSave, TorchSaveLatest
 from faults.peers.training import Gate, Training
-
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = {"kill", "error", "short write"}
 POWER = {f"power cut {model}, {moment}" for model in ("posix", "journal") for moment in ("during it", "after the save")}
 
 
-def campaign(directory, *arguments):
+def campaign(library, *arguments):
     """The rows that a campaign prints."""
     command = [sys.executable, "-m", "faults.peers.campaign", *arguments]
-    env = environment(build(directory))
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(library), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -56,7 +53,7 @@ def test_without_a_fault_every_tool_goes_on_with_every_bit(tool, tmp_path):
     assert tool.resume(tmp_path) == live.resumed()
 
 
-def test_some_faults_leave_ours_whole_and_every_peer_classified(record_property):
+def test_some_faults_leave_ours_whole_and_every_peer_classified(library, record_property):
     done = subprocess.run([sys.executable, ROOT / "benchmarks/checkpoint_faults.py", "--small"], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     result = json.loads(done.stdout)
@@ -76,8 +73,8 @@ def test_the_table_in_the_documents_is_what_was_measured():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tool", ["verl", "verl-2", "trainer-2", "torch-2", "torch-synced", "dcp-2"])
-def test_every_fault_leaves_ours_whole_and_every_peer_classified(tool, tmp_path, record_property):
-    (row,) = campaign(tmp_path, "--tools", tool, "--cuts", "400")
+def test_every_fault_leaves_ours_whole_and_every_peer_classified(tool, library, record_property):
+    (row,) = campaign(library, "--tools", tool, "--cuts", "400")
     calls, writes = row["calls"], row["writes"]
     strikes = {"kill": 2 * calls + writes, "error": 4 * calls, "short write": writes}
     check_cases(row, strikes, 400)
