@@ -138,7 +138,7 @@ def sharding_faults(sharding: Sharding, settings: LoopSettings, models: Mapping[
     count = settings.n_gpus_per_node * settings.nnodes
     if count > 1 and not sharding.needs_processes:
         return [
-            f"trainer.n_gpus_per_node is {count}: sharding=none runs in one process. Set it to 1, or sharding=ddp or fsdp."
+            f"trainer.n_gpus_per_node is {count}: sharding=none runs in one process. Set it to 1, or sharding=fsdp."
         ]
     if sharding.needs_processes and settings.profile is not None:
         return ["trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set sharding=none."]
