@@ -37,6 +37,7 @@ from verl.errors import (
     VerlError,
     WorkerDied,
     WorkerError,
+    WorkerHung,
 )
 
 
@@ -61,6 +62,7 @@ class Outer(Description):
     betas: tuple[float, float] = (0.9, 0.999)
     targets: tuple[str, ...] = ()
     weights: dict[str, float] = dataclasses.field(default_factory=dict)
+    groups: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     items: list[int] = dataclasses.field(default_factory=list)
     place: Path | None = None
     anything: Any = None
@@ -120,7 +122,8 @@ def test_all_faults_of_value_are_told_at_once_and_only_where_the_types_are_right
 
 
 def test_a_list_from_yaml_becomes_the_declared_tuple():
-    made = Outer(betas=[0, 1], targets=["q", "v"])
+    made = Outer(betas=[0, 1], targets=["q", "v"], groups={"main": ["a"]})
+    assert made.groups == {"main": ("a",)}
     assert made.betas == (0.0, 1.0)
     assert made.targets == ("q", "v")
     assert all(isinstance(beta, float) for beta in made.betas)
@@ -220,6 +223,7 @@ EXAMPLES = [
     NonFiniteRewardError("the reward is nan", [2]),
     WorkerError(1, "actor.update", 7, "Traceback ...\n"),
     WorkerDied(0, "critic.values", None, "exit status -9"),
+    WorkerHung(0, "actor.update", 3, "no answer within 60 s"),
     *(
         kind(Path("global_step_7"), [FileFault("actor/model.safetensors", "it is missing", ("actor/w",))])
         for kind in (BadCheckpoint, CheckpointIncomplete, CheckpointCorrupt, CheckpointTooNew)

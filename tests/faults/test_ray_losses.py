@@ -9,8 +9,9 @@ import signal
 
 import pytest
 from cluster.ray_here import all_gone, placed, ray_here  # noqa: F401 - a fixture
+from equivalence.test_ray import numbers
 from trainer.runs import PPO
-from trainer.saved_runs import course, digest, fit, numbers
+from trainer.saved_runs import course, digest, fit
 
 from verl.cluster.ray import RayActors
 from verl.errors import WorkerDied

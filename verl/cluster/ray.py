@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, ObjectStoreFullError, RayActorError, RayError
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -125,21 +125,29 @@ class RayActors:
         dispatch = dispatch_of(self._types[role], method)
         divides = dispatch.divides and len(self._speakers) > 1
         division = Division(args[0], len(self._speakers)) if divides else None
-        future: Future[Any] = Future()
+        name, future = f"{role}.{method}", Future()
         with self._lock:
             if self._failure is not None:
                 future.set_exception(self._failure)
                 return future
-            if division is not None:
-                shares = [ray.put(tuple(wrap((part, *args[1:])))) for part in division.divide(args[0])]
-                sent = [shares[part] for part in self._group.parts]
-            else:
-                sent = [ray.put(tuple(wrap(args)))] * self.world_size
-            refs = [actor.call.remote(role, method, share) for actor, share in zip(self._actors, sent, strict=True)]
-            pending = _Pending(f"{role}.{method}", self.step, future, division, dispatch, refs)
+            try:
+                refs = self._send(role, method, args, division)
+            except (RayError, OSError, ValueError) as error:
+                future.set_exception(_refusal(error, name, self.step))
+                return future
+            pending = _Pending(name, self.step, future, division, dispatch, refs)
             self._pending.append(pending)
             self._inbox.put(pending)
         return future
+
+    def _send(self, role: str, method: str, args: tuple[Any, ...], division: Division | None) -> list[Any]:
+        """Put each share, or what all are to have, into the object store once, and call every actor with it."""
+        if division is None:
+            sent = [ray.put(tuple(wrap(args)))] * self.world_size
+        else:
+            shares = [ray.put(tuple(wrap((part, *args[1:])))) for part in division.divide(args[0])]
+            sent = [shares[part] for part in self._group.parts]
+        return [actor.call.remote(role, method, share) for actor, share in zip(self._actors, sent, strict=True)]
 
     def close(self) -> None:
         """End the actors, asked first unless they are at work. Leaves nothing running; may be called again."""
@@ -337,6 +345,16 @@ def _refuse_mixed(versions: list[dict[str, str]]) -> None:
                     f"trainer.placement.address: rank {rank} runs on a machine with {name} {version}, rank 0 on one "
                     f"with {versions[0][name]}. Install the same set everywhere."
                 )
+
+
+def _refusal(error: Exception, name: str, step: int | None) -> VerlError:
+    """Why Ray does not take a call."""
+    if isinstance(error, ObjectStoreFullError):
+        return VerlError(
+            f"{name}: Ray's object store has no room for the batch. Set trainer.placement.object_store_mib higher "
+            "(of a cluster that was there before: `ray start --object-store-memory`), or a smaller batch."
+        )
+    return WorkerDied(0, name, step, f"Ray does not take the call ({type(error).__name__}: {error})")
 
 
 def _ending(error: RayActorError) -> str:

@@ -49,7 +49,7 @@ from verl.trainer.resume import ResumePoint
 from verl.trainer.settings import PPOSettings
 from verl.trainer.setup import ProcessState, prepare_context, prepare_saving, restore_of, sharding_faults, start_cluster
 from verl.trainer.stages import Stages
-from verl.utils.seeding import derive_seed
+from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor
 from verl.workers.critic import Critic
 from verl.workers.hosts import RLHost, with_tokenizer
@@ -205,6 +205,7 @@ class PPOTrainer:
             self.kl = run.algorithm.kl.build(context)
             self._tell_budget(run, context)
             self._start_roles(run, context)
+            seed_everything(derive_seed(self.settings.seed, "driver"))  # roles that are built here have drawn from it
             if self.saving.resumed is not None:
                 self._go_on_from(self.saving.resumed)
         except BaseException:

@@ -1,0 +1,50 @@
+"""A machine that leaves a Ray cluster, and a cluster that was there before: two raylets on this machine play it."""
+
+from __future__ import annotations
+
+import pytest
+import ray
+from cluster.ray_here import all_gone
+from cluster.toy_roles import ToyHost
+from ray.cluster_utils import Cluster
+
+from verl.cluster.base import role_handles
+from verl.cluster.ray import Group, RayActors
+from verl.cluster.ray_session import Session, Wanted
+from verl.description import BuildContext
+from verl.errors import WorkerDied
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.exhaustive]
+
+
+def start(address: str) -> tuple[RayActors, object]:
+    group = Group("main", 2, 1.0, 0, 1, "STRICT_PACK", 120.0)
+    cluster = RayActors(Session(Wanted(address, 2, 0, None, 60.0)), group, ToyHost(), BuildContext())
+    return cluster, role_handles(cluster, ToyHost())["toy"]
+
+
+def test_a_machine_that_leaves_is_named_and_the_cluster_is_left_as_it_was():
+    memory = {"object_store_memory": 80 * 2**20}
+    machines = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **memory})
+    try:
+        machine = machines.add_node(num_cpus=2, **memory)
+        cluster, toy = start(machines.address)
+        toy.where().result(timeout=60)
+        cluster.step = 5
+        asleep = toy.sleep(600)
+        machines.remove_node(machine)
+        with pytest.raises(WorkerDied, match="its machine left the Ray cluster") as caught:
+            asleep.result(timeout=120)
+        assert (caught.value.call, caught.value.step) == ("toy.sleep", 5)
+        assert all_gone(cluster.pids)
+        cluster.close()
+
+        machines.add_node(num_cpus=2, **memory)
+        cluster, toy = start(machines.address)
+        assert toy.where().result(timeout=60)["rank"] == 0
+        cluster.close()
+        assert all_gone(cluster.pids)
+        assert not ray.is_initialized()
+        assert all(node.any_processes_alive() for node in machines.list_all_nodes())
+    finally:
+        machines.shutdown()
