@@ -191,6 +191,29 @@ def test_an_engine_killed_while_it_draws_is_started_again_and_draws_the_same(eng
     assert agreement(found, ours)[0] >= 0.99
 
 
+def test_what_is_begun_is_drawn_while_the_trainer_changes_its_weights(engines):
+    vllm, prompts, request = engines.vllm, random_prompts(), Request(9, 3)
+    expected = vllm.generate(prompts, request)
+    vllm.begin(prompts, request)
+    shake(engines.model, seed=8)  # the engine has its own weights until the next sync
+    found = vllm.finish()
+    assert agreement(expected, found)[0] == 1
+    vllm.sync()
+    changed, ours = vllm.generate(prompts, request), engines.ours.generate(prompts, request)
+    assert agreement(expected, changed)[0] < 1
+    assert agreement(changed, ours)[0] >= 0.99
+
+
+def test_what_is_begun_is_drawn_again_if_the_engine_dies_of_it(engines, caplog):
+    vllm, prompts, request = engines.vllm, random_prompts(), Request(9, 3)
+    expected = vllm.generate(prompts, request)
+    vllm.begin(prompts, request)
+    os.kill(vllm.process_id, signal.SIGKILL)
+    with caplog.at_level(logging.WARNING):
+        assert agreement(expected, vllm.finish())[0] == 1
+    assert "Another engine is started" in caplog.text
+
+
 def test_an_engine_that_dies_twice_in_a_row_ends_the_run_with_its_last_lines(engines, monkeypatch):
     vllm = engines.vllm
     killed = kill_after_sending(vllm, monkeypatch)

@@ -483,6 +483,8 @@ class PPOTrainer:
         if self.ahead is not None and is_training:
             rows = self.ahead.take(asked, request)
         else:
+            if self.ahead is not None:
+                self.ahead.collect()
             rows = self.actor.generate(asked, request).result()
         tokens = [r[m].tolist() for r, m in zip(rows["responses"], rows["response_mask"], strict=True)]
         texts: Any = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)

@@ -97,6 +97,8 @@ class ActorWorker(TrainedWorker):
     @by_rows_to_one
     def begin_generate(self, prompts: DataProto, request: Request) -> None:
         """Begin to draw responses with the engine's present weights, while this process goes on to other calls."""
+        if self._version_sampled != self.version:
+            self.sync()
         self.sampler.begin(prompts, request)
         self._begun_at = self.version
 

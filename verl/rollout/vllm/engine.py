@@ -55,6 +55,7 @@ class VLLMEngine(RolloutEngine):
         self.stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
         self._is_synced = self._is_asleep = self._has_base = False
         self._adapters, self._chunk_bytes = 0, options.chunk_mib * MIB
+        self._begun: tuple[DataProto, Request, tuple[Any, ...]] | None = None
         self._stream: Stream | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="verl_engine_", dir=_memory_directory()))
         try:
@@ -76,17 +77,47 @@ class VLLMEngine(RolloutEngine):
 
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
+        asked = self._question(prompts, request)
+        drawn = self._outliving_it(lambda: self._call("draw", *asked)) if asked else None
+        return self._rows(prompts, request, drawn)
+
+    def begin(self, prompts: DataProto, request: Request) -> None:
+        """Begin to draw; the engine's weights stay as they are until `finish`."""
+        assert self._begun is None
+        asked = self._question(prompts, request)
+        if asked:
+            self._outliving_it(lambda: self._ask(asked))
+        self._begun = prompts, request, asked
+
+    def finish(self) -> DataProto:
+        """What was begun. If the engine died of it, it is drawn again, from the weights that are there by now."""
+        assert self._begun is not None
+        (prompts, request, asked), self._begun = self._begun, None
+        answers = iter([self._process.answer])  # to the question that was sent; later ones are asked anew
+        drawn = self._outliving_it(lambda: next(answers, lambda: self._call("draw", *asked))()) if asked else None
+        return self._rows(prompts, request, drawn)
+
+    def _question(self, prompts: DataProto, request: Request) -> tuple[Any, ...]:
+        """What the child is asked for; empty where there is nothing to draw."""
         tokens = [row[mask].tolist() for row, mask in zip(*map(prompts.batch.get, ("prompts", "prompt_mask")))]
         self._refuse_too_long(max(map(len, tokens), default=0))
+        drawing = Drawing.of(self.options, request, self.seed, self.stop_ids)
+        ids = prompts.batch["prompt_ids"].tolist()
+        limits = self._limits(ids, request.num_samples)
+        return (drawing, limits, tokens, ids) if limits else ()
+
+    def _ask(self, asked: tuple[Any, ...]) -> None:
+        if not self._is_synced:
+            self._sync()
+        self._process.send("draw", *asked)
+
+    def _rows(self, prompts: DataProto, request: Request, drawn: Any) -> DataProto:
+        """What was drawn as rows; None for no rows."""
         rows, width = len(prompts) * request.num_samples, self.options.max_new_tokens
         responses = torch.full((rows, width), self.pad_id)
         mask = torch.zeros(rows, width, dtype=torch.bool)
         log_probs = torch.zeros(rows, width)
-        if rows:
-            drawing = Drawing.of(self.options, request, self.seed, self.stop_ids)
-            ids = prompts.batch["prompt_ids"].tolist()
-            limits = self._limits(ids, request.num_samples)
-            drawn = self._outliving_it(lambda: self._call("draw", drawing, limits, tokens, ids))
+        if drawn is not None:
             mask = torch.arange(width) < torch.from_numpy(drawn.lengths)[:, None]
             responses[mask] = torch.from_numpy(drawn.tokens)
             log_probs[:, : drawn.log_probs.shape[1]] = drawn.log_probs
@@ -94,11 +125,13 @@ class VLLMEngine(RolloutEngine):
 
     def sync(self) -> Synced:
         """Stream the present weights into the engine."""
+        assert self._begun is None, "weights may not change while responses are drawn"
         return self._outliving_it(self._sync)
 
     def rest(self) -> None:
         """Give the GPU's memory back until the next call; on a CPU there is nothing to do."""
-        if self.setting.is_on_gpu and self.options.sleep and not self._is_asleep and self._process.is_alive():
+        may_sleep = self.setting.is_on_gpu and self.options.sleep and self._begun is None
+        if may_sleep and not self._is_asleep and self._process.is_alive():
             self._process.call("sleep")
             self._is_asleep, self._is_synced, self._has_base = True, False, False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from verl.description import BuildContext
 from verl.models.precision import Autocast
@@ -35,6 +35,8 @@ class VLLMRollout(Rollout):
         chunk_mib: weights travel in two chunks of this size, or of the largest tensor if that is larger.
         start_timeout_s: an engine that is not ready by then counts as dead.
     """
+
+    runs_ahead: ClassVar[bool] = True
 
     kv_cache_gib: float = 1.0
     max_num_seqs: int = 256
