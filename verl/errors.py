@@ -8,6 +8,7 @@ VerlError
 │   └── NonFiniteRewardError (RewardError)    a reward is not a finite number
 ├── WorkerError (RuntimeError)                a role failed in another process; carries that process's traceback
 │   └── WorkerDied                            the process itself is gone
+├── RolloutError (RuntimeError)               an engine that generates failed
 ├── WeightSyncError (RuntimeError)            a rollout engine does not hold the trainer's weights; names the tensors
 └── CheckpointError                           saving or reading a checkpoint
     ├── BadCheckpoint (ValueError)            this one cannot be used; names every file at fault
@@ -107,6 +108,10 @@ class WorkerError(VerlError, RuntimeError):
 
 class WorkerDied(WorkerError):
     """A worker process ended without answering."""
+
+
+class RolloutError(VerlError, RuntimeError):
+    """An engine that generates failed."""
 
 
 class WeightSyncError(VerlError, RuntimeError):

@@ -60,6 +60,7 @@ def test_options_of_further_directories_are_left_to_hydra():
         ("actor_rollout.fsdp_config.sharding_strategy=NO_SHARD", ["sharding=none"]),
         ("actor_rollout.fsdp_config.cpu_offload=false", []),
         ("actor_rollout.use_vllm=False", []),
+        ("use_vllm=true", ["rollout=vllm"]),
         ("trainer.save_freq=-1", ["++checkpoint.save_interval=null"]),
         ("use_critic=false", ["critic=none"]),
         ("use_reference_policy=false", ["reference=none"]),
@@ -96,8 +97,6 @@ def test_two_spellings_that_contradict_each_other_are_a_fault():
     ("given", "needs"),
     [
         ("storage.type=s3", "object storage"),
-        ("actor_rollout.use_vllm=true", "vLLM"),
-        ("rollout=vllm", "vLLM"),
         ("trainer.backend=fsdp", "sharding"),
         ("actor_rollout.fsdp_config.sharding_strategy=FULL_SHARD", "sharding"),
         ("actor_rollout.fsdp_config.cpu_offload=true", "sharding"),

@@ -26,7 +26,7 @@ class CopyRollout(HFRollout):
 
     syncs: int = 1000
 
-    def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Any = None) -> CopySampler:
+    def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Any = None, context: Any = None) -> CopySampler:
         return CopySampler(self, model, tokenizer, seed, autocast)
 
 

@@ -47,7 +47,7 @@ def steps(tmp_path):
 
 def test_an_engine_that_stops_following_stops_the_run(model, tmp_path):
     with pytest.raises(WeightSyncError) as caught:
-        fit(model, tmp_path, syncs=1)
+        fit(model, tmp_path, syncs=2)  # the first comes before the first response
     assert len(steps(tmp_path)) == 1
     assert "model.layers.1.self_attn.q_proj.weight" in caught.value.names
     assert "it is stale: it holds what the sync before brought" in str(caught.value)

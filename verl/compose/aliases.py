@@ -10,7 +10,6 @@ from typing import Any
 
 _STORAGE = "needs object storage, which this version does not have; checkpoints go to a local directory."
 _SHARDINGS = "needs a sharding that this version does not have; it has sharding=none and sharding=ddp."
-_VLLM = "needs the engine vLLM, which this version does not have; rollout=hf generates with the training weights."
 _RAY = "needs Ray, which this version does not have; trainer.n_gpus_per_node counts the processes on this machine."
 
 
@@ -47,7 +46,7 @@ ALIASES: dict[str, Alias] = {
     "actor_rollout_ref.rollout.temperature": Alias(path="rollout.temperature"),
     "critic.model_name_or_path": Alias(path="critic.model.path", option="critic=own_model"),
     "critic.optim.lr": Alias(path="critic.optimizer.lr"),
-    "actor_rollout.use_vllm": Alias(choices={**_OFF}, refusal=_VLLM),
+    "actor_rollout.use_vllm": Alias(choices={**_OFF, "true": "rollout=vllm"}, refusal="takes true or false."),
     "actor_rollout.fsdp_config.sharding_strategy": Alias(choices=_SINGLE, refusal=_SHARDINGS),
     "actor_rollout.fsdp_config.cpu_offload": Alias(choices=_OFF, refusal=_SHARDINGS),
     "trainer.backend": Alias(
@@ -89,12 +88,12 @@ ALIASES: dict[str, Alias] = {
     "reward_model.enable": Alias(choices={**_OFF, "true": "reward=model"}, refusal="takes true or false."),
     "reward_model.model_name_or_path": Alias(path="reward.model.path", option="reward=model"),
     "reward_model.model.path": Alias(path="reward.model.path", option="reward=model"),
-    "use_vllm": Alias(choices=_OFF, refusal=_VLLM),
+    "use_vllm": Alias(choices={**_OFF, "true": "rollout=vllm"}, refusal="takes true or false."),
 }
 
 FILES = {"ppo": "files", "sft": "sft_files"}
 PREFIXES = {"storage.": _STORAGE, "ray.": _RAY}
-OPTIONS = {"rollout=vllm": _VLLM, "sharding=fsdp": _SHARDINGS, "sharding=fsdp2": _SHARDINGS, "trainer=ray": _RAY}
+OPTIONS = {"sharding=fsdp": _SHARDINGS, "sharding=fsdp2": _SHARDINGS, "trainer=ray": _RAY}
 
 
 @dataclass

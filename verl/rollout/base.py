@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl.description import Description
+from verl.description import BuildContext, Description
 from verl.models.precision import Autocast
 from verl.ops.noise import TRAINING
 from verl.protocol import DataProto
+
+ALONE = BuildContext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +53,16 @@ class Rollout(Description):
             limit = self.max_new_tokens
             yield f"min_new_tokens is {self.min_new_tokens}: must lie between 0 and max_new_tokens {limit}."
 
-    def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None) -> RolloutEngine:
-        """The engine, sampling from `model` with noise that derives from `seed`; it computes as `autocast` says."""
+    def attach(
+        self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
+    ) -> RolloutEngine:
+        """The engine, sampling from `model` with noise that derives from `seed`; it computes as `autocast` says.
+
+        Args:
+            context: the process that trains the model.
+        Raises:
+            ConfigError: the engine cannot run this model.
+        """
         raise NotImplementedError
 
 
@@ -89,16 +99,22 @@ class Synced:
 SAME_TENSORS = Synced("one set of weights: nothing to move")
 
 
-class RolloutEngine(Protocol):
-    """An engine needs two things: to generate, and to take new weights."""
+class RolloutEngine:
+    """An engine needs to generate; one that samples from the very tensors that train needs nothing else."""
 
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
         """Rows of responses, `num_samples` for each prompt in the order of the prompts; see `assemble`."""
-        ...
+        raise NotImplementedError
 
     def sync(self) -> Synced:
         """Take over the trainer's weights, and prove it."""
-        ...
+        return SAME_TENSORS
+
+    def rest(self) -> None:
+        """Leave memory to training until the next `generate` or `sync`, where that can be done."""
+
+    def close(self) -> None:
+        """End what the engine has started. May be called again."""
 
 
 def stop_tokens(model: Any, tokenizer: Any, extra: tuple[int, ...]) -> Tensor:

@@ -34,7 +34,10 @@ class Host:
         return getattr(self.workers[role], method)(*args)
 
     def close(self) -> None:
-        """Let go of the models and leave the group of processes."""
+        """Let go of the models, end what they started, and leave the group of processes."""
+        for worker in self.workers.values():
+            if hasattr(worker, "close"):
+                worker.close()
         self.workers.clear()
         self.parallel.close()
 
@@ -69,7 +72,14 @@ class RLHost(Description):
     def build(self, context: BuildContext) -> Host:
         """Load every role. Each is seeded by its own name, so that what one draws never depends on another."""
         host = Host(self.sharding.build(context))
-        context = with_tokenizer(context, self.actor)
+        try:
+            self._start_roles(host, with_tokenizer(context, self.actor))
+        except BaseException:
+            host.close()
+            raise
+        return host
+
+    def _start_roles(self, host: Host, context: BuildContext) -> None:
         seed_everything(derive_seed(context.seed, "actor"))
         actor = self.actor.start(context, host.parallel, self.algorithm, self.rollout, self.total_updates, self.restore)
         host.workers["actor"] = actor
@@ -82,7 +92,6 @@ class RLHost(Description):
             host.workers["reference"] = self.reference.start(
                 context, host.parallel, self.actor, actor, self.rollout.temperature
             )
-        return host
 
 
 @dataclass(frozen=True, kw_only=True)
