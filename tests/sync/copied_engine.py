@@ -21,7 +21,7 @@ class CopyRollout(HFRollout):
     """Samples from a copy.
 
     Args:
-        syncs: how many that change something are carried out; those after do nothing, and say nothing of it.
+        syncs: how many are carried out; those after do nothing, and say nothing of it.
     """
 
     syncs: int = 1000
@@ -41,13 +41,11 @@ class CopySampler(HFSampler):
     def sync(self) -> Synced:
         question = self.prover.question()
         held = dict(self.model.named_parameters())
-        is_new = False
         with torch.no_grad():
             for name, tensor in self.prover.watch(self.prover.model.named_parameters()):
-                is_new |= not torch.equal(held[name], tensor)
                 if self.left > 0:
                     held[name].copy_(tensor)
-        self.left -= is_new
+        self.left -= 1
         return Synced("copied", self.prover.prove(self._answer(question)).metrics)
 
     def _answer(self, question: Question) -> Answer:
