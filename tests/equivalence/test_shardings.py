@@ -33,6 +33,8 @@ SHARDINGS = {
     "tp": TP(tensor_parallel=2),  # and two shares of rows
     "tp_fsdp": TPFSDP(),
 }
+QUICK = ("fsdp", "hsdp", "tp", "tp_fsdp")
+IN_SHORT = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in SHARDINGS]
 # 5, 4 and 1 responses: counts that do not divide, shares without rows
 PROMPTS = [[0, 1, 2, 3, 4], [7, 6, 5, 2], [3]]
 
@@ -57,7 +59,7 @@ def alone(model64, tmp_path_factory):
     return run_course(ppo_run(model64, PPO, group_size=1), PROMPTS, tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("name", SHARDINGS)
+@pytest.mark.parametrize("name", IN_SHORT)
 def test_four_processes_train_as_one_does(name, bench, alone, model64, tmp_path):
     run = ppo_run(model64, PPO, group_size=1, sharding=SHARDINGS[name], n_gpus_per_node=4, micro_batch_tokens=40)
     assert_same(alone, bench.course(run, PROMPTS, tmp_path).result(timeout=120))
@@ -68,7 +70,7 @@ def with_actor(run, **options):
     return dataclasses.replace(run, actor=dataclasses.replace(run.actor, **options))
 
 
-@pytest.mark.parametrize("name", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("name", ["fsdp", pytest.param("hsdp", marks=pytest.mark.exhaustive)])
 def test_an_adapter_learns_the_same_and_its_frozen_model_is_the_reference(name, bench, model64, tmp_path):
     def run(**parts):
         return with_actor(ppo_run(model64, GRPO, group_size=3, **parts), lora=LoRA(rank=2))
