@@ -320,14 +320,16 @@ def test_rewards_come_in_many_forms(dir32, tmp_path, tokenizer):
         def forward(self, input_ids, attention_mask):
             return type("Answer", (), {"scores": attention_mask.sum(1).float() * self.weight})
 
-    with trainer(dir32, reward_model=str(path)) as made:
-        made.step()
-        by_path = made.metrics["reward/mean"]
-    for reward in (classifier, ExactMatch(), "mine.py:rate", Own(), digits):
-        with trainer(dir32, reward_model=reward) as made:
+    with trainer(dir32, reward_model=str(path), eval_dataset=ROWS[:4]) as made:
+        by_path = made.evaluate()["eval/score"]
+        made.reward_model = classifier
+        assert made.evaluate()["eval/score"] == by_path
+        for reward, (least, most) in {
+            ExactMatch(): (0, 1), "mine.py:rate": (1, 1), Own(): (2, 20), digits: (0, 1), Arbitrary(): (0, 1)
+        }.items():  # fmt: skip
+            made.reward_model = reward
+            assert least <= made.evaluate()["eval/score"] <= most
             made.step()
-            if reward is classifier:
-                assert made.metrics["reward/mean"] == by_path
 
 
 # What is refused
