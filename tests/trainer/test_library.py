@@ -400,6 +400,17 @@ def test_every_model_may_be_an_object_and_only_the_policy_changes(model32, token
     assert all_equal(weights(loaded["ref_model"]), before["ref_model"])
 
 
+def test_what_the_user_froze_stays_frozen(model32, tokenizer):
+    model = model32.load_causal_lm("cpu")
+    model.get_input_embeddings().requires_grad_(False)
+    before = [model.get_input_embeddings().weight.clone(), model.lm_head.weight.clone()]
+    with trainer(model, tokenizer=tokenizer) as made:
+        made.step()
+        made.step()
+    assert torch.equal(model.get_input_embeddings().weight, before[0])
+    assert not torch.equal(model.lm_head.weight, before[1])
+
+
 def test_a_policy_given_as_an_object_and_one_given_by_path_have_the_same_course(dir32, model32, tokenizer):
     with trainer(dir32, algorithm="ppo") as by_path:
         wanted = [by_path.step() for _ in range(2)]
