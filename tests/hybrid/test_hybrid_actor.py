@@ -229,15 +229,17 @@ def test_the_settings_that_this_version_lacks_are_refused_by_their_keys(dir32):
     assert "expected a whole number" in load(dp_size="2")
     assert "expected a mapping" in faults_of(HybridActor.from_pretrained, dir32, hybrid_config="NO_SHARD")
     assert (
-        HybridActor.from_pretrained(dir32, {"fsdp_sharding": "NO_SHARD", "tp_size": 1}, device="cpu").config.tp_size
+        HybridActor.from_pretrained(
+            dir32, {"fsdp_sharding": "NO_SHARD", "tp_size": 1}, device="cpu"
+        ).hybrid_config.tp_size
         == 1
     )
 
 
 def test_the_cache_setting_of_the_process_holds_where_the_actor_has_none(loaded, monkeypatch):
-    assert not loaded.config.clears_cache
+    assert not loaded.hybrid_config.clears_cache
     monkeypatch.setattr(verl.config, "auto_cache_clear", True)
-    assert loaded.config.clears_cache
+    assert loaded.hybrid_config.clears_cache
     assert not verl.hybrid.settings.HybridConfig(auto_cache_clear=False).clears_cache
 
 

@@ -320,14 +320,16 @@ def test_rewards_come_in_many_forms(dir32, tmp_path, tokenizer):
         def forward(self, input_ids, attention_mask):
             return type("Answer", (), {"scores": attention_mask.sum(1).float() * self.weight})
 
-    with trainer(dir32, reward_model=str(path)) as made:
-        made.step()
-        by_path = made.metrics["reward/mean"]
-    for reward in (classifier, ExactMatch(), "mine.py:rate", Own(), digits):
-        with trainer(dir32, reward_model=reward) as made:
+    with trainer(dir32, reward_model=str(path), eval_dataset=ROWS[:4]) as made:
+        by_path = made.evaluate()["eval/score"]
+        made.reward_model = classifier
+        assert made.evaluate()["eval/score"] == by_path
+        for reward, (least, most) in {
+            ExactMatch(): (0, 1), "mine.py:rate": (1, 1), Own(): (2, 20), digits: (0, 1), Arbitrary(): (0, 1)
+        }.items():  # fmt: skip
+            made.reward_model = reward
+            assert least <= made.evaluate()["eval/score"] <= most
             made.step()
-            if reward is classifier:
-                assert made.metrics["reward/mean"] == by_path
 
 
 # What is refused
@@ -396,6 +398,17 @@ def test_every_model_may_be_an_object_and_only_the_policy_changes(model32, token
         assert critic is loaded["critic_model"].base_model
     assert not all_equal(weights(loaded["model"]), before["model"])
     assert all_equal(weights(loaded["ref_model"]), before["ref_model"])
+
+
+def test_what_the_user_froze_stays_frozen(model32, tokenizer):
+    model = model32.load_causal_lm("cpu")
+    model.get_input_embeddings().requires_grad_(False)
+    before = [model.get_input_embeddings().weight.clone(), model.lm_head.weight.clone()]
+    with trainer(model, tokenizer=tokenizer) as made:
+        made.step()
+        made.step()
+    assert torch.equal(model.get_input_embeddings().weight, before[0])
+    assert not torch.equal(model.lm_head.weight, before[1])
 
 
 def test_a_policy_given_as_an_object_and_one_given_by_path_have_the_same_course(dir32, model32, tokenizer):

@@ -56,7 +56,7 @@ class HybridActor:
     Attributes:
         model: the Hugging Face model, with its adapter if it has one.
         tokenizer: or None.
-        config: the settings, as a `HybridConfig`.
+        hybrid_config: the settings, as a `HybridConfig`.
 
     Raises:
         ConfigError: the model lacks what an actor offers, a key is unknown, or this version cannot do what it asks for.
@@ -71,7 +71,7 @@ class HybridActor:
         lora: LoRA | Mapping[str, Any] | None = None,
         seed: int = 0,
     ):
-        self.config = described(HybridConfig, "hybrid_config", hybrid_config)
+        self.hybrid_config = described(HybridConfig, "hybrid_config", hybrid_config)
         if isinstance(model, (str, Path)):
             raise ConfigError(
                 f"model is {str(model)!r}: expected a loaded model. HybridActor.from_pretrained loads one."
@@ -128,6 +128,11 @@ class HybridActor:
     @property
     def training(self) -> bool:
         return self.model.training
+
+    @property
+    def config(self) -> Any:
+        """The model's own."""
+        return self.model.config
 
     @property
     def device(self) -> torch.device:
@@ -203,13 +208,13 @@ class HybridActor:
         finally:
             for module in training:
                 module.training = True
-            if self.config.clears_cache:
+            if self.hybrid_config.clears_cache:
                 release_cached(self.device)
 
     def _engine_for(self, call: Call) -> RolloutEngine:
         """The engine that draws as the call says; the last one, where it was made for the same."""
         options = replace(self.rollout, **call.sampling)
-        key = (options, call.stops, call.pad)
+        key = (options, call.stops, call.pad, self.device)
         if self._engine is None or self._engine[0] != key:
             self.close()
             with naming_ends(self.model, self.tokenizer, call) as tokenizer:
@@ -232,7 +237,7 @@ class HybridActor:
         if not scattered:
             return
         names = ", ".join(list(scattered)[:3]) + (f" and {len(scattered) - 3} more" if len(scattered) > 3 else "")
-        if not self.config.contiguous:
+        if not self.hybrid_config.contiguous:
             raise ConfigError(
                 f"model has parameters that are not contiguous in memory: {names}. Set "
                 "hybrid_config={'contiguous': True} to have them laid out anew."

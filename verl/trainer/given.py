@@ -128,16 +128,16 @@ class GivenModel(ModelSource):
         object.__setattr__(self, "_is_taken", True)
         if tokenizer is not None:
             _refuse_fewer_embeddings(self.argument, model, tokenizer)
-        return model.requires_grad_(True)
+        return _trainable(model)
 
     def _copied(self) -> Any:
         model, _ = carried_by(self)
         if any("lora_" in name for name, _ in model.named_parameters()):
             raise ConfigError(
-                f"{self.argument} is a loaded model, into which the actor's adapter was put by now, so no other role "
-                "can start from it. Give critic_model= or ref_model= a path."
+                f"{self.argument} is a loaded model with an adapter in it by now, so no other role can start from it. "
+                "Give critic_model= or ref_model= a path."
             )
-        return copy.deepcopy(model).requires_grad_(True)
+        return _trainable(copy.deepcopy(model))
 
 
 def carrying(described: Any, value: Any) -> Any:
@@ -208,6 +208,11 @@ def _dataset(rows: RLHFDataset | Sequence[Mapping[str, Any]], tokenizer: Any, op
             f"train_dataset pads with token {theirs}, the actor's tokenizer with {ours}: use that tokenizer."
         )
     return rows
+
+
+def _trainable(model: Any) -> Any:
+    """The model, of which what the user froze stays frozen, unless that is all of it."""
+    return model if any(p.requires_grad for p in model.parameters()) else model.requires_grad_(True)
 
 
 def _is_module(value: Any) -> bool:
