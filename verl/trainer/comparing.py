@@ -24,6 +24,9 @@ from verl.workers.state import as_tensor
 TIMES = (
     "time_s",
     "perf/samples_per_s",
+    "sync/copy_s",
+    "sync/load_s",
+    "sync/proof_s",
     "perf/peak_memory_mib",
     "timing/",
 )  # and what begins so: never equal, and of no consequence
