@@ -186,10 +186,12 @@ def test_a_server_that_gives_text_only_is_refused_at_the_start(attached, speaker
         attached(speaker)
 
 
-def test_a_server_of_another_model_is_refused_at_the_start(attached, tmp_path):
+@pytest.mark.parametrize("weights", ["fixed", "reload"])
+def test_a_server_of_another_model_is_refused_before_its_weights_are_replaced(weights, attached, tmp_path):
     other = Speaker(save_random_model(tmp_path / "other", "llama", torch.float32))
     with pytest.raises(ConfigError, match="it serves another model than the actor's: log-probs of fixed text differ"):
-        attached(other, weights="fixed")
+        attached(other, weights=weights)
+    assert other.reloads == []
 
 
 def test_models_are_chosen_by_name(attached, speaker):
