@@ -150,7 +150,8 @@ toy.sleep(600, {sign!r}).result()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_driver_that_is_interrupted_or_killed_leaves_no_worker_and_no_ray(number, tmp_path):
     script, sign = tmp_path / "script.py", tmp_path / "asleep"
     script.write_text(DRIVER.format(root=str(TESTS.parent), tests=str(TESTS), sign=str(sign)))

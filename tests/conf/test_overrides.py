@@ -57,6 +57,7 @@ def test_options_of_further_directories_are_left_to_hydra():
         ("critic.model_name_or_path=D", ["critic=own_model", "++critic.model.path=D"]),
         ("algorithm.adv_estimator=grpo", ["algorithm=grpo"]),
         ("trainer.backend=ddp", ["sharding=ddp"]),
+        ("ray.address=auto", ["trainer=ray", "++trainer.placement.address=auto"]),
         ("actor_rollout.fsdp_config.sharding_strategy=NO_SHARD", ["sharding=none"]),
         ("actor_rollout.fsdp_config.cpu_offload=false", []),
         ("actor_rollout.use_vllm=False", []),
