@@ -13,7 +13,8 @@ from ray.cluster_utils import Cluster
 from trainer.saved_runs import course, fit
 
 from verl.cluster.base import role_handles
-from verl.cluster.ray import Group, RayActors
+from verl.cluster.ray import RayActors
+from verl.cluster.ray_crew import Group
 from verl.cluster.ray_session import Session, Wanted
 from verl.description import BuildContext
 from verl.errors import WorkerDied
