@@ -74,7 +74,8 @@ def seconds(call: Callable[[], Any], repeats: int) -> float:
 
 
 def in_ray(mib: int) -> Any:
-    from verl.cluster.ray import Group, RayActors
+    from verl.cluster.ray import RayActors
+    from verl.cluster.ray_crew import Group
     from verl.cluster.ray_session import Session, Wanted
 
     group = Group("main", WORKERS, 1.0, 0, 1, "PACK", 600.0)

@@ -15,9 +15,10 @@ from cluster.ray_here import all_gone, ray_here  # noqa: F401 - a fixture
 from cluster.test_processes import rows
 from cluster.toy_roles import ToyHost
 
-from verl.cluster import ray as cluster_ray
+from verl.cluster import ray_crew
 from verl.cluster.base import role_handles
-from verl.cluster.ray import Group, RayActors
+from verl.cluster.ray import RayActors
+from verl.cluster.ray_crew import Group, _refuse_mixed
 from verl.cluster.ray_session import Session, Wanted
 from verl.description import BuildContext
 from verl.errors import ConfigError, VerlError, WorkerDied, WorkerError, WorkerHung
@@ -81,7 +82,7 @@ def test_an_exception_in_one_worker_fails_the_call_by_name_and_ends_all():
 
 
 def test_a_worker_that_dies_in_a_call_is_named_and_not_the_sibling_that_noticed(monkeypatch):
-    monkeypatch.setattr(cluster_ray, "GRACE_S", 10.0)  # a machine under load takes its time to end a process
+    monkeypatch.setattr(ray_crew, "GRACE_S", 10.0)  # a machine under load takes its time to end a process
     cluster, toy = start(2)
     try:
         cluster.step = 3
@@ -106,7 +107,7 @@ def test_a_worker_that_stands_still_is_named_with_the_line_where_it_stands():
 
 
 def test_a_stopped_worker_is_named_and_ended(monkeypatch):
-    monkeypatch.setattr(cluster_ray, "STACK_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(ray_crew, "STACK_TIMEOUT_S", 1.0)
     cluster, toy = start(2, timeout_s=1.0)
     try:
         toy.where().result(timeout=30)
@@ -131,13 +132,24 @@ def test_workers_for_which_there_is_no_room_are_refused_with_what_there_is():
         start(2, num_cpus=400.0)
 
 
+def test_a_machine_with_another_version_is_refused_by_name():
+    _refuse_mixed([{"torch": "2.13.0", "verl": "0.1"}] * 2)
+    with pytest.raises(ConfigError, match=r"rank 1 runs on a machine with torch 2\.12\.0, rank 0 on one with 2\.13\.0"):
+        _refuse_mixed([{"torch": "2.13.0"}, {"torch": "2.12.0"}])
+
+
+def test_the_signal_by_which_a_scheduler_ends_a_run_stays_the_runs_own():
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # Ray, which is up, takes it for itself
+
+
 DRIVER = """
 import sys
 sys.path[:0] = [{root!r}, {tests!r}]
 from cluster.ray_here import small_session
 from cluster.toy_roles import ToyHost
 from verl.cluster.base import role_handles
-from verl.cluster.ray import Group, RayActors
+from verl.cluster.ray import RayActors
+from verl.cluster.ray_crew import Group, _refuse_mixed
 from verl.description import BuildContext
 
 host = ToyHost()
@@ -150,7 +162,8 @@ toy.sleep(600, {sign!r}).result()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_driver_that_is_interrupted_or_killed_leaves_no_worker_and_no_ray(number, tmp_path):
     script, sign = tmp_path / "script.py", tmp_path / "asleep"
     script.write_text(DRIVER.format(root=str(TESTS.parent), tests=str(TESTS), sign=str(sign)))

@@ -58,6 +58,7 @@ def test_options_of_further_directories_are_left_to_hydra():
         ("algorithm.adv_estimator=grpo", ["algorithm=grpo"]),
         ("trainer.backend=ddp", ["sharding=ddp"]),
         ("trainer.backend=fsdp2", ["sharding=fsdp"]),
+        ("ray.address=auto", ["trainer=ray", "++trainer.placement.address=auto"]),
         ("actor_rollout.fsdp_config.sharding_strategy=NO_SHARD", ["sharding=none"]),
         ("actor_rollout.fsdp_config.sharding_strategy=FULL_SHARD", ["sharding=fsdp"]),
         ("actor_rollout.fsdp_config.cpu_offload=false", []),

@@ -10,6 +10,8 @@ import signal
 import pytest
 from cluster.ray_here import all_gone, placed, ray_here  # noqa: F401 - a fixture
 from equivalence.test_ray import numbers
+from random_models import save_random_classifier
+from rewards.rated import described
 from trainer.runs import PPO
 from trainer.saved_runs import course, digest, fit
 
@@ -19,14 +21,20 @@ from verl.errors import WorkerDied
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_here")]
 
 CALLS = ["actor.compute_log_probs", "actor.generate", "reference.compute_log_probs", "critic.compute_values"]
-CALLS += ["critic.update", "actor.update", "actor.sync", "actor.state"]
+CALLS += ["critic.update", "actor.update", "actor.sync", "actor.state", "critic.state", "rm.rate"]
 
 
 @pytest.fixture(scope="module")
-def whole(model32, tmp_path_factory):
+def judge(tmp_path_factory):
+    """A reward that is a model, and so a role."""
+    return described(save_random_classifier(tmp_path_factory.mktemp("judge"), "llama"), normalize="running")
+
+
+@pytest.fixture(scope="module")
+def whole(model32, judge, tmp_path_factory):
     """The run that lost nobody."""
     directory = tmp_path_factory.mktemp("whole")
-    fit(course(model32, directory, PPO), directory / "run")
+    fit(course(model32, directory, PPO, reward=judge), directory / "run")
     return directory
 
 
@@ -35,14 +43,14 @@ def killing(monkeypatch):
     """Ends a worker in the midst of the first calls of a name in a step; returns the process ids of all workers."""
     pids = []
 
-    def strike(call: str, step: int, times: int = 1):
+    def strike(call: str, step: int, times: int = 1, number: int = signal.SIGKILL):
         submit, left = RayActors.submit, [times]
 
         def submit_and_kill(cluster, role, method, args):
             pids.extend(pid for pid in cluster.pids if pid not in pids)
             if f"{role}.{method}" == call and cluster.step == step and left[0]:
                 left[0] -= 1
-                os.kill(cluster.pids[-1], signal.SIGKILL)
+                os.kill(cluster.pids[-1], number)
             return submit(cluster, role, method, args)
 
         monkeypatch.setattr(RayActors, "submit", submit_and_kill)
@@ -54,9 +62,11 @@ def killing(monkeypatch):
 @pytest.mark.parametrize(
     "call", [call if call == "actor.update" else pytest.param(call, marks=pytest.mark.exhaustive) for call in CALLS]
 )
-def test_a_worker_killed_in_any_stage_costs_the_step_and_nothing_else(call, whole, killing, model32, tmp_path, caplog):
+def test_a_worker_killed_in_any_stage_costs_the_step_and_nothing_else(
+    call, whole, judge, killing, model32, tmp_path, caplog
+):
     pids = killing(call, step=3)
-    run = course(model32, tmp_path, PPO, placement=placed(max_restarts=1))
+    run = course(model32, tmp_path, PPO, reward=judge, placement=placed(max_restarts=1))
     result = fit(run, tmp_path / "run")
     assert (result.status, result.steps, len(result.restarts)) == ("finished", 4, 1)
     assert f"rank 0 failed in {call} at step 3" in result.restarts[0] or "rank 0 failed in idle" in result.restarts[0]
@@ -65,6 +75,16 @@ def test_a_worker_killed_in_any_stage_costs_the_step_and_nothing_else(call, whol
     assert numbers(tmp_path / "run") == numbers(whole / "run")
     assert digest(tmp_path) == digest(whole)
     assert len(pids) == 2
+    assert all_gone(pids)
+
+
+@pytest.mark.exhaustive
+def test_a_worker_that_hangs_costs_no_more_than_one_that_is_killed(whole, judge, killing, model32, tmp_path):
+    pids = killing("actor.update", step=3, number=signal.SIGSTOP)
+    placement = placed(max_restarts=1, call_timeout_s=30.0)
+    result = fit(course(model32, tmp_path, PPO, reward=judge, placement=placement), tmp_path / "run")
+    assert (result.status, len(result.restarts)) == ("finished", 1)
+    assert digest(tmp_path) == digest(whole)
     assert all_gone(pids)
 
 

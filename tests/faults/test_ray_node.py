@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import ray
-from cluster.ray_here import all_gone
+from cluster.ray_here import all_gone, placed
 from cluster.toy_roles import ToyHost
 from ray.cluster_utils import Cluster
+from trainer.saved_runs import course, fit
 
 from verl.cluster.base import role_handles
-from verl.cluster.ray import Group, RayActors
+from verl.cluster.ray import RayActors
+from verl.cluster.ray_crew import Group
 from verl.cluster.ray_session import Session, Wanted
 from verl.description import BuildContext
 from verl.errors import WorkerDied
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.exhaustive]
+
+
+def test_a_run_that_started_ray_starts_it_anew_after_a_loss_and_ends_it(model32, tmp_path, monkeypatch):
+    submit, pids = RayActors.submit, []
+
+    def submit_and_kill(cluster, role, method, args):
+        if method == "update" and cluster.step == 2 and not pids:
+            pids.extend(cluster.pids)
+            os.kill(cluster.pids[0], signal.SIGKILL)
+        return submit(cluster, role, method, args)
+
+    monkeypatch.setattr(RayActors, "submit", submit_and_kill)
+    result = fit(course(model32, tmp_path, placement=placed(max_restarts=1)), tmp_path / "run")
+    assert (result.status, len(result.restarts)) == ("finished", 1)
+    assert not ray.is_initialized()
+    assert all_gone(pids)
 
 
 def start(address: str) -> tuple[RayActors, object]:

@@ -102,7 +102,8 @@ class RayPlacement(Placement):
         return {name: tuple(members) for name, members in found.items()}
 
     def start(self, host: DivisibleHost, context: BuildContext, size: int, max_threads: int) -> Cluster:
-        from verl.cluster.ray import Group, RayActors
+        from verl.cluster.ray import RayActors
+        from verl.cluster.ray_crew import Group
         from verl.cluster.ray_session import Session, Wanted
 
         roles = host.worker_types()

@@ -1,0 +1,236 @@
+"""The actors of a group: hired in Ray, introduced to each other, listened to, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.placement_group import remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from verl.cluster.base import Deadline, HostDescription
+from verl.cluster.crew import END_TIMEOUT_S, LOG_TAIL_LINES, START_TIMEOUT_S
+from verl.cluster.parcel import Parcel, unwrap
+from verl.cluster.ray_actor import RoleActor, Told
+from verl.cluster.ray_session import Session
+from verl.description import BuildContext
+from verl.errors import ConfigError, WorkerDied, WorkerError, WorkerHung
+
+GRACE_S = 0.5  # an error waits so long to be told: a sibling's death, where that is the cause, is told first
+STACK_TIMEOUT_S = 5.0
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Workers that hold the same roles.
+
+    Attributes:
+        name: of the pool, for logs.
+        size: workers.
+        num_cpus, num_gpus: of each.
+        num_threads: that torch may use in each.
+        strategy: of Ray's placement group.
+        call_timeout_s: after which a call that is not answered names who is silent.
+        parts: of each worker, which share of the rows it works on; those of one share answer alike.
+    """
+
+    name: str
+    size: int
+    num_cpus: float
+    num_gpus: float
+    num_threads: int
+    strategy: str
+    call_timeout_s: float
+    parts: tuple[int, ...]
+
+
+class RayCrew:
+    """Actors numbered by rank, in a placement group of their own.
+
+    Attributes:
+        pids: process ids by rank, each on its own machine, once `start` has returned.
+    """
+
+    def __init__(self, session: Session, group: Group, logs: Path | None):
+        self._group, self._logs = group, logs
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+        self._actors: list[Any] = []
+        self.pids: list[int] = []
+        self._room = session.reserve([self._bundle()] * group.size, group.strategy)
+
+    def start(self, host: HostDescription, context: BuildContext) -> None:
+        """Hire the actors and build the roles in each.
+
+        Raises:
+            WorkerError: a worker could not build its roles.
+            WorkerDied: a worker ended while it was starting.
+            ConfigError: the machines have different versions of what must be the same.
+        """
+        size = self._group.size
+        self._actors = [self._hire(rank) for rank in range(size)]
+        here = self._gather("start", [actor.versions.remote() for actor in self._actors], START_TIMEOUT_S)
+        _refuse_mixed(here)
+        places = self._gather("start", [actor.place.remote() for actor in self._actors], START_TIMEOUT_S)
+        nodes, self.pids = [node for node, _ in places], [pid for _, pid in places]
+        is_one_machine = len(set(nodes)) == 1
+        meeting = "127.0.0.1" if is_one_machine else nodes[0]
+        (address,) = self._gather("start", [self._actors[0].free_address.remote(meeting)], START_TIMEOUT_S)
+        search_path, refs = tuple(map(os.path.abspath, sys.path)), []
+        device = "cuda:0" if context.device.startswith("cuda") else context.device  # Ray shows each the GPU it gives it
+        for rank, actor in enumerate(self._actors):
+            own = replace(context, rank=rank, world_size=size, device=device, tokenizer=None)
+            env = {"VERL_RENDEZVOUS": address, "RANK": str(rank), "WORLD_SIZE": str(size)}
+            if is_one_machine and sys.platform == "linux":
+                env["GLOO_SOCKET_IFNAME"] = "lo"  # no need to resolve the machine's name
+            refs.append(actor.start.remote(pickle.dumps((host, own)), search_path, env, self._group.num_threads))
+        self.answers("start", None, refs, None)  # however long the weights take: a worker's end would be noticed
+
+    def _hire(self, rank: int) -> Any:
+        log = None if self._logs is None else str(self._log(rank))
+        env = {
+            "PYTHONPATH": os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")])),
+            "OMP_NUM_THREADS": str(self._group.num_threads),
+        }
+        for name in ("VERL_STRICT_DATA_CHECK", "CUBLAS_WORKSPACE_CONFIG"):
+            if name in os.environ:
+                env[name] = os.environ[name]
+        actor = ray.remote(concurrency_groups={"watch": 1})(_Node).options(
+            num_cpus=self._group.num_cpus,
+            num_gpus=self._group.num_gpus,
+            runtime_env={"env_vars": env},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=rank),
+        )
+        return actor.remote(log)
+
+    def _bundle(self) -> dict[str, float]:
+        wanted = {"CPU": self._group.num_cpus, "GPU": self._group.num_gpus}
+        return {name: count for name, count in wanted.items() if count} or {"CPU": 0.001}
+
+    def call(self, role: str, method: str, shares: Sequence[Parcel]) -> list[Any]:
+        """Call every actor with its share; one object may be the share of all. Returns references to the answers."""
+        stored = {id(share): ray.put(tuple(share)) for share in shares}
+        sent = [stored[id(share)] for share in shares]
+        return [actor.call.remote(role, method, share) for actor, share in zip(self._actors, sent, strict=True)]
+
+    def answers(self, name: str, step: int | None, refs: Sequence[Any], timeout_s: float | None) -> list[Any]:
+        """What the workers answered, by rank.
+
+        Raises:
+            WorkerError: one of them raised; WorkerDied where one has ended, WorkerHung where one is silent.
+        """
+        told: list[Told] = self._gather(name, refs, timeout_s, step, lambda one: one[1] is not None)
+        return [unwrap(parcel) for parcel, _ in told]
+
+    def _gather(
+        self,
+        name: str,
+        refs: Sequence[Any],
+        timeout_s: float | None,
+        step: int | None = None,
+        failed: Callable | None = None,
+    ) -> list[Any]:
+        deadline, waiting, found = Deadline(timeout_s if timeout_s is not None else float("inf")), list(refs), {}
+        while waiting:
+            ready, waiting = ray.wait(waiting, timeout=min(deadline.left_s, 3600.0))
+            if not ready and not deadline.left_s:
+                raise self._silence([refs.index(ref) for ref in waiting], name, step, timeout_s)
+            for ref in ready:
+                rank = refs.index(ref)
+                found[rank] = self._get(ref, rank, name, step)
+                if failed is not None and failed(found[rank]):
+                    self._look_for_the_dead(refs, waiting, name, step)
+                    raise WorkerError(rank, name, step, found[rank][1])
+        return [found[rank] for rank in range(len(refs))]
+
+    def _get(self, ref: Any, rank: int, name: str, step: int | None) -> Any:
+        try:
+            return ray.get(ref)
+        except RayActorError as error:
+            raise WorkerDied(rank, name, step, f"{_ending(error)}\n{self._tail(rank)}") from error
+        except RayError as error:
+            raise WorkerError(rank, name, step, str(error)) from error
+
+    def _look_for_the_dead(self, refs: Sequence[Any], waiting: list[Any], name: str, step: int | None) -> None:
+        """An error may be the echo of a sibling's end, of which Ray tells a little later."""
+        end = Deadline(GRACE_S)
+        while waiting and end.left_s:
+            ready, waiting = ray.wait(waiting, timeout=end.left_s)
+            for ref in ready:
+                with contextlib.suppress(RayError):
+                    ray.get(ref)
+                    continue
+                self._get(ref, refs.index(ref), name, step)
+
+    def _silence(self, ranks: list[int], name: str, step: int | None, timeout_s: float | None) -> WorkerHung:
+        """Who does not answer: first a process that does not even say where it stands."""
+        asked = {rank: self._actors[rank].stack.options(concurrency_group="watch").remote() for rank in ranks}
+        stacks, end = {}, Deadline(STACK_TIMEOUT_S)
+        for rank, ref in asked.items():
+            try:
+                stacks[rank] = ray.get(ref, timeout=end.left_s)
+            except (RayError, GetTimeoutError):
+                detail = f"no answer within {timeout_s:g} s, and the process does not react at all\n{self._tail(rank)}"
+                return WorkerHung(rank, name, step, detail)
+        where = "\n".join(f"rank {rank} stands at:\n{stack}" for rank, stack in stacks.items())
+        return WorkerHung(ranks[0], name, step, f"no answer within {timeout_s:g} s\n{where}")
+
+    def end(self) -> None:
+        """Ask the actors to let go of what they hold, if they do so soon."""
+        if self._actors and ray.is_initialized():
+            with contextlib.suppress(RayError):
+                asked = [actor.end.remote() for actor in self._actors]
+                ray.wait(asked, num_returns=len(asked), timeout=END_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """End every actor at once, and give the room back; may be called again."""
+        if not ray.is_initialized():
+            return
+        for actor in self._actors:
+            with contextlib.suppress(RayError):
+                ray.kill(actor)
+        with contextlib.suppress(Exception):
+            remove_placement_group(self._room)
+
+    def _log(self, rank: int) -> Path:
+        assert self._logs is not None
+        name = "" if self._group.name == "main" else f"{self._group.name}_"
+        return self._logs / f"{name}rank_{rank}.log"
+
+    def _tail(self, rank: int) -> str:
+        if self._logs is None or not self._log(rank).is_file():
+            return ""
+        return "\n".join(self._log(rank).read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+
+
+class _Node(RoleActor):
+    """An actor that knows its machine."""
+
+    def place(self) -> tuple[str, int]:
+        return ray.util.get_node_ip_address(), os.getpid()
+
+
+def _refuse_mixed(versions: list[dict[str, str]]) -> None:
+    for rank, found in enumerate(versions):
+        for name, version in found.items():
+            if version != versions[0][name]:
+                raise ConfigError(
+                    f"trainer.placement.address: rank {rank} runs on a machine with {name} {version}, rank 0 on one "
+                    f"with {versions[0][name]}. Install the same set everywhere."
+                )
+
+
+def _ending(error: RayActorError) -> str:
+    text = " ".join(str(error).split())
+    if "node" in text and "died" in text and "worker process has died" not in text:
+        return "its machine left the Ray cluster"
+    return "the process ended (killed, out of memory, or a crash)"
