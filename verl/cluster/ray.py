@@ -11,6 +11,7 @@ ends the whole group: its siblings may be waiting for it in a collective operati
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
