@@ -20,8 +20,12 @@ class Background:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine returns. An exception in the caller, such as Ctrl-C's, cancels it."""
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """What the coroutine returns. An exception in the caller, such as Ctrl-C's, cancels it.
+
+        Raises:
+            TimeoutError: it has not returned in time.
+        """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             # A daemon, so that a call in it that never returns cannot keep the process alive.
@@ -29,13 +33,13 @@ class Background:
             self._thread.start()
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return future.result()
+            return future.result(timeout_s)
         except BaseException:
             future.cancel()
             raise
 
     def close(self) -> None:
-        """Cancel what still runs, and end the thread."""
+        """Cancel what still runs, and end the thread; one that hangs in code of the user is left behind."""
         if self._loop is None or self._thread is None:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
