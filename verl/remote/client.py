@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,15 @@ class Client:
         Returns:
             What became of each; None for those that another one's failure ended.
         """
-        return self._background.run(self._all(asks, stop_at_failure))
+        return self.wait(self.begin(asks, stop_at_failure))
+
+    def begin(self, asks: Sequence[Ask], stop_at_failure: bool = False) -> Future[list[Report | None]]:
+        """Begin to ask, and return at once; `wait` gives what `ask` does."""
+        return self._background.begin(self._all(asks, stop_at_failure))
+
+    def wait(self, begun: Future[list[Report | None]]) -> list[Report | None]:
+        """Wait for the answers to what was begun."""
+        return self._background.wait(begun)
 
     def absence(self) -> str | None:
         """Why no server answers at the address, in words; None where one does, whatever it says."""
@@ -79,7 +88,7 @@ class Client:
         if self._http is not None:
             http, self._http = self._http, None
             with contextlib.suppress(TimeoutError):
-                self._background.run(http.aclose(), END_TIMEOUT_S)
+                self._background.wait(self._background.begin(http.aclose()), END_TIMEOUT_S)
         self._background.close()
 
     async def _all(self, asks: Sequence[Ask], stop_at_failure: bool) -> list[Report | None]:
