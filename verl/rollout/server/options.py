@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from verl.description import BuildContext
 from verl.models.precision import Autocast
@@ -35,6 +35,8 @@ class ServerRollout(Rollout):
             rounding; null: 0.001 for float32, 0.02 for float16, 0.1 for bfloat16 under `reload`, and 1 under `fixed`,
             where the actor may have moved on. Before the first reload a distance above 1 means another model.
     """
+
+    runs_ahead: ClassVar[bool] = True
 
     endpoint: Endpoint
     protocol: Literal["openai", "tgi"] = "openai"

@@ -53,6 +53,7 @@ def started(
             _refuse_text_only(client, protocol, rows)
             probe = Probe(client, protocol, rows, wish)
             source = _source(options, probe)
+            _refuse_divided(options, model)
             _refuse_another_model(options, probe, model, autocast)
             if options.weights == "reload" and context.rank == 0:  # one process gives the server what all of them hold
                 transfer = Transfer(client, options.transfer_dir)
@@ -176,6 +177,14 @@ def _refuse_another_model(options: ServerRollout, probe: Probe, model: Any, auto
             f"endpoint.base_url is {probe.client.endpoint.base_url}: it serves another model than the actor's: "
             f"log-probs of fixed text differ by {gap:.3g} nats on average, more than {limit:g} (max_gap_nats). Serve "
             f"{model.config._name_or_path or 'the actor'} there."
+        )
+
+
+def _refuse_divided(options: ServerRollout, model: Any) -> None:
+    if options.weights == "reload" and any(hasattr(weight, "device_mesh") for weight in model.parameters()):
+        raise ConfigError(
+            "weights is reload: each process holds a part of every tensor, and the server is given whole ones. "
+            "Set sharding=none or sharding=ddp, or rollout=hf."
         )
 
 
