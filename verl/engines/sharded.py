@@ -79,7 +79,7 @@ class ShardedParallel(TorchParallel):
             )
         if (files := getattr(core, "weight_files", None)) is not None:
             resting = torch.device("cpu") if self.offload else self.device
-            fill(core, files, self.mesh, self.rank, self.device, resting)
+            fill(core, files, self.device, resting)
             del core.weight_files
         if not self.fully:
             model.to(self.device)
