@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from verl.rollout.vllm.process import (
@@ -21,6 +22,7 @@ from verl.rollout.vllm.process import (
     CORES_VARIABLE,
     DIRECTORY_VARIABLE,
     PARENT_VARIABLE,
+    SHARED_VARIABLE,
     Answer,
     Call,
     Start,
@@ -43,8 +45,11 @@ def serve(connection: Connection) -> None:
         send(connection, _failure(error))
         return
     send(connection, Answer(engine.describe()))
-    while True:
-        send(connection, _carry_out(engine, receive(connection)))
+    try:
+        while True:
+            send(connection, _carry_out(engine, receive(connection)))
+    finally:
+        engine.close()
 
 
 def _carry_out(engine: Any, call: Call) -> Answer:
@@ -59,16 +64,27 @@ def _failure(error: Exception) -> Answer:
 
 
 def _end_with(parent: int) -> None:
-    """End this process and all that it started soon after the trainer, even in the middle of a computation."""
+    """End this process soon after the trainer, even in the middle of a computation.
+
+    What vLLM started (workers of a tensor-parallel engine, the keeper of their shared memory) sees that and ends too.
+    """
     while os.getppid() == parent:
         time.sleep(LOOK_EVERY_S)
     shutil.rmtree(os.environ[DIRECTORY_VARIABLE], ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
+    _sweep()
+    os._exit(1)
+
+
+def _sweep() -> None:
+    """Remove the memory that vLLM's workers share on a CPU, and that it leaves."""
+    if name := os.environ.get(SHARED_VARIABLE):
+        for file in Path("/dev/shm").glob(f"{name}*"):
+            file.unlink(missing_ok=True)
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job: the trainer decides
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # unlike SIG_IGN, nothing that vLLM's workers inherit
     if cores := os.environ.pop(CORES_VARIABLE, ""):  # before any library starts its threads
         os.sched_setaffinity(0, map(int, cores.split(",")))
     parent = int(os.environ.pop(PARENT_VARIABLE))
@@ -76,7 +92,8 @@ def main() -> None:
     connection = Connection(int(os.environ.pop(CONNECTION_VARIABLE)))
     with contextlib.suppress(EOFError, ConnectionError):
         serve(connection)
-    os.killpg(0, signal.SIGKILL)  # nothing is left to do, and nothing that vLLM started outlives this
+    _sweep()
+    os._exit(0)  # at once: nothing is left to do
 
 
 if __name__ == "__main__":

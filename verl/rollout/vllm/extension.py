@@ -5,6 +5,7 @@ vLLM mixes the class into its worker, so that an engine of several workers (tens
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -37,6 +38,10 @@ class WorkerExtension:
         under_way, CounterNoise.under_way = CounterNoise.under_way, None
         assert under_way is not None
         return under_way.log_probs.cpu()
+
+    def verl_shared_name(self) -> str:
+        """How the names of the memory begin that the workers of an engine on the CPU share."""
+        return os.environ.get("VLLM_DIST_IDENT", "")
 
     def prove_on_rank(self, task: str, *args: Any) -> Any:
         """Part of the proof of a sync."""

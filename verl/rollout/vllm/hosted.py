@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from vllm.lora.request import LoRARequest
 from verl.errors import RolloutError
 from verl.rollout.drawing import Drawing
 from verl.rollout.vllm.noise import WHOSE
+from verl.rollout.vllm.process import SHARED_VARIABLE
 from verl.rollout.vllm.setting import Setting
 from verl.rollout.vllm.stream import Handle, Plan
 from verl.sync.engine_side import answer
@@ -71,11 +73,12 @@ class HostedEngine:
             **setting.engine_arguments(),
         )
         self._lora_request: Any = None
+        if self._num_workers > 1:
+            os.environ[SHARED_VARIABLE] = self.llm.collective_rpc("verl_shared_name")[0]
 
     def describe(self) -> Told:
         """What the trainer has to know."""
-        config = self.llm.llm_engine.vllm_config
-        return Told(config.model_config.max_model_len, config.parallel_config.world_size)
+        return Told(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers)
 
     def load(self, handle: Handle, chunks: Plan, dtype: torch.dtype) -> float:
         """Take the weights that come through a stream. Returns seconds, waiting left out."""
@@ -128,6 +131,11 @@ class HostedEngine:
         log_probs = self.llm.collective_rpc("verl_log_probs")[0]
         return Drawn(lengths, np.concatenate([np.asarray(line) for line in tokens]), log_probs[:, : lengths.max()])
 
+    def close(self) -> None:
+        """End vLLM's own workers, which hold memory that they share."""
+        if self._num_workers > 1:
+            self.llm.llm_engine.engine_core.shutdown()
+
     def sleep(self) -> None:
         """Give the GPU's memory back; weights and the cache of keys and values are gone with it."""
         self.llm.sleep(level=2)
@@ -135,6 +143,10 @@ class HostedEngine:
     def wake(self, what: str) -> None:
         """Take memory again, for `weights` or the `kv_cache`."""
         self.llm.wake_up(tags=[what])
+
+    @property
+    def _num_workers(self) -> int:
+        return self.llm.llm_engine.vllm_config.parallel_config.world_size
 
     def _forget_keys_and_values(self) -> None:
         if not self.llm.reset_prefix_cache():

@@ -22,11 +22,12 @@ from typing import Any
 
 from verl.errors import RolloutError
 
-END_TIMEOUT_S = 5.0
+END_TIMEOUT_S = 20.0  # an engine of several workers ends them one after another
 LOOK_EVERY_S = 0.5
 LOG_TAIL_LINES = 20
 CONNECTION_VARIABLE, PARENT_VARIABLE = "VERL_ENGINE_CONNECTION", "VERL_ENGINE_PARENT"
 CORES_VARIABLE = "VERL_ENGINE_CORES"  # numbers with commas between them
+SHARED_VARIABLE = "VERL_ENGINE_SHARED"  # set by the child: how the names of shared memory begin that vLLM leaves
 DIRECTORY_VARIABLE = "VERL_ENGINE_DIRECTORY"  # the child removes it when the trainer was killed
 FOREIGN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VERL_RENDEZVOUS")
 

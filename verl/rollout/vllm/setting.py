@@ -120,7 +120,8 @@ def write_model_directory(model: Any, directory: Path) -> None:
     base.config.save_pretrained(directory)
     file = directory / "config.json"
     config = json.loads(file.read_text())
-    config["architectures"] = [type(base).__name__]
+    own = (kind.__name__ for kind in type(base).__mro__ if not kind.__module__.startswith("torch."))
+    config["architectures"] = [next(own)]  # FSDP puts a class of its own before the model's
     file.write_text(json.dumps(config))
 
 

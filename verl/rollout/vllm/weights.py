@@ -37,7 +37,7 @@ def weights_of(model: Any, *, merge: bool = True) -> Iterator[Weight]:
     live = dict(_live(base, merge))
     for name in _saved_names(base, {name: source.tensor for name, source in live.items()}):
         source = live[name]
-        saved = _as_saved(base, name, source.tensor.to("meta"))
+        saved = _as_saved(base, name, torch.empty(source.tensor.shape, dtype=source.tensor.dtype, device="meta"))
         if list(saved) == [name]:
             yield Weight(name, source.tensor.shape, source.make)
             continue
@@ -59,23 +59,28 @@ def _live(base: nn.Module, merge: bool) -> Iterator[tuple[str, _Source]]:
     for name, tensor in base.state_dict().items():
         owner = next((path for path in adapted if name.startswith(f"{path}.")), None)
         if owner is None:
-            yield name, _Source(tensor, lambda t=tensor: t)
+            yield name, _Source(tensor, lambda t=tensor: _whole(t))
         elif name.startswith(f"{owner}.base_layer."):
             last = name.removeprefix(f"{owner}.base_layer.")
             is_changed = merge and last == "weight"
-            make = (lambda m=adapted[owner]: merged(m)) if is_changed else (lambda t=tensor: t)
+            make = (lambda m=adapted[owner]: merged(m)) if is_changed else (lambda t=tensor: _whole(t))
             yield f"{owner}.{last}", _Source(tensor, make)
 
 
 @torch.no_grad()
 def merged(layer: Any) -> Tensor:
     """W + scale B A of one adapted layer, computed in the wider of both types."""
-    weight = layer.base_layer.weight
+    weight = _whole(layer.base_layer.weight)
     deltas = [layer.get_delta_weight(name) for name in layer.active_adapters if name in layer.lora_A]
     total = weight.to(torch.promote_types(weight.dtype, torch.float32))
     for delta in deltas:
-        total = total + delta
+        total = total + _whole(delta)
     return total
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A tensor that is divided over processes, put together: all of them ask for it, in the same order."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _saved_names(base: Any, state: Mapping[str, Tensor]) -> list[str]:
