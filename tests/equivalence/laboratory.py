@@ -104,7 +104,7 @@ class Bench:
         return os.getpid()
 
     @staticmethod
-    def _start(host: RLHost, sharding: Sharding, settings: Any, context: BuildContext) -> InStep:
+    def _start(host: RLHost, sharding: Sharding, settings: Any, context: BuildContext, *others: Any) -> InStep:
         return InStep(host, sharding, context)
 
 
