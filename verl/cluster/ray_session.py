@@ -5,10 +5,12 @@ Everything that is started here is ended here; a cluster that was there before i
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shutil
 import signal
+import socket
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from verl.cluster.crew import _short_directory
 from verl.errors import ConfigError, VerlError
 
-_log = logging.getLogger(__name__)
+KNOCK_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,9 @@ class Session:
     def __init__(self, wanted: Wanted):
         self.wanted = wanted
         if not ray.is_initialized():
-            type(self)._opened = True
             with _sigterm_as_it_was():
                 self._open(wanted)
+            Session._opened = True
         Session._users += 1
         self._is_open = True
 
@@ -90,17 +92,22 @@ class Session:
         Session._users -= 1
         if Session._users == 0 and Session._opened:
             Session._opened = False
-            ray.shutdown()
-            if Session._directory is not None:
-                shutil.rmtree(Session._directory, ignore_errors=True)
-                Session._directory = None
+            Session._end()
+
+    @classmethod
+    def _end(cls) -> None:
+        ray.shutdown()
+        directory, cls._directory = cls._directory, None
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
 
     def _open(self, wanted: Wanted) -> None:
         quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
         if wanted.address is not None:
             try:
+                _knock(wanted.address)
                 ray.init(address=wanted.address, **quiet)
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 raise ConfigError(
                     f"trainer.placement.address is {wanted.address!r}: no Ray cluster answers there "
                     f"({str(error).splitlines()[0]}). Start one with `ray start --head`, or set it to null."
@@ -109,6 +116,7 @@ class Session:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         memory = {} if wanted.object_store_mib is None else {"object_store_memory": wanted.object_store_mib * 2**20}
         Session._directory = _short_directory()
+        atexit.register(Session._end)  # of a driver that ends without `close`
         try:
             ray.init(
                 address="local",
@@ -119,9 +127,19 @@ class Session:
                 **quiet,
             )
         except BaseException:
-            ray.shutdown()
-            shutil.rmtree(Session._directory, ignore_errors=True)
+            Session._end()
             raise
+
+
+def _knock(address: str) -> None:
+    """Ray ends the whole process where nobody answers at an address: so somebody must.
+
+    Raises:
+        OSError: nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_TIMEOUT_S).close()
 
 
 @contextmanager
