@@ -101,7 +101,6 @@ def test_two_spellings_that_contradict_each_other_are_a_fault():
     [
         ("storage.type=s3", "object storage"),
         ("trainer.backend=megatron", "sharding"),
-        ("actor_rollout.fsdp_config.cpu_offload=true", "sharding"),
         ("algorithm.adv_estimator=rloo", "estimator"),
     ],
 )
