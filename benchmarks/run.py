@@ -1,4 +1,4 @@
-"""Run every benchmark, keep its JSON line in benchmarks/results/, and rewrite the table in the README.
+"""Run every benchmark, keep its JSON line in benchmarks/results/, and rewrite the tables made of them.
 
 python benchmarks/run.py [name ...]
 """
@@ -40,7 +40,8 @@ def main() -> None:
             sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")
         result = {**json.loads(done.stdout.splitlines()[-1]), "hardware": hardware()}
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
-    subprocess.run([sys.executable, HERE.parent / "scripts/make_results_table.py"], check=True)
+    for script in ("make_results_table.py", "make_fault_table.py"):
+        subprocess.run([sys.executable, HERE.parent / "scripts" / script], check=True)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,44 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from verl import config
+    from verl.cluster.groups import check_process_groups
+    from verl.hybrid.actor import HybridActor
+    from verl.hybrid.switch import measure_switch_overhead
+    from verl.trainer.library import Trainer
+    from verl.trainer.pipeline import DataPipeline, RLTrainer
     from verl.utils.env_check import check_env
 
 __version__ = "0.1.0"
-__all__ = ["DeviceMesh", "__version__", "check_env"]
+__all__ = [
+    "DataPipeline",
+    "DeviceMesh",
+    "HybridActor",
+    "RLTrainer",
+    "Trainer",
+    "__version__",
+    "check_env",
+    "check_process_groups",
+    "config",
+    "measure_switch_overhead",
+]
 
-_EXPORTS = {"DeviceMesh": "verl.cluster.mesh", "check_env": "verl.utils.env_check"}
+_HOMES = {
+    "DataPipeline": "verl.trainer.pipeline",
+    "DeviceMesh": "verl.cluster.mesh",
+    "HybridActor": "verl.hybrid.actor",
+    "RLTrainer": "verl.trainer.pipeline",
+    "Trainer": "verl.trainer.library",
+    "check_env": "verl.utils.env_check",
+    "check_process_groups": "verl.cluster.groups",
+    "measure_switch_overhead": "verl.hybrid.switch",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import what is exported here when it is first asked for: `import verl` itself stays light."""
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(_EXPORTS[name]), name)
-    raise AttributeError(f"module 'verl' has no attribute {name!r}")
+    if name == "config":
+        return importlib.import_module("verl.config")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'verl' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

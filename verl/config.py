@@ -33,3 +33,6 @@ def flag(variable: str) -> bool:
 
 # Content checks (masks, padding, finite values) on every DataProto that is made or joined, not shapes and dtypes alone.
 strict_data_check: bool = flag("VERL_STRICT_DATA_CHECK")
+
+# Give back what torch keeps of a GPU's memory whenever generation is done; see `release_cached`.
+auto_cache_clear: bool = flag("VERL_AUTO_CACHE_CLEAR")

@@ -16,10 +16,12 @@ class Dispatch:
             otherwise every process receives all arguments.
         joins: the results are DataProtos to be joined again in the order of the rows; otherwise the result of rank 0
             is the result of the call (the processes agree on it).
+        gathers: the result of the call is a list of the results, by rank.
     """
 
     divides: bool
     joins: bool
+    gathers: bool = False
 
 
 def by_rows(method: Callable) -> Callable:
@@ -37,6 +39,12 @@ def by_rows_to_one(method: Callable) -> Callable:
 def on_all(method: Callable) -> Callable:
     """Every process does the same; rank 0 answers."""
     method.dispatch = Dispatch(divides=False, joins=False)  # type: ignore[attr-defined]
+    return method
+
+
+def on_each(method: Callable) -> Callable:
+    """Every process answers for itself: a list by rank, of one where there is one process."""
+    method.dispatch = Dispatch(divides=False, joins=False, gathers=True)  # type: ignore[attr-defined]
     return method
 
 

@@ -9,6 +9,8 @@ VerlError
 ├── WorkerError (RuntimeError)                a role failed in another process; carries that process's traceback
 │   └── WorkerDied                            the process itself is gone
 │       └── WorkerHung                        it is there and does not answer
+├── RolloutError (RuntimeError)               an engine that generates failed
+├── WeightSyncError (RuntimeError)            a rollout engine does not hold the trainer's weights; names the tensors
 └── CheckpointError                           saving or reading a checkpoint
     ├── BadCheckpoint (ValueError)            this one cannot be used; names every file at fault
     │   ├── CheckpointIncomplete              it was never published whole, or something of it is gone
@@ -111,6 +113,58 @@ class WorkerDied(WorkerError):
 
 class WorkerHung(WorkerDied):
     """A worker process did not answer in time and was ended."""
+
+
+class RolloutError(VerlError, RuntimeError):
+    """An engine that generates failed."""
+
+
+class WeightSyncError(VerlError, RuntimeError):
+    """After a sync the rollout engine does not hold the trainer's weights.
+
+    Args:
+        names: of the tensors at fault.
+        faults: what is wrong with each, opening with its name.
+        total: tensors that were to be proven.
+        gap_nats: mean distance of the log-probs of the probe.
+        allowed_nats: what the probe may differ by, where it is what failed.
+    """
+
+    SHOWN = 8
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        faults: Sequence[str],
+        total: int,
+        gap_nats: float,
+        allowed_nats: float | None = None,
+    ):
+        self.names, self.faults = tuple(names), tuple(faults)
+        self.total, self.gap_nats, self.allowed_nats = total, gap_nats, allowed_nats
+        super().__init__(self._of_tensors() if faults else self._of_the_probe())
+
+    def _of_tensors(self) -> str:
+        further = len(self.faults) - self.SHOWN
+        lines = [*self.faults[: self.SHOWN], *([f"and {further} more"] if further > 0 else [])]
+        return (
+            f"the rollout engine does not hold the trainer's weights: {len(self.faults)} of {self.total} tensors "
+            f"differ, log-probs by {self.gap_nats:.1e} nats on average.\n"
+            + "".join(f"  {line}\n" for line in lines)
+            + "Nothing was sampled from it. Its way of loading weights is at fault: set rollout=hf, which has nothing "
+            "to sync, and report the model's family and the engine's version."
+        )
+
+    def _of_the_probe(self) -> str:
+        return (
+            f"the rollout engine computes other log-probs than the trainer: {self.gap_nats:.1e} nats apart on average, "
+            f"where rounding allows {self.allowed_nats:.1e}, although its {self.total} tensors are the trainer's. What "
+            "is no tensor differs: rotary positions, a scale or cap, attention, an adapter that requests do not use, "
+            "quantization. Set rollout=hf, or compare config.json of both."
+        )
+
+    def __reduce__(self):
+        return type(self), (self.names, self.faults, self.total, self.gap_nats, self.allowed_nats)
 
 
 class CheckpointError(VerlError):

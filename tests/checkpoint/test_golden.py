@@ -16,7 +16,7 @@ from verl.checkpoint.discovery import CheckpointDirectory
 from verl.checkpoint.manifest import FORMAT_VERSION
 from verl.errors import CheckpointTooNew
 
-FORMATS = sorted(path.name for path in GOLDEN.iterdir())
+FORMATS = sorted(path.name for path in GOLDEN.glob("format_*"))
 OWN = f"format_{'_'.join(FORMAT_VERSION.split('.')[:2])}"
 
 

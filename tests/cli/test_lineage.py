@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from verl.checkpoint.settings import Checkpointing
 from verl.cli.main import app
 from verl.description import BuildContext
+from verl.trainer.lineage import FILE, Lineage, read
 from verl.trainer.lineage_tree import forest, walk
 
 runner = CliRunner()
@@ -103,3 +105,28 @@ def test_a_place_without_runs_or_that_is_not_there_is_told(tmp_path):
     result = runner.invoke(app, ["lineage", str(tmp_path / "absent")])
     assert result.exit_code == 2
     assert "no such directory" in result.output
+
+
+def test_a_checkpoint_that_a_killed_run_published_and_never_recorded_is_told_all_the_same(family, tmp_path):
+    shutil.copytree(family / "saved", tmp_path / "saved", symlinks=True)
+    file = tmp_path / "saved" / FILE
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    last = [event for event in events if event["event"] == "checkpoint"][-1]
+    file.write_text("".join(json.dumps(event) + "\n" for event in events if event != last and event["event"] != "end"))
+    recorded = {run.run_id: run for run in walk(forest(family))}[last["run_id"]]
+    run = {run.run_id: run for run in walk(forest(tmp_path))}[last["run_id"]]
+    assert [(saved.name, saved.state) for saved in run.checkpoints] == [
+        (saved.name, saved.state) for saved in recorded.checkpoints
+    ]
+    assert (run.status, run.steps) == ("running or killed", last["step"])
+
+
+def test_half_a_line_of_a_killed_run_costs_no_other_line(tmp_path):
+    Lineage(tmp_path, "a").add("run")
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"event": "checkpo')
+    Lineage(tmp_path, "b").add("run")
+    Lineage(tmp_path, "b").add("end")
+    assert [(event["run_id"], event["event"]) for event in read(tmp_path)] == [
+        *(("a", "run"), ("b", "run"), ("b", "end")),
+    ]

@@ -29,7 +29,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 def start(size: int, run_dir: Path | None = None, timeout_s: float = 60.0, num_cpus: float = 0.5, **options):
     host = ToyHost(**options)
-    group = Group("main", size, num_cpus, 0, 1, "PACK", timeout_s)
+    group = Group("main", size, num_cpus, 0, 1, "PACK", timeout_s, tuple(range(size)))
     cluster = RayActors(Session(Wanted(None, 4, 0, 80, 3.0)), group, host, BuildContext(run_dir=run_dir))
     return cluster, role_handles(cluster, host)["toy"]
 
@@ -153,7 +153,7 @@ from verl.cluster.ray_crew import Group, _refuse_mixed
 from verl.description import BuildContext
 
 host = ToyHost()
-cluster = RayActors(small_session(), Group("main", 1, 0.5, 0, 1, "PACK", 60.0), host, BuildContext())
+cluster = RayActors(small_session(), Group("main", 1, 0.5, 0, 1, "PACK", 60.0, (0,)), host, BuildContext())
 toy = role_handles(cluster, host)["toy"]
 import ray
 raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid

@@ -58,9 +58,12 @@ def test_options_of_further_directories_are_left_to_hydra():
         ("algorithm.adv_estimator=grpo", ["algorithm=grpo"]),
         ("trainer.backend=ddp", ["sharding=ddp"]),
         ("ray.address=auto", ["trainer=ray", "++trainer.placement.address=auto"]),
+        ("trainer.backend=fsdp2", ["sharding=fsdp"]),
         ("actor_rollout.fsdp_config.sharding_strategy=NO_SHARD", ["sharding=none"]),
+        ("actor_rollout.fsdp_config.sharding_strategy=FULL_SHARD", ["sharding=fsdp"]),
         ("actor_rollout.fsdp_config.cpu_offload=false", []),
         ("actor_rollout.use_vllm=False", []),
+        ("use_vllm=true", ["rollout=vllm"]),
         ("trainer.save_freq=-1", ["++checkpoint.save_interval=null"]),
         ("use_critic=false", ["critic=none"]),
         ("use_reference_policy=false", ["reference=none"]),
@@ -97,12 +100,8 @@ def test_two_spellings_that_contradict_each_other_are_a_fault():
     ("given", "needs"),
     [
         ("storage.type=s3", "object storage"),
-        ("actor_rollout.use_vllm=true", "vLLM"),
-        ("rollout=vllm", "vLLM"),
-        ("trainer.backend=fsdp", "sharding"),
-        ("actor_rollout.fsdp_config.sharding_strategy=FULL_SHARD", "sharding"),
+        ("trainer.backend=megatron", "sharding"),
         ("actor_rollout.fsdp_config.cpu_offload=true", "sharding"),
-        ("sharding=fsdp", "sharding"),
         ("algorithm.adv_estimator=rloo", "estimator"),
     ],
 )
@@ -112,6 +111,21 @@ def test_what_this_version_lacks_is_refused_by_name(given, needs):
     assert fault.startswith(given.lstrip("+"))
     assert needs in fault
     assert "this version does not have" in fault
+    assert arguments == []
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("sharding=fsdp2", "sharding=fsdp"),
+        ("actor_rollout.fsdp_config.sharding_strategy=SHARD_GRAD_OP", "sharding.strategy=SHARD_GRAD_OP"),
+        ("actor_rollout.fsdp_config.cpu_offload=true", "sharding.cpu_offload=true"),
+    ],
+)
+def test_what_takes_more_than_one_assignment_here_is_told(given, ours):
+    arguments, assigned = command_line("ppo", [given])
+    (fault,) = assigned.faults
+    assert f"{ours} here" in fault
     assert arguments == []
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from verl.description import BuildContext
-from verl.engines.sharding import DDP, NoSharding
+from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP, NoSharding
+from verl.engines.tensor_parallel import heads_fault
 from verl.errors import ConfigError
 
 
@@ -22,9 +23,49 @@ def test_alone_sums_and_gradients_stay_as_they_are():
 
 
 def test_a_place_says_whether_it_needs_processes():
-    assert (NoSharding.needs_processes, DDP.needs_processes) == (False, True)
+    processes = {kind.__name__: kind.needs_processes for kind in (NoSharding, DDP, FSDP, HSDP, TP, TPFSDP)}
+    assert processes == {"NoSharding": False, "DDP": True, "FSDP": True, "HSDP": True, "TP": True, "TPFSDP": True}
 
 
 def test_a_time_out_is_positive():
     with pytest.raises(ConfigError, match="timeout_s is 0"):
         DDP(timeout_s=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "told"),
+    [
+        (HSDP, {"replicas": 0}, "replicas is 0: must be at least 1"),
+        (TP, {"tensor_parallel": 0}, "tensor_parallel is 0: must be at least 1, or null"),
+        (TPFSDP, {"tensor_parallel": 0}, "tensor_parallel is 0: must be at least 1"),
+        (FSDP, {"strategy": "HALF_SHARD"}, "strategy is 'HALF_SHARD': expected one of FULL_SHARD, SHARD_GRAD_OP"),
+    ],
+)
+def test_a_wrong_option_is_told_by_its_name(kind, option, told):
+    with pytest.raises(ConfigError, match=told):
+        kind(**option)
+
+
+def test_groups_of_processes_must_be_equal():
+    assert HSDP(replicas=3).size_fault(4).startswith("replicas is 3: it does not divide the 4 processes")
+    assert TP(tensor_parallel=2).size_fault(3).endswith("1, 3 would.")
+    assert TPFSDP(tensor_parallel=4).size_fault(6).endswith("1, 2, 3, 6 would.")
+    assert [FSDP().size_fault(n) for n in (1, 2, 7)] == [None, None, None]
+    assert [TP().size_fault(n) for n in (1, 2, 7)] == [None, None, None]
+    assert HSDP(replicas=2).size_fault(4) is None
+
+
+def test_key_value_heads_must_divide_and_the_sizes_that_fit_are_told():
+    fault = heads_fault(14, 2, 4)
+    assert fault == "is 4: it must divide the model's 2 key-value heads and 14 heads. Set it to 1 or 2."
+    assert heads_fault(32, 8, 4) is None
+    assert heads_fault(6, 6, 4).endswith("Set it to 1 or 2 or 3 or 6.")
+    assert TP().heads_fault(14, 2, 4).startswith("tensor_parallel is 4: it must divide")  # all processes
+    assert TPFSDP(tensor_parallel=2).heads_fault(14, 2, 4) is None
+    assert FSDP().heads_fault(14, 2, 4) is None
+
+
+def test_siblings_of_tensor_parallelism_work_on_the_same_rows():
+    assert DDP().parts(3) == FSDP().parts(3) == HSDP().parts(3) == (0, 1, 2)
+    assert TP().parts(2) == (0, 0)
+    assert TP(tensor_parallel=2).parts(4) == TPFSDP().parts(4) == (0, 0, 1, 1)

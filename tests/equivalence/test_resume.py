@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer.runs import GRPO, PPO, ppo_run, read_lines, without_times
+from trainer.runs import GRPO, PPO, ShakenClip, ppo_run, read_lines, without_times
 
 from verl.algorithms.kl import AdaptiveKLInReward
 from verl.checkpoint.discovery import CheckpointDirectory
@@ -25,6 +25,7 @@ from verl.tracking.trackers import Trackers
 
 STEPS = 5
 ADAPTIVE = dataclasses.replace(PPO, kl=AdaptiveKLInReward(coef=0.2, target=0.1, horizon=40))
+SHAKEN = dataclasses.replace(PPO, policy_loss=ShakenClip())
 
 
 def course(name, model, directory, **options):
@@ -33,7 +34,7 @@ def course(name, model, directory, **options):
         save_dir=str(directory / "checkpoints"), save_interval=1, keep_last_n=None, save_async=options.pop("wait", True)
     )
     resume = options.pop("resume", None)
-    algorithm = {"ppo": ADAPTIVE, "grpo": GRPO, "lora": GRPO, "ddp": PPO}[name]
+    algorithm = {"ppo": ADAPTIVE, "grpo": GRPO, "lora": GRPO, "ddp": SHAKEN}[name]
     tracker = Trackers(jsonl=JsonLines())
     run = ppo_run(model, algorithm, total_steps=STEPS, eval_interval=2, tracker=tracker, **options)
     if name == "lora":

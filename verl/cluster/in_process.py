@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.cluster.base import HostDescription
 from verl.description import BuildContext
+from verl.dispatch import dispatch_of
 
 
 class InProcess:
@@ -17,12 +18,14 @@ class InProcess:
 
     def __init__(self, host: HostDescription, context: BuildContext):
         self.step: int | None = None
+        self._types = host.worker_types()
         self._host = host.build(context)
 
     def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            future.set_result(self._host.call(role, method, args))
+            result = self._host.call(role, method, args)
+            future.set_result([result] if dispatch_of(self._types[role], method).gathers else result)
         except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future
             future.set_exception(error)
         return future

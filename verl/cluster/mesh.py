@@ -90,10 +90,16 @@ class DeviceMesh(Placement):
         built: list[tuple[Collection[str], Cluster]] = []
         with ExitStack() as undo:
             for devices, members in groups.items():
-                part = host.only(members, sharding_for(host.sharding, len(devices)))
+                sharding, count = sharding_for(host.sharding, len(devices)), len(devices)
                 is_pinned = devices[0].startswith("cpu")
                 cluster = Processes(
-                    part, context, len(devices), 1 if is_pinned else threads, devices, name="_".join(members)
+                    host.only(members, sharding),
+                    context,
+                    count,
+                    num_threads=1 if is_pinned else threads,
+                    parts=sharding.parts(count),
+                    devices=devices,
+                    name="_".join(members),
                 )
                 undo.callback(cluster.close)
                 built.append((members, cluster))

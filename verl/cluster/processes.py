@@ -30,7 +30,7 @@ from verl.cluster.crew import END_TIMEOUT_S, Crew
 from verl.cluster.dividing import Division
 from verl.cluster.worker import READY, Answer, Call, Start
 from verl.description import BuildContext
-from verl.dispatch import dispatch_of
+from verl.dispatch import Dispatch, dispatch_of
 from verl.errors import VerlError, WorkerError
 
 GRACE_S = 0.3  # an error waits so long to be told: a sibling's death, where that is the cause, is told first
@@ -44,14 +44,25 @@ class _Pending:
     step: int | None
     future: Future[Any]
     division: Division | None
-    joins: bool
+    dispatch: Dispatch | None
     answers: dict[int, Any]
+
+    def result(self, speakers: Sequence[int]) -> Any:
+        """The answers of all ranks as the one that the caller waits for; `speakers` answer for the shares of rows."""
+        if self.dispatch is not None and self.dispatch.gathers:
+            return [self.answers[rank] for rank in sorted(self.answers)]
+        answers = [self.answers[rank] for rank in speakers]
+        joins = self.dispatch is not None and self.dispatch.joins and self.division is not None
+        return self.division.join(answers) if joins else answers[0]
 
 
 class Processes:
     """Every role in each of `world_size` processes.
 
     Args:
+        parts: of each process, which share of the rows it works on: 0, 1, ... in the order of the ranks. Processes that
+            work on one share together give the same answer, and that of the first one counts. By default each has its
+            own.
         num_threads: that torch may use in each.
         devices: of each, `cuda:N` or `cpu:N`, the N-th core that this process may use; None numbers the GPUs by rank.
         name: of a directory for the logs, where there are several groups of processes.
@@ -68,10 +79,13 @@ class Processes:
         context: BuildContext,
         world_size: int,
         num_threads: int,
+        parts: Sequence[int] | None = None,
         devices: Sequence[str] | None = None,
         name: str = "",
     ):
         self.world_size = world_size
+        self._parts = tuple(range(world_size)) if parts is None else tuple(parts)
+        self._speakers = [self._parts.index(part) for part in range(max(self._parts) + 1)]
         self.step: int | None = None
         self._types = host.worker_types()
         self._lock = threading.Lock()
@@ -95,9 +109,9 @@ class Processes:
     def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
         """Send a call to every process. Its future fails with WorkerError or WorkerDied; after `close`, VerlError."""
         dispatch = dispatch_of(self._types[role], method)
-        division = Division(args[0], self.world_size) if dispatch.divides else None
-        shares = [(part, *args[1:]) for part in division.divide(args[0])] if division else [args] * self.world_size
-        pending = _Pending(f"{role}.{method}", self.step, Future(), division, dispatch.joins, {})
+        division = Division(args[0], len(self._speakers)) if dispatch.divides else None
+        shares = [(part, *args[1:]) for part in division.divide(args[0])] if division else [args] * len(self._speakers)
+        pending = _Pending(f"{role}.{method}", self.step, Future(), division, dispatch, {})
         with self._lock:
             if self._failure is not None:
                 pending.future.set_exception(self._failure)
@@ -105,7 +119,7 @@ class Processes:
             number, self._next_number = self._next_number, self._next_number + 1
             messages = [pickle.dumps(Call(number, role, method, share)) for share in shares]
             self._pending[number] = pending
-            self._outbox.put(messages)
+            self._outbox.put([messages[part] for part in self._parts])
         return pending.future
 
     def close(self) -> None:
@@ -120,7 +134,7 @@ class Processes:
             self._sender.join(timeout=END_TIMEOUT_S)
 
     def _build_roles(self, host: HostDescription, context: BuildContext) -> None:
-        ready = _Pending("start", None, Future(), None, False, {})
+        ready = _Pending("start", None, Future(), None, None, {})
         self._pending[READY] = ready
         search_path = tuple(map(os.path.abspath, sys.path))
         for rank, connection in enumerate(self._crew.connections):
@@ -170,13 +184,12 @@ class Processes:
             pending.answers[rank] = answer.result
             if len(pending.answers) < self.world_size or self._pending.pop(answer.number, None) is None:
                 return
-        answers = [pending.answers[r] for r in range(self.world_size)]
         try:
-            joined = pending.division.join(answers) if pending.joins and pending.division else answers[0]
+            result = pending.result(self._speakers)
         except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future
             pending.future.set_exception(error)
         else:
-            pending.future.set_result(joined)
+            pending.future.set_result(result)
 
     def _on_hang_up(self, rank: int) -> None:
         with self._lock:

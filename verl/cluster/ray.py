@@ -11,6 +11,7 @@ ends the whole group: its siblings may be waiting for it in a collective operati
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -25,7 +26,7 @@ from verl.cluster.parcel import Parcel, wrap
 from verl.cluster.ray_crew import Group, RayCrew
 from verl.cluster.ray_session import Session
 from verl.description import BuildContext
-from verl.dispatch import dispatch_of
+from verl.dispatch import Dispatch, dispatch_of
 from verl.errors import VerlError, WorkerDied, WorkerError
 
 
@@ -37,8 +38,15 @@ class _Pending:
     step: int | None
     future: Future[Any]
     division: Division | None
-    joins: bool
+    dispatch: Dispatch
     refs: list[Any]
+
+    def result(self, answers: list[Any], speakers: Sequence[int]) -> Any:
+        """The answers of all ranks as the one that the caller waits for; `speakers` answer for the shares of rows."""
+        if self.dispatch.gathers:
+            return answers
+        answers = [answers[rank] for rank in speakers]
+        return self.division.join(answers) if self.dispatch.joins and self.division else answers[0]
 
 
 class RayActors:
@@ -56,6 +64,7 @@ class RayActors:
 
     def __init__(self, session: Session, group: Group, host: HostDescription, context: BuildContext):
         self.world_size, self.step = group.size, None
+        self._speakers = [group.parts.index(part) for part in range(max(group.parts) + 1)]
         self._session, self._group, self._types = session, group, host.worker_types()
         self._lock = threading.Lock()
         self._failure: VerlError | None = None
@@ -81,8 +90,8 @@ class RayActors:
     def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
         """Send a call to every actor. Its future fails with a WorkerError; after `close`, with a VerlError."""
         dispatch = dispatch_of(self._types[role], method)
-        divides = dispatch.divides and self.world_size > 1
-        division = Division(args[0], self.world_size) if divides else None
+        divides = dispatch.divides and len(self._speakers) > 1
+        division = Division(args[0], len(self._speakers)) if divides else None
         name, future = f"{role}.{method}", Future()
         with self._lock:
             if self._failure is not None:
@@ -94,15 +103,17 @@ class RayActors:
             except (RayError, OSError, ValueError) as error:
                 future.set_exception(_refusal(error, name, self.step))
                 return future
-            pending = _Pending(name, self.step, future, division, dispatch.joins, refs)
+            pending = _Pending(name, self.step, future, division, dispatch, refs)
             self._pending.append(pending)
             self._inbox.put(pending)
         return future
 
     def _shares(self, args: tuple[Any, ...], division: Division | None) -> list[Parcel]:
+        """What each rank is sent; ranks that share their rows are sent one object."""
         if division is None:
             return [wrap(args)] * self.world_size
-        return [wrap((part, *args[1:])) for part in division.divide(args[0])]
+        shares = [wrap((part, *args[1:])) for part in division.divide(args[0])]
+        return [shares[part] for part in self._group.parts]
 
     def close(self) -> None:
         """End the actors, asked first unless they are at work. Leaves nothing running; may be called again."""
@@ -123,7 +134,7 @@ class RayActors:
         while (pending := self._inbox.get()) is not None:
             try:
                 answers = self._crew.answers(pending.name, pending.step, pending.refs, self._group.call_timeout_s)
-                joined = pending.division.join(answers) if pending.joins and pending.division else answers[0]
+                result = pending.result(answers, self._speakers)
             except WorkerError as failure:
                 self._fail(failure)
             except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future
@@ -131,7 +142,7 @@ class RayActors:
                     pending.future.set_exception(error)
             else:
                 if self._taken(pending):
-                    pending.future.set_result(joined)
+                    pending.future.set_result(result)
 
     def _taken(self, pending: _Pending) -> bool:
         """Whether the call was still under way; it is not any more."""

@@ -40,6 +40,7 @@ class Group:
         num_threads: that torch may use in each.
         strategy: of Ray's placement group.
         call_timeout_s: after which a call that is not answered names who is silent.
+        parts: of each worker, which share of the rows it works on; those of one share answer alike.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Group:
     num_threads: int
     strategy: str
     call_timeout_s: float
+    parts: tuple[int, ...]
 
 
 class RayCrew:

@@ -116,8 +116,12 @@ class RayPlacement(Placement):
         with ExitStack() as undo:
             for name, members in pools.items():
                 threads = max(1, max_threads // total)
-                group = Group(name, sizes[name], self.num_cpus, gpus, threads, self.strategy, self.call_timeout_s)
-                part = host.only(members, sharding_for(host.sharding, sizes[name]))
+                sharding = sharding_for(host.sharding, sizes[name])
+                parts = sharding.parts(sizes[name])
+                group = Group(
+                    name, sizes[name], self.num_cpus, gpus, threads, self.strategy, self.call_timeout_s, parts
+                )
+                part = host.only(members, sharding)
                 cluster = RayActors(Session(wanted), group, part, context)
                 undo.callback(cluster.close)
                 built.append((members, cluster))

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _STORAGE = "needs object storage, which this version does not have; checkpoints go to a local directory."
-_SHARDINGS = "needs a sharding that this version does not have; it has sharding=none and sharding=ddp."
-_VLLM = "needs the engine vLLM, which this version does not have; rollout=hf generates with the training weights."
+_SHARDINGS = "needs a sharding that this version does not have; it has none, ddp, fsdp, hsdp, tp and tp_fsdp."
+_FSDP2 = "is sharding=fsdp here."
+_STRATEGY = "is sharding=fsdp sharding.strategy=SHARD_GRAD_OP here, or a sharding that this version does not have."
+_OFFLOAD = "is sharding.cpu_offload=true here, beside sharding=fsdp, hsdp or tp_fsdp."
 _RAY = "is no key here; with trainer=ray, trainer.placement.address and its siblings say where roles live."
 
 
@@ -37,7 +39,10 @@ class Alias:
 
 _OFF = {"false": "", "null": "", "none": ""}
 _NEVER = ("-1", "0", "false")
-_SINGLE = {"no_shard": "sharding=none", "none": "sharding=none", "null": ""}
+_BACKENDS = {name: f"sharding={name}" for name in ("none", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp")}
+_BACKENDS |= {"local": "sharding=none", "fsdp2": "sharding=fsdp"}
+_STRATEGIES = {"no_shard": "none", "none": "none", "full_shard": "fsdp", "hybrid_shard": "hsdp"}
+_SINGLE = {"null": "", **{name: f"sharding={option}" for name, option in _STRATEGIES.items()}}
 
 ALIASES: dict[str, Alias] = {
     "actor_rollout.model_name_or_path": Alias(path="actor.model.path", option="actor=pretrained"),
@@ -47,12 +52,10 @@ ALIASES: dict[str, Alias] = {
     "actor_rollout_ref.rollout.temperature": Alias(path="rollout.temperature"),
     "critic.model_name_or_path": Alias(path="critic.model.path", option="critic=own_model"),
     "critic.optim.lr": Alias(path="critic.optimizer.lr"),
-    "actor_rollout.use_vllm": Alias(choices={**_OFF}, refusal=_VLLM),
-    "actor_rollout.fsdp_config.sharding_strategy": Alias(choices=_SINGLE, refusal=_SHARDINGS),
-    "actor_rollout.fsdp_config.cpu_offload": Alias(choices=_OFF, refusal=_SHARDINGS),
-    "trainer.backend": Alias(
-        choices={"local": "sharding=none", "none": "sharding=none", "ddp": "sharding=ddp"}, refusal=_SHARDINGS
-    ),
+    "actor_rollout.use_vllm": Alias(choices={**_OFF, "true": "rollout=vllm"}, refusal="takes true or false."),
+    "actor_rollout.fsdp_config.sharding_strategy": Alias(choices=_SINGLE, refusal=_STRATEGY),
+    "actor_rollout.fsdp_config.cpu_offload": Alias(choices=_OFF, refusal=_OFFLOAD),
+    "trainer.backend": Alias(choices=_BACKENDS, refusal=_SHARDINGS),
     "trainer.save_freq": Alias(path="checkpoint.save_interval", nulls=_NEVER),
     "trainer.default_local_dir": Alias(path="checkpoint.save_dir"),
     "trainer.resume_from_path": Alias(path="resume"),
@@ -89,14 +92,14 @@ ALIASES: dict[str, Alias] = {
     "reward_model.enable": Alias(choices={**_OFF, "true": "reward=model"}, refusal="takes true or false."),
     "reward_model.model_name_or_path": Alias(path="reward.model.path", option="reward=model"),
     "reward_model.model.path": Alias(path="reward.model.path", option="reward=model"),
+    "use_vllm": Alias(choices={**_OFF, "true": "rollout=vllm"}, refusal="takes true or false."),
     "ray.address": Alias(path="trainer.placement.address", option="trainer=ray"),
     "ray.num_cpus": Alias(path="trainer.placement.num_cpus", option="trainer=ray"),
-    "use_vllm": Alias(choices=_OFF, refusal=_VLLM),
 }
 
 FILES = {"ppo": "files", "sft": "sft_files"}
 PREFIXES = {"storage.": _STORAGE, "ray.": _RAY}
-OPTIONS = {"rollout=vllm": _VLLM, "sharding=fsdp": _SHARDINGS, "sharding=fsdp2": _SHARDINGS}
+OPTIONS = {"sharding=fsdp2": _FSDP2}
 
 
 @dataclass

@@ -108,10 +108,14 @@ class EpochSampler:
 
     def next_batch(self) -> Tensor:
         """The next row indices, [batch_size] int64. After the last batch of an epoch `epoch` has moved on."""
-        batch = self._order_of(self.epoch)[self.position : self.position + self.batch_size].clone()
+        batch = self.peek()
         self.position += self.batch_size
         self._move_on()
         return batch
+
+    def peek(self) -> Tensor:
+        """What `next_batch` will give."""
+        return self._order_of(self.epoch)[self.position : self.position + self.batch_size].clone()
 
     def __iter__(self) -> Iterator[Tensor]:
         while True:

@@ -14,10 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from verl.engines.micro import MicroBatch, cut_into_micro_batches
+from verl.engines.layouts import laid_out_as
+from verl.engines.micro import MicroBatch, cut_into_micro_batches, empty_micro_batch
 from verl.engines.optim import AdamW
-from verl.engines.sharding import Parallel
+from verl.engines.parallel import Parallel
 from verl.models import line_attention
+from verl.models.division import compute_device
 from verl.models.precision import Autocast, computing_in
 from verl.ops.aggregate import Totals
 from verl.protocol import DataProto
@@ -59,8 +61,10 @@ class TrainingEngine:
         self.updates = 0
         self.total_updates = total_updates
         self.recipe = optimizer
-        self.optimizer = None if optimizer is None else optimizer.attach(model.parameters())
-        self.device = next(model.parameters()).device
+        parallel.settle(model)
+        self.parameters = dict(model.named_parameters())  # while it runs, a divided model has gathered ones instead
+        self.optimizer = None if optimizer is None else optimizer.attach(self.parameters.values())
+        self.device = compute_device(model)
         self.autocast = autocast
         why_not = "packing is off" if packing == "off" else line_attention.enable(getattr(model, "backbone", model))
         self.can_pack = why_not is None
@@ -85,7 +89,9 @@ class TrainingEngine:
                 for name, x in compute(self.model, micro).items():
                     x = x.masked_fill(~micro.tensors["response_mask"], 0.0).to(mask.device)
                     whole = results.setdefault(name, x.new_zeros(mask.shape))
-                    whole[micro.rows.to(mask.device), : x.shape[1]] = x
+                    if len(micro.rows):
+                        whole[micro.rows.to(mask.device), : x.shape[1]] = x
+        self.parallel.settle(self.model)
         return results
 
     def update(self, batch: DataProto, loss: Loss) -> dict[str, float]:
@@ -114,10 +120,9 @@ class TrainingEngine:
                 value.backward()
             for name, x in {"loss": value, **stats}.items():
                 shares[name] = shares.get(name, 0.0) + x.detach().double()
-        self.parallel.sum_gradients(self.model.parameters())
+        self.parallel.sum_gradients(self.parameters.values())
         metrics = self.parallel.sums({name: float(x) for name, x in shares.items()})
-        grad_norm = self._clip()
-        metrics["grad_norm"] = float(grad_norm)
+        metrics["grad_norm"] = float(self.parallel.clip(self.parameters.values(), self.recipe.max_grad_norm))
         lr = self.recipe.learning_rate(self.updates, self.total_updates)
         if not all(math.isfinite(x) for x in metrics.values()):
             self.optimizer.zero_grad(set_to_none=True)
@@ -133,7 +138,7 @@ class TrainingEngine:
         assert self.optimizer is not None
         return {
             f"{name}.{key}": value
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in self.parameters.items()
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
 
@@ -144,7 +149,7 @@ class TrainingEngine:
             ValueError: the state is not that of these parameters.
         """
         assert self.optimizer is not None
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         strangers = {name.rpartition(".")[0] for name in tensors} ^ set(trained)
         if tensors and strangers:
             raise ValueError(f"the optimizer's state and the parameters differ in {', '.join(sorted(strangers)[:5])}")
@@ -153,18 +158,26 @@ class TrainingEngine:
             if tensor.ndim and tensor.shape != parameter.shape:
                 found, wanted = list(tensor.shape), list(parameter.shape)
                 raise ValueError(f"the optimizer's state {name} has shape {found}, its parameter {wanted}")
-            self.optimizer.state[parameter][key] = tensor.to(parameter.device, copy=True)
+            parallel = self.parallel
+            self.optimizer.state[parameter][key] = (
+                laid_out_as(parameter, tensor, parallel.mesh, parallel.rank)
+                if tensor.ndim
+                else tensor.to(parameter.device, copy=True)
+            )
         self.updates = updates
 
     def _micro_batches(self, batch: DataProto) -> Iterator[MicroBatch]:
-        return cut_into_micro_batches(batch.to(self.device), self.micro_batch_tokens, self.can_pack)
+        batch = batch.to(self.device)
+        made = cut_into_micro_batches(batch, self.micro_batch_tokens, self.can_pack)
+        if not self.parallel.in_step:
+            yield from made
+            return
+        cut = list(made)
+        most = self.parallel.most(len(cut))  # before the first of them: it is an exchange itself
+        yield from cut
+        yield from (empty_micro_batch(batch) for _ in range(most - len(cut)))
 
     def _totals(self, batch: DataProto) -> Totals:
         own = Totals.of(batch.batch["response_mask"])
         summed = self.parallel.sums({"tokens": own.tokens, "sequences": own.sequences})
         return Totals(tokens=summed["tokens"], sequences=summed["sequences"])
-
-    def _clip(self) -> Tensor:
-        assert self.recipe is not None
-        limit = self.recipe.max_grad_norm
-        return nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit)

@@ -97,6 +97,20 @@ def cut_into_micro_batches(batch: DataProto, token_budget: int, can_pack: bool =
         yield MicroBatch(rows, tensors, packing)
 
 
+def empty_micro_batch(batch: DataProto) -> MicroBatch:
+    """No row of a batch, in the form of one without a response token: its loss is zero, and so are its gradients.
+
+    For a process that has nothing left to do, while its siblings need it in theirs.
+    """
+    widths = {"P": 1, "T": 1, "S": 2}
+    tensors = {}
+    for name, x in batch.batch.items():
+        dims = FIELDS[name].dims if name in FIELDS else ("B",)
+        tensors[name] = x.new_zeros(1, *(widths[dim] for dim in dims[1:]))
+    tensors["attention_mask"][:] = 1
+    return MicroBatch(torch.zeros(0, dtype=torch.int64), tensors)
+
+
 def _packed(
     batch: DataProto, prompts: Tensor, responses: Tensor, padded: int, token_budget: int
 ) -> tuple[list[Tensor], Tensor, bool] | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from verl.description import Description
+from verl.engines.layouts import mesh_dims
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +64,8 @@ class AdamW(Description):
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
         """The optimizer over those of the parameters that train."""
-        trained = [p for p in parameters if p.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
+        alike: dict[tuple[Any, ...], list[nn.Parameter]] = {}  # one fused step takes parameters that are laid out alike
+        for p in (p for p in parameters if p.requires_grad):
+            alike.setdefault((p.ndim < 2, mesh_dims(p)), []).append(p)
+        groups = [{"params": alike[key], "weight_decay": 0.0 if key[0] else self.weight_decay} for key in sorted(alike)]
         return torch.optim.AdamW(groups, lr=self.lr, betas=(self.betas[0], self.betas[1]), eps=self.eps, fused=True)

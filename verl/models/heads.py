@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,10 @@ class ValueModel(nn.Module):
         config = backbone.config.get_text_config()
         dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
         self.backbone = backbone
-        self.head = nn.Linear(config.hidden_size, 1, device=backbone.device, dtype=dtype)
+        device = (
+            "cpu" if backbone.device.type == "meta" else backbone.device
+        )  # the backbone's weights are still to come
+        self.head = nn.Linear(config.hidden_size, 1, device=device, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -65,11 +69,20 @@ class ValueModel(nn.Module):
         """Take the head from a file that `save_pretrained` wrote."""
         self.head.load_state_dict(load_file(file))
 
-    def save_pretrained(self, directory: Path) -> None:
-        """Write the backbone as a Hugging Face directory and the head beside it."""
+    def save_pretrained(self, directory: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
+        """Write the backbone as a Hugging Face directory and the head beside it.
+
+        Args:
+            state_dict: whole weights, for a model that has only parts of them.
+        """
+        state = self.state_dict() if state_dict is None else state_dict
+        parts = {
+            part: {name.removeprefix(part): x for name, x in state.items() if name.startswith(part)}
+            for part in ("backbone.", "head.")
+        }
         with quiet_transformers():
-            self.backbone.save_pretrained(directory)
+            self.backbone.save_pretrained(directory, state_dict=parts["backbone."])
         save_file(
-            {name: p.detach().cpu().contiguous() for name, p in self.head.state_dict().items()},
+            {name: p.detach().cpu().contiguous() for name, p in parts["head."].items()},
             directory / VALUE_HEAD_FILE,
         )

@@ -38,11 +38,15 @@ class OutputHead:
     def left_out(self) -> Iterator[None]:
         """Within, the model gives hidden states where it would give logits."""
         assert self.head is not None
+        before = vars(self.head).get("forward")  # tensor parallelism has one of its own there
         self.head.forward = _as_it_is
         try:
             yield
         finally:
-            del self.head.forward
+            if before is None:
+                del self.head.forward
+            else:
+                self.head.forward = before
 
     @torch.no_grad()
     def _is_all_there_is(self) -> bool:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from verl.models.division import casts_weights
+
 Autocast = Literal["bfloat16"] | None
 
 
@@ -20,9 +22,10 @@ def computing_in(dtype: Autocast, model: nn.Module) -> Iterator[None]:
     Each is cast once for all that is done inside, where torch.autocast would cast weights and activations at every
     product. The backward pass belongs inside too, since gradient checkpointing computes forward again.
 
-    A submodule may keep its own type: those in `model.computes_in_own_type` do (a value head).
+    A submodule may keep its own type: those in `model.computes_in_own_type` do (a value head). A model that was divided
+    over processes may cast its weights itself, as it gathers them.
     """
-    if dtype is None:
+    if dtype is None or casts_weights(model):
         yield
         return
     narrow = getattr(torch, dtype)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from verl.errors import ConfigError
 from verl.models.source import ModelSource, without_dropout
+from verl.models.weight_files import WeightFiles, without_weights
 
 WARM_START = "warm-start://"
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -57,6 +58,31 @@ class Pretrained(ModelSource):
         if (self._adapter() or {}).get("task_type") == "CAUSAL_LM":
             return self.load_causal_lm(device).base_model
         return self._load(AutoModel, device)
+
+    def load_skeleton(self, kind: Literal["causal_lm", "backbone"]) -> Any:
+        """See `ModelSource.load_skeleton`. From a directory with safetensors whose names are those of the model."""
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
+
+        directory = Path(self.path)
+        if not directory.is_dir() or self._adapter() is not None or self.trust_remote_code:
+            return None
+        config = AutoConfig.from_pretrained(self.path)
+        if getattr(config, "quantization_config", None) is not None:
+            return None
+        self._refuse_lost_caps(config.get_text_config())
+        auto_class = AutoModelForCausalLM if kind == "causal_lm" else AutoModel
+        with quiet_transformers(), without_weights():
+            try:
+                model = auto_class.from_config(config, dtype=self._torch_dtype(), attn_implementation=self.attention)
+            except (ValueError, ImportError):
+                return None  # loading all of it says what is wrong
+        model.tie_weights()
+        if (directory / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(self.path)
+        model.weight_files = WeightFiles(directory, model.base_model_prefix)
+        if not model.weight_files.holds(dict(model.named_parameters())):
+            return None  # other names, which transformers converts, or holes, which are refused where all is loaded
+        return without_dropout(model).eval()
 
     def load_classifier(self, device: str) -> Any:
         """The model with its sequence-classification head, as reward models have one, in evaluation mode."""
@@ -108,14 +134,29 @@ class Pretrained(ModelSource):
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
 
+    def load_config(self) -> Any:
+        from transformers import AutoConfig
+
+        path = (self._adapter() or {}).get("base_model_name_or_path", self.path)
+        return AutoConfig.from_pretrained(path, revision=self.revision, trust_remote_code=self.trust_remote_code)
+
     def max_positions(self) -> int | None:
-        adapter = self._adapter()
-        config = _read_json(Path(adapter["base_model_name_or_path"] if adapter else self.path) / "config.json") or {}
+        config = self._config()
         return config.get("max_position_embeddings") or config.get("n_positions")
+
+    def attention_heads(self) -> tuple[int, int] | None:
+        config = self._config()
+        heads = config.get("num_attention_heads")
+        return None if heads is None else (heads, config.get("num_key_value_heads") or heads)
 
     def value_head(self) -> Path | None:
         file = Path(self.path) / VALUE_HEAD_FILE
         return file if file.is_file() else None
+
+    def _config(self) -> dict[str, Any]:
+        """The configuration in the model's directory, that of the whole model for an adapter; empty without one."""
+        adapter = self._adapter()
+        return _read_json(Path(adapter["base_model_name_or_path"] if adapter else self.path) / "config.json") or {}
 
     def _adapter(self) -> dict[str, Any] | None:
         """The settings of the adapter that `path` is, or None if it is a model."""
@@ -137,13 +178,11 @@ class Pretrained(ModelSource):
         return self._load_whole(auto_class, device)
 
     def _load_whole(self, auto_class: Any, device: str) -> Any:
-        import torch
-
         with quiet_transformers():
             try:
                 model, report = auto_class.from_pretrained(
                     self.path,
-                    dtype=getattr(torch, self.dtype),
+                    dtype=self._torch_dtype(),
                     attn_implementation=self.attention,
                     revision=self.revision,
                     trust_remote_code=self.trust_remote_code,
@@ -157,6 +196,11 @@ class Pretrained(ModelSource):
         self._refuse_holes(report)
         self._refuse_lost_caps(model.config.get_text_config())
         return without_dropout(model).to(device).eval()
+
+    def _torch_dtype(self) -> Any:
+        import torch
+
+        return getattr(torch, self.dtype)
 
     def _refuse_lost_caps(self, config: Any) -> None:
         """Gemma 2 squashes its attention scores, and sdpa leaves that out without a word: another model's numbers."""

@@ -33,13 +33,26 @@ class SavedForm:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def saved_form(model: Any) -> SavedForm:
-    """The form of a Hugging Face model, of a model with a peft adapter (the adapter alone), or of a `ValueModel`."""
+def live_tensors(model: Any) -> dict[str, Tensor]:
+    """What `saved_form` makes its tensors of, by their names in the model; a tied one is the same object twice."""
+    tensors = model.state_dict(keep_vars=True)
+    if not hasattr(getattr(model, "backbone", model), "peft_config"):
+        return tensors
+    return {name: x for name, x in tensors.items() if "lora_" in name or name.startswith("head.")}
+
+
+def saved_form(model: Any, tensors: Mapping[str, Tensor] | None = None) -> SavedForm:
+    """The form of a Hugging Face model, of a model with a peft adapter (the adapter alone), or of a `ValueModel`.
+
+    Args:
+        tensors: those of `live_tensors` made whole, for a model that has only parts of them.
+    """
+    tensors = live_tensors(model) if tensors is None else tensors
     if isinstance(model, ValueModel):
-        form = saved_form(model.backbone)
+        form = saved_form(model.backbone, _below("backbone.", tensors))
         from safetensors.torch import save
 
-        head = {name: p.detach().cpu().contiguous() for name, p in model.head.state_dict().items()}
+        head = {name: p.detach().cpu().contiguous() for name, p in _below("head.", tensors).items()}
         return SavedForm(form.tensors, form.file, {**form.files, VALUE_HEAD_FILE: save(head)})
     if hasattr(model, "peft_config"):
         from peft import get_peft_model_state_dict
@@ -47,11 +60,12 @@ def saved_form(model: Any) -> SavedForm:
         with tempfile.TemporaryDirectory() as directory, quiet_transformers():
             model.peft_config[model.active_adapter].save_pretrained(directory)
             files = files_in(Path(directory))
-        return SavedForm({k: v.detach() for k, v in get_peft_model_state_dict(model).items()}, ADAPTER_FILE, files)
+        adapter = get_peft_model_state_dict(model, state_dict=dict(tensors))
+        return SavedForm({name: x.detach() for name, x in adapter.items()}, ADAPTER_FILE, files)
     with tempfile.TemporaryDirectory() as directory, quiet_transformers():
         model.save_pretrained(directory, state_dict={})  # all but the weights
         files = {name: data for name, data in files_in(Path(directory)).items() if not name.endswith(".safetensors")}
-    return SavedForm(_weights(model), None, files)
+    return SavedForm(_weights(model, tensors), None, files)
 
 
 def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
@@ -81,12 +95,16 @@ def files_in(directory: Path) -> dict[str, bytes]:
     }
 
 
-def _weights(model: Any) -> dict[str, Tensor]:
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+
+
+def _weights(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state as `save_pretrained` names it: tied weights once, and conversions made at loading undone."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    state = {name: tensor.detach() for name, tensor in tensors.items()}
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
     return dict(revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model)))

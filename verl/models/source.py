@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from verl.description import Description
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -35,13 +35,28 @@ class ModelSource(Description):
         """The model without a head: token ids in, hidden states [B S D] out."""
         raise NotImplementedError
 
+    def load_skeleton(self, kind: Literal["causal_lm", "backbone"]) -> PreTrainedModel | None:
+        """The model without its weights, which are then read in slices from its attribute `weight_files`.
+
+        None where weights can only be had whole.
+        """
+        return None
+
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, padding on the left, with a pad token."""
+        raise NotImplementedError
+
+    def load_config(self) -> PretrainedConfig:
+        """The model's configuration, without its weights."""
         raise NotImplementedError
 
     def max_positions(self) -> int | None:
         """The context length in tokens, or None where it cannot be known without loading."""
         raise NotImplementedError
+
+    def attention_heads(self) -> tuple[int, int] | None:
+        """The numbers of attention heads and of key-value heads, or None where they cannot be known without loading."""
+        return None
 
     def value_head(self) -> Path | None:
         """The file of a trained value head that lies with the weights, or None."""

@@ -54,12 +54,14 @@ class TinyModel(ModelSource):
     def max_positions(self) -> int | None:
         return self.context_length
 
-    def _make(self, auto_class: Any, device: str) -> Any:
-        import torch
+    def attention_heads(self) -> tuple[int, int]:
+        return self.num_heads, self.num_heads
+
+    def load_config(self) -> Any:
         from transformers import Qwen2Config
 
         tokenizer = character_tokenizer()
-        config = Qwen2Config(
+        return Qwen2Config(
             vocab_size=len(tokenizer),
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -73,7 +75,11 @@ class TinyModel(ModelSource):
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
+
+    def _make(self, auto_class: Any, device: str) -> Any:
+        import torch
+
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive_seed(self.seed, "tiny model"))
-            model = auto_class.from_config(config, dtype=torch.float32)
+            model = auto_class.from_config(self.load_config(), dtype=torch.float32)
         return without_dropout(model).to(device=device, dtype=getattr(torch, self.dtype)).eval()

@@ -27,10 +27,12 @@ class Rating:
     Attributes:
         scores: [B] float64.
         parts: by name, [B] floats each: a metric `reward/NAME` (their mean) and a column of the sample tables.
+        columns: by name, [B] of anything else, such as texts: a column `reward_NAME` of the sample tables.
     """
 
     scores: np.ndarray
     parts: dict[str, np.ndarray] = field(default_factory=dict)
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,10 @@ class Reward:
         """The context in which what the reward learns of scores, such as their mean, stays as it is: evaluation."""
         return contextlib.nullcontext()
 
+    def take(self) -> dict[str, float]:
+        """What was counted since the last call, evaluations left out, by NAME: metrics `reward/NAME`."""
+        return {}
+
     def reset_stats(self) -> None:
         """Forget what was learned of scores."""
 
@@ -98,7 +104,7 @@ class Reward:
         Returns:
             token_level_scores [B T] float32: the score on the last True of response_mask, 0 elsewhere, so a row whose
             mask is empty has none; and in `non_tensor_batch` `score`, B floats as they were rated, and a column
-            `reward/NAME` for each part of the rating.
+            `reward/NAME` for each part of the rating and `reward_NAME` for each of its columns.
         Raises:
             RewardError: the rating raised, or is not B finite numbers; names the sample and the function.
         """
@@ -109,9 +115,10 @@ class Reward:
         placed = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         placed[rows, last[rows]] = torch.tensor(rating.scores, dtype=torch.float32, device=mask.device)[rows]
         parts = {f"reward/{name}": values.astype(object) for name, values in rating.parts.items()}
+        columns = {f"reward_{name}": values for name, values in rating.columns.items()}
         return DataProto.from_dict(
             tensors={"token_level_scores": placed},
-            non_tensors={"score": rating.scores.astype(object), **parts},
+            non_tensors={"score": rating.scores.astype(object), **parts, **columns},
             producer=self.producer,
         )
 

@@ -68,14 +68,18 @@ class SumOfRewards(Reward):
         return self.rate_batch
 
     def rate_batch(self, batch: DataProto) -> Rating:
-        """The sum; `parts` has each part's scores, and what a part has of its own as `NAME_...`."""
-        total, parts = np.zeros(len(batch)), {}
+        """The sum; `parts` has each part's scores, and what a part has of its own is there as `NAME_...`."""
+        total, parts, columns = np.zeros(len(batch)), {}, {}
         for name, reward in self.parts.items():
             rating = reward.rate_batch(batch)
             total = total + self.weights[name] * rating.scores
             parts[name] = rating.scores
             parts |= {f"{name}_{inner}": values for inner, values in rating.parts.items()}
-        return Rating(total, parts)
+            columns |= {f"{name}_{inner}": values for inner, values in rating.columns.items()}
+        return Rating(total, parts, columns)
+
+    def take(self) -> dict[str, float]:
+        return {f"{name}_{inner}": x for name, reward in self.parts.items() for inner, x in reward.take().items()}
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from verl.description import Description
+from verl.description import BuildContext, Description
 from verl.models.precision import Autocast
 from verl.ops.noise import TRAINING
 from verl.protocol import DataProto
+
+ALONE = BuildContext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,11 @@ class Rollout(Description):
         max_new_tokens: a response is cut after so many tokens.
         min_new_tokens: no stop token is drawn before so many tokens.
         stop_token_ids: end a response beside the model's own end-of-text tokens; they belong to the response.
+    Attributes:
+        runs_ahead: the engine holds weights of its own, so that it can draw while the trainer changes its.
     """
+
+    runs_ahead: ClassVar[bool] = False
 
     temperature: float = 1.0
     top_k: int = 0
@@ -51,8 +57,16 @@ class Rollout(Description):
             limit = self.max_new_tokens
             yield f"min_new_tokens is {self.min_new_tokens}: must lie between 0 and max_new_tokens {limit}."
 
-    def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None) -> RolloutEngine:
-        """The engine, sampling from `model` with noise that derives from `seed`; it computes as `autocast` says."""
+    def attach(
+        self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
+    ) -> RolloutEngine:
+        """The engine, sampling from `model` with noise that derives from `seed`; it computes as `autocast` says.
+
+        Args:
+            context: the process that trains the model.
+        Raises:
+            ConfigError: the engine cannot run this model.
+        """
         raise NotImplementedError
 
 
@@ -89,16 +103,33 @@ class Synced:
 SAME_TENSORS = Synced("one set of weights: nothing to move")
 
 
-class RolloutEngine(Protocol):
-    """An engine needs two things: to generate, and to take new weights."""
+class RolloutEngine:
+    """An engine needs to generate; one that samples from the very tensors that train needs nothing else.
+
+    One that `runs_ahead` can draw in two parts, `begin` and `finish`, and lets this process work between them.
+    """
 
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
         """Rows of responses, `num_samples` for each prompt in the order of the prompts; see `assemble`."""
-        ...
+        raise NotImplementedError
+
+    def begin(self, prompts: DataProto, request: Request) -> None:
+        """Begin to draw what `finish` will give; returns at once."""
+        raise NotImplementedError
+
+    def finish(self) -> DataProto:
+        """What was begun, as `generate` gives it."""
+        raise NotImplementedError
 
     def sync(self) -> Synced:
         """Take over the trainer's weights, and prove it."""
-        ...
+        return SAME_TENSORS
+
+    def rest(self) -> None:
+        """Leave memory to training until the next `generate` or `sync`, where that can be done."""
+
+    def close(self) -> None:
+        """End what the engine has started. May be called again."""
 
 
 def stop_tokens(model: Any, tokenizer: Any, extra: tuple[int, ...]) -> Tensor:

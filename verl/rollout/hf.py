@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.description import BuildContext
 from verl.models import line_attention
+from verl.models.division import compute_device, weights_gathered
 from verl.models.precision import Autocast, computing_in
 from verl.ops.logprobs import log_probs_of
-from verl.ops.noise import uniform
-from verl.ops.sampling import filter_logits, inverse_cdf
 from verl.protocol import DataProto
-from verl.rollout.base import SAME_TENSORS, Request, Rollout, Synced, assemble, stop_tokens
+from verl.rollout.base import ALONE, Request, Rollout, RolloutEngine, assemble, stop_tokens
+from verl.rollout.drawing import Drawing
 
 WORTH_SHARING = 64  # tokens of the longest prompt, from which on reading it once per group saves more than it costs
 
@@ -44,26 +45,30 @@ class HFRollout(Rollout):
         if self.max_rows < 1:
             yield f"max_rows is {self.max_rows}: must be at least 1."
 
-    def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None) -> HFSampler:
+    def attach(
+        self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
+    ) -> HFSampler:
         return HFSampler(self, model, tokenizer, seed, autocast)
 
 
-class HFSampler:
+class HFSampler(RolloutEngine):
     """The running engine of `HFRollout`."""
 
     def __init__(self, options: HFRollout, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None):
         self.options, self.model, self.seed, self.autocast = options, model, seed, autocast
         self.pad_id = tokenizer.pad_token_id
-        self.device = model.device
+        self.device = compute_device(model)
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
-
-    def sync(self) -> Synced:
-        return SAME_TENSORS
+        self._stops = tuple(self.stop_ids.tolist())
 
     @torch.no_grad()
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
         self.model.eval()
+        with weights_gathered(self.model):
+            return self._generate(prompts, request)
+
+    def _generate(self, prompts: DataProto, request: Request) -> DataProto:
         n, width = request.num_samples, self.options.max_new_tokens
         shape = (len(prompts) * n, width)
         responses = torch.full(shape, self.pad_id, dtype=torch.int64)
@@ -149,11 +154,5 @@ class HFSampler:
 
     def _choose(self, logits: Tensor, prompt_ids: Tensor, sample_ids: Tensor, t: int, request: Request) -> Tensor:
         """The next token of each row, [b]."""
-        options = self.options
-        if t < options.min_new_tokens:
-            logits = logits.index_fill(1, self.stop_ids, float("-inf"))
-        if request.greedy:
-            return logits.argmax(dim=-1)
-        logits = filter_logits(logits / options.temperature, top_k=options.top_k, top_p=options.top_p)
-        noise = uniform(self.seed, request.step, prompt_ids, sample_ids, t, stream=request.stream)
-        return inverse_cdf(logits.softmax(dim=-1), noise)
+        drawing = Drawing.of(self.options, request, self.seed, self._stops)
+        return drawing.choose(logits, prompt_ids, sample_ids, torch.full_like(prompt_ids, t))

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.description import BuildContext
+from verl.models.division import compute_device, weights_gathered
 from verl.models.precision import Autocast, computing_in
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
-from verl.rollout.base import SAME_TENSORS, Request, Rollout, Synced, assemble, stop_tokens
+from verl.rollout.base import ALONE, Request, Rollout, RolloutEngine, assemble, stop_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +37,13 @@ class Scripted(Rollout):
             if getattr(self, name) != unset:
                 yield f"{name} is {getattr(self, name)!r}: given responses are not drawn. Leave it at {unset!r}."
 
-    def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None) -> ScriptedSampler:
+    def attach(
+        self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
+    ) -> ScriptedSampler:
         return ScriptedSampler(self, model, tokenizer, autocast)
 
 
-class ScriptedSampler:
+class ScriptedSampler(RolloutEngine):
     """The running engine of `Scripted`."""
 
     def __init__(self, options: Scripted, model: Any, tokenizer: Any, autocast: Autocast = None):
@@ -48,9 +52,6 @@ class ScriptedSampler:
         end = [int(stop_tokens(model, tokenizer, ())[0])]
         limit = options.max_new_tokens
         self.script = [(tokenizer(text, add_special_tokens=False).input_ids + end)[:limit] for text in options.texts]
-
-    def sync(self) -> Synced:
-        return SAME_TENSORS
 
     @torch.no_grad()
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
@@ -66,12 +67,13 @@ class ScriptedSampler:
             responses[row, : len(line)] = line
             mask[row, : len(line)] = True
         rows = assemble(prompts, n, responses, mask, torch.zeros(responses.shape), self.pad_id)
-        return assemble(prompts, n, responses, mask, self._log_probs(rows), self.pad_id)
+        with weights_gathered(self.model):
+            return assemble(prompts, n, responses, mask, self._log_probs(rows), self.pad_id)
 
     def _log_probs(self, rows: DataProto) -> Tensor:
         if not len(rows):
             return torch.zeros(rows.batch["responses"].shape)
-        device = self.model.device
+        device = compute_device(self.model)
         fields = {name: rows.batch[name].to(device) for name in ("input_ids", "attention_mask", "position_ids")}
         responses = rows.batch["responses"].to(device)
         with computing_in(self.autocast, self.model):

@@ -1,1 +1,1 @@
-"""Weights on their way from where they train to where they are used."""
+"""Weights on their way from where they train to where they are used, and the proof that they arrived."""

@@ -24,11 +24,14 @@ from verl.workers.state import as_tensor
 TIMES = (
     "time_s",
     "perf/samples_per_s",
+    "sync/copy_s",
+    "sync/load_s",
+    "sync/proof_s",
     "perf/peak_memory_mib",
     "timing/",
 )  # and what begins so: never equal, and of no consequence
 STATES = ("dataloader/state.json", "scheduler/state.json", "rng/python.json", "rng/numpy.json")
-OF_ONE_LAYOUT = ("rng",)  # the driver's own generators: roles in its process draw from them, roles elsewhere do not
+OF_ONE_LAYOUT = ("rng",)  # generators: roles in the driver's process draw from its own, roles elsewhere have theirs
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def first_step_apart(
 def first_part_apart(a: Published, b: Published, near: Closeness) -> str | None:
     """The first tensor or plain value in which two checkpoints differ, every byte verified; None where there is none.
 
-    With a tolerance, the driver's random generators are left out: another layout of processes draws otherwise.
+    With a tolerance, the random generators are left out: another layout of processes draws otherwise.
     """
     first, second = CheckpointReader(a), CheckpointReader(b)
     return next(itertools.chain(_tensors_apart(first, second, near), _states_apart(first, second, near)), None)
@@ -111,7 +114,9 @@ def _tensors_apart(first: CheckpointReader, second: CheckpointReader, near: Clos
         y = as_tensor(second.tensor(other.component, other.name), other)
         if (difference := _difference(x, y, near)) is not None:
             yield f"tensor {tensor.full_name}: {difference}"
-    yield from (f"tensor {name} is in the second run's checkpoint alone" for name in others)
+    for name, other in others.items():
+        if not _left_out(other.component, near):
+            yield f"tensor {name} is in the second run's checkpoint alone"
 
 
 def _difference(x: Tensor, y: Tensor, near: Closeness) -> str | None:
@@ -125,9 +130,17 @@ def _difference(x: Tensor, y: Tensor, near: Closeness) -> str | None:
 
 
 def _states_apart(first: CheckpointReader, second: CheckpointReader, near: Closeness) -> Iterator[str]:
-    for file in STATES:
+    ranks = [_rank_files(reader) for reader in (first, second)]
+    if ranks[0] != ranks[1] and not _left_out("rng", near):
+        yield f"rng holds {len(ranks[0])} ranks' generators in the first run and {len(ranks[1])} in the second"
+        return
+    for file in (*STATES, *ranks[0]):
         if not _left_out(file.partition("/")[0], near):
             yield from _values_apart(_json(first, file), _json(second, file), near, file)
+
+
+def _rank_files(reader: CheckpointReader) -> list[str]:
+    return [entry.path for entry in reader.files("rng") if entry.path.startswith("rng/rank_")]
 
 
 def _values_apart(a: Any, b: Any, near: Closeness, where: str) -> Iterator[str]:

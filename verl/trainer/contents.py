@@ -14,13 +14,13 @@ from verl.checkpoint.content import Component, TensorItem
 from verl.checkpoint.plan import CopiedFile, LinkedFile
 from verl.checkpoint.settings import Checkpointing
 from verl.models.saved_form import ADAPTER_BIN, SavedForm
+from verl.trainer import generators
 from verl.trainer.identity import content_of
-from verl.utils.seeding import rng_state
 from verl.workers.state import RoleState
 
 OPTIMIZER_FILE = "optim_state_rank_0.safetensors"
 IDENTITY = "identity.json"
-RNG_FILES = {"torch": "rng/torch.safetensors", "python": "rng/python.json", "numpy": "rng/numpy.json"}
+DRAWN_AHEAD = "drawn_ahead"
 
 
 class Contents:
@@ -47,27 +47,28 @@ class Contents:
 
         Args:
             roles: by name.
-            state: plain values; `sampler` goes to `dataloader/`, all others to `scheduler/`.
+            state: plain values; `sampler` goes to `dataloader/`, all others to `scheduler/`; `ranks`, see
+                `verl.trainer.generators.ranks_of`; and `drawn_ahead`, tensors by name, a component of their own.
         """
-        tensors, generators = rng_state()
+        drawn = state.get(DRAWN_AHEAD)
         components = {name: self._weights(role) for name, role in roles.items()}
         moments = {f"{name}.{key}": x for name, role in roles.items() for key, x in role.optimizer.items()}
         optimizer = [TensorItem(name=name, tensor=tensor) for name, tensor in moments.items()]
-        schedule = {"updates": {name: role.updates for name, role in roles.items()}, **state}
+        others = {name: value for name, value in state.items() if name not in ("sampler", "ranks", DRAWN_AHEAD)}
+        schedule = {"updates": {name: role.updates for name, role in roles.items()}, **others}
         links: list[LinkedFile | CopiedFile] = []
         for name, model in self._frozen.items():
             components[name] = Component(files={IDENTITY: _json(self._identity_of(name, model))})
             links += self._frozen_files(name, model)
         components |= {
             "optimizer": Component(tensors=optimizer, file=OPTIMIZER_FILE),
-            "scheduler": Component(files={"state.json": _json({k: v for k, v in schedule.items() if k != "sampler"})}),
+            "scheduler": Component(files={"state.json": _json(schedule)}),
             "dataloader": Component(files={"state.json": _json(state["sampler"])}),
-            "rng": Component(
-                tensors=[TensorItem(name=name, tensor=tensor) for name, tensor in tensors.items()],
-                file="torch.safetensors",
-                files={f"{name}.json": _json(value) for name, value in generators.items()},
-            ),
+            "rng": generators.component(state.get("ranks", ())),
         }
+        if drawn:
+            rows = [TensorItem(name=name, tensor=tensor) for name, tensor in drawn.items()]
+            components[DRAWN_AHEAD] = Component(tensors=rows, file="rows.safetensors")
         return components, links
 
     def _weights(self, role: RoleState) -> Component:
@@ -110,7 +111,8 @@ def _frozen_models(config: Mapping[str, Any], uses: Collection[str]) -> dict[str
         found["reference_model"] = model.get("path", model.get("_target_"))
     reward = config.get("reward") or {}
     parts = [reward, *(reward.get("parts") or {}).values()]
-    models = [part["model"]["path"] for part in parts if isinstance(part, Mapping) and part.get("model")]
+    described = [part.get("model") for part in parts if isinstance(part, Mapping)]
+    models = [model["path"] for model in described if isinstance(model, Mapping)]  # of a remote judge it is a name
     return found | {f"reward_model{f'_{i}' if i else ''}": path for i, path in enumerate(models)}
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import verl
 
@@ -54,8 +55,9 @@ class Lineage:
         line = {"event": event, "run_id": self.run_id, "time": _now(), **facts}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            with self.file.open("ab+") as file:
+                torn = file.seek(0, os.SEEK_END) > 0 and _last_byte(file) != b"\n"  # by a run that was killed
+                file.write((b"\n" if torn else b"") + json.dumps(line).encode() + b"\n")
         except OSError as error:
             _log.warning("%s was not written: %s", self.file, error)
 
@@ -89,5 +91,11 @@ def _git(where: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+def _last_byte(file: BinaryIO) -> bytes:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1)
+
+
 def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()) + f".{time.time_ns() // 1000 % 10**6:06d}Z"
+    seconds, rest = divmod(time.time_ns(), 10**9)
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{rest // 1000:06d}Z"

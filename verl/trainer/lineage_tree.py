@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from verl.checkpoint.discovery import CheckpointDirectory
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.published import open_published
 from verl.errors import BadCheckpoint
@@ -95,7 +96,20 @@ def _runs(directory: Path) -> dict[str, Run]:
             runs[run_id].steps = event["step"]
         elif kind == "end":
             runs[run_id].status, runs[run_id].steps, runs[run_id].ended = event["status"], event["step"], event["time"]
+    _add_unrecorded(runs)
     return runs
+
+
+def _add_unrecorded(runs: dict[str, Run]) -> None:
+    """Checkpoints that are there, of runs that were killed before they could write that down."""
+    for directory in {run.directory for run in runs.values()}:
+        for published in CheckpointDirectory(directory).complete():
+            run = runs.get(published.manifest.run_id)
+            if run is None or any(saved.name == published.name for saved in run.checkpoints):
+                continue
+            saved = SavedCheckpoint(published.name, published.step, published.manifest.saved_at, "there")
+            run.checkpoints.append(saved)
+            run.steps = max(run.steps, saved.step)
 
 
 def _begun(event: dict[str, Any]) -> Run:

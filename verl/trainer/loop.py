@@ -2,6 +2,8 @@
 
 evaluate ── [ step ── log ── evaluate every eval_interval steps ── checkpoint if due ] × num_steps ── save ── close
               ^ one batch of the sampler's order
+
+`fit` goes all the way; a `Course` can also be gone step by step.
 """
 
 from __future__ import annotations
@@ -9,14 +11,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.writer import SaveOutcome
 from verl.data.sampler import EpochSampler
 from verl.data.splits import Dataset
@@ -24,6 +25,7 @@ from verl.errors import CheckpointFenced
 from verl.protocol import DataProto
 from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import TrackerSet
+from verl.trainer import generators
 from verl.trainer.profiling import Profiler
 from verl.trainer.resume import ResumePoint
 from verl.trainer.saving import Saving
@@ -32,8 +34,7 @@ from verl.trainer.stages import Stages
 from verl.trainer.stopping import StopRequest, interruption
 from verl.utils.memory import forget_peak, peak_memory
 from verl.utils.redact import redact
-from verl.utils.seeding import set_rng_state
-from verl.workers.state import RoleState, as_tensor
+from verl.workers.state import RoleState
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Trainer(Protocol):
         ...
 
     def state(self) -> tuple[dict[str, RoleState], dict[str, Any]]:
-        """What a checkpoint holds: of the roles by name, and the rest as plain values, the `sampler`'s among them."""
+        """What a checkpoint holds: of the roles by name, and the rest; see `Contents.of`."""
         ...
 
     def save(self, directory: Path) -> list[Path]:
@@ -116,38 +117,28 @@ class Result:
             raise
 
 
-def fit(trainer: Trainer, config: dict[str, Any]) -> Result:
-    """Train to the end, from the start or from the checkpoint that the trainer goes on from.
+def fit(trainer: Trainer, config: dict[str, Any], course: Course | None = None) -> Result:
+    """Train to the end, from the start, from the checkpoint that the trainer goes on from, or from where a course is.
 
     On SIGTERM and on Ctrl-C the step under way is finished and saved, and `Terminated` or KeyboardInterrupt goes on
     its way; on a second one at once, so that the checkpoint before that step is the last.
     """
-    saving, started = trainer.saving, time.perf_counter()
-    result = _result_so_far(trainer)
-    name = f"{trainer.settings.project_name}/{trainer.settings.experiment_name}"
-    if saving.resumed is not None:
-        trainer.tracker.resume(saving.resumed.state.get("trackers", {}))
-    trainer.tracker.start(name, {**config, "lineage": saving.facts}, trainer.run_dir, trainer.num_steps)
+    course = Course(trainer, config) if course is None else course
+    result = course.result
+    course.open()
     stop = StopRequest()
     forget_peak()
     try:
-        saving.start(trainer.run_dir)
         with stop.listening():
-            _train(trainer, result, stop)
+            course.run(stop)
         if stop:
             raise interruption(stop.signal)
         result.status = "finished" if result.steps == trainer.num_steps else "stopped"
-    except KeyboardInterrupt:
-        result.status = "interrupted"
-        trainer.tracker.message(f"Interrupted after step {result.steps}.")
-        raise
-    except Exception as error:
-        result.error = redact(f"{type(error).__name__}: {error}")
-        _log.exception("The run failed after step %d.", result.steps)
+    except BaseException as error:
+        course.failed(error)
         raise
     finally:
-        result.wall_s += time.perf_counter() - started
-        _finish(trainer, result)
+        course.end()
     return result
 
 
@@ -162,10 +153,10 @@ def _result_so_far(trainer: Trainer) -> Result:
     return result
 
 
-def _train(trainer: Trainer, result: Result, stop: StopRequest) -> None:
+def _begin(trainer: Trainer, result: Result) -> None:
     point = trainer.saving.resumed
     if point is not None:
-        set_rng_state(*_generators(point))
+        generators.restore_driver(point)
         trainer.guard.load_state_dict(point.read_json("scheduler/state.json").get("safety", {}))
         if trainer.settings.repeat_first_batch:
             trainer.sampler.rewind()
@@ -175,19 +166,68 @@ def _train(trainer: Trainer, result: Result, stop: StopRequest) -> None:
             )
     elif trainer.settings.eval_before:
         _evaluate(trainer, 0, result)
-    with closing(Profiler(trainer.settings.profile, trainer.run_dir)) as profiler:
-        _steps(trainer, result, profiler, stop)
 
 
-def _steps(trainer: Trainer, result: Result, profiler: Profiler, stop: StopRequest) -> None:
-    settings, rows = trainer.settings, None
-    first = result.steps + 1
-    for step in range(first, trainer.num_steps + 1):
+class Course:
+    """A run on its way, one step at a time: open ── [ step ] × any number ── end.
+
+    Args:
+        config: of the run, as plain values, for the trackers.
+    Attributes:
+        result: what the run has come to so far.
+        is_open, is_over: whether trackers and checkpoints are started, and ended.
+    """
+
+    def __init__(self, trainer: Trainer, config: dict[str, Any]):
+        self.trainer, self.config = trainer, config
+        self.result = _result_so_far(trainer)
+        self.profiler = Profiler(trainer.settings.profile, trainer.run_dir)
+        self.is_open = self.is_over = self._is_begun = self._is_prepared = False
+        self._rows: Tensor | None = None
+        self._started = time.perf_counter()
+
+    def open(self) -> None:
+        """Start the trackers; may be called again."""
+        if self.is_open:
+            return
+        trainer, saving = self.trainer, self.trainer.saving
+        name = f"{trainer.settings.project_name}/{trainer.settings.experiment_name}"
+        self._started = time.perf_counter()
+        if saving.resumed is not None:
+            trainer.tracker.resume(saving.resumed.state.get("trackers", {}))
+        trainer.tracker.start(name, {**self.config, "lineage": saving.facts}, trainer.run_dir, trainer.num_steps)
+        self.is_open = True
+
+    def begin(self, evaluates: bool = True) -> None:
+        """Claim the checkpoints' directory, and restore what a checkpoint left or evaluate the first weights; once.
+
+        Args:
+            evaluates: false where other weights are about to be loaded.
+        """
+        if self._is_begun:
+            return
+        self._is_begun = True
+        self.trainer.saving.start(self.trainer.run_dir)
+        if evaluates or self.trainer.saving.resumed is not None:
+            _begin(self.trainer, self.result)
+
+    def run(self, stop: StopRequest) -> None:
+        """Step to the end of the run, or until it is to stop."""
+        self.begin()
+        while self.result.steps < self.trainer.num_steps:
+            if self.step(stop):
+                return
+
+    def step(self, stop: StopRequest | None = None) -> bool:
+        """One step, logged, evaluated and saved where that is due; whether the run is to stop after it."""
+        self.begin()
+        trainer, result, settings = self.trainer, self.result, self.trainer.settings
+        step = result.steps + 1
         started = time.perf_counter()
-        if rows is None or not settings.repeat_first_batch:
-            rows = trainer.sampler.next_batch()
-        with profiler.step(step):
-            metrics = _step(trainer, trainer.train_data.collate(rows), step)
+        if self._rows is None or not settings.repeat_first_batch:
+            self._rows = trainer.sampler.next_batch()
+        with self.profiler.step(step):
+            metrics = _step(trainer, trainer.train_data.collate(self._rows), step)
             took = time.perf_counter() - started
         metrics |= {
             **trainer.stages.take(),
@@ -200,8 +240,9 @@ def _steps(trainer: Trainer, result: Result, profiler: Profiler, stop: StopReque
         result.samples += int(metrics["perf/samples"])
         result.train_s += took
         is_last = step == trainer.num_steps
-        if step == first and not is_last and trainer.saving.is_async:  # from here on the optimizer has its state
+        if not self._is_prepared and not is_last and trainer.saving.is_async:  # now the optimizer has its state
             trainer.saving.prepare(*trainer.state())
+        self._is_prepared = True
         evaluated: dict[str, float] = {}
         if is_last or (settings.eval_interval and step % settings.eval_interval == 0):
             evaluated = _evaluate(trainer, step, result)
@@ -212,8 +253,76 @@ def _steps(trainer: Trainer, result: Result, profiler: Profiler, stop: StopReque
         _checkpoint(trainer, result, {**metrics, **evaluated}, took, is_last, is_stopping)
         if reason is not None:
             trainer.tracker.message(f"Stopping after step {step}: {reason}.")
-        if is_stopping:
+        return is_stopping
+
+    def save(self, tag: str | None = None, directory: Path | None = None) -> Path:
+        """Save now, and wait until the checkpoint is published.
+
+        Args:
+            directory: of checkpoints, if not the run's own.
+        Returns:
+            The checkpoint.
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        self.begin()
+        self.settle()
+        trainer, saving = self.trainer, self.trainer.saving
+        is_own = directory is None or directory.absolute() == saving.directory
+        with trainer.stages.stage("save") as note:
+            roles, state, facts = _to_save(trainer, self.result, self.result.last_metrics)
+            facts |= {"metrics": self.result.last_metrics, "tag": tag, "why": "asked for"}
+            note.say(f"step {self.result.steps}, asked for")
+            if not is_own or not saving.is_on:
+                report = saving.save_aside(directory or saving.directory, self.result.steps, roles, state, **facts)
+                return report.directory
+            saving.save(self.result.steps, roles, state, **facts)
+            outcomes = saving.drain()
+        trainer.stages.take()
+        _hear(trainer, self.result, outcomes, is_end=True)
+        return saving.directory / self.result.checkpoints[-1]
+
+    def settle(self) -> None:
+        """Wait for the saves under way, and hear what became of them."""
+        _hear(self.trainer, self.result, self.trainer.saving.drain(), is_end=False)
+
+    def evaluate(self) -> dict[str, float]:
+        """The metrics of the present weights on the held-out rows, logged."""
+        self.begin()
+        return _evaluate(self.trainer, self.result.steps, self.result)
+
+    def go_on_from(self, point: ResumePoint) -> None:
+        """Take over the place in the run, and what the guard has seen."""
+        self.trainer.saving.go_on_from(point)
+        self.trainer.guard.load_state_dict(point.read_json("scheduler/state.json").get("safety", {}))
+        before, self.result = self.result, _result_so_far(self.trainer)
+        self.result.checkpoints, self._rows = before.checkpoints, None
+        self._started = time.perf_counter()
+
+    def restore_generators(self, point: ResumePoint) -> None:
+        """Let the random generators of this process go on from where a checkpoint was made."""
+        generators.restore_driver(point)
+
+    def failed(self, error: BaseException) -> None:
+        """Note what ends the run early."""
+        result = self.result
+        if isinstance(error, KeyboardInterrupt):
+            result.status = "interrupted"
+            self.trainer.tracker.message(f"Interrupted after step {result.steps}.")
+        elif isinstance(error, Exception):
+            result.error = redact(f"{type(error).__name__}: {error}")
+            _log.exception("The run failed after step %d.", result.steps)
+
+    def end(self) -> None:
+        """Write the weights and the summary, and close trackers and checkpoints; may be called again."""
+        if self.is_over:
             return
+        self.is_over = True
+        try:
+            self.profiler.close()
+        finally:
+            self.result.wall_s += time.perf_counter() - self._started
+            _finish(self.trainer, self.result)
 
 
 def _reason_to_stop(trainer: Trainer, step: int) -> str | None:
@@ -236,20 +345,27 @@ def _checkpoint(
         why = "somebody asked for it"
     if why is not None:
         with trainer.stages.stage("save") as note:
-            roles, state = trainer.state()
-            rate = metrics.get("actor/lr", metrics.get("sft/lr"))
-            progress = {
-                "samples": result.samples,
-                "train_s": result.train_s,
-                "evaluations": result.evaluations,
-            }
-            state["safety"] = trainer.guard.state_dict()
-            facts = {"learning_rate": rate, "progress": progress, "trackers": trainer.tracker.identity(), "why": why}
-            saving.save(step, roles, state, metrics=metrics, tag=tag, **facts)
+            roles, state, facts = _to_save(trainer, result, metrics)
+            saving.save(step, roles, state, metrics=metrics, tag=tag, why=why, **facts)
             note.say(f"step {step}, {why}")
         trainer.stages.take()
     is_end = is_last or is_stopping
     _hear(trainer, result, saving.drain() if is_end else saving.poll(), is_end)
+
+
+def _to_save(
+    trainer: Trainer, result: Result, metrics: dict[str, float]
+) -> tuple[dict[str, RoleState], dict[str, Any], dict[str, Any]]:
+    """What a checkpoint holds of the roles, of everything else, and what is told beside it."""
+    roles, state = trainer.state()
+    rate = metrics.get("actor/lr", metrics.get("sft/lr"))
+    progress = {
+        "samples": result.samples,
+        "train_s": result.train_s,
+        "evaluations": result.evaluations,
+    }
+    state["safety"] = trainer.guard.state_dict()
+    return roles, state, {"learning_rate": rate, "progress": progress, "trackers": trainer.tracker.identity()}
 
 
 def _hear(trainer: Trainer, result: Result, outcomes: list[SaveOutcome], is_end: bool) -> None:
@@ -269,12 +385,6 @@ def _hear(trainer: Trainer, result: Result, outcomes: list[SaveOutcome], is_end:
             cost = {"stall_s": outcome.stall_s, "total_s": outcome.total_s, "bytes": outcome.report.num_bytes}
             result.saves.append({"step": outcome.step, **cost})
             _log.info("checkpoint %s is published, %.2f s after it began", outcome.report.name, outcome.total_s)
-
-
-def _generators(point: ResumePoint) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    reader = CheckpointReader(point.published)
-    tensors = {t.name: as_tensor(reader.tensor("rng", t.name), t) for t in reader.tensors("rng")}
-    return tensors, {name: point.read_json(f"rng/{name}.json") for name in ("python", "numpy")}
 
 
 def _step(trainer: Trainer, batch: DataProto, step: int) -> dict[str, float]:

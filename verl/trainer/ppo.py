@@ -9,6 +9,7 @@ y ~ pi(.|x)  reward,    KL, advantages,  critic,    the sampler
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,12 +32,16 @@ from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, NonFiniteError, faults_below
 from verl.models.tokenizers import tokenizer_fault
 from verl.ops.masking import masked_mean
-from verl.ops.noise import EVALUATION
+from verl.ops.noise import EVALUATION, TRAINING
 from verl.protocol import DataProto
 from verl.rewards.base import RewardDescription
 from verl.rollout.base import Request, Rollout
 from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import Trackers
+from verl.trainer import generators
+from verl.trainer.ahead import RolloutAhead, ahead_faults
+from verl.trainer.budget import budget_of, free_disk, free_memory
+from verl.trainer.contents import DRAWN_AHEAD
 from verl.trainer.loop import Result, fit
 from verl.trainer.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
 from verl.trainer.recovery import fit_through_losses
@@ -52,6 +57,7 @@ from verl.workers.reference import Reference
 from verl.workers.reward import RewardElsewhere
 from verl.workers.state import RoleState
 
+_log = logging.getLogger(__name__)
 PROMPT_FIELDS = ["prompts", "prompt_mask", "prompt_ids", "group_ids"]
 SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
 
@@ -99,7 +105,12 @@ class PPORun(Description):
                 f"step (trainer.prompts_per_step {settings.prompts_per_step} x trainer.group_size "
                 f"{settings.group_size}); {near} would."
             )
-        yield from sharding_faults(self.sharding, settings)
+        used = {"actor.model": self.actor.model}
+        if self.critic is not None and algorithm.needs_values:
+            used["critic.model"] = self.critic.model
+        yield from sharding_faults(self.sharding, settings, used)
+        if settings.rollout_ahead:
+            yield from ahead_faults(self.rollout, algorithm)
         yield from self._placement_faults()
         yield from self._context_faults()
 
@@ -174,6 +185,7 @@ class PPOTrainer:
             with faults_below("actor.model"):
                 context = with_tokenizer(context, run.actor)
             assert context.run_dir is not None
+            self.context = context
             self.run_dir, self.tokenizer = context.run_dir, context.tokenizer
             self._refuse_other_tokenizers(run)
             with faults_below("data"):
@@ -191,6 +203,7 @@ class PPOTrainer:
             )
             self.guard = Guard(run.trainer.safety, self.run_dir, self.tokenizer)
             self.kl = run.algorithm.kl.build(context)
+            self._tell_budget(run, context)
             self._start_roles(run, context)
             seed_everything(derive_seed(self.settings.seed, "driver"))  # roles that are built here have drawn from it
             if self.saving.resumed is not None:
@@ -214,6 +227,14 @@ class PPOTrainer:
         seed, name = derive_seed(self.settings.seed, "data order"), "trainer.prompts_per_step"
         return EpochSampler(size, self.settings.prompts_per_step, seed, name, mixture=mixture)
 
+    def _tell_budget(self, run: PPORun, context: BuildContext) -> None:
+        """Estimate what the run takes, before any weight is loaded, and warn where it may not suffice."""
+        budget = budget_of(run)
+        (self.run_dir / "budget.txt").write_text("\n".join(budget.lines()) + "\n")
+        memory = free_memory(context.device, budget.processes)
+        for warning in budget.warnings(memory, free_disk(self.saving.directory)):
+            _log.warning("%s", warning)
+
     def _start_roles(self, run: PPORun, context: BuildContext) -> None:
         host = RLHost(
             actor=run.actor,
@@ -229,16 +250,24 @@ class PPOTrainer:
         self._cluster = start_cluster(host, run.sharding, run.trainer, context, run.trainer.placement)
         roles = role_handles(self._cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
+        self.ahead = RolloutAhead(self.actor) if run.trainer.rollout_ahead else None
         if run.reward_as_role is not None:
             self.reward = RewardElsewhere(roles["rm"], run.reward_as_role)
 
     def _go_on_from(self, point: ResumePoint) -> None:
         """Take over what the roles do not hold: the place in the data, KL control, statistics of rewards."""
         self.sampler.load_state_dict(point.read_json("dataloader/state.json"))
+        self.load_driver_state(point)
+
+    def load_driver_state(self, point: ResumePoint) -> None:
+        """Take over KL control and statistics of rewards."""
         state = point.read_json("scheduler/state.json")
         if isinstance(self.kl, AdaptiveKLController):
             self.kl.load_state_dict(state["kl"])
         self.reward.load_state_dict(state["reward"])
+        if self.ahead is not None:
+            self.ahead.load(point.read_tensors(DRAWN_AHEAD))
+        generators.restore_ranks(point, self._cluster, self.actor, self.settings.seed)
 
     # The algorithm
 
@@ -246,6 +275,7 @@ class PPOTrainer:
         """One iteration on a batch of prompts [B P]; returns its metrics."""
         self._cluster.step = self.guard.step = step
         rollout = self.generate(batch, Request(step, self.settings.group_size))
+        self._draw_ahead(step + 1)
         selected = {}
         if self.algorithm.selection is not None:
             rollout, selected = self.select(rollout, self.algorithm.selection, step)
@@ -255,7 +285,8 @@ class PPOTrainer:
         experience, metrics = self.assign_credit(scored)
         metrics |= self.update(experience, step)
         metrics |= self.sync()
-        metrics = {**experience_metrics(experience), **selected, **metrics}
+        counted = {f"reward/{name}": x for name, x in self.reward.take().items()}
+        metrics = {**experience_metrics(experience), **counted, **selected, **metrics}
         self.guard.watch(metrics, experience)
         return metrics
 
@@ -350,6 +381,9 @@ class PPOTrainer:
 
     def sync(self) -> dict[str, float]:
         """The sampler follows the trained weights, and proves it."""
+        if self.ahead is not None:
+            with self.stages.stage("gen"):  # what is left of it
+                self.ahead.collect()
         with self.stages.stage("sync") as note:
             synced = self.actor.sync().result()
             note.say(synced.note)
@@ -381,10 +415,26 @@ class PPOTrainer:
     def state(self) -> tuple[dict[str, RoleState], dict[str, Any]]:
         """What a checkpoint holds: of the roles, and of everything else that a later run needs to go on."""
         copied = not self._cluster.shares_memory
-        trained = {"actor": self.actor, "critic": self.critic}
-        roles = {name: role.state(copied).result() for name, role in trained.items() if role is not None}
+        roles = {name: role.state(copied).result() for name, role in self.trained.items()}
         kl = self.kl.state_dict() if isinstance(self.kl, AdaptiveKLController) else {}
-        return roles, {"sampler": self.sampler.state_dict(), "kl": kl, "reward": self.reward.state_dict()}
+        ranks = generators.ranks_of(self._cluster, self.actor)
+        plain = {"sampler": self.sampler.state_dict(), "kl": kl, "reward": self.reward.state_dict()}
+        drawn = {} if self.ahead is None else {DRAWN_AHEAD: self.ahead.state()}
+        return roles, {**plain, "ranks": ranks, **drawn}
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The roles whose weights are updated, by name."""
+        named = {"actor": self.actor, "critic": self.critic}
+        return {name: role for name, role in named.items() if role is not None}
+
+    def replace_reward(self, described: RewardDescription) -> None:
+        """Rate by another reward from here on; policy, optimizer and place in the data stay."""
+        with faults_below("reward"):
+            reward = described.build(self.context)
+        self.reward.close()
+        self.reward, self.description = reward, replace(self.description, reward=described)
+        self.saving.reconfigured(as_plain(self.description))
 
     def fit(self) -> Result:
         """Train to the end; see `verl.trainer.loop.fit`. In Ray, a lost worker costs the steps since the last save."""
@@ -428,15 +478,32 @@ class PPOTrainer:
 
     def _respond(self, prompts: DataProto, request: Request) -> DataProto:
         """Rows with responses, the columns of the data, and the response as text."""
-        prompts = prompts.union(DataProto.from_dict({"group_ids": torch.arange(len(prompts))}))
-        rows = self.actor.generate(prompts.select(PROMPT_FIELDS, []), request).result()
+        prompts = _grouped(prompts)
+        asked, is_training = prompts.select(PROMPT_FIELDS, []), request.stream == TRAINING and not request.greedy
+        if self.ahead is not None and is_training:
+            rows = self.ahead.take(asked, request)
+        else:
+            if self.ahead is not None:
+                self.ahead.collect()
+            rows = self.actor.generate(asked, request).result()
         tokens = [r[m].tolist() for r, m in zip(rows["responses"], rows["response_mask"], strict=True)]
         texts: Any = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         columns = prompts.select([], list(prompts.non_tensor_batch)).repeat(request.num_samples)
         return rows.union(columns).union(DataProto.from_dict(non_tensors={"response_text": texts}))
+
+    def _draw_ahead(self, step: int) -> None:
+        """Have the engine draw for the next step, if there is one and it may."""
+        if self.ahead is not None and step <= self.num_steps:
+            prompts = _grouped(self.train_data.collate(self.sampler.peek()))
+            self.ahead.begin(prompts.select(PROMPT_FIELDS, []), Request(step, self.settings.group_size))
 
     def _mini_batches(self, rows: int, step: int) -> Iterator[Tensor]:
         for epoch in range(self.algorithm.epochs):
             generator = torch.Generator().manual_seed(derive_seed(self.settings.seed, "mini-batches", step, epoch))
             order = torch.randperm(rows, generator=generator)
             yield from (part for part in order.tensor_split(self.algorithm.mini_batches) if len(part))
+
+
+def _grouped(prompts: DataProto) -> DataProto:
+    """Prompts, each the head of a group of its own."""
+    return prompts.union(DataProto.from_dict({"group_ids": torch.arange(len(prompts))}))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from verl.checkpoint.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.locate import POINTER
@@ -19,6 +21,7 @@ from verl.checkpoint.verify import Level, verified
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
 from verl.trainer.identity import DIGEST, differences
 from verl.trainer.lineage import Parent
+from verl.workers.state import as_tensor
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +47,13 @@ class ResumePoint:
     def read_json(self, path: str) -> Any:
         """A JSON file of the checkpoint, hashed while it is read."""
         return json.loads(bytes(CheckpointReader(self.published).read(path)))
+
+    def read_tensors(self, component: str) -> dict[str, Tensor]:
+        """The tensors of a component, hashed while they are read; none if the checkpoint has no such component."""
+        if not (self.published.directory / component).is_dir():
+            return {}
+        reader = CheckpointReader(self.published)
+        return {t.name: as_tensor(reader.tensor(component, t.name), t) for t in reader.tensors(component)}
 
     def parent(self, config: Mapping[str, Any]) -> Parent:
         """This checkpoint as the origin of a run with a configuration."""

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ import torch
 from verl.checkpoint.content import SaveRequest
 from verl.checkpoint.discovery import RESERVED
 from verl.checkpoint.locate import POINTER
+from verl.checkpoint.plan import SaveReport
 from verl.checkpoint.settings import Checkpointing
 from verl.checkpoint.store import TAG, CheckpointStore
 from verl.checkpoint.writer import CheckpointWriter, SaveOutcome
-from verl.trainer.contents import RNG_FILES, Contents
+from verl.trainer import generators
+from verl.trainer.contents import Contents
 from verl.trainer.lineage import Lineage, Parent, code_version
 from verl.trainer.resume import ResumePoint
 from verl.utils.redact import redact_tree
@@ -45,7 +48,7 @@ class Saving:
         settings: None saves nothing.
         directory: of the checkpoints.
         config: the run's, as plain values.
-        identity: see `verl.trainer.identity`.
+        identity: see `verl.trainer.identity`; may be left empty where nothing is saved.
         loss_key: the metric that the loss curve is made of.
         uses: fields that the algorithm needs and a frozen model gives, such as `ref_log_probs`.
     Attributes:
@@ -63,21 +66,35 @@ class Saving:
         resumed: ResumePoint | None = None,
         uses: Collection[str] = (),
     ):
-        self.settings, self.directory, self.resumed, self.loss_key = settings, directory, resumed, loss_key
+        self.settings, self.directory, self.loss_key, self.uses = settings, directory, loss_key, uses
         self.run_id = secrets.token_hex(4)
-        self._config, self._identity = redact_tree(dict(config)), dict(identity)
-        self.parent: Parent | None = None if resumed is None else resumed.parent(self._config)
-        past = {} if resumed is None else resumed.state
+        self._config, self.identity = redact_tree(dict(config)), dict(identity)
+        self._longest_step_s = 0.0
+        self._writer: CheckpointWriter | None = None
+        self._contents = Contents(settings, self._config, uses)
+        self.lineage = Lineage(directory, self.run_id)
+        self.go_on_from(resumed)
+
+    def go_on_from(self, point: ResumePoint | None) -> None:
+        """Take over what a checkpoint tells of the run before it; None is the start of a run."""
+        self.resumed = point
+        self.parent: Parent | None = None if point is None else point.parent(self._config)
+        past = {} if point is None else point.state
         self._history: deque[list[float]] = deque(past.get("loss_history", []), maxlen=HISTORY)
         self._before = [loss for _, loss in self._history]
         self._wall_before = float(past.get("wall_clock_s", 0.0))
         self._best = past.get("best")
         self._started = self._last_save = time.monotonic()
-        self._saved_step: int | None = None if resumed is None else resumed.step
-        self._longest_step_s = 0.0
-        self._writer: CheckpointWriter | None = None
-        self._contents = Contents(settings, self._config, uses)
-        self.lineage = Lineage(directory, self.run_id)
+        self._saved_step: int | None = None if point is None else point.step
+
+    def reconfigured(self, config: Mapping[str, Any]) -> None:
+        """Tell later checkpoints of a component that was replaced while the run goes on."""
+        self._config = redact_tree(dict(config))
+        self._contents = Contents(self.settings, self._config, self.uses)
+
+    @cached_property
+    def _code(self) -> dict[str, Any]:
+        return code_version()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -100,8 +117,7 @@ class Saving:
         pointer = {"save_dir": str(self.directory), "run_id": self.run_id}
         self._run_dir = run_dir
         (run_dir / POINTER).write_text(json.dumps(pointer, indent=2) + "\n")
-        self._code = code_version()
-        facts = {"run_dir": str(run_dir), "code": self._code, "identity": self._identity}
+        facts = {"run_dir": str(run_dir), "code": self._code, "identity": self.identity}
         self.lineage.add("run", **self.facts, **facts)
 
     def due(self, step: int, took_s: float, is_last: bool, is_stopping: bool) -> str | None:
@@ -171,11 +187,38 @@ class Saving:
         """
         if self._writer is None:
             return
-        metrics = {k: v for k, v in facts.pop("metrics", {}).items() if isinstance(v, (int, float))}
-        components, links = self._contents.of(roles, state)
         self._saved_step, self._last_save = step, time.monotonic()
+        self._writer.save(self._request(self._contents, step, roles, state, facts))
+
+    def save_aside(
+        self, directory: Path, step: int, roles: Mapping[str, RoleState], state: Mapping[str, Any], **facts: Any
+    ) -> SaveReport:
+        """Save once in another directory, where nothing is pruned; see `save`.
+
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        contents = Contents(self.settings or Checkpointing(), self._config, self.uses)
+        store = CheckpointStore(directory.absolute(), self.run_id)
+        store.claim_directory()
+        with CheckpointWriter(store, mode="sync") as writer:
+            writer.save(self._request(contents, step, roles, state, facts))
+            (outcome,) = writer.drain()
+        assert outcome.report is not None, "a save that failed raises"
+        return outcome.report
+
+    def _request(
+        self,
+        contents: Contents,
+        step: int,
+        roles: Mapping[str, RoleState],
+        state: Mapping[str, Any],
+        facts: dict[str, Any],
+    ) -> SaveRequest:
+        metrics = {k: v for k, v in facts.pop("metrics", {}).items() if isinstance(v, (int, float))}
+        components, links = contents.of(roles, state)
         tag = facts.pop("tag", None)
-        request = SaveRequest(
+        return SaveRequest(
             step=step,
             tag=tag,
             components=components,
@@ -183,7 +226,11 @@ class Saving:
             state=self._state(state, facts),
             metrics=metrics,
         )
-        self._writer.save(request)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the run saves checkpoints, from its start to its end."""
+        return self._writer is not None
 
     @property
     def is_async(self) -> bool:
@@ -232,10 +279,10 @@ class Saving:
             "loss_history": [list(entry) for entry in self._history],
             "best": self._best,
             "wall_clock_s": round(self._wall_before + time.monotonic() - self._started, 3),
-            "rng_states": RNG_FILES,
+            "rng_states": generators.references(len(state.get("ranks", ()))),
             "lineage": self.facts,
             "code": self._code,
-            "identity": self._identity,
+            "identity": self.identity,
             "config": self._config,
         }
 

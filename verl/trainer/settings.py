@@ -95,11 +95,14 @@ class PPOSettings(LoopSettings):
         group_size: responses to each of them.
         eval_samples: k of mean@k and best@k, drawn at the rollout's temperature; 0 evaluates greedily only.
         success_score: a response with at least this score counts as right in `eval/accuracy`.
+        rollout_ahead: 1 draws the responses of the next step while this one trains, from weights that are one step
+            older: for engines with a process of their own, and with `algorithm.correction`. 0 draws them in turn.
         placement: where the roles live; null for this process, or the processes that the sharding asks for.
     """
 
     prompts_per_step: int = 64
     group_size: int = 8
+    rollout_ahead: int = 0
     eval_samples: int = 0
     success_score: float = 1.0
     placement: Placement | None = None
@@ -109,6 +112,10 @@ class PPOSettings(LoopSettings):
         for name in ("prompts_per_step", "group_size"):
             if getattr(self, name) < 1:
                 yield f"{name} is {getattr(self, name)}: must be at least 1."
+        if self.rollout_ahead not in (0, 1):
+            yield f"rollout_ahead is {self.rollout_ahead}: must be 0, or 1 for one step ahead."
+        if self.rollout_ahead and self.repeat_first_batch:
+            yield "rollout_ahead is 1: with repeat_first_batch every batch is the first. Set rollout_ahead=0."
         if self.eval_samples < 0:
             yield f"eval_samples is {self.eval_samples}: must not be negative."
 

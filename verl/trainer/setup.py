@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ from verl.cluster.processes import Processes
 from verl.description import BuildContext, as_plain
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError
+from verl.models.source import ModelSource
 from verl.trainer.identity import identity_of
 from verl.trainer.resume import find, refuse_other_identity, tell_differences
 from verl.trainer.saving import Saving
@@ -133,16 +134,26 @@ def start_cluster(
             f"trainer.n_gpus_per_node is {world_size}: this machine has {torch.cuda.device_count()} GPUs. "
             "Set it lower, or trainer.device=cpu."
         )
-    return Processes(host, context, world_size, num_threads=max(1, torch.get_num_threads() // world_size))
+    num_threads = max(1, torch.get_num_threads() // world_size)
+    return Processes(host, context, world_size, num_threads, sharding.parts(world_size))
 
 
-def sharding_faults(sharding: Sharding, settings: LoopSettings) -> list[str]:
-    """What is wrong between sharding and the number of processes."""
+def sharding_faults(sharding: Sharding, settings: LoopSettings, models: Mapping[str, ModelSource | None]) -> list[str]:
+    """What is wrong between sharding, the number of processes, and the models, which are given by their paths."""
     count = settings.n_gpus_per_node * settings.nnodes
     if count > 1 and not sharding.needs_processes:
-        return [f"trainer.n_gpus_per_node is {count}: sharding=none runs in one process. Set it to 1, or sharding=ddp."]
+        return [
+            f"trainer.n_gpus_per_node is {count}: sharding=none runs in one process. Set it to 1, or sharding=fsdp."
+        ]
     if sharding.needs_processes and settings.profile is not None:
         return ["trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set sharding=none."]
     if sharding.needs_processes and ":" in settings.device:
         return [f"trainer.device is {settings.device!r}: each process takes a GPU of its own. Set it to cuda or auto."]
-    return []
+    if (fault := sharding.size_fault(count)) is not None:
+        return [f"sharding.{fault}"]
+    return [
+        f"sharding.{fault} (heads of {path})"
+        for path, model in models.items()
+        if model is not None and (heads := model.attention_heads()) is not None
+        if (fault := sharding.heads_fault(*heads, count)) is not None
+    ][:1]

@@ -20,6 +20,7 @@ from verl.protocol import DataProto
 from verl.safety.blame import Blame
 from verl.safety.guard import Guard
 from verl.tracking.trackers import Trackers
+from verl.trainer import generators
 from verl.trainer.loop import Result, fit
 from verl.trainer.settings import SFTSettings
 from verl.trainer.setup import ProcessState, prepare_context, prepare_saving, restore_of, sharding_faults, start_cluster
@@ -44,7 +45,7 @@ class SFTRun(Description):
 
     def faults(self) -> Iterator[str]:
         """What is wrong between components, each by its full config path."""
-        yield from sharding_faults(self.sharding, self.trainer)
+        yield from sharding_faults(self.sharding, self.trainer, {"actor.model": self.actor.model})
         length, limit = getattr(self.data, "max_length", None), self.actor.model.max_positions()
         if length is not None and limit is not None and length > limit:
             yield f"data.max_length is {length}: actor.model holds {limit} tokens. Lower it."
@@ -82,8 +83,9 @@ class SFTTrainer:
             host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps, restore=restore)
             self._cluster = start_cluster(host, run.sharding, run.trainer, context)
             self.learner = role_handles(self._cluster, host)["learner"]
-            if self.saving.resumed is not None:
-                self.sampler.load_state_dict(self.saving.resumed.read_json("dataloader/state.json"))
+            if (point := self.saving.resumed) is not None:
+                self.sampler.load_state_dict(point.read_json("dataloader/state.json"))
+                generators.restore_ranks(point, self._cluster, self.learner, self.settings.seed)
         except BaseException:
             self.close()
             raise
@@ -130,7 +132,8 @@ class SFTTrainer:
     def state(self) -> tuple[dict[str, RoleState], dict[str, Any]]:
         """What a checkpoint holds: of the model, and of everything else that a later run needs to go on."""
         copied = not self._cluster.shares_memory
-        return {"actor": self.learner.state(copied).result()}, {"sampler": self.sampler.state_dict()}
+        ranks = generators.ranks_of(self._cluster, self.learner)
+        return {"actor": self.learner.state(copied).result()}, {"sampler": self.sampler.state_dict(), "ranks": ranks}
 
     def fit(self) -> Result:
         """Train to the end; see `verl.trainer.loop.fit`."""

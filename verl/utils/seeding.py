@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+RngState = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors by name, and the rest as plain JSON values
+
 
 def derive_seed(seed: int, *names: object) -> int:
     """A seed in [0, 2^63) for one named use; equal on every machine and independent of every other name."""
@@ -33,8 +35,8 @@ def seed_everything(seed: int) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def rng_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The state of every global generator of this process: tensors by name, and the rest as plain JSON values."""
+def rng_state() -> RngState:
+    """The state of every global generator of this process."""
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors |= {f"cuda_{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verl import config
 from verl.algorithms.algorithm import Algorithm
 from verl.description import BuildContext
 from verl.dispatch import by_rows, by_rows_to_one, on_all
@@ -19,7 +20,8 @@ from verl.models.output_head import OutputHead
 from verl.models.padding import refuse_padding_blind
 from verl.ops.aggregate import Totals, aggregate
 from verl.protocol import DataProto
-from verl.rollout.base import Request, Rollout, Synced
+from verl.rollout.base import Request, Rollout, RolloutEngine, Synced
+from verl.utils.device_memory import release_cached
 from verl.workers.state import Restore
 from verl.workers.training import TrainedRole, TrainedWorker
 
@@ -42,12 +44,13 @@ class Actor(TrainedRole):
         Raises:
             ConfigError: the model cannot be padded on the left.
         """
-        model = self.load("causal_lm", context.device, restore, "actor")
+        model = self.load("causal_lm", context.device, restore, "actor", parallel)
+        parallel.divide(model, self.autocast)
         refuse_padding_blind(model, "actor.model")
         engine = self.engine(model, parallel, total_updates)
         if restore is not None:
             restore.optimizer(engine, "actor")
-        sampler = rollout.attach(model, context.tokenizer, context.seed, self.autocast)
+        sampler = rollout.attach(model, context.tokenizer, context.seed, self.autocast, context)
         return ActorWorker(engine, algorithm, sampler, rollout.temperature, context.tokenizer)
 
 
@@ -59,10 +62,18 @@ class ActorWorker(TrainedWorker):
         version: optimizer updates made so far; sampled rows carry it as `policy_version`.
     """
 
-    def __init__(self, engine: TrainingEngine, algorithm: Algorithm, sampler: Any, temperature: float, tokenizer: Any):
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        algorithm: Algorithm,
+        sampler: RolloutEngine,
+        temperature: float,
+        tokenizer: Any,
+    ):
         super().__init__(engine, tokenizer)
         self.algorithm, self.sampler, self.temperature = algorithm, sampler, temperature
         self.head = OutputHead(engine.model)
+        self._version_sampled: int | None = None
 
     @property
     def model(self) -> Any:
@@ -75,23 +86,51 @@ class ActorWorker(TrainedWorker):
     @by_rows
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
         """Draw responses; see `rollout.base.RolloutEngine.generate`."""
+        if self._version_sampled != self.version:  # a step that was cut short ended without a sync
+            self.sync()
         rows = self.sampler.generate(prompts, request)
+        self.engine.parallel.assert_siblings_agree(rows["responses"])
+        if config.auto_cache_clear:
+            release_cached(self.engine.device)
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))
+
+    @by_rows_to_one
+    def begin_generate(self, prompts: DataProto, request: Request) -> None:
+        """Begin to draw responses with the engine's present weights, while this process goes on to other calls."""
+        if self._version_sampled != self.version:
+            self.sync()
+        self.sampler.begin(prompts, request)
+        self._begun_at = self.version
+
+    @by_rows
+    def finish_generate(self, prompts: DataProto, request: Request) -> DataProto:
+        """The responses that were begun for these prompts, as `generate` gives them."""
+        rows = self.sampler.finish()
+        assert len(rows) == len(prompts) * request.num_samples
+        return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self._begun_at)}))
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropies` [B T] of the responses under the present weights."""
+        self.sampler.rest()
         return DataProto.from_dict(self.engine.infer(batch, self._score))
 
     @by_rows_to_one
     def update(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on a mini-batch of experience; returns metrics of the whole mini-batch."""
+        self.sampler.rest()
         return self.engine.update(batch, self._loss)
 
     @on_all
     def sync(self) -> Synced:
         """Give the rollout engine the present weights."""
-        return self.sampler.sync()
+        synced = self.sampler.sync()
+        self._version_sampled = self.version
+        return synced
+
+    def close(self) -> None:
+        """End what the rollout engine has started."""
+        self.sampler.close()
 
     def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         scores = score_tokens(model, self.head, micro, self.temperature, entropy="value")

@@ -44,13 +44,13 @@ class Critic(TrainedRole):
         Raises:
             ConfigError: the model cannot be padded on the left.
         """
-        backbone = self.load("backbone", context.device, restore, "critic")
-        refuse_padding_blind(backbone, "critic.model")
-        model = ValueModel(backbone)
+        model = ValueModel(self.load("backbone", context.device, restore, "critic", parallel))
         if restore is not None:
             model.load_head(restore.file("critic", VALUE_HEAD_FILE))
         elif (head := self.model.value_head()) is not None:
             model.load_head(head)
+        parallel.divide(model, self.autocast)
+        refuse_padding_blind(model.backbone, "critic.model")
         engine = self.engine(model, parallel, total_updates)
         if restore is not None:
             restore.optimizer(engine, "critic")

@@ -37,7 +37,10 @@ class Host:
         return getattr(self.workers[role], method)(*args)
 
     def close(self) -> None:
-        """Let go of the models and leave the group of processes."""
+        """Let go of the models, end what they started, and leave the group of processes."""
+        for worker in self.workers.values():
+            if hasattr(worker, "close"):
+                worker.close()
         self.workers.clear()
         self.parallel.close()
 
@@ -81,8 +84,16 @@ class RLHost(Description):
 
     def build(self, context: BuildContext) -> Host:
         """Load every role. Each is seeded by its own name, so that what one draws never depends on another."""
-        host, wanted, actor = Host(self.sharding.build(context)), self.worker_types(), None
-        context = with_tokenizer(context, self.actor)
+        host = Host(self.sharding.build(context))
+        try:
+            self._start_roles(host, with_tokenizer(context, self.actor))
+        except BaseException:
+            host.close()
+            raise
+        return host
+
+    def _start_roles(self, host: Host, context: BuildContext) -> None:
+        wanted, actor = self.worker_types(), None
         if "actor" in wanted:
             seed_everything(derive_seed(context.seed, "actor"))
             actor = host.workers["actor"] = self.actor.start(
@@ -99,7 +110,6 @@ class RLHost(Description):
             )
         if self.reward is not None and "rm" in wanted:
             host.workers["rm"] = RewardWorker.start(self.reward, context)
-        return host
 
 
 @dataclass(frozen=True, kw_only=True)

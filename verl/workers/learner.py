@@ -39,7 +39,9 @@ class Learner(TrainedWorker):
         restore: Restore | None = None,
     ) -> Learner:
         """Load the weights, those of a checkpoint if one is given, and attach the engine that trains them."""
-        engine = role.engine(role.load("causal_lm", context.device, restore, "actor"), parallel, total_updates)
+        model = role.load("causal_lm", context.device, restore, "actor", parallel)
+        parallel.divide(model, role.autocast)
+        engine = role.engine(model, parallel, total_updates)
         if restore is not None:
             restore.optimizer(engine, "actor")
         return cls(engine, context.tokenizer)

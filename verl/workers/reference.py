@@ -21,6 +21,7 @@ from verl.models.padding import refuse_padding_blind
 from verl.models.source import ModelSource
 from verl.protocol import DataProto
 from verl.workers.actor import Actor, ActorWorker
+from verl.workers.training import undivided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,8 @@ class Reference(Description):
         if self.model is None and actor.lora is not None and running is not None:
             engine = self._engine(running.model, parallel, actor)
             return ReferenceWorker(engine, temperature, lambda: adapter_off(running.model))
-        model = (self.model or actor.model).load_causal_lm(context.device).requires_grad_(False)
+        model = undivided(self.model or actor.model, "causal_lm", context.device, parallel).requires_grad_(False)
+        parallel.divide(model, actor.autocast)
         if self.model is not None:  # the actor's has been tried
             refuse_padding_blind(model, "reference.model")
         return ReferenceWorker(self._engine(model, parallel, actor), temperature)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,16 +11,21 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from verl.description import Description
-from verl.dispatch import on_all
+from verl.dispatch import on_all, on_each
 from verl.engines.engine import Packs, TrainingEngine
 from verl.engines.optim import AdamW
 from verl.engines.sharding import Parallel
 from verl.models.lora import LoRA
 from verl.models.precision import Autocast
 from verl.models.pretrained import quiet_transformers
-from verl.models.saved_form import SavedForm, load_adapter, saved_form, tokenizer_files
+from verl.models.saved_form import SavedForm, live_tensors, load_adapter, saved_form, tokenizer_files
 from verl.models.source import ModelSource
+from verl.utils.seeding import RngState, derive_seed, rng_state, seed_everything, set_rng_state
+from verl.workers.gathering import whole_on_first
+from verl.workers.reload import Reload, load_optimizer, load_weights
 from verl.workers.state import Restore, RoleState
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +62,20 @@ class TrainedRole(Description):
                 "beside their weight. Set model.dtype=float32 and autocast=bfloat16, or train a lora adapter."
             )
 
-    def load(self, kind: Literal["causal_lm", "backbone"], device: str, restore: Restore | None, component: str) -> Any:
-        """The model, from where the role starts or from a checkpoint, with its adapter if it trains one."""
+    def load(
+        self,
+        kind: Literal["causal_lm", "backbone"],
+        device: str,
+        restore: Restore | None,
+        component: str,
+        parallel: Parallel,
+    ) -> Any:
+        """The model, from where the role starts or from a checkpoint, with its adapter if it trains one.
+
+        It is still to be divided: see `undivided`.
+        """
         source = self.model if restore is None or self.lora is not None else restore.model(self.model, component)
-        model = getattr(source, f"load_{kind}")(device)
+        model = undivided(source, kind, device, parallel, sliced=self.lora is None)
         if self.lora is None:
             return model
         model = self.lora.apply(model, causal_lm=kind == "causal_lm")
@@ -77,6 +93,24 @@ class TrainedRole(Description):
         )
 
 
+def undivided(
+    source: ModelSource, kind: Literal["causal_lm", "backbone"], device: str, parallel: Parallel, sliced: bool = True
+) -> Any:
+    """A model as `parallel.divide` wants it: without weights if it can read slices of them, or whole.
+
+    Args:
+        device: where it is whole if weights are not divided; main memory otherwise.
+        sliced: False for a model that has to have its weights at once, such as one under an adapter.
+    """
+    if not parallel.divides_weights:
+        return getattr(source, f"load_{kind}")(device)
+    model = source.load_skeleton(kind) if sliced else None
+    if model is None:
+        _log.info("every process loads the whole model before it keeps its part: its weights cannot be read in slices")
+        model = getattr(source, f"load_{kind}")("cpu")
+    return model
+
+
 class TrainedWorker:
     """Base of the running roles that train.
 
@@ -92,11 +126,24 @@ class TrainedWorker:
     @on_all
     def save(self, directory: Path) -> None:
         """Write a Hugging Face directory (with LoRA: a peft adapter directory) with the tokenizer; rank 0 writes."""
+        model: Any = self.engine.model
+        whole = self._whole_weights() if self.engine.parallel.divides_weights else None
         if self.engine.parallel.rank == 0:
-            model: Any = self.engine.model
             with quiet_transformers():
-                model.save_pretrained(directory)
+                model.save_pretrained(directory, state_dict=whole)
             self.tokenizer.save_pretrained(directory)
+
+    @on_all
+    def load(self, component: str, source: Reload) -> None:
+        """Take weights, optimizer or both from a checkpoint into the live tensors, which stay where they are.
+
+        Raises:
+            ConfigError: it holds another model.
+        """
+        if source.weights:
+            load_weights(self.engine.model, component, source)
+        if source.optimizer:
+            load_optimizer(self.engine, component, source)
 
     @on_all
     def state(self, copied: bool) -> RoleState | None:
@@ -105,15 +152,37 @@ class TrainedWorker:
         Args:
             copied: give copies in main memory, to be sent to another process, instead of the live tensors.
         """
+        weights, optimizer = None, self.engine.optimizer_tensors()
+        if self.engine.parallel.divides_weights:
+            weights, optimizer = self._whole_weights(), whole_on_first(optimizer, self.engine.parallel)
         if self.engine.parallel.rank != 0:
             return None
         if self._tokenizer_files is None:
             self._tokenizer_files = tokenizer_files(self.tokenizer)
-        form, optimizer = saved_form(self.engine.model), self.engine.optimizer_tensors()
-        if copied:
+        form = saved_form(self.engine.model, weights)
+        if copied and weights is None:
             form = SavedForm(_in_main_memory(form.tensors), form.file, form.files)
             optimizer = _in_main_memory(optimizer)
         return RoleState(form, optimizer, self.engine.updates, self._tokenizer_files)
+
+    @on_each
+    def rng_states(self) -> RngState:
+        """The state of the global random generators of the role's process."""
+        return rng_state()
+
+    @on_all
+    def set_rng_states(self, states: Sequence[RngState], seed: int) -> None:
+        """Go on from what `rng_states` gave, each rank from its own; a rank that has none is seeded anew."""
+        rank = self.engine.parallel.rank
+        if rank < len(states):
+            set_rng_state(*states[rank])
+        else:
+            seed_everything(derive_seed(seed, "rank", rank))
+
+    def _whole_weights(self) -> dict[str, Tensor]:
+        """On rank 0; all processes take part."""
+        self.engine.parallel.settle(self.engine.model)
+        return whole_on_first(live_tensors(self.engine.model), self.engine.parallel)
 
 
 def _in_main_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,53 @@
+"""Which models tensor parallelism divides, and how it says so where it cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_models import save_random_model
+
+from verl.engines.tensor_parallel import plan_of, refuse_unfit
+from verl.errors import ConfigError
+from verl.models.lora import LoRA
+from verl.models.pretrained import Pretrained
+
+
+def model_of(family: str, directory, **options):
+    path = save_random_model(directory / family, family, torch.float32, **options)
+    return Pretrained(path=str(path), attention="eager").load_causal_lm("cpu")
+
+
+def test_a_model_without_a_plan_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match="model is a OPTForCausalLM: transformers has no tensor-parallel plan"):
+        refuse_unfit(model_of("opt", tmp_path), 2)
+
+
+def test_a_plan_with_packed_layers_is_refused_by_their_kind(tmp_path):
+    model = model_of("qwen2", tmp_path)
+    model._tp_plan["model.layers.*.mlp.gate_up_proj"] = "packed_colwise"
+    with pytest.raises(ConfigError, match="layers of kind packed_colwise.*Set sharding=fsdp"):
+        refuse_unfit(model, 2)
+
+
+def test_heads_and_widths_that_do_not_divide_are_refused(tmp_path):
+    model = model_of("qwen2", tmp_path, intermediate_size=65)
+    with pytest.raises(ConfigError, match=r"is 4: it must divide the model's 2 key-value heads.*Set it to 1 or 2\."):
+        refuse_unfit(model, 4)
+    with pytest.raises(ConfigError, match="is 2: it does not divide intermediate_size 65"):
+        refuse_unfit(model, 2)
+
+
+def test_an_adapter_is_refused(model32):
+    with pytest.raises(ConfigError, match="lora is set: tensor parallelism does not divide adapters"):
+        refuse_unfit(LoRA(rank=2).apply(model32.load_causal_lm("cpu"), causal_lm=True), 2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_that_does_not_divide_leaves_head_and_embedding_whole(tied, tmp_path):
+    model = model_of("qwen2", tmp_path, vocab_size=103, tie_word_embeddings=tied)
+    assert not {"lm_head", "model.embed_tokens"} & set(plan_of(model, 2))
+    assert "model.layers.*.self_attn.q_proj" in plan_of(model, 2)
+
+
+def test_each_process_has_a_slice_of_each_layer_of_the_plan(tmp_path):
+    assert plan_of(model_of("qwen2", tmp_path), 2)["lm_head"] == "colwise_gather_output"

@@ -1,0 +1,143 @@
+"""Worker processes that are started once and then run whole courses, one sharding after the other.
+
+Each process is a driver too, in step with the others: it divides a batch as `verl.cluster.processes` does, keeps its
+own share, and takes the answers of the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from equivalence.courses import Course, run_course
+
+import verl.trainer.ppo as ppo
+from verl.cluster.base import role_handles
+from verl.cluster.dividing import Division
+from verl.cluster.processes import Processes
+from verl.description import BuildContext, Description
+from verl.dispatch import dispatch_of, on_all
+from verl.engines.parallel import TorchParallel
+from verl.engines.sharding import Sharding
+from verl.trainer.ppo import PPORun
+from verl.workers.hosts import RLHost
+from verl.workers.state import Restore, RoleState
+
+
+class InStep:
+    """A cluster whose driver runs in each of its processes."""
+
+    shares_memory = True
+
+    def __init__(self, host: RLHost, sharding: Sharding, context: BuildContext):
+        import torch.distributed as dist
+
+        self.step: int | None = None
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.parts = sharding.parts(self.world_size)
+        self.types, self.dist = host.worker_types(), dist
+        self.host = host.build(dataclasses.replace(context, rank=self.rank, world_size=self.world_size))
+
+    def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
+        dispatch, division = dispatch_of(self.types[role], method), None
+        if dispatch.divides:
+            division = Division(args[0], max(self.parts) + 1)
+            args = (division.divide(args[0])[self.parts[self.rank]], *args[1:])
+        answer = self.host.call(role, method, args)
+        if division is not None:
+            answers: list[Any] = [None] * self.world_size
+            self.dist.all_gather_object(answers, answer)
+            spoken = [answers[self.parts.index(part)] for part in range(max(self.parts) + 1)]
+            answer = division.join(spoken) if dispatch.joins else spoken[0]
+        future: Future[Any] = Future()
+        future.set_result(answer)
+        return future
+
+    def close(self) -> None:
+        self.host.close()
+
+
+class Bench:
+    """What is done in each process; rank 0 answers."""
+
+    def __init__(self, context: BuildContext):
+        self.context, self.group = context, TorchParallel(context, timeout_s=120.0)
+
+    @on_all
+    def course(self, run: PPORun, prompts: Sequence[Sequence[int]], directory: Path) -> Course | None:
+        """`run_course`, among all processes."""
+        before, ppo.start_cluster = ppo.start_cluster, self._start
+        try:
+            (own := directory / str(self.context.rank)).mkdir(parents=True)
+            return run_course(run, prompts, own)
+        finally:
+            ppo.start_cluster = before
+
+    @on_all
+    def loaded(self, run: PPORun, checkpoint: Path) -> dict[str, RoleState] | None:
+        """The state of the roles, once they were started from a checkpoint."""
+        context = dataclasses.replace(self.context, tokenizer=run.actor.model.load_tokenizer())
+        host = RLHost(
+            actor=run.actor,
+            critic=run.critic,
+            reference=None,
+            rollout=run.rollout,
+            algorithm=run.algorithm,
+            sharding=run.sharding,
+            total_updates=10,
+            restore=Restore(checkpoint),
+        ).build(context)
+        try:
+            states = {name: host.call(name, "state", (True,)) for name in ("actor", "critic")}
+        finally:
+            host.close()
+        return states if self.context.rank == 0 else None
+
+    @on_all
+    def pid(self) -> int:
+        return os.getpid()
+
+    @staticmethod
+    def _start(host: RLHost, sharding: Sharding, settings: Any, context: BuildContext) -> InStep:
+        return InStep(host, sharding, context)
+
+
+@dataclass
+class Room:
+    """A process of the laboratory."""
+
+    workers: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
+        return getattr(self.workers[role], method)(*args)
+
+    def close(self) -> None:
+        self.workers["bench"].group.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Laboratory(Description):
+    """The processes of the laboratory."""
+
+    def worker_types(self) -> dict[str, type]:
+        return {"bench": Bench}
+
+    def build(self, context: BuildContext) -> Room:
+        return Room({"bench": Bench(context)})
+
+
+@contextmanager
+def laboratory(world_size: int) -> Iterator[Any]:
+    """A bench in so many processes."""
+    host = Laboratory()
+    cluster = Processes(host, BuildContext(), world_size, num_threads=1)
+    try:
+        yield role_handles(cluster, host)["bench"]
+    finally:
+        cluster.close()

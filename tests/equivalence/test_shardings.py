@@ -1,0 +1,144 @@
+"""However a model's weights are divided over processes, it learns what one process teaches it, to float64 rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from equivalence.courses import assert_same, run_course
+from equivalence.laboratory import laboratory
+from random_models import save_random_model
+from trainer.runs import GRPO, PPO, ppo_run
+
+from verl.checkpoint.disk import Disk
+from verl.checkpoint.published import open_published
+from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.settings import Checkpointing
+from verl.description import BuildContext
+from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP
+from verl.models.lora import LoRA
+from verl.models.pretrained import Pretrained
+from verl.rollout.scripted import Scripted
+from verl.workers.state import as_tensor
+
+pytestmark = pytest.mark.xdist_group("two processes")
+
+SHARDINGS = {
+    "ddp": DDP(),
+    "fsdp": FSDP(),
+    "shard_grad_op": FSDP(strategy="SHARD_GRAD_OP"),
+    "offload": FSDP(cpu_offload=True),
+    "hsdp": HSDP(),
+    "tp": TP(tensor_parallel=2),  # and two shares of rows
+    "tp_fsdp": TPFSDP(),
+}
+QUICK = ("fsdp", "hsdp", "tp", "tp_fsdp")
+IN_SHORT = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in SHARDINGS]
+# 5, 4 and 1 responses: counts that do not divide, shares without rows
+PROMPTS = [[0, 1, 2, 3, 4], [7, 6, 5, 2], [3]]
+
+
+@pytest.fixture(scope="module")
+def bench():
+    with laboratory(4) as bench:
+        yield bench
+
+
+@pytest.fixture(scope="module")
+def tied64(tmp_path_factory):
+    """The float64 model, with its embedding for an output head."""
+    path = tmp_path_factory.mktemp("models") / "tied"
+    save_random_model(path, "starcoder2", torch.float64, tie_word_embeddings=True)
+    return Pretrained(path=str(path), dtype="float64")
+
+
+@pytest.fixture(scope="module")
+def alone(model64, tmp_path_factory):
+    """What one process comes to."""
+    return run_course(ppo_run(model64, PPO, group_size=1), PROMPTS, tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.parametrize("name", IN_SHORT)
+def test_four_processes_train_as_one_does(name, bench, alone, model64, tmp_path):
+    run = ppo_run(model64, PPO, group_size=1, sharding=SHARDINGS[name], n_gpus_per_node=4, micro_batch_tokens=40)
+    assert_same(alone, bench.course(run, PROMPTS, tmp_path).result(timeout=120))
+
+
+def with_actor(run, **options):
+    """The run with another actor."""
+    return dataclasses.replace(run, actor=dataclasses.replace(run.actor, **options))
+
+
+@pytest.mark.parametrize("name", ["fsdp", pytest.param("hsdp", marks=pytest.mark.exhaustive)])
+def test_an_adapter_learns_the_same_and_its_frozen_model_is_the_reference(name, bench, model64, tmp_path):
+    def run(**parts):
+        return with_actor(ppo_run(model64, GRPO, group_size=3, **parts), lora=LoRA(rank=2))
+
+    prompts = [[2, 0, 5], [1]]
+    together = run(sharding=SHARDINGS[name], n_gpus_per_node=4)
+    assert_same(run_course(run(), prompts, tmp_path / "one"), bench.course(together, prompts, tmp_path).result())
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tp", "tp_fsdp"])
+def test_tied_weights_stay_tied_and_recomputed_activations_change_nothing(name, bench, tied64, tmp_path):
+    def run(**parts):
+        return with_actor(ppo_run(tied64, GRPO, group_size=3, **parts), gradient_checkpointing=bool(parts))
+
+    prompts = [[2, 0, 5], [1]]
+    alone = run_course(run(), prompts, tmp_path / "one")
+    assert not any("lm_head" in key for key in alone.weights)
+    together = run(sharding=SHARDINGS[name], n_gpus_per_node=4)
+    assert_same(alone, bench.course(together, prompts, tmp_path).result())
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tp", "tp_fsdp"])
+def test_computing_in_bfloat16_means_the_same(name, bench, model32, tmp_path):
+    def run(autocast="bfloat16", **parts):
+        rollout = Scripted(max_new_tokens=7, texts=("12", "7*7=49", "0"))
+        made = ppo_run(model32, PPO, rollout=rollout, group_size=1, lr=1e-4, **parts)
+        critic = dataclasses.replace(made.critic, autocast=autocast)
+        return dataclasses.replace(with_actor(made, autocast=autocast), critic=critic)
+
+    prompts = [[0, 1, 2, 3, 4]]
+    wide, alone = (run_course(run(kind), prompts, tmp_path / str(kind)) for kind in (None, "bfloat16"))
+    found = bench.course(run(sharding=SHARDINGS[name], n_gpus_per_node=4), prompts, tmp_path).result()
+    for key in ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "rollout/entropy_nats"):
+        assert found.metrics[0][key] == pytest.approx(alone.metrics[0][key], rel=0.05, abs=0.01), key
+    entropies = [course.metrics[0]["rollout/entropy_nats"] for course in (found, wide)]
+    assert abs(entropies[0] - entropies[1]) > 1e-5  # it was not computed in float32
+    assert all(x.dtype == torch.float32 for x in found.weights.values())
+
+
+@pytest.fixture(scope="module")
+def saved(model64, tmp_path_factory):
+    """A run of one process, and its checkpoint after two steps."""
+    directory = tmp_path_factory.mktemp("saved")
+    checkpoint = Checkpointing(save_dir=str(directory / "checkpoints"), save_interval=2, save_async=False)
+    run = dataclasses.replace(ppo_run(model64, PPO, total_steps=2, save_final=False), checkpoint=checkpoint)
+    with run.build(BuildContext(run_dir=directory / "run")) as trainer:
+        trainer.fit()
+    return run, directory / "checkpoints/global_step_2"
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hsdp", "tp", "tp_fsdp"])
+def test_a_checkpoint_of_one_process_is_loaded_and_given_back_bit_by_bit(name, bench, saved):
+    run, checkpoint = saved
+    settings = dataclasses.replace(run.trainer, n_gpus_per_node=4)
+    spread = dataclasses.replace(run, sharding=SHARDINGS[name], trainer=settings)
+    states = bench.loaded(spread, checkpoint).result()
+    reader = CheckpointReader(open_published(Disk(), checkpoint), Disk())
+    for role, state in states.items():
+        assert state.updates == 4
+        assert_holds(reader, role, state.model.tensors)
+        assert_holds(reader, "optimizer", {f"{role}.{name}": x for name, x in state.optimizer.items()}, f"{role}.")
+        for file, data in state.model.files.items():
+            assert bytes(reader.read(f"{role}/{file}")) == data, file
+
+
+def assert_holds(reader, component, tensors, prefix=""):
+    """A component of a checkpoint has these tensors, and no others whose names open with the prefix."""
+    there = {tensor.name: tensor for tensor in reader.tensors(component) if tensor.name.startswith(prefix)}
+    assert tensors.keys() == there.keys()
+    for name, x in tensors.items():
+        assert torch.equal(x, as_tensor(reader.tensor(component, name), there[name])), name

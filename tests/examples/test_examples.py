@@ -1,0 +1,57 @@
+"""The examples run as a user runs them, and come to what they say."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def said_by(name: str, capsys) -> str:
+    """What an example prints, run as a script in an empty directory."""
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_the_loop_around_a_hybrid_actor_learns(capsys):
+    first, last = map(float, re.findall(r"step \d+: ([\d.]+) of", said_by("hybrid_actor.py", capsys)))
+    assert first < 0.3
+    assert last > 0.8
+
+
+def test_steps_are_saved_loaded_and_go_on_with_another_reward(capsys):
+    said = said_by("trainer_steps.py", capsys)
+    assert "loaded digits_step_20, step 20; the next step is the same again: True" in said
+    first, swapped, last = map(float, re.findall(r"([\d.]+) (?:of the characters )?are", said))
+    assert first > 0.8
+    assert swapped < last
+    assert last > 0.75
+    assert "finished after 40 steps" in said
+
+
+def test_a_pipeline_is_carried_out(capsys):
+    said = said_by("pipeline.py", capsys)
+    found = re.search(r"finished after 40 steps: digits ([\d.]+), variety ([\d.]+)", said)
+    assert found is not None, said
+    assert float(found[1]) > 0.8
+    assert float(found[2]) > 0.5
+
+
+def test_the_walk_through_of_the_library_runs_cell_by_cell():
+    page = (ROOT / "docs/library.md").read_text()
+    walk = page.partition("<!-- walk -->")[2].partition("<!-- /walk -->")[0]
+    names: dict = {}
+    for cell in re.findall(r"```python\n(.*?)```", walk, flags=re.DOTALL):
+        exec(compile(cell, "docs/library.md", "exec"), names)
+    assert names["rows"].shape == (2, 6)
+    assert names["losses"][-1] < names["losses"][0] / 2
+    assert names["switch"]["latency_ms"] < names["reload"]["latency_ms"]
+    assert (names["result"].status, names["result"].steps) == ("finished", 6)
+
+
+def test_every_example_of_the_library_is_named_on_its_page():
+    page = (ROOT / "docs/library.md").read_text()
+    assert [file.name for file in EXAMPLES.glob("*.py") if f"`examples/{file.name}`" not in page] == []

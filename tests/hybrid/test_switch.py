@@ -1,0 +1,55 @@
+"""What a switch costs, and that measuring it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl import HybridActor, measure_switch_overhead
+from verl.errors import ConfigError
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks/hybrid_switch.py"
+
+
+@pytest.fixture(scope="module")
+def actor(dir32):
+    return HybridActor.from_pretrained(dir32, device="cpu")
+
+
+@pytest.mark.parametrize("mode", ["train_to_generate", "generate_to_train", "round_trip", "reload"])
+def test_every_way_of_switching_is_timed_and_weighed_and_leaves_the_actor_as_it_was(mode, actor, tokenizer):
+    ids = tokenizer(["1+2="], return_tensors="pt")["input_ids"]
+    actor.train()(input_ids=ids, labels=ids).loss.backward()
+    actor.model.lm_head.eval()
+    before = {name: (p.data_ptr(), p.grad.clone()) for name, p in actor.named_parameters()}
+    found = measure_switch_overhead(actor, mode=mode, repeats=3)
+    assert found["latency_ms"] > 0
+    assert found["mem_increase_mb"] >= 0
+    assert found["mode"] == mode
+    low, high = found["latency_ms_quartiles"]
+    assert low <= found["latency_ms"] <= high
+    assert all(
+        p.data_ptr() == before[name][0] and p.grad.equal(before[name][1]) for name, p in actor.named_parameters()
+    )
+    assert actor.training
+    assert not actor.model.lm_head.training
+
+
+def test_a_mode_that_does_not_exist_is_refused(actor):
+    with pytest.raises(ConfigError, match=r"mode is 'relod': must be one of .* Did you mean reload\?"):
+        measure_switch_overhead(actor, mode="relod")
+    with pytest.raises(ConfigError, match="repeats is 0: must be at least 1"):
+        measure_switch_overhead(actor, repeats=0)
+
+
+def test_the_benchmark_prints_rows_for_the_table(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--small"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["name"] == "hybrid_switch"
+    assert all(len(row) == 3 for row in result["rows"])
+    assert {"switch_ms", "reload_ms", "switch_mib"} <= set(result["models"][0])

@@ -1,0 +1,75 @@
+"""A model made without weights and filled slice by slice is the one that is loaded whole."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from random_models import save_random_model
+
+from verl.engines.filling import fill
+from verl.layout import Mesh
+from verl.models.pretrained import Pretrained
+from verl.models.weight_files import WeightFiles
+
+FAMILIES = ["starcoder2", "qwen2", "llama", "gemma2", "gemma3_text", "qwen3", "opt", "gptj"]
+
+
+def everything(model) -> dict[str, torch.Tensor]:
+    """Weights and buffers, those included that no file holds."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_slices_make_the_model_that_is_loaded_whole(family, tied, tmp_path):
+    path = save_random_model(tmp_path / "m", family, torch.float32, tie_word_embeddings=tied)
+    source = Pretrained(path=str(path), attention="eager" if family in ("gemma2", "gptj") else "sdpa")
+    whole, model = source.load_causal_lm("cpu"), source.load_skeleton("causal_lm")
+    assert all(p.is_meta for p in model.parameters())
+    fill(model, model.weight_files, Mesh(()), 0, torch.device("cpu"))
+    wanted, found = everything(whole), everything(model)
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(x, found[name]) and x.dtype == found[name].dtype for name, x in wanted.items())
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+    assert model.config.to_dict() == whole.config.to_dict()
+    assert model.generation_config.to_dict() == whole.generation_config.to_dict()
+    ids = torch.tensor([[3, 5, 7]])
+    assert torch.equal(model(input_ids=ids).logits, whole(input_ids=ids).logits)
+
+
+def test_a_backbone_is_read_from_the_directory_of_its_language_model(model32):
+    whole, model = model32.load_backbone("cpu"), model32.load_skeleton("backbone")
+    fill(model, model.weight_files, Mesh(()), 0, torch.device("cpu"))
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in whole.state_dict().items())
+
+
+def test_experts_whose_names_transformers_converts_are_loaded_whole(tmp_path):
+    path = save_random_model(tmp_path / "m", "qwen3_moe", torch.float32)
+    assert Pretrained(path=str(path)).load_skeleton("causal_lm") is None
+
+
+def test_weights_that_are_absent_or_of_another_shape_are_left_to_the_loading_that_names_them(dir32, tmp_path):
+    tensor = torch.zeros(3, 4)
+    from safetensors.torch import save_file
+
+    save_file({"model.a.weight": tensor}, tmp_path / "model.safetensors")
+    files = WeightFiles(tmp_path, "model")
+    assert files.holds({"a.weight": tensor})
+    assert files.holds({"model.a.weight": tensor})
+    assert not files.holds({"model.a.weight": tensor.T})
+    assert not files.holds({"model.b.weight": tensor})
+
+
+def test_a_slice_is_read_from_the_shard_that_has_it(tmp_path):
+    from safetensors.torch import save_file
+
+    x = torch.arange(12.0).view(3, 4)
+    save_file({"x": x}, tmp_path / "a.safetensors")
+    save_file({"scalar": torch.tensor(2.0)}, tmp_path / "b.safetensors")
+    index = {"weight_map": {"x": "a.safetensors", "scalar": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    files = WeightFiles(tmp_path)
+    assert files.read("x", ((1, 3), (0, 2))).tolist() == [[4.0, 5.0], [8.0, 9.0]]
+    assert float(files.read("scalar", ())) == 2.0

@@ -1,0 +1,383 @@
+"""`rollout=server` against a server on loopback that speaks as vLLM does (the one in `speaking.py`)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from random_models import save_random_model
+from remote.servers import Say, serving
+from roles import experience, start_actor
+from rollout.speaking import Speaker
+from trainer.runs import GRPO, ppo_run, read_lines
+
+from verl.description import BuildContext
+from verl.engines.sharding import DDP
+from verl.errors import ConfigError, RolloutError
+from verl.models.lora import LoRA
+from verl.models.pretrained import Pretrained
+from verl.ops.noise import EVALUATION
+from verl.rollout.base import Request
+from verl.rollout.hf import HFRollout
+from verl.rollout.server.options import ServerRollout
+from verl.tracking.jsonl import JsonLines
+from verl.tracking.trackers import Trackers
+
+
+@pytest.fixture
+def speaker(dir32):
+    return Speaker(dir32)
+
+
+@pytest.fixture
+def attached(model32):
+    """Start an actor that samples from a server; both are closed after the test."""
+    with ExitStack() as ending:
+
+        def start(speaker, post=None, page=None, actor=None, served=None, **options):
+            server = ending.enter_context(serving(post or speaker.post, page or speaker.page))
+            settings = {"max_new_tokens": 6, "model": served, **options}
+            made = start_actor(model32, ServerRollout(endpoint=server.endpoint(), **settings), **(actor or {}))
+            ending.callback(made.close)
+            made.server = server
+            return made
+
+        yield start
+
+
+def fields(rows):
+    return {name: rows[name] for name in ("responses", "response_mask", "rollout_log_probs")}
+
+
+def assert_same(left, right):
+    for name, tensor in fields(left).items():
+        assert torch.equal(tensor, right[name]), name
+
+
+def gap(actor, rows):
+    """Largest distance of what the rollout recorded from what the trainer computes."""
+    mask = rows["response_mask"]
+    return float((rows["rollout_log_probs"] - actor.compute_log_probs(rows)["old_log_probs"])[mask].abs().max())
+
+
+def test_rows_hold_the_servers_tokens_and_the_log_probs_that_the_trainer_would_compute(attached, speaker, prompts):
+    actor = attached(speaker)
+    rows = actor.generate(prompts(), Request(0, 3))
+    assert len(rows) == 12
+    assert rows["sample_ids"].tolist() == [0, 1, 2] * 4
+    assert rows["group_ids"].tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert gap(actor, rows) < 1e-5
+    assert len({tuple(row.tolist()) for row in rows["responses"]}) > 8
+
+
+def test_a_seed_of_run_step_prompt_and_sample_goes_with_each_request(attached, speaker, prompts):
+    actor = attached(speaker)
+    first = actor.generate(prompts(), Request(0, 2))
+    assert_same(first, actor.generate(prompts(), Request(0, 2)))
+    backwards = prompts("9-", "what is 6*7? ", "34+5=", "1+2=", ids=[3, 2, 1, 0])
+    again = actor.generate(backwards, Request(0, 2))
+    assert again["responses"][-2:].tolist() == first["responses"][:2].tolist()
+    seeds = [asked.body["seed"] for asked in actor.server.asked if asked.body.get("max_tokens") == 6]
+    assert len(set(seeds)) == 8
+    assert all(0 <= seed < 2**53 for seed in seeds)
+    others = [actor.generate(prompts(), Request(1, 2)), actor.generate(prompts(), Request(0, 2, stream=EVALUATION))]
+    assert all(other["responses"].tolist() != first["responses"].tolist() for other in others)
+
+
+def test_without_a_seed_the_server_draws_as_it_likes(attached, speaker, prompts):
+    actor = attached(speaker, send_seed=False)
+    actor.generate(prompts(), Request(0, 2))
+    assert all("seed" not in asked.body for asked in actor.server.asked if asked.body.get("max_tokens") == 6)
+
+
+def test_greedy_responses_are_those_of_the_training_model(attached, speaker, prompts, model32):
+    actor, here = attached(speaker), start_actor(model32, HFRollout(max_new_tokens=6))
+    rows, ours = (role.generate(prompts(), Request(0, greedy=True)) for role in (actor, here))
+    assert torch.equal(rows["responses"], ours["responses"])
+    torch.testing.assert_close(rows["rollout_log_probs"], ours["rollout_log_probs"])
+
+
+def test_stop_tokens_and_least_lengths_go_with_the_request(attached, speaker, prompts):
+    stops = tuple(range(20, 60))
+    actor = attached(speaker, stop_token_ids=stops, min_new_tokens=3)
+    rows = actor.generate(prompts(), Request(0, 8))
+    lengths = rows["response_mask"].sum(dim=1)
+    assert int(lengths.min()) >= 3
+    last = rows["responses"][torch.arange(len(rows)), lengths - 1]
+    ended = torch.isin(last, torch.tensor([1, *stops]))  # 1 is the model's own <eos>
+    assert ended.any()
+    assert (lengths[~ended] == 6).all()
+    before = rows["response_mask"].clone()
+    before[torch.arange(len(rows)), lengths - 1] = False
+    assert not torch.isin(rows["responses"][before], torch.tensor(stops)).any()
+
+
+def test_only_what_failed_is_asked_again(attached, speaker, prompts, caplog):
+    failed = []
+
+    def post(asked):
+        seed = asked.body.get("seed") if asked.path == "/v1/completions" else None
+        if seed is not None and seed % 3 == 0 and seed not in failed and asked.body["max_tokens"] == 6:
+            failed.append(seed)
+            return Say(status=500)
+        return speaker.post(asked)
+
+    actor = attached(speaker, post)
+    rows = actor.generate(prompts(), Request(0, 4))
+    assert failed
+    assert sum(asked.body.get("max_tokens") == 6 for asked in actor.server.asked) == 16 + len(failed)
+    assert f"{len(failed)} of 16 responses were asked for more than once" in caplog.text
+    assert gap(actor, rows) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"finish_reason": "abort"}, "broken off (finish_reason abort)"),
+        ({"token_ids": [5]}, "a response of 1 tokens, where 6 were asked for"),
+        ({"token_ids": []}, "text without token ids"),
+        ({"logprobs": None}, "tokens without log-probs"),
+        ({"prompt_token_ids": [1, 2]}, "another prompt than was sent"),
+        ({"logprobs": {"token_logprobs": [float("nan")] * 6}}, "one that is not finite"),
+        ({"logprobs": {"token_logprobs": [2.5] * 6}}, "a log-prob of 2.500: above 0 it is none"),
+        ({"finish_reason": "stop"}, "which ends none here. Add it to stop_token_ids"),
+    ],
+)
+def test_a_response_that_stays_away_ends_the_step_with_its_prompt_and_sample(change, why, attached, speaker, prompts):
+    def post(asked):
+        answer = speaker.post(asked)
+        if asked.path == "/v1/completions" and asked.body["max_tokens"] == 6:
+            ids = [speaker.tokenizer("7")["input_ids"][0]] * 6
+            full = {"token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * 6}, "finish_reason": "length"}
+            answer["choices"][0] |= full | change
+        return answer
+
+    actor = attached(speaker, post)
+    with pytest.raises(RolloutError, match=r"gives no response to prompt \d, sample \d, asked \d times: ") as refused:
+        actor.generate(prompts(), Request(0, 2))
+    assert why in str(refused.value)
+
+
+def test_a_server_that_is_gone_ends_the_step(attached, speaker, prompts):
+    actor = attached(speaker)
+    actor.generate(prompts(), Request(0))
+    actor.server.is_over = True
+    actor.server.shutdown()
+    actor.server.server_close()
+    with pytest.raises(RolloutError, match="gives no response to prompt"):
+        actor.generate(prompts(), Request(0))
+
+
+def test_a_prompt_that_is_too_long_is_told_with_the_numbers(attached, speaker, prompts):
+    speaker.max_len = 16
+    actor = attached(speaker)
+    with pytest.raises(ConfigError, match="with a prompt of 13 tokens that makes 19, and the server takes 16"):
+        actor.generate(prompts(), Request(0))
+
+
+# What is refused at the start
+
+
+def test_a_server_that_gives_text_only_is_refused_at_the_start(attached, speaker):
+    speaker.tells_ids = False
+    with pytest.raises(ConfigError, match=r"rollout.endpoint.base_url is http://.*: text without token ids"):
+        attached(speaker)
+
+
+def test_a_server_of_another_model_is_refused_at_the_start(attached, tmp_path):
+    other = Speaker(save_random_model(tmp_path / "other", "llama", torch.float32))
+    with pytest.raises(ConfigError, match="it serves another model than the actor's: log-probs of fixed text differ"):
+        attached(other, weights="fixed")
+
+
+def test_models_are_chosen_by_name(attached, speaker):
+    with pytest.raises(ConfigError, match="rollout.model is 'gpt': the server at .* serves the-actor, an-adapter"):
+        attached(speaker, served="gpt")
+    two = {"data": [{"id": "a"}, {"id": "b"}]}
+    with pytest.raises(ConfigError, match="rollout.model is null: the server at .* serves a, b. Choose one"):
+        attached(speaker, page=lambda path: two if path == "/v1/models" else "here")
+
+
+def test_a_server_that_takes_no_weights_is_refused_unless_they_are_fixed(attached, speaker, prompts):
+    speaker.is_dev = False
+    with pytest.raises(ConfigError, match="rollout.weights is reload: needs vLLM started with VLLM_SERVER_DEV_MODE=1"):
+        attached(speaker)
+    actor = attached(speaker, weights="fixed")
+    assert gap(actor, actor.generate(prompts(), Request(0))) < 1e-5
+    assert actor.sync().note == "the server keeps its weights"
+
+
+def test_no_server_is_told_at_the_start(model32):
+    with serving(lambda asked: None) as server:
+        pass
+    with pytest.raises(ConfigError, match="rollout.endpoint.base_url is http://127.*: no server answers there"):
+        start_actor(model32, ServerRollout(endpoint=server.endpoint()))
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"base_url": "http://h/v1"}, "endpoint.base_url ends with /v1"),
+        ({"weights": "fixed", "log_probs": "trainer"}, "log_probs is trainer, and weights is fixed"),
+        ({"weights": "fixed", "transfer_dir": "/x"}, "nothing is transferred where weights is fixed"),
+        ({"max_gap_nats": 0.0}, "max_gap_nats is 0.0"),
+        ({"protocol": "tgi"}, "weights is reload: TGI has no way to take new weights"),
+        (
+            {"protocol": "tgi", "weights": "fixed", "min_new_tokens": 1},
+            "min_new_tokens is 1: TGI knows nothing like",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_faults(options, fault):
+    from verl.remote.endpoint import Endpoint
+
+    endpoint = Endpoint(base_url=options.pop("base_url", "http://h"))
+    with pytest.raises(ConfigError, match=fault):
+        ServerRollout(endpoint=endpoint, **options)
+
+
+# What log-probs mean
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "source"),
+    [
+        ("raw", {}, "server"),
+        ("raw", {"temperature": 0.5}, "trainer"),
+        ("raw", {"top_p": 0.5}, "server"),
+        ("raw", {"temperature": 0.5, "top_k": 3}, "trainer"),
+        ("processed", {}, "server"),
+        ("processed", {"temperature": 0.5}, "server"),
+        ("processed", {"top_p": 0.5}, "trainer"),
+        ("processed", {"temperature": 2.0, "top_p": 0.5}, "trainer"),
+        ("raw", {"log_probs": "trainer"}, "trainer"),
+    ],
+)
+def test_log_probs_are_right_whatever_the_server_means_by_them(mode, options, source, attached, dir32, prompts):
+    actor = attached(Speaker(dir32, mode), **options)
+    assert actor.sampler.parts.source == source
+    for request in (Request(0, 4), Request(0, greedy=True)):
+        rows = actor.generate(prompts(), request)
+        assert rows["rollout_log_probs"].dtype == torch.float32
+        assert gap(actor, rows) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "remedy"),
+    [
+        ("raw", {"temperature": 0.5}, "Set start vLLM with --logprobs-mode processed_logprobs, or set temperature=1"),
+        ("processed", {"top_p": 0.5}, "--logprobs-mode raw_logprobs and set temperature=1"),
+        ("raw", {"temperature": 0.5, "top_p": 0.5}, "Set temperature=1"),
+    ],
+)
+def test_log_probs_that_would_be_wrong_are_refused_where_the_trainer_cannot_tell_them(
+    mode, options, remedy, attached, dir32
+):
+    with pytest.raises(ConfigError, match=r"log-probs must be log_softmax\(logits / temperature\)") as refused:
+        attached(Speaker(dir32, mode), weights="fixed", **options)
+    assert remedy in str(refused.value)
+
+
+# New weights
+
+
+def train(actor, prompts):
+    actor.update(experience(actor, prompts()))
+
+
+@pytest.mark.parametrize("actor", [{}, {"lora": LoRA(rank=2)}], ids=["whole", "adapter"])
+def test_the_server_follows_the_trained_weights_and_proves_it(actor, attached, speaker, prompts, tmp_path):
+    actor = attached(speaker, transfer_dir=str(tmp_path / "seen by both"), actor=actor)
+    before = actor.generate(prompts(), Request(0, 2))
+    assert len(speaker.reloads) == 1
+    train(actor, prompts)
+    assert gap(actor, before) > 1e-4
+    synced = actor.sync()
+    assert synced.metrics["sync/probe_gap_nats"] < 1e-5
+    assert synced.metrics["sync/bytes"] > 1e4
+    assert "MiB to the server" in synced.note
+    assert gap(actor, actor.generate(prompts(), Request(1, 2))) < 1e-5
+    assert len(speaker.reloads) == len(set(speaker.reloads)) == 2
+    assert [path for path in (tmp_path / "seen by both").rglob("*") if path.is_file()] == []
+    actor.close()
+    assert list((tmp_path / "seen by both").iterdir()) == []
+
+
+def test_weights_go_in_several_files_where_they_are_large(attached, speaker, prompts, monkeypatch):
+    monkeypatch.setattr("verl.rollout.server.transfer.FILE_BYTES", 10_000)
+    counted = []
+
+    def post(asked):
+        if asked.path == "/collective_rpc" and "kwargs" in asked.body:
+            counted.append(len(list(Path(asked.body["kwargs"]["weights_path"]).glob("*.safetensors"))))
+        return speaker.post(asked)
+
+    actor = attached(speaker, post)
+    train(actor, prompts)
+    actor.sync()
+    assert counted[-1] > 2
+    assert gap(actor, actor.generate(prompts(), Request(1))) < 1e-5
+
+
+def test_a_reload_that_does_nothing_is_found_out(attached, speaker, prompts):
+    actor = attached(speaker, max_gap_nats=10.0)  # wide open: what gives it away is that the old weights fit better
+    train(actor, prompts)
+    speaker.takes_weights = False
+    with pytest.raises(RolloutError, match="It holds the weights of the step before: its reload did nothing"):
+        actor.sync()
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.self_attn.k_proj.bias"])
+def test_a_tensor_that_the_server_does_not_load_is_found_out(name, attached, speaker, prompts):
+    actor = attached(speaker)
+    actor.generate(prompts(), Request(0))
+    with torch.no_grad():
+        actor.model.get_parameter(name).add_(0.5 * torch.randn_like(actor.model.get_parameter(name)))
+    speaker.drops = (name,)
+    with pytest.raises(RolloutError, match=r"log-probs of fixed text differ by .* nats on average, where 0\.001 may"):
+        actor.sync()
+
+
+def test_a_cache_of_old_weights_that_stays_is_refused(attached, speaker, prompts):
+    speaker.cache_resets = False
+    with pytest.raises(RolloutError, match=r"did not take new weights: /reset_prefix_cache answers"):
+        attached(speaker).generate(prompts(), Request(0))
+
+
+def test_a_reload_that_fails_is_told_with_the_directory(attached, speaker, prompts):
+    def post(asked):
+        is_reload = asked.path == "/collective_rpc" and "method" in asked.body
+        return Say(status=500, body="size mismatch") if is_reload else speaker.post(asked)
+
+    with pytest.raises(RolloutError, match=r"HTTP 500: .size mismatch.* Does it see .*verl_weights_"):
+        attached(speaker, post).generate(prompts(), Request(0))
+
+
+def test_a_directory_that_cannot_be_written_is_a_fault_of_the_configuration(attached, speaker, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="rollout.transfer_dir is .*: cannot be written"):
+        attached(speaker, transfer_dir=str(tmp_path / "file" / "below"))
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.xdist_group("two processes")
+def test_a_run_trains_on_what_the_server_draws(num_processes, speaker, dir32, tmp_path):
+    sharding = {"sharding": DDP(timeout_s=60.0), "n_gpus_per_node": 2} if num_processes == 2 else {}
+    with serving(speaker.post, speaker.page) as server:
+        run = ppo_run(
+            Pretrained(path=str(dir32)),
+            GRPO,
+            rollout=ServerRollout(endpoint=server.endpoint(), max_new_tokens=7),
+            total_steps=2,
+            tracker=Trackers(jsonl=JsonLines()),
+            **sharding,
+        )
+        with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+            trainer.fit()
+    lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if "reward/mean" in line]
+    assert len(lines) == 2
+    assert all(line["sync/probe_gap_nats"] < 1e-4 for line in lines)
+    assert all(line["rollout/log_prob_gap_nats"] < 1e-4 for line in lines)
+    assert len(speaker.reloads) == 3  # before the first response, and after each step; by one process

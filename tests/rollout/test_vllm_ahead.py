@@ -1,0 +1,53 @@
+"""One step of sampling ahead: the order of weights and draws, and a resume that goes on with what was drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from rollout.engines import save_family
+from trainer.runs import GRPO
+from trainer.saved_runs import course, digest, fit, numbers
+
+from verl.algorithms.correction import TruncatedIS
+from verl.checkpoint.discovery import CheckpointDirectory
+from verl.checkpoint.reader import CheckpointReader
+from verl.rollout.vllm.options import VLLMRollout
+from verl.trainer.ppo import PPOTrainer
+from verl.workers.state import as_tensor
+
+pytestmark = pytest.mark.xdist_group("vllm")
+
+CORRECTED = dataclasses.replace(GRPO, correction=TruncatedIS(), mini_batches=1)
+STEPS = 3
+
+
+def ahead(model, directory, **options):
+    rollout = VLLMRollout(max_new_tokens=6, kv_cache_gib=0.05, max_num_seqs=16, num_threads=1)
+    options = {"total_steps": STEPS, "rollout_ahead": 1, "rollout": rollout, "prompts_per_step": 2, **options}
+    return course(model, directory, CORRECTED, **options)
+
+
+def test_each_step_trains_on_draws_of_the_weights_before_and_a_resume_goes_on_with_them(tmp_path, monkeypatch):
+    model = save_family(tmp_path / "model", "qwen2")
+    trained_on, update = [], PPOTrainer.update
+
+    def noted(self, experience, step):
+        trained_on.append(sorted(set(experience["policy_version"].tolist())))
+        return update(self, experience, step)
+
+    monkeypatch.setattr(PPOTrainer, "update", noted)
+    fit(ahead(model, tmp_path / "whole"), tmp_path / "whole/run")
+    assert trained_on == [[0], [0], [1]]  # from the second step on by the weights of the step before
+    weights = [step["importance/weight_max"] for step in numbers(tmp_path / "whole/run").values()]
+    assert weights[0] == pytest.approx(1, abs=1e-3)
+    assert max(weights[1:]) > 1 + 1e-3
+    resume = tmp_path / "whole/checkpoints/global_step_2"
+    reader = CheckpointReader(CheckpointDirectory(resume.parent).open(resume.name))
+    drawn = {t.name: as_tensor(reader.tensor("drawn_ahead", t.name), t) for t in reader.tensors("drawn_ahead")}
+    assert drawn["policy_version"].tolist() == [1] * 4
+    assert drawn["responses"].dtype == torch.int64
+    fit(ahead(model, tmp_path, resume=str(resume)), tmp_path / "run")
+    assert numbers(tmp_path / "run") == {k: v for k, v in numbers(tmp_path / "whole/run").items() if k > 2}
+    assert digest(tmp_path) == digest(tmp_path / "whole")

@@ -1,0 +1,56 @@
+"""Models of several families in vLLM, an adapter merged on its way there, and what vLLM cannot run, in our words."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import verl
+
+pytestmark = pytest.mark.xdist_group("vllm")
+ROOT = Path(verl.__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What the one process with all the engines tells."""
+    script = Path(__file__).with_name("vllm_engines_in_one_process.py")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, str(script), str(tmp_path_factory.mktemp("engines"))]
+    ended = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "llama", "qwen3_tied", "qwen3_moe"])
+def test_a_family_draws_the_same_before_and_after_every_weight_has_changed(found, name):
+    assert "error" not in found[name], found[name]
+    assert min(found[name]["same"]) >= 0.96  # of 32 rows; rounding may turn one
+    assert max(found[name]["gap"]) < 5e-4
+
+
+def test_an_adapter_is_merged_on_the_way(found):
+    assert "error" not in found["lora"], found["lora"]
+    assert min(found["lora"]["same"]) >= 0.96
+    assert max(found["lora"]["gap"]) < 5e-4
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused_with_the_size_that_fits(found):
+    for case in ("no room", "little room"):
+        error = found[case]["error"]
+        assert error.startswith("ConfigError: rollout.kv_cache_gib is 0.000")
+        assert "one sequence of 256 tokens alone take 0.0004. Set it to at least that, or rollout.max_mod" in error
+    assert found["room"]["error"] is None
+
+
+def test_an_architecture_that_vllm_lacks_is_refused_with_the_engine_that_has_it(found):
+    assert found["strange"]["error"] == (
+        "ConfigError: actor.model is a StrangeForCausalLM: vLLM does not have this architecture. Set rollout=hf."
+    )

@@ -1,0 +1,85 @@
+"""A whole run with vLLM through the entry point, and the end of the engine when its trainer is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster.processes_of import wait_until_gone
+
+import verl
+
+pytestmark = pytest.mark.xdist_group("vllm")
+ROOT = Path(verl.__file__).parents[1]
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from verl.rollout.vllm.process import EngineProcess
+directory = Path(sys.argv[1])
+engine = EngineProcess("no setting: it is still importing vLLM", {}, directory, directory.parent / "log")
+print("started", flush=True)
+engine.start(100.0)
+"""
+
+
+def children_of(parent: int) -> list[int]:
+    """The engines that a process has started."""
+    mark = f"VERL_ENGINE_PARENT={parent}".encode()
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (directory / "environ").read_bytes().split(b"\0"):
+                found.append(int(directory.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_the_engine_ends_with_a_trainer_that_is_killed_and_removes_its_directory(tmp_path):
+    directory = tmp_path / "engine"
+    directory.mkdir()
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(directory)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+    )
+    assert trainer.stdout is not None
+    assert trainer.stdout.readline() == b"started\n"
+    while not (children := children_of(trainer.pid)):
+        time.sleep(0.01)
+    time.sleep(0.3)  # its interpreter is up, and it watches
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    assert wait_until_gone(children) == []
+    assert not directory.exists()
+
+
+def test_main_ppo_trains_with_vllm_and_leaves_no_process(tmp_path):
+    command = [str(ROOT / "main_ppo.py"), "rollout=vllm", "actor=tiny_scratch", "trainer.total_steps=2"]
+    command += ["trainer.prompts_per_step=4", "rollout.kv_cache_gib=0.05", "hydra.run.dir=run", "data.held_out=8"]
+    trainer = subprocess.Popen(
+        [sys.executable, *command, "checkpoint=off"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    said, _ = trainer.communicate()
+    assert trainer.returncode == 0, said[-3000:]
+    assert children_of(trainer.pid) == []
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "actor/loss" in line]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["rollout/log_prob_gap_nats"] < 1e-4
+        assert step["sync/probe_gap_nats"] < 1e-4
+        assert step["sync/bytes"] > 1e5
+    assert "to vLLM" in Path("run/run.log").read_text()
+    assert Path("run/workers/vllm_0.log").is_file()

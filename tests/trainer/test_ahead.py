@@ -1,0 +1,27 @@
+"""Drawing one step ahead is refused where it cannot be right."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.compose.check import check
+from verl.compose.composition import compose_root
+from verl.errors import ConfigError
+
+CORRECTION = "algorithm.correction={_target_:verl.algorithms.correction.TruncatedIS}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([CORRECTION], "HFRollout samples with the very tensors that train"),
+        ([], "only importance weights make up for"),
+        ([CORRECTION, "algorithm=dapo"], "selection draws further batches"),
+        ([CORRECTION, "algorithm=remax"], "greedy baseline"),
+        ([CORRECTION, "trainer.repeat_first_batch=true"], "every batch is the first"),
+        ([CORRECTION, "trainer.rollout_ahead=2"], "must be 0, or 1"),
+    ],
+)
+def test_it_is_refused_with_the_reason(overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        check(compose_root("ppo", ["trainer.rollout_ahead=1", *overrides]))

@@ -1,0 +1,44 @@
+"""One option of a group as the description that it is, without the rest of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl.compose.check import check
+from verl.compose.composition import compose_root
+from verl.compose.nearest import hint, nearest
+from verl.compose.paths import conf_dir, group_options
+from verl.errors import ConfigError
+from verl.rollout.base import Rollout
+from verl.rollout.hf import HFRollout
+
+
+def option(root: str, group: str, name: str) -> Any:
+    """The description behind `conf/<group>/<name>.yaml`, as the default run of a root would have it.
+
+    Raises:
+        ConfigError: it needs a value that nothing gives.
+    """
+    node: Any = OmegaConf.to_container(compose_root(root, [f"{group}={name}"])[group], resolve=True)
+    return check(node)
+
+
+def named_rollout(rollout: str | Rollout) -> Rollout:
+    """The engine that a name means: an option of the group `rollout`, with its defaults.
+
+    Raises:
+        ConfigError: there is no such option, or it needs more than its name.
+    """
+    if isinstance(rollout, Rollout):
+        return rollout
+    if rollout == "hf":
+        return HFRollout()
+    known = group_options(conf_dir())["rollout"]
+    if rollout not in known:
+        raise ConfigError(
+            f"rollout is {rollout!r}: this version has {', '.join(known)}.{hint(nearest(str(rollout), known))} "
+            "rollout='hf' generates with the training weights."
+        )
+    return option("ppo", "rollout", rollout)

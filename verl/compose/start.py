@@ -1,0 +1,70 @@
+"""From a composed configuration and objects of the user to a trainer that runs, with its directory and its log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from verl.compose.save import save
+from verl.compose.warm_start import resolve_warm_starts
+from verl.description import BuildContext
+from verl.tracking.logs import setup_logging
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass
+class Started:
+    """A run that was built.
+
+    Attributes:
+        closing: ends it.
+    """
+
+    run: Any
+    run_dir: Path
+    trainer: Any
+    closing: ExitStack
+
+
+def start(run: Any, config: DictConfig, overrides: Sequence[str], console: Console, tokenizer: Any = None) -> Started:
+    """Record the configuration, log to the run's directory, and build the run.
+
+    Args:
+        run: the checked description, carrying what it was given.
+        config: that it was made of.
+        tokenizer: of the actor, if not the one that lies with its model.
+    """
+    run_dir = _run_dir(run)
+    save(config, list(overrides), run_dir)
+    closing = ExitStack()
+    closing.callback(setup_logging(run_dir))
+    try:
+        run = resolve_warm_starts(run, console)
+        trainer = run.build(BuildContext(run_dir=run_dir, tokenizer=tokenizer))
+    except BaseException:
+        closing.close()
+        raise
+    closing.callback(trainer.close)
+    return Started(run, run_dir, trainer, closing)
+
+
+def without_data_files(short: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """A short configuration whose training files give way to rows that were passed, and the note that says so."""
+    data = short.get("data")
+    if not isinstance(data, Mapping) or "train_files" not in data:
+        return short, []
+    kept = {key: value for key, value in data.items() if key != "train_files"}
+    return {**short, "data": kept}, ["data.train_files is set aside: train_dataset is given."]
+
+
+def _run_dir(run: Any) -> Path:
+    now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f")
+    return Path("outputs").resolve() / run.trainer.project_name / run.trainer.experiment_name / now

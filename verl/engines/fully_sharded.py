@@ -1,0 +1,82 @@
+"""Weights, gradients and optimizer state in parts, one per process, by FSDP2: a block is whole while it runs.
+
+forward   gather block ──> run ──> let go        backward   gather ──> run ──> add up gradients, keep own part
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+
+def shard_fully(
+    model: nn.Module, mesh: Any, *, reshard: bool, compute_dtype: torch.dtype | None, offload: bool, pin: bool
+) -> None:
+    """Divide a Hugging Face model over a mesh of processes, block by block, in place.
+
+    What lies outside of the blocks (embeddings, the last norm, the output head) stays whole from one forward pass to
+    its backward pass, or to `settle`: the head is called apart from the model.
+
+    Args:
+        mesh: one dimension to shard over, or two: replicas, and shards of each.
+        reshard: let go of a block's weights after its forward pass, and gather them again for its backward pass.
+        compute_dtype: that weights are gathered in, if not their own; gradients are added up in their own.
+        offload: parts rest in main memory, with their optimizer state.
+        pin: that memory, for copies to a GPU.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    own = next(model.parameters()).dtype
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=own if compute_dtype else None),
+        "offload_policy": CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy(),
+    }
+    for block in blocks_of(model):
+        fully_shard(block, reshard_after_forward=reshard, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+    for unit in units_of(model):
+        unit.set_gradient_divide_factor(1.0)  # losses are divided by global counts: gradients are added
+        unit.set_force_sum_reduction_for_comms(True)
+    cast(Any, model).set_reduce_scatter_unused_params(True)  # a process may not have used all that a sibling did
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model, each of which is gathered at once."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    if found:
+        return found
+    return [block for blocks in model.modules() if isinstance(blocks, nn.ModuleList) for block in blocks]
+
+
+def units_of(model: nn.Module) -> list[Any]:
+    """The modules that are gathered, each at once: the model, and its blocks."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def settle(model: nn.Module) -> None:
+    """Let go of what was gathered."""
+    for unit in units_of(model):
+        unit.reshard()
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module, reshard: bool) -> Iterator[None]:
+    """The whole model in this process. All processes enter and leave together; between, they are on their own."""
+    units = units_of(model)
+    for unit in units:
+        unit.unshard()
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(reshard and unit is not model, recurse=False)
+            unit.reshard()

@@ -1,0 +1,76 @@
+"""Tensors that are divided over processes: what this process has of one, and how that is said without torch.
+
+DTensor (mesh, placements) ──> TensorLayout ──> the box of any rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from verl.layout import Box, Layout, Mesh, TensorLayout
+
+
+def local(x: Tensor) -> Tensor:
+    """What this process holds of a tensor, sharing its memory."""
+    if not is_divided(x):
+        return x
+    with torch.no_grad():
+        return x.detach().to_local()  # type: ignore[attr-defined]
+
+
+def is_divided(x: Tensor) -> bool:
+    """Whether a tensor is a DTensor: a part that stands for the whole."""
+    return hasattr(x, "device_mesh")
+
+
+def mesh_dims(x: Tensor) -> tuple[str, ...]:
+    """The dimensions of the mesh of processes that a tensor is laid out over."""
+    return tuple(x.device_mesh.mesh_dim_names) if is_divided(x) else ()  # type: ignore[attr-defined]
+
+
+def tensor_layout(x: Tensor) -> TensorLayout:
+    """How a tensor is divided; one that is no DTensor is whole everywhere."""
+    shape, itemsize = tuple(x.shape), x.element_size()
+    if not is_divided(x):
+        return TensorLayout(shape=shape, itemsize=itemsize)
+    from torch.distributed.tensor import Replicate, Shard
+
+    now, later = [], []
+    for name, placement in zip(mesh_dims(x), x.placements, strict=True):  # type: ignore[attr-defined]
+        if isinstance(placement, Replicate):
+            continue
+        assert hasattr(placement, "dim"), f"{placement} has no layout"
+        # A strided shard divides what the dimensions of the mesh after it have left, and so comes after them.
+        (now if type(placement) is Shard else later).append((name, placement.dim))
+    return TensorLayout(shape=shape, splits=(*now, *later), itemsize=itemsize)
+
+
+def layout_of(tensors: Mapping[str, Tensor], mesh: Mesh) -> Layout:
+    """The layout of named tensors over the processes of a mesh."""
+    return Layout(mesh, {name: tensor_layout(x) for name, x in tensors.items()})
+
+
+def part_of(whole: Tensor, box: Box | None) -> Tensor:
+    """A slice of a tensor; an empty one where a rank holds nothing."""
+    return whole[:0] if box is None else whole[tuple(slice(start, stop) for start, stop in box)]
+
+
+def laid_out_as(x: Tensor, whole: Tensor, mesh: Mesh, rank: int) -> Tensor:
+    """A copy of `whole` of which this process keeps what it keeps of `x`, on the device of `x`."""
+    if not is_divided(x):
+        return whole.to(x.device, copy=True)
+    from torch.distributed.tensor import DTensor
+
+    own = local(x)
+    part = part_of(whole, tensor_layout(x).box(mesh, rank)).reshape(own.shape).to(own.device, copy=True)
+    return DTensor.from_local(
+        part,
+        x.device_mesh,  # type: ignore[attr-defined]
+        x.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=x.shape,
+        stride=x.stride(),
+    )

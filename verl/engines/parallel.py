@@ -1,0 +1,135 @@
+"""This process among those that train one model together: the sums they take, and how its weights are spread."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.description import BuildContext
+from verl.engines.layouts import local
+from verl.layout import Mesh
+from verl.models.precision import Autocast
+
+REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"  # dimensions of the mesh of processes
+
+
+class Parallel:
+    """This process among its siblings. Alone, every sum is what it was, and a model is held whole.
+
+    Attributes:
+        rank, world_size: this process's number, and how many there are.
+        mesh: the processes along the dimensions `replicate`, `shard` and `tensor`.
+        in_step: whether every forward pass needs all siblings, so that they must run equally many.
+        divides_weights: whether `divide` leaves a process a part of the model alone.
+    """
+
+    rank = 0
+    world_size = 1
+    mesh = Mesh(())
+    in_step = False
+    divides_weights = False
+
+    def divide(self, model: nn.Module, autocast: Autocast = None) -> None:
+        """Leave this process its part of a model, in place. `autocast` is the type that it will compute in."""
+
+    def settle(self, model: nn.Module) -> None:
+        """Let go of weights that the last forward pass gathered; parameters are this process's part from here on."""
+
+    def sums(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Named numbers, each added up over the processes with other rows; one may lack names that another has."""
+        return dict(values)
+
+    def most(self, count: int) -> int:
+        """The largest of a number that each process has."""
+        return count
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up each parameter's gradient over the processes with other rows, in place."""
+
+    def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
+        """Scale gradients down to a global L2 norm of `limit`, in place. Returns the norm before it."""
+        return nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit)
+
+    def assert_siblings_agree(self, x: Tensor) -> None:
+        """Processes that share the work on the same rows must have come to the same integers."""
+
+    def close(self) -> None:
+        """Leave the group of processes."""
+
+
+class TorchParallel(Parallel):
+    """Data parallelism over torch.distributed: each process holds the whole model and a share of the rows.
+
+    Losses are normalised by counts over the whole batch before the backward pass, so gradients are added, not
+    averaged, and a process without rows takes part with zeros.
+    """
+
+    bucket_bytes = 25 * 2**20
+
+    def __init__(self, context: BuildContext, timeout_s: float):
+        import torch.distributed as dist
+
+        self.rank, self.world_size = context.rank, context.world_size
+        self.mesh = Mesh(((REPLICATE, context.world_size), (SHARD, 1), (TENSOR, 1)))
+        self.device = torch.device(context.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._owns_group = not dist.is_initialized()
+        if self._owns_group:
+            dist.init_process_group(
+                backend="nccl" if self.device.type == "cuda" else "gloo",
+                init_method=os.environ.get("VERL_RENDEZVOUS", "env://"),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        self.dist = dist
+        self.data_group: Any = None  # all processes
+
+    def sums(self, values: Mapping[str, float]) -> dict[str, float]:
+        everyone: list[dict[str, float]] = [{} for _ in range(self.dist.get_world_size(self.data_group))]
+        self.dist.all_gather_object(everyone, dict(values), group=self.data_group)
+        names = dict.fromkeys(name for given in everyone for name in given)
+        return {name: sum(given.get(name, 0.0) for given in everyone) for name in names}
+
+    def most(self, count: int) -> int:
+        found = torch.tensor([count], device=self.device)
+        self.dist.all_reduce(found, op=self.dist.ReduceOp.MAX)
+        return int(found)
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.sum_over(parameters, self.data_group)
+
+    def sum_over(self, parameters: Iterable[nn.Parameter], group: Any) -> None:
+        """Add up the gradients of what this process holds of some parameters over a group of processes."""
+        for bucket in self._buckets(parameters):
+            flat = torch.cat([grad.reshape(-1) for grad in bucket])
+            self.dist.all_reduce(flat, group=group)
+            for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+                grad.copy_(total.view_as(grad))
+
+    def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[Tensor]]:
+        bucket, size = [], 0
+        for parameter in parameters:
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grad = local(parameter.grad)
+            if bucket and (bucket[0].dtype != grad.dtype or size >= self.bucket_bytes):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(grad)
+            size += grad.numel() * grad.element_size()
+        if bucket:
+            yield bucket
+
+    def close(self) -> None:
+        if self._owns_group and self.dist.is_initialized():
+            self.dist.destroy_process_group()

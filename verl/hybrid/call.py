@@ -1,0 +1,174 @@
+"""A call of `generate` with the arguments of transformers, in terms of the rollout engines."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.compose.keywords import key_faults
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+
+# What transformers does where neither the call nor the model's generation configuration says otherwise.
+DEFAULTS: dict[str, Any] = {
+    "max_new_tokens": None,
+    "max_length": None,
+    "min_new_tokens": 0,
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "num_return_sequences": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+NEW_TOKENS = 20
+# Settings of a generation configuration that change what is drawn and that no engine here knows, with what means "off".
+NOT_DONE_HERE: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "typical_p": (None, 1.0),
+    "min_p": (None,),
+    "bad_words_ids": (None,),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "forced_eos_token_id": (None,),
+}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call asks for.
+
+    Attributes:
+        sampling: fields of `Rollout`.
+        stops: token ids that end a response.
+        pad: the token id that fills rows that have ended.
+    """
+
+    sampling: dict[str, Any]
+    num_samples: int
+    greedy: bool
+    stops: tuple[int, ...]
+    pad: int
+
+
+def read_call(given: Mapping[str, Any], model: Any, tokenizer: Any, prompt_width: int) -> Call:
+    """The call that arguments make, over the model's generation configuration, over the defaults of transformers.
+
+    Raises:
+        ConfigError: an argument that is not known here, a value that cannot be, or more tokens than the model holds.
+    """
+    if faults := list(key_faults("generate", given, DEFAULTS)):
+        raise ConfigError(faults)
+    asked = {name: _chosen(name, given, model.generation_config) for name in DEFAULTS}
+    if faults := list(_faults(asked)):
+        raise ConfigError(faults)
+    stops = _ids(asked["eos_token_id"])
+    greedy = not asked["do_sample"]
+    cuts = {} if greedy else {name: asked[name] for name in ("temperature", "top_k", "top_p")}
+    length = _new_tokens(asked, model, prompt_width)
+    least = min(int(asked["min_new_tokens"] or 0), length)
+    sampling = {"max_new_tokens": length, "min_new_tokens": least, **{k: v for k, v in cuts.items() if v is not None}}
+    return Call(
+        sampling, asked["num_return_sequences"], greedy, stops, _pad_id(asked["pad_token_id"], tokenizer, stops)
+    )
+
+
+def prompt_rows(input_ids: Any, attention_mask: Tensor | None, call: Call) -> DataProto:
+    """Prompts [B P] as the engines take them, padded on the left.
+
+    Without a mask, pad tokens are padding unless the pad token also ends a text, as in transformers.
+
+    Raises:
+        ConfigError: they are not token ids [B P], or not padded on the left.
+    """
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.is_floating_point() or not len(input_ids):
+        told = f"{input_ids.dtype} {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else repr(input_ids)
+        raise ConfigError(
+            f"input_ids is {told}: expected token ids [B P], such as tokenizer(..., return_tensors='pt')."
+        )
+    ids = input_ids.detach().to("cpu", torch.int64)
+    if attention_mask is None:
+        is_told_apart = call.pad not in call.stops
+        mask = ids != call.pad if is_told_apart else torch.ones_like(ids, dtype=torch.bool)
+    else:
+        mask = attention_mask.detach().to("cpu").bool()
+    if mask.shape != ids.shape:
+        raise ConfigError(
+            f"attention_mask is {list(mask.shape)}: input_ids is {list(ids.shape)}. Give one for each token."
+        )
+    if not bool(mask[:, -1:].all()) or bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+        raise ConfigError(
+            "attention_mask is off behind or between tokens: generation goes on from the last one, so prompts are "
+            "padded on the left. Set tokenizer.padding_side = 'left'."
+        )
+    rows = torch.arange(len(ids))
+    return DataProto.from_dict({"prompts": ids, "prompt_mask": mask, "prompt_ids": rows, "group_ids": rows})
+
+
+def warn_of_settings_left_out(model: Any) -> None:
+    """Tell of what the model's generation configuration asks for beyond what is done here."""
+    config = model.generation_config
+    found = {name: getattr(config, name, None) for name in NOT_DONE_HERE}
+    found = {name: value for name, value in found.items() if value not in NOT_DONE_HERE[name]}
+    if found:
+        told = ", ".join(f"{name}={value}" for name, value in found.items())
+        _log.warning("the generation configuration of the model has %s, which this actor does not do.", told)
+
+
+def _chosen(name: str, given: Mapping[str, Any], config: Any) -> Any:
+    candidates = (given.get(name), getattr(config, name, None), DEFAULTS[name])
+    return next((value for value in candidates if value is not None), None)
+
+
+def _faults(asked: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("max_new_tokens", "num_return_sequences"):
+        value = asked[name]
+        if value is not None and (not isinstance(value, int) or value < 1):
+            yield f"{name} is {value!r}: must be a whole number, at least 1."
+    if asked["do_sample"] and not asked["temperature"] > 0:
+        yield f"temperature is {asked['temperature']}: must be above 0. For the likeliest token, do_sample=False."
+    if any(id_ < 0 for id_ in _ids(asked["eos_token_id"])):
+        yield f"eos_token_id is {asked['eos_token_id']}: expected token ids, which are not negative."
+
+
+def _new_tokens(asked: Mapping[str, Any], model: Any, prompt_width: int) -> int:
+    config = model.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    length, name = asked["max_new_tokens"], "max_new_tokens"
+    if length is None and asked["max_length"] is not None:
+        length, name = asked["max_length"] - prompt_width, "max_length"
+    if length is None:
+        length = NEW_TOKENS if context is None else min(NEW_TOKENS, context - prompt_width)
+    if length < 1:
+        raise ConfigError(f"{name} leaves {length} new tokens behind a prompt of {prompt_width}. Set it higher.")
+    if context is not None and prompt_width + length > context:
+        raise ConfigError(
+            f"{name} asks for {length} new tokens: with a prompt of {prompt_width} that makes {prompt_width + length}, "
+            f"and the model holds {context}. Lower one of them."
+        )
+    return length
+
+
+def _pad_id(asked: int | None, tokenizer: Any, stops: tuple[int, ...]) -> int:
+    if asked is not None:
+        return int(asked)
+    own = getattr(tokenizer, "pad_token_id", None)
+    if own is None and not stops:
+        raise ConfigError("pad_token_id is missing: neither the model nor a tokenizer names one. Give pad_token_id=.")
+    return int(stops[0] if own is None else own)
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(int(id_) for id_ in (value if isinstance(value, (list, tuple)) else [value]))

@@ -1,0 +1,113 @@
+"""What it costs to go from training to generating and back, against loading the weights anew."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+from verl.compose.nearest import hint, nearest
+from verl.errors import ConfigError
+from verl.hybrid.actor import HybridActor
+from verl.models.pretrained import Pretrained
+from verl.utils.device_memory import settle, used_bytes
+
+Mode = Literal["train_to_generate", "generate_to_train", "round_trip", "reload"]
+MIB = 2**20
+
+
+def measure_switch_overhead(actor: HybridActor, mode: Mode = "train_to_generate", repeats: int = 20) -> dict[str, Any]:
+    """Time a switch, and weigh it.
+
+    Args:
+        mode: `train_to_generate` is from a model in training, with gradients that wait for their step, to where the
+            engine draws the first token; `generate_to_train` is the way back; `round_trip` both. `reload` is what one
+            set of weights saves: write them, and load them as a second model to sample from.
+        repeats: measured, after one that is not.
+    Returns:
+        `latency_ms` and `mem_increase_mb`, medians; `latency_ms_quartiles`, `mode`, `repeats` beside them. Memory is
+        what a GPU's tensors take, or all of this process on a CPU, more than before; it is looked at in the new state.
+    Raises:
+        ConfigError: there is no such mode.
+    """
+    known = get_args(Mode)
+    if mode not in known:
+        raise ConfigError(f"mode is {mode!r}: must be one of {', '.join(known)}.{hint(nearest(str(mode), known))}")
+    if repeats < 1:
+        raise ConfigError(f"repeats is {repeats}: must be at least 1.")
+    was_training = [module for module in actor.model.modules() if module.training]
+    once = _Reload(actor) if mode == "reload" else _Switch(actor, mode)
+    try:
+        found = [once() for _ in range(repeats + 1)][1:]
+    finally:
+        actor.eval()
+        for module in was_training:
+            module.training = True
+    times, sizes = [seconds * 1e3 for seconds, _ in found], [size / MIB for _, size in found]
+    quartiles = statistics.quantiles(times, n=4, method="inclusive") if repeats > 1 else times * 3
+    return {
+        "latency_ms": statistics.median(times),
+        "mem_increase_mb": max(0.0, statistics.median(sizes)),
+        "latency_ms_quartiles": [quartiles[0], quartiles[2]],
+        "mode": mode,
+        "repeats": repeats,
+    }
+
+
+class _Switch:
+    """One switch in place: the state of the modules, and the engine's present weights."""
+
+    def __init__(self, actor: HybridActor, mode: Mode):
+        self.actor, self.mode = actor, mode
+
+    def __call__(self) -> tuple[float, int]:
+        actor, clock = self.actor, _Clock(self.actor)
+        actor.train()
+        settle(actor.device)
+        with clock.running(self.mode != "generate_to_train"):
+            sampling = actor.sampling()
+            sampling.__enter__()
+            actor.sync()
+        with clock.running(self.mode != "train_to_generate"):
+            sampling.__exit__(None, None, None)
+        return clock.seconds, clock.bytes
+
+
+class _Reload:
+    """One switch by way of the disk: the weights written, and loaded as a second model."""
+
+    def __init__(self, actor: HybridActor):
+        self.actor = actor
+
+    def __call__(self) -> tuple[float, int]:
+        actor, clock = self.actor, _Clock(self.actor)
+        dtype = str(next(actor.parameters()).dtype).removeprefix("torch.")
+        with tempfile.TemporaryDirectory(prefix="verl-reload-") as directory:
+            with clock.running(True):
+                actor.save_pretrained(directory)
+                second = Pretrained(path=directory, dtype=dtype).load_causal_lm(str(actor.device))  # type: ignore[arg-type]
+            del second
+            gc.collect()
+        return clock.seconds, clock.bytes
+
+
+class _Clock:
+    """Seconds, and bytes more than before, of what is done while it runs."""
+
+    def __init__(self, actor: HybridActor):
+        self.device = actor.device
+        self.seconds, self.bytes = 0.0, 0
+
+    @contextmanager
+    def running(self, is_counted: bool) -> Iterator[None]:
+        settle(self.device)
+        before, began = used_bytes(self.device), time.perf_counter()
+        yield
+        settle(self.device)
+        took, more = time.perf_counter() - began, used_bytes(self.device) - before
+        if is_counted:
+            self.seconds, self.bytes = self.seconds + took, self.bytes + more

@@ -1,0 +1,48 @@
+"""What those who call a model must know of it if its weights are divided over processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Left on a model, as its attribute `divided`, by what has divided it.
+
+    Attributes:
+        device: where it computes; weights may rest elsewhere.
+        casts_weights: it computes in the narrower type that it was told, without being asked each time.
+        gathered: a context in which its weights are whole in this process, so that a forward pass needs no sibling.
+    """
+
+    device: torch.device
+    casts_weights: bool = False
+    gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+
+
+def compute_device(model: Any) -> torch.device:
+    """Where a model computes."""
+    divided = getattr(model, "divided", None)
+    return next(model.parameters()).device if divided is None else divided.device
+
+
+def casts_weights(model: Any) -> bool:
+    """Whether a model computes in a narrower type by itself."""
+    divided = getattr(model, "divided", None)
+    return divided is not None and divided.casts_weights
+
+
+def weights_gathered(model: Any) -> AbstractContextManager[None]:
+    """Within, this process may call the model as often as it likes, whatever its siblings do.
+
+    For generation: gathering each layer for each token would be slow, and would hang as soon as one process has
+    finished its last response. Entering and leaving it is done by all processes together.
+    """
+    divided = getattr(model, "divided", None)
+    return contextlib.nullcontext() if divided is None else divided.gathered()

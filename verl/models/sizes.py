@@ -1,0 +1,87 @@
+"""How large a model is, from its configuration alone: parameters, activations, keys and values, operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.models.lora import LoRA
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What memory and time are counted from.
+
+    Attributes:
+        parameters: of the whole model, tied ones once.
+        trained: of those, and of an adapter if there is one.
+        layers, hidden, vocabulary: its depth, width and number of tokens.
+        attention: width of the queries of a layer; heads times their size.
+        keys: width of the keys of a layer, and of its values.
+        mlp: inner width of a layer's MLP.
+    """
+
+    parameters: int
+    trained: int
+    layers: int
+    hidden: int
+    vocabulary: int
+    attention: int
+    keys: int
+    mlp: int
+
+    @property
+    def cache_elements(self) -> int:
+        """Numbers that keys and values of one token take."""
+        return 2 * self.layers * self.keys
+
+    @property
+    def layer_elements(self) -> int:
+        """Numbers that a layer keeps of each token for its backward pass.
+
+        Counted on the layers of Llama and Qwen: RMSNorm, gated MLP, attention without its matrix of scores.
+        """
+        return 4 * self.mlp + 2 * self.keys + 2 * self.attention + int(6.5 * self.hidden)
+
+    def activation_elements(self, tokens: int, recomputed: bool = False) -> int:
+        """Numbers kept for the backward pass of `tokens` tokens, without the logits.
+
+        With `recomputed` only each layer's input is kept, and all of one layer at a time.
+        """
+        if recomputed:
+            return tokens * (self.layers * self.hidden + self.layer_elements)
+        return tokens * self.layers * self.layer_elements
+
+    def forward_flops(self, tokens: int) -> int:
+        """Operations of a forward pass, a multiplication and an addition counted as two; attention scores left out."""
+        return 2 * self.parameters * tokens
+
+
+def sizes_of(config: Any, lora: LoRA | None = None) -> ModelSizes:
+    """Of a model with this Hugging Face configuration, its parameters counted on the meta device.
+
+    Args:
+        lora: the adapter that is trained in place of the weights.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from verl.models.pretrained import quiet_transformers
+
+    with torch.device("meta"), quiet_transformers():
+        model = AutoModelForCausalLM.from_config(config)
+        if lora is not None:
+            model = lora.apply(model, causal_lm=True)
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    head = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return ModelSizes(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocabulary=text.vocab_size,
+        attention=heads * head,
+        keys=(getattr(text, "num_key_value_heads", None) or heads) * head,
+        mlp=getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size,
+    )

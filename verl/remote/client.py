@@ -1,0 +1,211 @@
+"""Asks a server many things at once, within limits of number, rate and time, and asks again what may pass.
+
+caller ── ask(questions) ──> thread ── [ slot ── turn ── POST ── read ] per question ──> server
+       <── reports ──               └── back-off <── 429, 5xx, no answer, unusable ──┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from verl.remote.asking import Ask, Kind, Report, Unfit, Unusable, encoded
+from verl.remote.background import Background
+from verl.remote.endpoint import Endpoint
+from verl.remote.pace import Backoff, Pace, retry_after_s
+from verl.utils.redact import MASK, redact
+
+logger = logging.getLogger(__name__)
+
+PASSING = (408, 425, 429)  # statuses below 500 after which the same request may succeed
+SHOWN = 200  # characters of an answer in a message
+
+
+@dataclass(frozen=True)
+class _Fault:
+    why: str
+    kind: Kind
+    may_pass: bool = True
+    wait_s: float = 0.0  # that the server asks for
+
+
+class _Knock(Ask):
+    def parse(self, content: bytes) -> Any:
+        return content
+
+
+class Client:
+    """The running form of `Endpoint`. `close` it; it may be closed again.
+
+    Args:
+        key: sent with every request, and in no message.
+    """
+
+    def __init__(self, endpoint: Endpoint, key: str | None):
+        self.endpoint, self._key = endpoint, key
+        self._background = Background("verl remote")
+        self._backoff, self._pace = Backoff(endpoint.backoff_s), Pace(endpoint.requests_per_minute)
+        self._http: httpx.AsyncClient | None = None
+        self._slots = asyncio.Semaphore(endpoint.max_concurrency)
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for every request
+        if key is not None and not endpoint.is_encrypted and not endpoint.is_local:
+            logger.warning("%s is not encrypted: the key can be read on its way there.", endpoint.base_url)
+
+    def ask(self, asks: Sequence[Ask], stop_at_failure: bool = False) -> list[Report | None]:
+        """Ask all, and wait for the answers.
+
+        Args:
+            stop_at_failure: the first question that fails for good ends the others.
+        Returns:
+            What became of each; None for those that another one's failure ended.
+        """
+        return self._background.run(self._all(asks, stop_at_failure))
+
+    def absence(self) -> str | None:
+        """Why no server answers at the address, in words; None where one does, whatever it says."""
+        report = self.ask([_Knock()])[0]
+        assert report is not None
+        return report.failure if report.kind == "unreachable" else None
+
+    def close(self) -> None:
+        """End what is under way, and the thread."""
+        if self._http is not None:
+            http, self._http = self._http, None
+            self._background.run(http.aclose())
+        self._background.close()
+
+    async def _all(self, asks: Sequence[Ask], stop_at_failure: bool) -> list[Report | None]:
+        deadline = asyncio.get_running_loop().time() + self.endpoint.total_timeout_s
+        tasks = [asyncio.create_task(self._asked(ask, deadline)) for ask in asks]
+        try:
+            for finished in asyncio.as_completed(tasks):
+                report = await finished
+                if stop_at_failure and report.failure is not None:
+                    break
+            return [task.result() if task.done() else None for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _asked(self, ask: Ask, deadline: float) -> Report:
+        """One question, to its usable answer or its last failure."""
+        seconds: list[float] = []
+        fault, retries = None, self.endpoint.retries
+        try:
+            async with asyncio.timeout_at(deadline):
+                for retry in range(retries + 1):
+                    fault = await self._attempt(ask, deadline, seconds)
+                    if fault is None or not fault.may_pass:
+                        break
+                    if retry < retries:
+                        await _sleep(max(fault.wait_s, self._backoff.delay_s(retry)), deadline)
+        except TimeoutError:
+            limit = f"no usable answer within total_timeout_s, which is {self.endpoint.total_timeout_s:g}"
+            last = "" if fault is None else f"; before that: {fault.why}"
+            fault = _Fault(limit + last, "unreachable" if fault is None else fault.kind)
+        if fault is None:
+            return Report(tuple(seconds))
+        return Report(tuple(seconds), self._without_secrets(fault.why), fault.kind)
+
+    async def _attempt(self, ask: Ask, deadline: float, seconds: list[float]) -> _Fault | None:
+        """What is wrong with one attempt; None where its answer was taken."""
+        async with self._slots:
+            await self._turn(deadline)
+            started = time.perf_counter()
+            try:
+                async with asyncio.timeout(self.endpoint.timeout_s):
+                    response, body = await self._send(ask.path, ask.body())
+            except TimeoutError:
+                return _Fault(f"no answer within timeout_s, which is {self.endpoint.timeout_s:g}", "unreachable")
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                return _Fault(f"{type(error).__name__}: {error}".rstrip(": "), "unreachable")
+            finally:
+                seconds.append(time.perf_counter() - started)
+        if not 200 <= response.status_code < 300:
+            return self._refusal(response, body)
+        if body is None:
+            return _Fault(f"an answer of more than {self.endpoint.max_answer_mib:g} MiB (max_answer_mib)", "answer")
+        try:
+            ask.read(ask.parse(body))
+        except (ValueError, RecursionError):
+            return _Fault(f"an answer that is no JSON: {_shown(body)}", "answer")
+        except Unfit as error:
+            return _Fault(str(error), "refused", may_pass=False)
+        except Unusable as error:
+            return _Fault(str(error), "answer")
+        return None
+
+    async def _turn(self, deadline: float) -> None:
+        now = asyncio.get_running_loop().time
+        while (wait_s := self._pace.wait_s(now())) > 0:
+            await _sleep(wait_s, deadline)
+        self._pace.take(now())
+
+    async def _send(self, path: str, body: Any) -> tuple[httpx.Response, bytes | None]:
+        """The response and its body; None where that is too long. Redirections are not followed: the key would go."""
+        self._http = self._http or self._connect()
+        url = self.endpoint.url(path)
+        if body is None:
+            request = self._http.build_request("GET", url)
+        else:
+            content, kind = encoded(body), {"Content-Type": "application/json"}
+            request = self._http.build_request("POST", url, content=content, headers=kind)
+        response = await self._http.send(request, stream=True)
+        try:
+            pieces, left = [], self.endpoint.max_answer_mib * 2**20
+            async for piece in response.aiter_bytes():
+                pieces.append(piece)
+                left -= len(piece)
+                if left < 0:
+                    return response, None
+            return response, b"".join(pieces)
+        finally:
+            await response.aclose()
+
+    def _connect(self) -> httpx.AsyncClient:
+        headers = dict(self.endpoint.headers)
+        if self._key is not None:
+            name = self.endpoint.key_header
+            headers[name] = f"Bearer {self._key}" if name.lower() == "authorization" else self._key
+        count = self.endpoint.max_concurrency
+        return httpx.AsyncClient(
+            headers=headers,
+            timeout=None,  # each attempt is timed as a whole: httpx would time each read of a slow trickle
+            limits=httpx.Limits(max_connections=count, max_keepalive_connections=count),
+            follow_redirects=False,
+            trust_env=not self.endpoint.is_local,  # no proxy stands between this machine and itself
+        )
+
+    def _refusal(self, response: httpx.Response, body: bytes | None) -> _Fault:
+        status = response.status_code
+        said = f"HTTP {status}: {_shown(body or b'')}".rstrip(": ")
+        if status in PASSING or status >= 500:
+            wait_s = retry_after_s(response.headers)
+            self._pace.hold(asyncio.get_running_loop().time() + wait_s)
+            return _Fault(said, "answer", wait_s=wait_s)
+        if 300 <= status < 400:
+            said = f"HTTP {status}, to {response.headers.get('location', 'nowhere')}, which is not followed"
+        per_question = status in (400, 409, 413, 422)
+        return _Fault(said, "answer" if per_question else "refused", may_pass=False)
+
+    def _without_secrets(self, text: str) -> str:
+        """A server may repeat the key in its complaint."""
+        return redact(text.replace(self._key, MASK) if self._key else text)
+
+
+async def _sleep(seconds: float, deadline: float) -> None:
+    """Sleep; a sleep that would end after the deadline is not begun."""
+    if asyncio.get_running_loop().time() + seconds > deadline:
+        raise TimeoutError
+    await asyncio.sleep(seconds)
+
+
+def _shown(body: bytes) -> str:
+    text = " ".join(body[: 4 * SHOWN].decode(errors="replace").split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."

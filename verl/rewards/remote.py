@@ -1,0 +1,257 @@
+"""What every reward does that asks a server: cache, questions, failures, counts; subclasses know what is asked.
+
+samples ──> cache ── unknown ──> questions ──> client ──> texts ──> scores
+               └──── known: text ──────────────────────────┘           └──> cache
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from verl.description import BuildContext
+from verl.errors import ConfigError, NonFiniteRewardError, RewardError, faults_below
+from verl.protocol import DataProto
+from verl.remote.asking import Ask, Report, Unusable
+from verl.remote.cache import AnswerCache, default_directory, key_of
+from verl.remote.endpoint import Endpoint
+from verl.rewards.base import Rating, Reward, RewardDescription, texts_of
+from verl.rewards.outcomes import Sample, Tally
+from verl.rewards.results import reward_error
+from verl.rewards.score_text import NotFinite
+
+if TYPE_CHECKING:
+    from verl.remote.client import Client
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteDescription(RewardDescription):
+    """Base of rewards that a server gives.
+
+    Args:
+        endpoint: where the server is, and how it is treated.
+        on_error: `raise` ends the run at a sample that has no score after all retries; `score` gives it `error_score`,
+            warns, and counts it in `reward/failed`. A server that refuses all (a wrong key or path), or that answers
+            nothing in a whole batch, ends the run under both.
+        error_score: see `on_error`.
+        cache_gib: most that answers kept on disk may take; what was asked once is not asked again, in this run or a
+            later one. 0 keeps none.
+        cache_dir: where; null for `$VERL_CACHE/remote`.
+    """
+
+    endpoint: Endpoint
+    on_error: Literal["raise", "score"] = "raise"
+    error_score: float = 0.0
+    cache_gib: float = 1.0
+    cache_dir: str | None = None
+
+    def faults(self) -> Iterator[str]:
+        if not math.isfinite(self.error_score):
+            yield f"error_score is {self.error_score}: must be finite."
+        if not 0 <= self.cache_gib < 1e6:
+            yield f"cache_gib is {self.cache_gib:g}: must not be negative; 0 keeps no answers."
+
+    def connect(self, context: BuildContext) -> Client:
+        """The client, whose server answers.
+
+        Raises:
+            ConfigError: there is no key, or no server.
+        """
+        with faults_below("endpoint"):
+            client = self.endpoint.build(context)
+            try:
+                absence = client.absence()
+                if absence is not None:
+                    raise ConfigError(f"base_url is {self.endpoint.base_url}: no server answers there ({absence}).")
+            except BaseException:
+                client.close()
+                raise
+        return client
+
+
+class SampleAsk(Ask):
+    """A question about one sample or several."""
+
+    samples: Sequence[Sample]
+
+
+class RemoteReward(Reward):
+    """The running form of a `RemoteDescription`. `close` it.
+
+    Args:
+        client: which is closed with it.
+    """
+
+    def __init__(self, described: RemoteDescription, client: Client):
+        self.client, self.url = client, described.endpoint.url(self.path)
+        self.error_score = described.error_score if described.on_error == "score" else None
+        directory = Path(described.cache_dir).expanduser() if described.cache_dir else default_directory()
+        self._cache = AnswerCache(directory, described.cache_gib) if described.cache_gib > 0 else None
+        self._tally: Tally | None = None
+        self._counts = True
+
+    path = ""  # of its requests
+
+    @abstractmethod
+    def question(self, texts: dict[str, Any]) -> Any:
+        """What is sent for a sample, as JSON.
+
+        Raises:
+            RewardError: a column is missing.
+        """
+
+    @abstractmethod
+    def score_of(self, sample: Sample, text: str) -> float:
+        """The score that a text of the server's answer holds.
+
+        Raises:
+            Unusable: it holds none.
+        """
+
+    @abstractmethod
+    def asks(self, samples: list[Sample]) -> list[SampleAsk]:
+        """The questions about all samples; each `read` hands the texts to `accept`."""
+
+    @property
+    def producer(self) -> Callable:
+        return self.rate_batch
+
+    def accept(self, sample: Sample, text: str) -> None:
+        """Take the text of an answer.
+
+        Raises:
+            Unusable: it holds no score.
+        """
+        try:
+            sample.is_not_finite = False
+            sample.score, sample.text = self.score_of(sample, text), text
+        except NotFinite:
+            sample.is_not_finite = True
+            raise
+        if self._cache is not None:
+            self._cache.put(sample.key, text)
+
+    def rate_batch(self, batch: DataProto) -> Rating:
+        """Rate every response; `columns` has what became of each.
+
+        Raises:
+            RewardError: a sample has no score and none may lack one, the data lacks a column, or the server as a whole
+                does not do its work.
+        """
+        prompts, responses, columns = texts_of(batch)
+        samples = [
+            self._sample(row, {name: values[row] for name, values in columns.items()}, prompts, responses)
+            for row in range(len(batch))
+        ]
+        self._recall(samples)
+        leaders, followers = self._divided([sample for sample in samples if sample.score is None])
+        asks = self.asks(leaders)
+        reports = self.client.ask(asks, stop_at_failure=self.error_score is None) if asks else []
+        for ask, report in zip(asks, reports, strict=True):
+            _settle(ask.samples, report)
+        for sample, leader in followers:
+            self._follow(sample, leader)
+        if self._counts:
+            self._tally = self._tally or Tally()
+            self._tally.add(reports, samples)
+        self._judge(samples, prompts, responses)
+        return self._rating(samples)
+
+    def take(self) -> dict[str, float]:
+        tally, self._tally = self._tally, None
+        return {} if tally is None else tally.metrics()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        before, self._counts = self._counts, False
+        try:
+            yield
+        finally:
+            self._counts = before
+
+    def close(self) -> None:
+        self.client.close()
+        if self._cache is not None:
+            self._cache.close()
+
+    def _sample(self, row: int, columns: dict[str, Any], prompts: list[str], responses: list[str]) -> Sample:
+        texts = {**columns, "prompt": prompts[row], "response": responses[row]}
+        question = self.question(texts)
+        try:
+            return Sample(row, texts, question, key_of(self.url, question))
+        except (TypeError, ValueError) as error:
+            expected = "texts and numbers, which can be sent as JSON"
+            raise reward_error(expected, str(error), self.producer, prompts, responses, row) from error
+
+    def _recall(self, samples: list[Sample]) -> None:
+        """Score what was asked before; a text that holds no score, read in another way now, is asked for again."""
+        known = self._cache.find(sample.key for sample in samples) if self._cache is not None else {}
+        for sample in samples:
+            if (text := known.get(sample.key)) is not None:
+                with contextlib.suppress(Unusable):
+                    sample.score, sample.cached = self.score_of(sample, text), True
+
+    def _divided(self, samples: list[Sample]) -> tuple[list[Sample], list[tuple[Sample, Sample]]]:
+        """Who is asked about, and who goes with whom: equal responses are one question, where answers are kept."""
+        if self._cache is None:
+            return samples, []
+        first: dict[str, Sample] = {}
+        for sample in samples:
+            first.setdefault(sample.key, sample)
+        return list(first.values()), [(s, first[s.key]) for s in samples if first[s.key] is not s]
+
+    def _follow(self, sample: Sample, leader: Sample) -> None:
+        sample.failure, sample.kind, sample.report = leader.failure, leader.kind, leader.report
+        sample.is_not_finite = leader.is_not_finite
+        if leader.text is not None:
+            try:
+                sample.score, sample.cached = self.score_of(sample, leader.text), True
+            except Unusable as error:
+                sample.failure, sample.kind = str(error), "answer"
+
+    def _judge(self, samples: list[Sample], prompts: list[str], responses: list[str]) -> None:
+        """Raise, or warn, of what has no score."""
+        failed = [sample for sample in samples if sample.failure is not None]
+        if not failed:
+            return
+        refused = [sample for sample in failed if sample.kind == "refused"]
+        first = (refused or failed)[0]
+        expected = f"one finite number for each response, from {self.url}"
+        error = reward_error(expected, first.failure or "", self.producer, prompts, responses, first.row)
+        is_gone = all(sample.kind == "unreachable" for sample in samples)
+        if self.error_score is None and first.is_not_finite:
+            raise NonFiniteRewardError(str(error), [sample.row for sample in failed if sample.is_not_finite])
+        if self.error_score is None or refused:
+            raise error
+        if is_gone:
+            raise RewardError(f"{error}\n  No sample of the batch has an answer: the server seems to be gone.")
+        logger.warning(
+            "%d of %d samples have no reward of their own and get error_score %g. The first of them:\n%s",
+            len(failed), len(samples), self.error_score, error,
+        )  # fmt: skip
+
+    def _rating(self, samples: list[Sample]) -> Rating:
+        scores = [self.error_score if sample.score is None else sample.score for sample in samples]
+        outcomes = np.array([sample.outcome for sample in samples], dtype=object)
+        parts = {}
+        if self.error_score is not None:
+            parts["failed"] = np.array([float(sample.score is None) for sample in samples])
+        return Rating(np.array(scores, dtype=np.float64), parts, {"outcome": outcomes})
+
+
+def _settle(samples: Sequence[Sample], report: Report | None) -> None:
+    """Tell each sample of a question what became of it; one whose score was in an earlier answer keeps it."""
+    for sample in samples:
+        sample.report = report
+        if report is not None and sample.score is None:
+            sample.failure, sample.kind = report.failure, report.kind

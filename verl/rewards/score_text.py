@@ -1,0 +1,100 @@
+"""From what a judge wrote to a number: by a pattern, or at a place in JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from verl.remote.asking import Unusable
+from verl.rewards.results import LARGEST
+
+SHOWN = 120
+
+
+class NotFinite(Unusable):
+    """There is a number, and it is not finite."""
+
+
+def by_pattern(text: str, pattern: re.Pattern[str]) -> float:
+    """The number in the last place where a pattern matches: its first group, or all of it if it has none.
+
+    The last one, since a judge that reasons first ends with its verdict.
+
+    Raises:
+        Unusable: it matches nowhere, or what it matches is no number.
+    """
+    matches = list(pattern.finditer(text))
+    if not matches:
+        raise Unusable(f"an answer in which score_pattern matches nothing: {shown(text)}")
+    return number(matches[-1][1 if pattern.groups else 0])
+
+
+def by_path(text: str, path: str) -> float:
+    """The number at a place such as `scores.0.value` in the JSON of a text, also where prose or a fence is around it.
+
+    Raises:
+        Unusable: there is no JSON, no such place, or no number there.
+    """
+    for value in _json_values(text):
+        try:
+            return number(at(value, path))
+        except LookupError:
+            continue
+    raise Unusable(f"an answer without JSON that has {path}: {shown(text)}")
+
+
+def at(value: Any, path: str | None) -> Any:
+    """What lies at a dotted path of keys and indices; the value itself for None.
+
+    Raises:
+        LookupError: there is no such place.
+    """
+    for step in path.split(".") if path else ():
+        if isinstance(value, list) and step.lstrip("-").isdigit():
+            value = value[int(step)]
+        elif isinstance(value, dict):
+            value = value[step]
+        else:
+            raise LookupError(step)
+    return value
+
+
+def number(value: Any) -> float:
+    """A number, a truth value or a text with a number as a float.
+
+    Raises:
+        Unusable: it is none; NotFinite where it is one, but not finite.
+    """
+    try:
+        found = float(value) if isinstance(value, (bool, int, float, str)) else None
+    except (ValueError, OverflowError):
+        found = None
+    if found is None:
+        raise Unusable(f"{shown(value)} in place of a number")
+    if math.isnan(found) or abs(found) > LARGEST:
+        raise NotFinite(f"the score {found!r}")
+    return found
+
+
+def shown(value: Any) -> str:
+    """A value in a message."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:80]} ... {text[-30:]}"
+
+
+def _json_values(text: str) -> Iterator[Any]:
+    """The JSON values in a text: all of it, or the objects and lists in it, from the last one on."""
+    decoder, values, place = json.JSONDecoder(), [], 0
+    while (found := re.compile(r"[{\[]").search(text, place)) is not None:
+        try:
+            value, place = decoder.raw_decode(text, found.start())
+            values.append(value)
+        except (ValueError, RecursionError):
+            place = found.start() + 1
+    try:
+        yield json.loads(text)
+    except (ValueError, RecursionError):
+        yield from reversed(values)

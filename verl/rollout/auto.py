@@ -1,0 +1,49 @@
+"""The engine that measurements favour for the model at hand."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from verl.description import BuildContext
+from verl.models.precision import Autocast
+from verl.rollout.base import ALONE, Rollout, RolloutEngine
+from verl.rollout.hf import HFRollout
+from verl.rollout.vllm.options import VLLMRollout
+from verl.rollout.vllm.setting import unfit
+from verl.utils.env_check import vllm_fault
+
+log = logging.getLogger(__name__)
+
+# Parameters from which on vLLM draws more tokens per second than our own loop (benchmarks/vllm_rollout.py): a small
+# model spends its time between the products, where our loop does less, and a large one in them.
+FROM_ON = {"cpu": 50_000_000, "cuda": 0}
+COMMON = ("temperature", "top_k", "top_p", "max_new_tokens", "min_new_tokens", "stop_token_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoRollout(Rollout):
+    """Generate by `rollout=hf` or `rollout=vllm`, whichever is faster for the size of the model on this device.
+
+    Both draw the same tokens but for rounding. The choice and its reason are logged. An engine's own settings are at
+    their defaults; to set them, choose the engine by name.
+    """
+
+    def attach(
+        self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
+    ) -> RolloutEngine:
+        kind, reason = self.choice(model, autocast)
+        log.info("rollout=auto takes rollout=%s: %s.", "vllm" if kind is VLLMRollout else "hf", reason)
+        chosen = kind(**{name: getattr(self, name) for name in COMMON})
+        return chosen.attach(model, tokenizer, seed, autocast, context)
+
+    def choice(self, model: Any, autocast: Autocast = None) -> tuple[type[Rollout], str]:
+        """The engine's description, and why it is this one."""
+        device, size = model.device.type, sum(p.numel() for p in model.parameters())
+        if size < FROM_ON.get(device, 0):
+            limit = f"{FROM_ON[device] / 1e6:.0f} million"
+            return HFRollout, f"the model has {size / 1e6:.1f} million parameters, less than {limit} on {device}"
+        if (fault := vllm_fault(device == "cuda") or unfit(model, autocast)) is not None:
+            return HFRollout, f"vLLM would be faster, but {fault.rstrip('.')}"
+        return VLLMRollout, f"the model has {size / 1e6:.1f} million parameters on {device}"

@@ -1,0 +1,182 @@
+"""Before the first response: is the server there, is it fit, has it the actor's model, what are its log-probs?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from verl.description import BuildContext
+from verl.errors import ConfigError, RolloutError, faults_below
+from verl.models.precision import Autocast
+from verl.remote.asking import Ask, Unfit
+from verl.remote.client import Client
+from verl.rollout.base import stop_tokens
+from verl.rollout.server.openai import OpenAI
+from verl.rollout.server.options import ServerRollout
+from verl.rollout.server.probing import Probe, probe_rows_for
+from verl.rollout.server.protocol import Draw, Protocol, Wish
+from verl.rollout.server.sampler import Parts, ServerSampler
+from verl.rollout.server.tgi import TGI
+from verl.rollout.server.transfer import Transfer
+
+ANOTHER_MODEL_NATS = 1.0  # mean distance of log-probs, beyond which a fixed server is taken for one of another model
+MODE = "start vLLM with --logprobs-mode"
+
+
+def started(
+    options: ServerRollout, model: Any, tokenizer: Any, seed: int, autocast: Autocast, context: BuildContext
+) -> ServerSampler:
+    """The engine, on a server that was found fit.
+
+    Raises:
+        ConfigError: no server is there, or it is not fit; says what to change.
+    """
+    with faults_below("rollout"):
+        with faults_below("endpoint"):
+            client = options.endpoint.build(context)
+        transfer = None
+        try:
+            _refuse_absence(client)
+            protocol, limit = _protocol(options, client, tokenizer)
+            stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
+            wish = Wish(
+                options.max_new_tokens,
+                options.min_new_tokens,
+                options.temperature,
+                options.top_k,
+                options.top_p,
+                stop_ids=stop_ids,
+            )
+            rows = probe_rows_for(protocol, tokenizer, _num_tokens(model, tokenizer), limit or 4096)
+            _refuse_text_only(client, protocol, rows)
+            probe = Probe(client, protocol, rows, wish)
+            source = _source(options, probe)
+            if options.weights == "fixed":
+                _refuse_another_model(options, probe, model, autocast)
+            elif context.rank == 0:  # one process gives the server what all of them hold
+                transfer = Transfer(client, options.transfer_dir)
+                transfer.check()
+            parts = Parts(client, protocol, probe, transfer, limit, source)
+            return ServerSampler(options, parts, wish, model, tokenizer, seed, autocast)
+        except BaseException as error:
+            client.close()
+            if transfer is not None:
+                transfer.close()
+            if isinstance(error, RolloutError):  # of a probe: before the first step it speaks of the setting
+                raise ConfigError(f"endpoint.base_url is {options.endpoint.base_url}: {error}") from error
+            raise
+
+
+def _refuse_absence(client: Client) -> None:
+    if (absence := client.absence()) is not None:
+        raise ConfigError(f"endpoint.base_url is {client.endpoint.base_url}: no server answers there ({absence}).")
+
+
+def _protocol(options: ServerRollout, client: Client, tokenizer: Any) -> tuple[Protocol, int | None]:
+    """How the server is spoken to, and the tokens of prompt and response that it takes, where it says so."""
+    if options.protocol == "tgi":
+        info = _told(client, "/info", "protocol is tgi")
+        limit = info.get("max_total_tokens") if isinstance(info, dict) else None
+        return TGI(tokenizer), limit if isinstance(limit, int) else None
+    listed = _told(client, "/v1/models", "protocol is openai")
+    cards = listed.get("data") if isinstance(listed, dict) else None
+    cards = [card for card in cards or () if isinstance(card, dict) and isinstance(card.get("id"), str)]
+    card = _chosen(cards, options.model, client.endpoint.base_url)
+    limit = card.get("max_model_len")
+    return OpenAI(card["id"]), limit if isinstance(limit, int) else None
+
+
+def _chosen(cards: Sequence[dict[str, Any]], name: str | None, url: str) -> dict[str, Any]:
+    """The model that is asked; adapters, which have a parent, are none by themselves."""
+    served = ", ".join(card["id"] for card in cards) or "nothing"
+    if name is not None:
+        if found := [card for card in cards if card["id"] == name]:
+            return found[0]
+        raise ConfigError(f"model is {name!r}: the server at {url} serves {served}.")
+    whole = [card for card in cards if not card.get("parent")]
+    if len(whole) != 1:
+        raise ConfigError(f"model is null: the server at {url} serves {served}. Choose one.")
+    return whole[0]
+
+
+class _Question(Ask):
+    def __init__(self, path: str):
+        self.path, self.answer = path, None
+
+    def read(self, answer: Any) -> None:
+        self.answer = answer
+
+
+def _told(client: Client, path: str, setting: str) -> Any:
+    question = _Question(path)
+    report = client.ask([question])[0]
+    assert report is not None
+    if report.failure is not None:
+        raise ConfigError(f"{setting}: {client.endpoint.url(path)} gives no answer ({report.failure}).")
+    return question.answer
+
+
+def _refuse_text_only(client: Client, protocol: Protocol, rows: Sequence[Sequence[int]]) -> None:
+    """One token is drawn, to see whether its answers can be used at all; any token may end it."""
+    draw = _Trial(protocol, rows[0], Wish(max_tokens=1, greedy=True))
+    report = client.ask([draw])[0]
+    assert report is not None
+    if report.failure is not None:
+        raise ConfigError(f"endpoint.base_url is {client.endpoint.base_url}: {report.failure}.")
+
+
+class _Trial(Draw):
+    def read(self, answer: Any) -> None:
+        try:
+            super().read(answer)
+        except Unfit as fault:
+            if "which ends none here" not in str(fault):
+                raise
+
+
+def _source(options: ServerRollout, probe: Probe) -> Literal["server", "trainer"]:
+    """Who tells the log-probs of responses: log_softmax(logits / temperature), whatever was cut off in drawing."""
+    is_cut = options.top_k > 0 or options.top_p < 1
+    if options.log_probs == "trainer":
+        return "trainer"
+    if options.temperature == 1 and not is_cut:
+        return "server"  # whatever they mean, it is the same
+    wanted = f"temperature is {options.temperature:g}, top_k is {options.top_k}, top_p is {options.top_p:g}"
+    is_raw = probe.tells_raw()
+    fits = is_raw is (options.temperature == 1) and (is_raw or not is_cut)
+    if is_raw is not None and fits:
+        return "server"
+    if options.log_probs == "auto" and options.weights == "reload":
+        return "trainer"
+    means = {True: "those at temperature 1", False: "those after its own settings", None: "it does not say which"}
+    remedy = {
+        True: "temperature=1",
+        False: f"{MODE} raw_logprobs and set temperature=1"
+        if is_cut
+        else f"{MODE} processed_logprobs, or set temperature=1",
+    }[is_raw is True and is_cut]
+    raise ConfigError(
+        f"{wanted}: log-probs must be log_softmax(logits / temperature), and the server's are {means[is_raw]}. "
+        f"Set {remedy}" + (", or log_probs=auto." if options.weights == "reload" else ".")
+    )
+
+
+def _refuse_another_model(options: ServerRollout, probe: Probe, model: Any, autocast: Autocast) -> None:
+    told = probe.server_log_probs()
+    if told is None:
+        return
+    gap = float(np.abs(told - probe.trainer_log_probs(model, autocast)).mean())
+    limit = options.max_gap_nats or ANOTHER_MODEL_NATS
+    if not gap <= limit:
+        raise ConfigError(
+            f"endpoint.base_url is {probe.client.endpoint.base_url}: it serves another model than the actor's: "
+            f"log-probs of fixed text differ by {gap:.3g} nats on average, more than {limit:g} (max_gap_nats). Serve "
+            f"{model.config._name_or_path or 'the actor'} there."
+        )
+
+
+def _num_tokens(model: Any, tokenizer: Any) -> int:
+    """Ids that a prompt may hold."""
+    return min(model.config.get_text_config().vocab_size, len(tokenizer))

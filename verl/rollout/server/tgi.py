@@ -1,0 +1,74 @@
+"""The protocol of `POST /generate` of Text Generation Inference (TGI): prompts as text, responses as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl.errors import RolloutError
+from verl.remote.asking import Unfit, Unusable
+from verl.rollout.server.protocol import Drawn, Protocol, Wish, checked
+
+
+class TGI(Protocol):
+    """A prompt goes there as text, so only such prompts can be sent that its tokenizer, the actor's, reads back alike.
+
+    Args:
+        tokenizer: the actor's.
+    """
+
+    path = "/generate"
+    takes_ids = False
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def body(self, prompt: Sequence[int], wish: Wish) -> dict[str, Any]:
+        parameters: dict[str, Any] = {
+            "max_new_tokens": wish.max_tokens,
+            "do_sample": not wish.greedy,
+            "return_full_text": False,
+            "details": True,
+            "decoder_input_details": wish.tells_prompt,
+        }
+        if not wish.greedy:
+            parameters["temperature"] = wish.temperature
+            if wish.top_k > 0:
+                parameters["top_k"] = wish.top_k
+            if wish.top_p < 1:  # it refuses 1 itself
+                parameters["top_p"] = wish.top_p
+        if wish.seed is not None:
+            parameters["seed"] = wish.seed
+        return {"inputs": self.as_text(prompt), "parameters": parameters}
+
+    def read(self, answer: Any, prompt: Sequence[int], wish: Wish) -> Drawn:
+        details = answer.get("details") if isinstance(answer, dict) else None
+        if not isinstance(details, dict):
+            raise Unfit("an answer without details, which hold the tokens: is it TGI's /generate?")
+        try:
+            reason, tokens = details["finish_reason"], details["tokens"]
+            drawn = Drawn([int(t["id"]) for t in tokens], [float(t["logprob"]) for t in tokens])
+            prefill = [(int(t["id"]), t["logprob"]) for t in details.get("prefill") or ()]
+        except (LookupError, TypeError, ValueError):
+            raise Unusable("an answer whose details hold no tokens with id and logprob") from None
+        if wish.tells_prompt and prefill:
+            if (seen := [token for token, _ in prefill]) != list(prompt):
+                raise Unfit(f"its tokenizer reads a prompt as {seen}, the actor's as {list(prompt)}: another model")
+            drawn = Drawn(drawn.ids, drawn.log_probs, [float(x) for _, x in prefill[1:]])
+        return checked(drawn, reason == "length", wish)
+
+    def as_text(self, prompt: Sequence[int]) -> str:
+        """The text that the tokenizer reads as this prompt; what it puts before every text is left out.
+
+        Raises:
+            RolloutError: there is none.
+        """
+        for start in (0, 1):
+            text = self.tokenizer.decode(list(prompt[start:]), skip_special_tokens=False)
+            if self.tokenizer(text)["input_ids"] == list(prompt):
+                return text
+        shown = self.tokenizer.decode(list(prompt))
+        raise RolloutError(
+            f"no text is read as the tokens of the prompt {shown[:80]!r}, and TGI takes texts only. Use a server that "
+            "takes token ids (rollout.protocol=openai)."
+        )

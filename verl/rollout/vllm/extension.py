@@ -1,0 +1,88 @@
+"""What vLLM's own worker processes do for us: take weights from the stream, draw by our noise. One class of methods.
+
+vLLM mixes the class into its worker, so that an engine of several workers (tensor parallel) does each in all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+from vllm.platforms import current_platform
+
+from verl.rollout.drawing import Drawing
+from verl.rollout.vllm.noise import CounterNoise, UnderWay
+from verl.rollout.vllm.stream import Handle, Place, Reader
+from verl.sync.engine_side import on_rank
+
+
+class WorkerExtension:
+    """Methods beside those of vLLM's worker; see `collective_rpc`."""
+
+    rank: int
+    device: torch.device
+    model_runner: Any
+
+    def verl_begin(self, drawing: Drawing, rows: int, width: int) -> None:
+        """Get ready to draw responses."""
+        CounterNoise.under_way = UnderWay.begin(drawing, rows, width, self.device)
+
+    def verl_log_probs(self) -> Tensor:
+        """The log-probs [B T] of what was drawn."""
+        under_way, CounterNoise.under_way = CounterNoise.under_way, None
+        assert under_way is not None
+        return under_way.log_probs.cpu()
+
+    def prove_on_rank(self, task: str, *args: Any) -> Any:
+        """Part of the proof of a sync."""
+        return on_rank(self, task, *args)
+
+    def verl_load(self, handle: Handle, chunks: list[list[Place]], dtype: torch.dtype) -> float:
+        """Take new weights. Returns the seconds that took, waiting for them left out."""
+        start = time.perf_counter()
+        reader = Reader(handle, self.rank)
+        _renew_experts(self.model_runner.get_model())
+        try:
+            self.reload_weights(weights_iterator=_lasting(reader, chunks, dtype))  # type: ignore[attr-defined]
+            _refresh_tied_heads(self.model_runner.get_model())
+        finally:
+            reader.close()
+        return time.perf_counter() - start - reader.waited_s
+
+
+def _lasting(reader: Reader, chunks: list[list[Place]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a stream; those that vLLM keeps until their layer is complete outlast their chunk."""
+    for number, places in enumerate(chunks):
+        yield from reader.chunk(number, places, dtype)
+        _copy_those_kept()
+        reader.leave(number)
+
+
+def _copy_those_kept() -> None:
+    """vLLM collects the tensors of a layer (q, k and v of a merged projection) and loads them with the last one."""
+    for info in LAYERWISE_INFO.values():
+        for _, bound in info.loaded_weights:
+            for name, value in bound.arguments.items():
+                if isinstance(value, Tensor) and not value.is_meta and name != "param":
+                    bound.arguments[name] = value.clone()
+
+
+def _renew_experts(model: torch.nn.Module) -> None:
+    """On a CPU the experts are packed with the first load alone, unless their kernel has to be made anew."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and current_platform.is_cpu():
+            method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def _refresh_tied_heads(model: torch.nn.Module) -> None:
+    """A head that is tied to the embedding was loaded with it, but its packed form for the CPU was not made anew."""
+    weights = {id(module.weight) for module in model.modules() if type(module) is VocabParallelEmbedding}
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and id(module.weight) in weights:
+            module.quant_method.process_weights_after_loading(module)

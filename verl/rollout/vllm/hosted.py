@@ -1,0 +1,141 @@
+"""The engine as its own process holds it: each public method is a call that the trainer can make."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import LLM, ModelRegistry, SamplingParams
+from vllm.lora.request import LoRARequest
+
+from verl.errors import RolloutError
+from verl.rollout.drawing import Drawing
+from verl.rollout.vllm.noise import WHOSE
+from verl.rollout.vllm.setting import Setting
+from verl.rollout.vllm.stream import Handle, Plan
+from verl.sync.engine_side import answer
+from verl.sync.questions import Question
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the engine tells of itself once it is there.
+
+    Attributes:
+        max_model_len: prompt and response together, in tokens.
+        num_workers: processes that read the weights.
+    """
+
+    max_model_len: int
+    num_workers: int
+
+
+def _inspect_here(directory: str) -> None:
+    """Have vLLM look at the model's class in this process: by itself it starts another Python for that, for seconds."""
+    (name,) = json.loads((Path(directory) / "config.json").read_text())["architectures"]
+    found = ModelRegistry.models.get(name)
+    if hasattr(found, "load_model_cls"):
+        ModelRegistry.register_model(name, found.load_model_cls())
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Responses: their lengths [B], their tokens one after another, and log-probs [B T]."""
+
+    lengths: np.ndarray
+    tokens: np.ndarray
+    log_probs: torch.Tensor
+
+
+class HostedEngine:
+    """vLLM with our noise, without weights until `load` brings them."""
+
+    def __init__(self, setting: Setting):
+        torch.set_num_threads(setting.num_threads)
+        if setting.options.tensor_parallel_size == 1:
+            _inspect_here(setting.directory)
+        self.llm = LLM(
+            setting.directory,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            logits_processors=["verl.rollout.vllm.noise:CounterNoise"],
+            worker_extension_cls="verl.rollout.vllm.extension.WorkerExtension",
+            disable_log_stats=True,
+            async_scheduling=False,
+            model_impl="vllm",
+            **setting.engine_arguments(),
+        )
+        self._lora_request: Any = None
+
+    def describe(self) -> Told:
+        """What the trainer has to know."""
+        config = self.llm.llm_engine.vllm_config
+        return Told(config.model_config.max_model_len, config.parallel_config.world_size)
+
+    def load(self, handle: Handle, chunks: Plan, dtype: torch.dtype) -> float:
+        """Take the weights that come through a stream. Returns seconds, waiting left out."""
+        seconds = max(self.llm.collective_rpc("verl_load", args=(handle, chunks, dtype)))
+        self._forget_keys_and_values()
+        return seconds
+
+    def adopt(self, directory: str, number: int) -> float:
+        """Take a new adapter in place of the former one. Returns seconds."""
+        start = time.perf_counter()
+        engine, former = self.llm.llm_engine, self._lora_request
+        if former is not None:
+            engine.remove_lora(former.lora_int_id)
+        self._lora_request = LoRARequest(f"adapter_{number}", number, directory)
+        if not engine.add_lora(self._lora_request):
+            raise RolloutError(f"vLLM did not take adapter {number}")
+        self._forget_keys_and_values()
+        return time.perf_counter() - start
+
+    def prove(self, question: Question) -> Any:
+        """What the trainer compares with its own weights; see `verl.sync.proof`."""
+        return answer(self.llm, question, self._lora_request, rpc="prove_on_rank")
+
+    def draw(self, drawing: Drawing, limits: list[int], prompts: list[list[int]], prompt_ids: list[int]) -> Drawn:
+        """Draw `num_samples` responses to each prompt, side by side, each of so many tokens at most."""
+        n = drawing.request.num_samples
+        rows = len(prompts) * n
+        self.llm.collective_rpc("verl_begin", args=(drawing, rows, max(limits)))
+        asked = [prompt for prompt in prompts for _ in range(n)]
+        whose = [(i, prompt_ids[i // n], i % n) for i in range(rows)]
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=limit,
+                ignore_eos=True,
+                detokenize=False,
+                stop_token_ids=list(drawing.stop_ids),
+                extra_args={WHOSE: own},
+            )
+            for own, limit in zip(whose, limits, strict=True)
+        ]
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in asked],
+            params,
+            use_tqdm=False,
+            lora_request=self._lora_request,
+        )
+        tokens = [output.outputs[0].token_ids for output in outputs]
+        lengths = np.array([len(line) for line in tokens])
+        log_probs = self.llm.collective_rpc("verl_log_probs")[0]
+        return Drawn(lengths, np.concatenate([np.asarray(line) for line in tokens]), log_probs[:, : lengths.max()])
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back; weights and the cache of keys and values are gone with it."""
+        self.llm.sleep(level=2)
+
+    def wake(self, what: str) -> None:
+        """Take memory again, for `weights` or the `kv_cache`."""
+        self.llm.wake_up(tags=[what])
+
+    def _forget_keys_and_values(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise RolloutError("vLLM did not forget the keys and values of the former weights")

@@ -1,0 +1,149 @@
+"""What the engine's process is given: arguments of vLLM, variables, and a model without weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.description import BuildContext
+from verl.errors import ConfigError
+from verl.models.precision import Autocast
+from verl.rollout.vllm.options import VLLMRollout
+from verl.rollout.vllm.process import CORES_VARIABLE
+from verl.utils.env_check import num_cores, vllm_fault
+
+GIB = 1 << 30
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """First message to the child.
+
+    Attributes:
+        directory: of the model's configuration.
+        dtype: that the engine computes in.
+        num_threads: of the engine, on a CPU.
+        lora_rank: of an adapter that is to be sent as one; None without.
+    """
+
+    options: VLLMRollout
+    directory: str
+    dtype: torch.dtype
+    num_threads: int
+    is_on_gpu: bool
+    lora_rank: int | None = None
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Arguments of `vllm.LLM`."""
+        options = self.options
+        arguments: dict[str, Any] = {
+            "dtype": DTYPES[self.dtype],
+            "kv_cache_memory_bytes": int(options.kv_cache_gib * GIB),
+            "max_model_len": options.max_model_len,
+            "max_num_seqs": options.max_num_seqs,
+            "max_num_batched_tokens": options.max_num_batched_tokens,
+            "enable_prefix_caching": options.prefix_caching,
+            "enforce_eager": options.enforce_eager,
+            "tensor_parallel_size": options.tensor_parallel_size,
+            "enable_sleep_mode": self.is_on_gpu and options.sleep,
+        }
+        if self.lora_rank is not None:
+            room = next(rank for rank in LORA_RANKS if rank >= self.lora_rank)
+            arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
+        return arguments
+
+
+def setting_of(options: VLLMRollout, model: Any, autocast: Autocast, directory: Path) -> Setting:
+    """What the engine of a model is to be.
+
+    Raises:
+        ConfigError: vLLM is not there, or cannot be what is asked for.
+    """
+    rank = _lora_rank(model) if options.lora == "adapter" else None
+    is_on_gpu = model.device.type == "cuda"
+    if (fault := vllm_fault(is_on_gpu)) is not None:
+        raise ConfigError(f"rollout=vllm cannot run: {fault}")
+    if (fault := unfit(model, autocast)) is not None:
+        raise ConfigError(f"{fault} Set rollout=hf.")
+    if rank is not None and rank > LORA_RANKS[-1]:
+        raise ConfigError(
+            f"actor.lora.rank is {rank}: vLLM takes adapters of at most rank {LORA_RANKS[-1]}. Set rollout.lora=merged."
+        )
+    threads = options.num_threads or torch.get_num_threads()
+    return Setting(options, str(directory), _dtype(model, autocast), threads, is_on_gpu, rank)
+
+
+def unfit(model: Any, autocast: Autocast) -> str | None:
+    """Why vLLM cannot run a model whose architecture it has; None where it can."""
+    dtype, config = _dtype(model, autocast), model.config.get_text_config()
+    if dtype not in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        return f"actor.model.dtype is {name}: vLLM computes in {', '.join(DTYPES.values())}."
+    heads = getattr(config, "num_attention_heads", None)
+    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+    if model.device.type == "cpu" and size is not None and size not in HEAD_SIZES_ON_CPU:
+        sizes = ", ".join(map(str, HEAD_SIZES_ON_CPU))
+        return f"actor.model has attention heads of {size} numbers: vLLM on a CPU takes {sizes}."
+    return None
+
+
+def environment(options: VLLMRollout, context: BuildContext, num_threads: int) -> dict[str, str]:
+    """Variables of the child: vLLM in one process, quiet, away from the network, on its own share of the machine."""
+    found = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # it takes no logits processors
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(num_threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if context.device.startswith("cuda"):
+        found["CUDA_VISIBLE_DEVICES"] = _gpus(context.device, options.tensor_parallel_size)
+    elif cores := _cores(context, num_threads):
+        found[CORES_VARIABLE] = ",".join(map(str, cores))
+    return found
+
+
+def write_model_directory(model: Any, directory: Path) -> None:
+    """The configuration of the running model, without weights."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base.config.save_pretrained(directory)
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    config["architectures"] = [type(base).__name__]
+    file.write_text(json.dumps(config))
+
+
+def _dtype(model: Any, autocast: Autocast) -> torch.dtype:
+    return model.dtype if autocast is None else getattr(torch, autocast)
+
+
+def _lora_rank(model: Any) -> int | None:
+    """The rank of a model's adapter, if it has one."""
+    return model.peft_config[model.active_adapter].r if hasattr(model, "peft_config") else None
+
+
+def _cores(context: BuildContext, num_threads: int) -> list[int]:
+    """The cores of this process's share; empty where the engines do not fill the machine, and the system may choose."""
+    if not hasattr(os, "sched_getaffinity") or context.world_size * num_threads < num_cores():
+        return []
+    cores = sorted(os.sched_getaffinity(0))
+    return [cores[(context.rank * num_threads + i) % len(cores)] for i in range(min(num_threads, len(cores)))]
+
+
+def _gpus(device: str, count: int) -> str:
+    """The GPUs of an engine as its process is to see them: the trainer's own one first."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    first = torch.device(device).index or 0
+    return ",".join([*names[first:], *names[:first]][:count])

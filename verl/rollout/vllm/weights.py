@@ -1,0 +1,93 @@
+"""The trainer's weights under the names of their checkpoint, one tensor at a time: what an engine is given.
+
+An adapter is merged into each matrix as that matrix is asked for, so there is never a second model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor, not made yet.
+
+    Attributes:
+        name: as in the model's checkpoint.
+        make: gives the tensor, in the trainer's type and on its device; live wherever nothing has to be computed.
+    """
+
+    name: str
+    shape: torch.Size
+    make: Callable[[], Tensor]
+
+
+def weights_of(model: Any, *, merge: bool = True) -> Iterator[Weight]:
+    """Every tensor that a checkpoint of the model holds, in the order of its layers; tied ones once.
+
+    Args:
+        merge: fold the adapter in, if the model has one; otherwise the model is given as it is without.
+    """
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    live = dict(_live(base, merge))
+    for name in _saved_names(base, {name: source.tensor for name, source in live.items()}):
+        source = live[name]
+        saved = _as_saved(base, name, source.tensor.to("meta"))
+        if list(saved) == [name]:
+            yield Weight(name, source.tensor.shape, source.make)
+            continue
+        for target, tensor in saved.items():
+            yield Weight(target, tensor.shape, lambda n=name, s=source, t=target: _as_saved(base, n, s.make())[t])
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor of the running model as it lies there, and how what is sent is made of it."""
+
+    tensor: Tensor
+    make: Callable[[], Tensor]
+
+
+def _live(base: nn.Module, merge: bool) -> Iterator[tuple[str, _Source]]:
+    """The state of a model by name."""
+    adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
+    for name, tensor in base.state_dict().items():
+        owner = next((path for path in adapted if name.startswith(f"{path}.")), None)
+        if owner is None:
+            yield name, _Source(tensor, lambda t=tensor: t)
+        elif name.startswith(f"{owner}.base_layer."):
+            last = name.removeprefix(f"{owner}.base_layer.")
+            is_changed = merge and last == "weight"
+            make = (lambda m=adapted[owner]: merged(m)) if is_changed else (lambda t=tensor: t)
+            yield f"{owner}.{last}", _Source(tensor, make)
+
+
+@torch.no_grad()
+def merged(layer: Any) -> Tensor:
+    """W + scale B A of one adapted layer, computed in the wider of both types."""
+    weight = layer.base_layer.weight
+    deltas = [layer.get_delta_weight(name) for name in layer.active_adapters if name in layer.lora_A]
+    total = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    for delta in deltas:
+        total = total + delta
+    return total
+
+
+def _saved_names(base: Any, state: Mapping[str, Tensor]) -> list[str]:
+    """The names that saving keeps: tied weights under one of theirs, and nothing that is made anew at loading."""
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    kept = remove_tied_weights_from_state_dict(dict(state), base)
+    return [name for name in state if name in kept and name not in (base._keys_to_ignore_on_save or ())]
+
+
+def _as_saved(base: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """What one tensor becomes in a checkpoint: experts that are one tensor here are many there."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(base, {name: tensor}))

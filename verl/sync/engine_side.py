@@ -1,0 +1,60 @@
+"""The engine's side of a proof: runs in the process of the vLLM engine, and from there in that of each of its ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from verl.sync.adapters import adapter_shards
+from verl.sync.engine_layers import LayerReader
+from verl.sync.probe import engine_log_probs
+from verl.sync.questions import Answer, Question
+from verl.sync.shards import Shards, join
+
+
+def answer(llm: Any, question: Question, lora_request: Any = None, rpc: str | None = None) -> Answer:
+    """What a `vllm.LLM` holds; call it when new weights are loaded.
+
+    Args:
+        lora_request: that generation uses, where an adapter is to be proven.
+        rpc: name of a method of the engine's workers that calls `on_rank`, for engines that take no functions.
+    """
+    began = time.perf_counter()
+
+    def on_ranks(task: str, *args: Any) -> list[Any]:
+        return llm.collective_rpc(rpc or on_rank, args=(task, *args))
+
+    mode = on_ranks("score", "raw_logprobs")[0]  # an engine may be set to give logits in the place of log-probs
+    try:
+        log_probs = engine_log_probs(llm, question.rows, lora_request)  # also puts the adapter to use
+    finally:
+        on_ranks("score", mode)
+    ranks = on_ranks("read", question, lora_request.lora_int_id if lora_request is not None else None)
+    marks = join([shards for shards, _ in ranks])
+    unproven = tuple(dict.fromkeys(name for _, names in ranks for name in names))
+    return Answer(marks, log_probs, unproven, time.perf_counter() - began)
+
+
+def on_rank(worker: Any, task: str, *args: Any) -> Any:
+    """Do one task in the process of a rank; `worker` is vLLM's."""
+    return {"score": _score, "read": _read}[task](worker, *args)
+
+
+def _score(worker: Any, mode: str) -> str:
+    """Set what the log-probs of prompts are made of, and give what that was."""
+    config = worker.model_runner.model_config
+    before, config.logprobs_mode = config.logprobs_mode, mode
+    return before
+
+
+def _read(worker: Any, question: Question, adapter_id: int | None) -> tuple[Shards, list[str]]:
+    """The rank's shards, and the beginnings of the names that it cannot read."""
+    runner = worker.model_runner
+    shards: Shards = {}
+    unproven: list[str] = []
+    if question.weights:
+        shards, unproven = LayerReader(runner.get_model(), question.vectors, runner.model_config.dtype).shards()
+    if question.adapter_rank is not None and adapter_id is not None:
+        manager = runner.lora_manager._adapter_manager
+        shards |= adapter_shards(manager, adapter_id, question.adapter_rank, question.vectors)
+    return shards, unproven

@@ -1,0 +1,157 @@
+"""Proof after every sync: the engine holds the trainer's weights, tensor by tensor, and computes their function.
+
+trainer   question ──────────────────────────────┐
+          tensors ── watch ──> stream ──> engine  │
+                       │                          v
+                     marks, log-probs   <── answer: marks through its layers, log-probs
+                       └────────── prove ──────────┘
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.errors import WeightSyncError
+from verl.models.precision import Autocast
+from verl.sync.adapters import B, adapter_tensors
+from verl.sync.comparing import compare, only_in
+from verl.sync.marks import Ledger, Marks, dtype_name, sideways_names, tied_names
+from verl.sync.probe import ALLOWED_NATS, probe_rows, trainer_log_probs
+from verl.sync.questions import Answer, Question
+from verl.sync.vectors import Vectors
+
+
+@dataclass(frozen=True)
+class TrainerSide:
+    """What the trainer holds.
+
+    Attributes:
+        marks: of its tensors by their Hugging Face names.
+        log_probs: of the probe.
+        dtype: that the engine is to compute in.
+        tied: as `Ledger` has it.
+        previous: its marks at the sync before.
+        seconds: spent on its marks and log-probs.
+    """
+
+    marks: Marks
+    log_probs: np.ndarray
+    dtype: str = "float32"
+    tied: Mapping[str, str] = field(default_factory=dict)
+    previous: Marks = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Proof:
+    """That a sync has worked.
+
+    Attributes:
+        metrics: `sync/...`.
+        seconds: of both sides together.
+        num_tensors: proven one by one.
+        num_unproven: that only the probe speaks for.
+    """
+
+    metrics: dict[str, float]
+    seconds: float
+    num_tensors: int
+    num_unproven: int
+
+
+def prove(trainer: TrainerSide, engine: Answer) -> Proof:
+    """Compare both sides.
+
+    Raises:
+        WeightSyncError: they differ; names the tensors.
+    """
+    began = time.perf_counter()
+    expected = {name: mark for name, mark in trainer.marks.items() if not name.startswith(engine.unproven or ("\0",))}
+    differences = compare(expected, engine.marks, trainer.previous, trainer.tied)
+    faults = [str(difference) for difference in differences]
+    missing, extra = only_in(expected, engine.marks), only_in(engine.marks, expected)
+    faults += [f"{name}: the engine has no such tensor, or does not use it" for name in missing]
+    faults += [f"{name}: the trainer sent no such tensor" for name in extra]
+    gaps = np.abs(trainer.log_probs - engine.log_probs)
+    gap, allowed = float(gaps.mean()), ALLOWED_NATS.get(trainer.dtype, ALLOWED_NATS["float32"])
+    if faults:
+        raise WeightSyncError([d.name for d in differences] + missing + extra, faults, len(expected), gap)
+    if not gap <= allowed:
+        raise WeightSyncError([], [], len(expected), gap, allowed)
+    seconds = trainer.seconds + engine.seconds + time.perf_counter() - began
+    unproven = len(trainer.marks) - len(expected)
+    metrics = {"sync/probe_gap_nats": gap, "sync/proof_s": seconds, "sync/unproven_tensors": float(unproven)}
+    return Proof(metrics, seconds, len(expected), unproven)
+
+
+class Prover:
+    """The trainer's side of all syncs to one engine.
+
+    For each sync, in this order: `question` (to the engine); `watch` around the stream of weights, or `note` for each
+    of them, or `note_adapter`; and `prove` with the engine's answer.
+
+    Args:
+        model: that trains, with its adapter if it has one.
+        dtype: that the engine computes in.
+        vocab_size: how many tokens a prompt may hold.
+        context: of the engine, in tokens.
+        autocast: as the actor has it.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype, vocab_size: int, context: int, autocast: Autocast = None):
+        self.model, self.dtype = model, dtype
+        self.autocast: Autocast = autocast
+        self.rows = probe_rows(vocab_size, context)
+        self.tied, self.sideways = tied_names(model), sideways_names(model)
+        self.version = 0
+        self._ledger: Ledger | None = None
+        self._previous: Marks = {}
+
+    def question(self, *, weights: bool = True, adapter_rank: int | None = None) -> Question:
+        """Begin a sync.
+
+        Args:
+            weights: the model's weights are sent.
+            adapter_rank: an adapter of this rank is sent.
+        """
+        if self._ledger is not None:
+            self._previous = self._ledger.marks
+        vectors = Vectors(self.version)
+        self.version += 1
+        self._ledger = Ledger(vectors, self.dtype, self.tied, self.sideways)
+        return Question(vectors, self.rows, weights, adapter_rank)
+
+    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same names and tensors, as they go to the engine, noted as they pass."""
+        assert self._ledger is not None, "question() begins a sync"
+        return self._ledger.watch(tensors)
+
+    def note(self, name: str, tensor: Tensor) -> Tensor:
+        """The same for one tensor: note it, and give it back."""
+        assert self._ledger is not None, "question() begins a sync"
+        self._ledger.note(name, tensor)
+        return tensor
+
+    def note_adapter(self) -> None:
+        """Note the adapter of the model instead of its weights."""
+        assert self._ledger is not None, "question() begins a sync"
+        for name, tensor in adapter_tensors(self.model):
+            # The engine multiplies B by its scale in its own type, after rounding B to it.
+            self._ledger.note(name, tensor, slack=2 * torch.finfo(self.dtype).eps if name.endswith(B) else 0.0)
+
+    def prove(self, engine: Answer) -> Proof:
+        """Compare with what the engine answered; see `prove`."""
+        assert self._ledger is not None, "question() begins a sync"
+        began = time.perf_counter()
+        log_probs = trainer_log_probs(self.model, self.rows, self.autocast)
+        seconds = self._ledger.seconds + time.perf_counter() - began
+        dtype = dtype_name(self.dtype)
+        side = TrainerSide(self._ledger.marks, log_probs, dtype, self.tied, self._previous, seconds)
+        return prove(side, engine)

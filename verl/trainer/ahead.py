@@ -1,0 +1,83 @@
+"""Responses of the next step, drawn while this one trains: one step of sampling ahead of the weights.
+
+step k      take(k) ── begin(k+1) ── score, update ── collect(k+1) ── sync
+engine                 └────── draws k+1 with the weights before ──┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from verl.algorithms.algorithm import Algorithm
+from verl.protocol import DataProto
+from verl.rollout.base import Request, Rollout
+
+
+class RolloutAhead:
+    """The one batch that is drawn ahead.
+
+    Weights may change only after `collect`, for the engine draws with those it has. What was drawn is part of a
+    checkpoint: it came from weights that no longer exist.
+
+    Args:
+        actor: the handle of a role whose engine draws beside training.
+    """
+
+    def __init__(self, actor: Any):
+        self._actor = actor
+        self._asked: tuple[DataProto, Request] | None = None
+        self._drawn: DataProto | None = None
+
+    def begin(self, prompts: DataProto, request: Request) -> None:
+        """Have the engine begin; returns at once."""
+        assert self._asked is None
+        assert self._drawn is None
+        self._actor.begin_generate(prompts, request).result()
+        self._asked = prompts, request
+
+    def collect(self) -> None:
+        """Wait for what was begun. May be called again, to no effect."""
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            self._drawn = self._actor.finish_generate(*asked).result()
+
+    def take(self, prompts: DataProto, request: Request) -> DataProto:
+        """The responses to these prompts: drawn ahead, or drawn now where nothing was."""
+        self.collect()
+        drawn, self._drawn = self._drawn, None
+        if drawn is None:
+            return self._actor.generate(prompts, request).result()
+        wanted = prompts.batch["prompt_ids"].repeat_interleave(request.num_samples)
+        assert wanted.equal(drawn.batch["prompt_ids"]), "what was drawn ahead belongs to another batch"
+        return drawn
+
+    def state(self) -> dict[str, Tensor]:
+        """What was drawn and not yet trained on; empty if nothing."""
+        self.collect()
+        return {} if self._drawn is None else dict(self._drawn.batch)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on with what a checkpoint holds."""
+        self._drawn = DataProto.from_dict(dict(tensors)) if tensors else None
+
+
+def ahead_faults(rollout: Rollout, algorithm: Algorithm) -> Iterator[str]:
+    """Why a run may not draw ahead."""
+    said = "trainer.rollout_ahead is 1"
+    if not rollout.runs_ahead:
+        yield (
+            f"{said}: {type(rollout).__name__} samples with the very tensors that train, so sampling would race the "
+            "optimizer. Set rollout=vllm, or trainer.rollout_ahead=0."
+        )
+    if algorithm.correction is None:
+        yield (
+            f"{said}: responses come from weights that are one step older, which only importance weights make up for. "
+            "Set algorithm.correction={_target_:verl.algorithms.correction.TruncatedIS}, or trainer.rollout_ahead=0."
+        )
+    if algorithm.selection is not None:
+        yield f"{said}: algorithm.selection draws further batches within a step. Set trainer.rollout_ahead=0."
+    if algorithm.needs_greedy_baseline:
+        yield f"{said}: the greedy baseline would be that of other weights. Set trainer.rollout_ahead=0."

@@ -1,0 +1,119 @@
+"""A checkpoint loaded into a trainer that is running: all of it, or the components that are asked for.
+
+path ──> which checkpoint ──> hashed ──> actor, critic, optimizer ──> the live tensors of the roles
+                                     └─> scheduler, dataloader, rng ──> the driver
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.checkpoint.loading import DeviceMap
+from verl.checkpoint.reader import CheckpointReader
+from verl.description import as_plain
+from verl.errors import CheckpointNotFound, ConfigError
+from verl.trainer.identity import identity_of
+from verl.trainer.resume import ResumePoint, find, refuse_other_identity
+from verl.workers.reload import Reload
+
+if TYPE_CHECKING:
+    from verl.trainer.loop import Course
+
+COMPONENTS = ("actor", "critic", "optimizer", "scheduler", "dataloader", "rng")
+
+
+def load_checkpoint(
+    course: Course,
+    path: str | Path,
+    components: Sequence[str] | None = None,
+    mmap: bool = False,
+    device_map: DeviceMap = None,
+) -> ResumePoint:
+    """Take a checkpoint over into the trainer of a course.
+
+    Nothing is changed before every byte that is asked for has been hashed.
+
+    Args:
+        path: `latest`, a checkpoint, a directory of checkpoints, or the directory of a run.
+        components: some of `COMPONENTS`. `optimizer` brings the place in the learning rates' schedules; `scheduler` the
+            step, the KL control and the statistics of rewards; `dataloader` the place in the data. None is all that the
+            trainer has, and goes on as the saved run would have.
+    Raises:
+        ConfigError: there is no such component or device, or the checkpoint is of another model or, where all of it is
+            asked for, of another training.
+        CheckpointNotFound: there is no checkpoint.
+        BadCheckpoint: it is damaged.
+    """
+    trainer: Any = course.trainer
+    chosen = _chosen(trainer, components)
+    _refuse_devices(device_map)
+    course.settle()
+    point = find(str(path), trainer.saving.directory, verify=False)
+    if point is None:
+        raise CheckpointNotFound(f"path is {path!r}: there is no checkpoint in {trainer.saving.directory}")
+    if components is None and point.state.get("identity"):
+        own = trainer.saving.identity or identity_of(as_plain(trainer.description), trainer.tokenizer)
+        _refuse_other_training(point, own)
+    _verify(point, chosen)
+    course.begin(evaluates=False)
+    for name in trainer.trained:
+        source = Reload(point.published.directory, name in chosen, "optimizer" in chosen, mmap, device_map)
+        getattr(trainer, name).load(name, source).result()
+    trainer.sync()
+    if "dataloader" in chosen:
+        trainer.sampler.load_state_dict(point.read_json("dataloader/state.json"))
+    if "scheduler" in chosen:
+        trainer.load_driver_state(point)
+        course.go_on_from(point)
+    if "rng" in chosen:
+        course.restore_generators(point)
+    return point
+
+
+def _chosen(trainer: Any, components: Sequence[str] | None) -> list[str]:
+    own = [name for name in COMPONENTS if name != "critic" or "critic" in trainer.trained]
+    if components is None:
+        return own
+    if isinstance(components, str):
+        raise ConfigError(f"load_components is {components!r}: expected a list, such as [{components!r}].")
+    unknown = [name for name in components if name not in own]
+    if unknown:
+        raise ConfigError(f"load_components has {', '.join(map(repr, unknown))}: this trainer has {', '.join(own)}.")
+    return list(components)
+
+
+def _refuse_devices(device_map: DeviceMap) -> None:
+    named = list(device_map.values()) if isinstance(device_map, Mapping) else [device_map]
+    for device in named:
+        if device is None:
+            continue
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"device_map is {device_map!r}: torch has no {device} here ({reason}).") from error
+
+
+def _refuse_other_training(point: ResumePoint, own: Mapping[str, Any]) -> None:
+    try:
+        refuse_other_identity(point, own)
+    except ConfigError as error:
+        hint = "To take over weights alone, give load_components=['actor']."
+        raise ConfigError([*error.faults, f"path is {point.published.directory}: another training. {hint}"]) from error
+
+
+def _verify(point: ResumePoint, chosen: Sequence[str]) -> None:
+    reader = CheckpointReader(point.published)
+    for path in _files(reader, chosen):
+        reader.read(path)
+
+
+def _files(reader: CheckpointReader, chosen: Sequence[str]) -> Iterator[str]:
+    wanted = {*chosen, *(["scheduler"] if "optimizer" in chosen else [])}
+    for component in sorted(wanted):
+        for entry in reader.files(component):
+            yield entry.path
