@@ -182,14 +182,7 @@ def test_a_driver_that_is_interrupted_or_killed_leaves_no_worker_and_no_ray(numb
     assert all_gone(pids)
 
 
-@pytest.mark.exhaustive
-def test_an_address_where_no_cluster_answers_is_named(tmp_path):
-    code = (
-        f"import sys; sys.path.insert(0, {str(TESTS.parent)!r})\n"
-        "from verl.cluster.ray_session import Session, Wanted\n"
-        "Session(Wanted('127.0.0.1:1', 1, 0, None, 5.0))"
-    )
-    env = os.environ | {"RAY_gcs_rpc_server_reconnect_timeout_s": "2"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0
-    assert f"{ConfigError.__module__}.{ConfigError.__name__}: trainer.placement.address is '127.0.0.1:1'" in done.stderr
+def test_an_address_where_no_cluster_answers_is_named(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # as in a process that has no Ray yet
+    with pytest.raises(ConfigError, match=r"trainer\.placement\.address is '127\.0\.0\.1:1': no Ray cluster answers"):
+        Session(Wanted("127.0.0.1:1", 1, 0, None, 5.0))

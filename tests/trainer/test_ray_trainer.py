@@ -66,6 +66,7 @@ def test_a_trainer_of_a_script_goes_on_after_a_loss_too(dir32, monkeypatch):
         ("trainer.placement.workers={values:1}", "trainer.placement.workers names the pool 'values'"),
         ("trainer.placement.workers={main:2}", r"the pool main \(actor, critic, reference\) has 2 workers"),
         ("trainer.placement.in_driver=[actor,critic,reference]", "no role is left for Ray"),
+        ("trainer.placement.address='ray://head:10001'", "a driver outside the cluster is not supported"),
         ("trainer.placement.strategy=TIGHT", "trainer.placement.strategy is 'TIGHT': expected one of PACK"),
         ("trainer.placement.call_timeout_s=0", r"trainer\.placement\.call_timeout_s is 0\.0: must be above 0"),
     ],

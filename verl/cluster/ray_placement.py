@@ -72,6 +72,11 @@ class RayPlacement(Placement):
         for name in ("num_cpus", "max_restarts"):
             if getattr(self, name) < 0:
                 yield f"{name} is {getattr(self, name)}: must not be negative."
+        if self.address is not None and self.address.startswith("ray://"):
+            yield (
+                f"address is {self.address!r}: a driver outside the cluster is not supported, for it shares no memory "
+                "with it. Start the run on a machine of the cluster, with auto or HOST:PORT."
+            )
         if self.address is not None and self.object_store_mib is not None:
             yield f"object_store_mib is {self.object_store_mib}: the cluster at address has its own. Set it to null."
 

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from verl.cluster.crew import _short_directory
 from verl.errors import ConfigError, VerlError
 
-_log = logging.getLogger(__name__)
+KNOCK_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ class Session:
     def __init__(self, wanted: Wanted):
         self.wanted = wanted
         if not ray.is_initialized():
-            type(self)._opened = True
             with _sigterm_as_it_was():
                 self._open(wanted)
+            Session._opened = True
         Session._users += 1
         self._is_open = True
 
@@ -99,8 +100,9 @@ class Session:
         quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
         if wanted.address is not None:
             try:
+                _knock(wanted.address)
                 ray.init(address=wanted.address, **quiet)
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 raise ConfigError(
                     f"trainer.placement.address is {wanted.address!r}: no Ray cluster answers there "
                     f"({str(error).splitlines()[0]}). Start one with `ray start --head`, or set it to null."
@@ -122,6 +124,17 @@ class Session:
             ray.shutdown()
             shutil.rmtree(Session._directory, ignore_errors=True)
             raise
+
+
+def _knock(address: str) -> None:
+    """Ray ends the whole process where nobody answers at an address: so somebody must.
+
+    Raises:
+        OSError: nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_TIMEOUT_S).close()
 
 
 @contextmanager
