@@ -140,13 +140,14 @@ def table_row(name: str, rule: str, found: dict[str, Any], options: argparse.Nam
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(SHAPES), help="which to measure (default: all)")
     parser.add_argument("--small", action="store_true", help="one tiny model, few repeats: to see that it works")
     parser.add_argument("--prompts", type=int, default=32, help="each with 8 samples (default 32)")
     parser.add_argument("--new-tokens", type=int, default=64, help="of responses of fixed length (default 64)")
     parser.add_argument("--rounds", type=int, default=5, help="samples of each way (default 5)")
     parser.add_argument("--threads", type=int, default=2, help="of both engines (default 2)")
     options = parser.parse_args()
-    shapes = SHAPES
+    shapes = {name: SHAPES[name] for name in options.models.split(",")}
     if options.small:
         shapes, options.prompts, options.new_tokens, options.rounds = {"small": (128, 2)}, 2, 4, 2
     torch.set_num_threads(options.threads)

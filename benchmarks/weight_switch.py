@@ -131,11 +131,12 @@ def table_rows(name: str, found: dict[str, Any]) -> list[list[str]]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(SHAPES), help="which to measure (default: all)")
     parser.add_argument("--small", action="store_true", help="one tiny model, few repeats: to see that it works")
     parser.add_argument("--repeats", type=int, default=9, help="samples of each switch (default 9)")
     parser.add_argument("--threads", type=int, default=2, help="of trainer and engine (default 2)")
     options = parser.parse_args()
-    shapes = SHAPES
+    shapes = {name: SHAPES[name] for name in options.models.split(",")}
     if options.small:
         shapes, options.repeats = {"small": (128, 2)}, 2
     torch.set_num_threads(options.threads)

@@ -106,7 +106,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
     "where it runs and what it leaves": {
         "num_gpus": Flag("processes on this machine, each with a GPU where there are GPUs", _gpus, int),
         "num_nodes": to("trainer.nnodes", "machines", int),
-        "fsdp_sharding_strategy": Flag("NO_SHARD only, in this version", _sharding),
+        "fsdp_sharding_strategy": Flag("NO_SHARD, FULL_SHARD or HYBRID_SHARD", _sharding),
         "project_name": to("trainer.project_name", "part of the run's directory"),
         "experiment_name": to("trainer.experiment_name", "likewise"),
         "output_dir": to("hydra.run.dir", "the run's directory itself"),
@@ -194,6 +194,8 @@ def translated(given: dict[str, Any]) -> list[str]:
             found = flag.pairs(value)
             if name == "model" and given.get("experiment") is not None:  # which has chosen the actor and its rates
                 found = [("actor.model.path", quoted(value))]
+            if name == "num_gpus" and (given.get("fsdp_sharding_strategy") or "NO_SHARD") != "NO_SHARD":
+                found = [pair for pair in found if pair[0] != "sharding"]  # the strategy chooses it
             pairs += found
             asked |= {f"{key}={text}": f"--{name} {value}" for key, text in found}
     outside = [(key, value) for key, value in pairs if key.startswith("hydra.")]

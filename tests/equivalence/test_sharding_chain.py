@@ -36,7 +36,7 @@ def step_of(model, directory: Path, step: int, sharding: Sharding, processes: in
         assert trainer.fit().steps == step
 
 
-def test_a_chain_of_shardings_ends_where_one_process_does(model64, tmp_path):
+def test_a_chain_of_shardings_ends_where_one_process_does(model64, tmp_path, caplog):
     for step, (sharding, processes) in enumerate(CHAIN, start=1):
         step_of(model64, tmp_path / "chain", step, sharding, processes)
         step_of(model64, tmp_path / "alone", step, NoSharding(), 1)
@@ -47,4 +47,5 @@ def test_a_chain_of_shardings_ends_where_one_process_does(model64, tmp_path):
         assert {name: gap for name, gap in gaps.items() if not gap <= 1e-9} == {}, f"step {step}"
         assert {name: x.dtype for name, x in of_chain.items()} == {name: x.dtype for name, x in alone.items()}
     assert any(x.dtype == torch.float64 for x in alone.values())
+    assert "FSDP has one process, and divides nothing" in caplog.text
     assert wait_until_gone(workers_of(os.getpid())) == []

@@ -80,7 +80,7 @@ def test_an_adapter_learns_the_same_and_its_frozen_model_is_the_reference(name, 
     assert_same(run_course(run(), prompts, tmp_path / "one"), bench.course(together, prompts, tmp_path).result())
 
 
-@pytest.mark.parametrize("name", ["fsdp", "tp", "tp_fsdp"])
+@pytest.mark.parametrize("name", ["fsdp", "tp", pytest.param("tp_fsdp", marks=pytest.mark.exhaustive)])
 def test_tied_weights_stay_tied_and_recomputed_activations_change_nothing(name, bench, tied64, tmp_path):
     def run(**parts):
         return with_actor(ppo_run(tied64, GRPO, group_size=3, **parts), gradient_checkpointing=bool(parts))
@@ -92,7 +92,7 @@ def test_tied_weights_stay_tied_and_recomputed_activations_change_nothing(name, 
     assert_same(alone, bench.course(together, prompts, tmp_path).result())
 
 
-@pytest.mark.parametrize("name", ["fsdp", "tp", "tp_fsdp"])
+@pytest.mark.parametrize("name", ["fsdp", "tp", pytest.param("tp_fsdp", marks=pytest.mark.exhaustive)])
 def test_computing_in_bfloat16_means_the_same(name, bench, model32, tmp_path):
     def run(autocast="bfloat16", **parts):
         rollout = Scripted(max_new_tokens=7, texts=("12", "7*7=49", "0"))
@@ -121,7 +121,9 @@ def saved(model64, tmp_path_factory):
     return run, directory / "checkpoints/global_step_2"
 
 
-@pytest.mark.parametrize("name", ["fsdp", "hsdp", "tp", "tp_fsdp"])
+@pytest.mark.parametrize(
+    "name", ["fsdp", "tp_fsdp", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("hsdp", "tp"))]
+)
 def test_a_checkpoint_of_one_process_is_loaded_and_given_back_bit_by_bit(name, bench, saved):
     run, checkpoint = saved
     settings = dataclasses.replace(run.trainer, n_gpus_per_node=4)

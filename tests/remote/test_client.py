@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
@@ -183,11 +185,11 @@ def test_a_key_may_have_a_header_of_its_own(asked_of, monkeypatch):
 
 
 def test_a_server_that_repeats_the_key_does_not_spread_it(asked_of, monkeypatch, caplog):
-    monkeypatch.setenv("JUDGE_KEY", "short-K1")  # of no shape that is known as a key's
-    with serving(in_turn(Say(status=401, body="Incorrect key: short-K1"))) as server:
-        report = asked_of(server, [Number()], key_variable="JUDGE_KEY")[0]
-    assert report.failure == 'HTTP 401: "Incorrect key: ***"'
-    assert "short-K1" not in caplog.text
+    monkeypatch.setenv("JUDGE", "pw-K1")  # neither name nor value is known as a secret's by its form
+    with serving(in_turn(Say(status=401, body="We do not know pw-K1"))) as server:
+        report = asked_of(server, [Number()], key_variable="JUDGE")[0]
+    assert report.failure == 'HTTP 401: "We do not know ***"'
+    assert "pw-K1" not in caplog.text
 
 
 def test_an_interrupted_question_is_given_up(asked_of):
@@ -222,6 +224,31 @@ except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=30)[0] == "interrupted\n"
     assert process.returncode == 0
+
+
+def test_an_answer_that_is_read_for_ever_cannot_keep_the_client_open(monkeypatch):
+    monkeypatch.setattr("verl.remote.client.END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("verl.remote.background.END_TIMEOUT_S", 0.1)
+    reading, end = threading.Event(), threading.Event()
+
+    class Endless(Number):
+        def read(self, answer):
+            reading.set()
+            end.wait(300)
+
+    def ask():
+        with contextlib.suppress(CancelledError):
+            client.ask([Endless()])
+
+    with serving(in_turn(1)) as server:
+        client = server.endpoint().build(BuildContext())
+        caller = threading.Thread(target=ask)
+        caller.start()
+        assert reading.wait(60)
+        client.close()
+        end.set()
+        caller.join(60)
+        assert not caller.is_alive()
 
 
 def test_bodies_are_json_whatever_numbers_they_are_made_of():

@@ -145,3 +145,9 @@ class Speaker:
     def _of_prompt(self, prompt: list[int]) -> list[float]:
         logits = self.model(input_ids=torch.tensor([prompt])).logits[0].float().log_softmax(-1)
         return [float(logits[at, token]) for at, token in enumerate(prompt[1:])]
+
+
+def gap(actor, rows):
+    """Largest distance of what the rollout recorded from what the trainer computes."""
+    mask = rows["response_mask"]
+    return float((rows["rollout_log_probs"] - actor.compute_log_probs(rows)["old_log_probs"])[mask].abs().max())

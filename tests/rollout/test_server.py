@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from pathlib import Path
-
 import pytest
 import torch
 from random_models import save_random_model
 from remote.servers import Say, serving
-from roles import experience, start_actor
-from rollout.speaking import Speaker
-from trainer.runs import GRPO, ppo_run, read_lines
+from roles import start_actor
+from rollout.speaking import Speaker, gap
 
-from verl.description import BuildContext
-from verl.engines.sharding import DDP
 from verl.errors import ConfigError, RolloutError
-from verl.models.lora import LoRA
-from verl.models.pretrained import Pretrained
 from verl.ops.noise import EVALUATION
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
 from verl.rollout.server.options import ServerRollout
-from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
-
-
-@pytest.fixture
-def speaker(dir32):
-    return Speaker(dir32)
-
-
-@pytest.fixture
-def attached(model32):
-    """Start an actor that samples from a server; both are closed after the test."""
-    with ExitStack() as ending:
-
-        def start(speaker, post=None, page=None, actor=None, served=None, **options):
-            server = ending.enter_context(serving(post or speaker.post, page or speaker.page))
-            settings = {"max_new_tokens": 6, "model": served, **options}
-            made = start_actor(model32, ServerRollout(endpoint=server.endpoint(), **settings), **(actor or {}))
-            ending.callback(made.close)
-            made.server = server
-            return made
-
-        yield start
 
 
 def fields(rows):
@@ -54,12 +23,6 @@ def fields(rows):
 def assert_same(left, right):
     for name, tensor in fields(left).items():
         assert torch.equal(tensor, right[name]), name
-
-
-def gap(actor, rows):
-    """Largest distance of what the rollout recorded from what the trainer computes."""
-    mask = rows["response_mask"]
-    return float((rows["rollout_log_probs"] - actor.compute_log_probs(rows)["old_log_probs"])[mask].abs().max())
 
 
 def test_rows_hold_the_servers_tokens_and_the_log_probs_that_the_trainer_would_compute(attached, speaker, prompts):
@@ -84,6 +47,23 @@ def test_a_seed_of_run_step_prompt_and_sample_goes_with_each_request(attached, s
     assert all(0 <= seed < 2**53 for seed in seeds)
     others = [actor.generate(prompts(), Request(1, 2)), actor.generate(prompts(), Request(0, 2, stream=EVALUATION))]
     assert all(other["responses"].tolist() != first["responses"].tolist() for other in others)
+
+
+def test_what_is_begun_is_drawn_while_the_trainer_does_something_else(attached, speaker, prompts):
+    actor = attached(speaker)
+    expected = actor.generate(prompts(), Request(0, 2))
+    rows = prompts()
+    actor.sampler.begin(rows, Request(0, 2))
+    with torch.no_grad():
+        actor.model.get_input_embeddings().weight.mul_(2)  # the server has weights of its own
+    found = actor.sampler.finish()
+    assert_same(found, expected)
+
+
+def test_what_the_trainer_would_tell_of_changed_weights_is_not_begun(attached, speaker, prompts):
+    actor = attached(speaker, log_probs="trainer")
+    with pytest.raises(ConfigError, match="trainer.rollout_ahead is 1: log-probs come from the trainer"):
+        actor.sampler.begin(prompts(), Request(0))
 
 
 def test_without_a_seed_the_server_draws_as_it_likes(attached, speaker, prompts):
@@ -186,10 +166,12 @@ def test_a_server_that_gives_text_only_is_refused_at_the_start(attached, speaker
         attached(speaker)
 
 
-def test_a_server_of_another_model_is_refused_at_the_start(attached, tmp_path):
+@pytest.mark.parametrize("weights", ["fixed", "reload"])
+def test_a_server_of_another_model_is_refused_before_its_weights_are_replaced(weights, attached, tmp_path):
     other = Speaker(save_random_model(tmp_path / "other", "llama", torch.float32))
     with pytest.raises(ConfigError, match="it serves another model than the actor's: log-probs of fixed text differ"):
-        attached(other, weights="fixed")
+        attached(other, weights=weights)
+    assert other.reloads == []
 
 
 def test_models_are_chosen_by_name(attached, speaker):
@@ -278,106 +260,3 @@ def test_log_probs_that_would_be_wrong_are_refused_where_the_trainer_cannot_tell
     with pytest.raises(ConfigError, match=r"log-probs must be log_softmax\(logits / temperature\)") as refused:
         attached(Speaker(dir32, mode), weights="fixed", **options)
     assert remedy in str(refused.value)
-
-
-# New weights
-
-
-def train(actor, prompts):
-    actor.update(experience(actor, prompts()))
-
-
-@pytest.mark.parametrize("actor", [{}, {"lora": LoRA(rank=2)}], ids=["whole", "adapter"])
-def test_the_server_follows_the_trained_weights_and_proves_it(actor, attached, speaker, prompts, tmp_path):
-    actor = attached(speaker, transfer_dir=str(tmp_path / "seen by both"), actor=actor)
-    before = actor.generate(prompts(), Request(0, 2))
-    assert len(speaker.reloads) == 1
-    train(actor, prompts)
-    assert gap(actor, before) > 1e-4
-    synced = actor.sync()
-    assert synced.metrics["sync/probe_gap_nats"] < 1e-5
-    assert synced.metrics["sync/bytes"] > 1e4
-    assert "MiB to the server" in synced.note
-    assert gap(actor, actor.generate(prompts(), Request(1, 2))) < 1e-5
-    assert len(speaker.reloads) == len(set(speaker.reloads)) == 2
-    assert [path for path in (tmp_path / "seen by both").rglob("*") if path.is_file()] == []
-    actor.close()
-    assert list((tmp_path / "seen by both").iterdir()) == []
-
-
-def test_weights_go_in_several_files_where_they_are_large(attached, speaker, prompts, monkeypatch):
-    monkeypatch.setattr("verl.rollout.server.transfer.FILE_BYTES", 10_000)
-    counted = []
-
-    def post(asked):
-        if asked.path == "/collective_rpc" and "kwargs" in asked.body:
-            counted.append(len(list(Path(asked.body["kwargs"]["weights_path"]).glob("*.safetensors"))))
-        return speaker.post(asked)
-
-    actor = attached(speaker, post)
-    train(actor, prompts)
-    actor.sync()
-    assert counted[-1] > 2
-    assert gap(actor, actor.generate(prompts(), Request(1))) < 1e-5
-
-
-def test_a_reload_that_does_nothing_is_found_out(attached, speaker, prompts):
-    actor = attached(speaker, max_gap_nats=10.0)  # wide open: what gives it away is that the old weights fit better
-    train(actor, prompts)
-    speaker.takes_weights = False
-    with pytest.raises(RolloutError, match="It holds the weights of the step before: its reload did nothing"):
-        actor.sync()
-
-
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.self_attn.k_proj.bias"])
-def test_a_tensor_that_the_server_does_not_load_is_found_out(name, attached, speaker, prompts):
-    actor = attached(speaker)
-    actor.generate(prompts(), Request(0))
-    with torch.no_grad():
-        actor.model.get_parameter(name).add_(0.5 * torch.randn_like(actor.model.get_parameter(name)))
-    speaker.drops = (name,)
-    with pytest.raises(RolloutError, match=r"log-probs of fixed text differ by .* nats on average, where 0\.001 may"):
-        actor.sync()
-
-
-def test_a_cache_of_old_weights_that_stays_is_refused(attached, speaker, prompts):
-    speaker.cache_resets = False
-    with pytest.raises(RolloutError, match=r"did not take new weights: /reset_prefix_cache answers"):
-        attached(speaker).generate(prompts(), Request(0))
-
-
-def test_a_reload_that_fails_is_told_with_the_directory(attached, speaker, prompts):
-    def post(asked):
-        is_reload = asked.path == "/collective_rpc" and "method" in asked.body
-        return Say(status=500, body="size mismatch") if is_reload else speaker.post(asked)
-
-    with pytest.raises(RolloutError, match=r"HTTP 500: .size mismatch.* Does it see .*verl_weights_"):
-        attached(speaker, post).generate(prompts(), Request(0))
-
-
-def test_a_directory_that_cannot_be_written_is_a_fault_of_the_configuration(attached, speaker, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="rollout.transfer_dir is .*: cannot be written"):
-        attached(speaker, transfer_dir=str(tmp_path / "file" / "below"))
-
-
-@pytest.mark.parametrize("num_processes", [1, 2])
-@pytest.mark.xdist_group("two processes")
-def test_a_run_trains_on_what_the_server_draws(num_processes, speaker, dir32, tmp_path):
-    sharding = {"sharding": DDP(timeout_s=60.0), "n_gpus_per_node": 2} if num_processes == 2 else {}
-    with serving(speaker.post, speaker.page) as server:
-        run = ppo_run(
-            Pretrained(path=str(dir32)),
-            GRPO,
-            rollout=ServerRollout(endpoint=server.endpoint(), max_new_tokens=7),
-            total_steps=2,
-            tracker=Trackers(jsonl=JsonLines()),
-            **sharding,
-        )
-        with run.build(BuildContext(run_dir=tmp_path)) as trainer:
-            trainer.fit()
-    lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if "reward/mean" in line]
-    assert len(lines) == 2
-    assert all(line["sync/probe_gap_nats"] < 1e-4 for line in lines)
-    assert all(line["rollout/log_prob_gap_nats"] < 1e-4 for line in lines)
-    assert len(speaker.reloads) == 3  # before the first response, and after each step; by one process

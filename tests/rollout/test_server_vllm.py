@@ -18,6 +18,7 @@ import pytest
 import torch
 from random_models import save_random_model
 from roles import experience, start_actor
+from rollout.speaking import gap
 from trainer.runs import GRPO, ppo_run, read_lines
 
 from verl.description import BuildContext
@@ -94,11 +95,6 @@ def attached(address, model):
             return made
 
         yield start
-
-
-def gap(actor, rows):
-    mask = rows["response_mask"]
-    return float((rows["rollout_log_probs"] - actor.compute_log_probs(rows)["old_log_probs"])[mask].abs().max())
 
 
 def test_log_probs_are_the_trainers_and_a_seed_draws_the_same_again(attached, prompts):

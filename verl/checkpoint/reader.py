@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.hashing import digest_of
@@ -90,10 +90,14 @@ class CheckpointReader:
                 result[target * item : (target + length) * item] = source[begin * item : (begin + length) * item]
         return result if self.writable else result.toreadonly()
 
-    def digest(self) -> str:
-        """Digest of every tensor's name, type, shape and bytes: equal whatever the number of writers."""
+    def digest(self, without: Collection[str] = ()) -> str:
+        """Digest of every tensor's name, type, shape and bytes: equal whatever the number of writers.
+
+        Args:
+            without: components left out, such as `rng`, where each process has generators of its own.
+        """
         digests = []
-        for tensor in self.published.manifest.tensors:
+        for tensor in (one for one in self.published.manifest.tensors if one.component not in without):
             content = digest_of(self.tensor(tensor.component, tensor.name))
             digests.append(f"{tensor.full_name} {tensor.dtype} {list(tensor.shape)} {content}\n")
         return digest_of("".join(digests).encode())

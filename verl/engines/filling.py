@@ -11,11 +11,18 @@ from verl.models.weight_files import WeightFiles
 
 
 @torch.no_grad()
-def fill(model: nn.Module, files: WeightFiles, mesh: Mesh, rank: int, device: torch.device) -> None:
-    """Give a model its memory on `device` and read its weights: of each, only the slice that this process has."""
+def fill(
+    model: nn.Module, files: WeightFiles, mesh: Mesh, rank: int, device: torch.device, resting: torch.device
+) -> None:
+    """Give a model its memory and read its weights: of each, only the slice that this process has.
+
+    Args:
+        device: where it computes, and has its buffers.
+        resting: where its weights are meanwhile.
+    """
     shared = _shared_parameters(model)
     buffers = [(module, name, x) for module in model.modules() for name, x in module._buffers.items() if x is not None]
-    model.to_empty(device=device)
+    model.to_empty(device=resting)
     for module, name, buffer in buffers:
         module._buffers[name] = buffer.to(device)
     for (first, name), *others in shared:  # `to_empty` unties

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from verl.layout import Box, Layout, Mesh, TensorLayout
+from verl.layout import Layout, Mesh, TensorLayout
 
 
 def local(x: Tensor) -> Tensor:
@@ -53,9 +53,12 @@ def layout_of(tensors: Mapping[str, Tensor], mesh: Mesh) -> Layout:
     return Layout(mesh, {name: tensor_layout(x) for name, x in tensors.items()})
 
 
-def part_of(whole: Tensor, box: Box | None) -> Tensor:
-    """A slice of a tensor; an empty one where a rank holds nothing."""
-    return whole[:0] if box is None else whole[tuple(slice(start, stop) for start, stop in box)]
+def own_part(x: Tensor, whole: Tensor, mesh: Mesh, rank: int) -> Tensor:
+    """What a rank has of `whole` if it has `x` of a tensor of that shape; `local(x).copy_(...)` loads it."""
+    box = tensor_layout(x).box(mesh, rank) if x.numel() else ()
+    if box is None:
+        return whole[:0].reshape(local(x).shape)
+    return whole[tuple(slice(start, stop) for start, stop in box)]
 
 
 def laid_out_as(x: Tensor, whole: Tensor, mesh: Mesh, rank: int) -> Tensor:
@@ -64,10 +67,8 @@ def laid_out_as(x: Tensor, whole: Tensor, mesh: Mesh, rank: int) -> Tensor:
         return whole.to(x.device, copy=True)
     from torch.distributed.tensor import DTensor
 
-    own = local(x)
-    part = part_of(whole, tensor_layout(x).box(mesh, rank)).reshape(own.shape).to(own.device, copy=True)
     return DTensor.from_local(
-        part,
+        own_part(x, whole, mesh, rank).to(local(x).device, copy=True),
         x.device_mesh,  # type: ignore[attr-defined]
         x.placements,  # type: ignore[attr-defined]
         run_check=False,

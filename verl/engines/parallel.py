@@ -24,6 +24,7 @@ class Parallel:
 
     Attributes:
         rank, world_size: this process's number, and how many there are.
+        device: where it computes, and what it exchanges with siblings lies.
         mesh: the processes along the dimensions `replicate`, `shard` and `tensor`.
         in_step: whether every forward pass needs all siblings, so that they must run equally many.
         divides_weights: whether `divide` leaves a process a part of the model alone.
@@ -31,6 +32,7 @@ class Parallel:
 
     rank = 0
     world_size = 1
+    device = torch.device("cpu")
     mesh = Mesh(())
     in_step = False
     divides_weights = False

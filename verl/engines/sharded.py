@@ -78,10 +78,14 @@ class ShardedParallel(TorchParallel):
                 pin=self.device.type == "cuda",
             )
         if (files := getattr(core, "weight_files", None)) is not None:
-            fill(core, files, self.mesh, self.rank, torch.device("cpu") if self.offload else self.device)
+            resting = torch.device("cpu") if self.offload else self.device
+            fill(core, files, self.mesh, self.rank, self.device, resting)
             del core.weight_files
-        if not self.offload:
+        if not self.fully:
             model.to(self.device)
+        elif model is not core:  # FSDP has moved the core
+            for head in (child for child in model.children() if child is not core):
+                head.to(self.device)
         named = dict(core.named_parameters())
         self._partial_over_tensor |= {id(named[name]) for name in partial}
         whole = functools.partial(gathered, core, self.reshard) if self.fully else contextlib.nullcontext
@@ -106,12 +110,12 @@ class ShardedParallel(TorchParallel):
         """See `Parallel.clip`: squares of what each process holds, divided by how many hold it, added up over all."""
         grads = [p.grad for p in parameters if p.grad is not None]
         squares = [
-            float(torch.linalg.vector_norm(local(grad))) ** 2 / self._holders(grad) if local(grad).numel() else 0.0
+            torch.linalg.vector_norm(local(grad)).double().square().to(self.device) / self._holders(grad)
             for grad in grads
         ]
-        total = torch.tensor([math.fsum(squares)], dtype=torch.float64, device=self.device)
+        total = torch.stack(squares).sum()
         self.dist.all_reduce(total)
-        norm = total[0].sqrt()
+        norm = total.sqrt()
         if limit is not None:
             scale = float((limit / (norm + 1e-6)).clamp(max=1.0))
             for grad in grads:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from verl.description import BuildContext, Description
 from verl.engines.parallel import Parallel, TorchParallel
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +90,6 @@ class FSDP(_Processes):
     cpu_offload: bool = False
 
     def build(self, context: BuildContext) -> Parallel:
-        if context.world_size == 1:
-            _log.warning("sharding=fsdp with one process: it runs, and divides nothing.")
         return self._parallel(context, self.sizes(context.world_size))
 
     def sizes(self, world_size: int) -> tuple[int, int, int]:

@@ -27,6 +27,7 @@ from verl.models.lora import LoRA
 from verl.models.padding import refuse_padding_blind
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.rollout.base import SAME_TENSORS, Request, Rollout, RolloutEngine, Synced
+from verl.rollout.scripted import Scripted
 from verl.utils.device_memory import release_cached
 
 _log = logging.getLogger(__name__)
@@ -113,6 +114,8 @@ class HybridActor:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward: `actor(input_ids=..., attention_mask=..., labels=...).loss`."""
+        if self._engine is not None and hasattr(self._engine[1], "rest"):
+            self._engine[1].rest()  # an engine with weights of its own leaves the memory to training
         return self.model(*args, **kwargs)
 
     forward = __call__
@@ -212,14 +215,16 @@ class HybridActor:
                 release_cached(self.device)
 
     def _engine_for(self, call: Call) -> RolloutEngine:
-        """The engine that draws as the call says; the last one, where it was made for the same."""
-        options = replace(self.rollout, **call.sampling)
-        key = (options, call.stops, call.pad, self.device)
+        """The engine, drawing as the call says; another one only where responses end otherwise."""
+        options: Any = replace(self.rollout, **call.sampling)
+        key = (call.stops, call.pad, self.device, options if isinstance(options, Scripted) else None)
         if self._engine is None or self._engine[0] != key:
             self.close()
             with naming_ends(self.model, self.tokenizer, call) as tokenizer:
                 self._engine = (key, options.attach(self.model, tokenizer, self.seed))
-        return self._engine[1]
+        engine = self._engine[1]
+        engine.options = options  # read with every call, so that an engine in a process of its own need not start again
+        return engine
 
     def sync(self) -> Synced:
         """Give the engine the present weights, as `generate` does by itself; nothing to do where they are the same."""

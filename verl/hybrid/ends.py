@@ -36,6 +36,12 @@ class EndsOfCall:
         return getattr(self.tokenizer, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own()(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self._own())
+
+    def _own(self) -> Any:
         if self.tokenizer is None:
             raise ConfigError("tokenizer is missing: this rollout engine needs one. Give HybridActor(tokenizer=).")
-        return self.tokenizer(*args, **kwargs)
+        return self.tokenizer

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from verl.errors import ConfigError
 from verl.models.source import ModelSource, without_dropout
-from verl.models.weight_files import WeightFiles, without_weights
 
 WARM_START = "warm-start://"
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -62,6 +61,8 @@ class Pretrained(ModelSource):
     def load_skeleton(self, kind: Literal["causal_lm", "backbone"]) -> Any:
         """See `ModelSource.load_skeleton`. From a directory with safetensors whose names are those of the model."""
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
+
+        from verl.models.weight_files import WeightFiles, without_weights  # bring torch
 
         directory = Path(self.path)
         if not directory.is_dir() or self._adapter() is not None or self.trust_remote_code:

@@ -7,16 +7,18 @@ caller ── ask(questions) ──> thread ── [ slot ── turn ── POS
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from verl.remote.asking import Ask, Kind, Report, Unfit, Unusable, encoded
-from verl.remote.background import Background
+from verl.remote.background import END_TIMEOUT_S, Background
 from verl.remote.endpoint import Endpoint
 from verl.remote.pace import Backoff, Pace, retry_after_s
 from verl.utils.redact import MASK, redact
@@ -65,7 +67,15 @@ class Client:
         Returns:
             What became of each; None for those that another one's failure ended.
         """
-        return self._background.run(self._all(asks, stop_at_failure))
+        return self.wait(self.begin(asks, stop_at_failure))
+
+    def begin(self, asks: Sequence[Ask], stop_at_failure: bool = False) -> Future[list[Report | None]]:
+        """Begin to ask, and return at once; `wait` gives what `ask` does."""
+        return self._background.begin(self._all(asks, stop_at_failure))
+
+    def wait(self, begun: Future[list[Report | None]]) -> list[Report | None]:
+        """Wait for the answers to what was begun."""
+        return self._background.wait(begun)
 
     def absence(self) -> str | None:
         """Why no server answers at the address, in words; None where one does, whatever it says."""
@@ -77,7 +87,8 @@ class Client:
         """End what is under way, and the thread."""
         if self._http is not None:
             http, self._http = self._http, None
-            self._background.run(http.aclose())
+            with contextlib.suppress(TimeoutError):
+                self._background.wait(self._background.begin(http.aclose()), END_TIMEOUT_S)
         self._background.close()
 
     async def _all(self, asks: Sequence[Ask], stop_at_failure: bool) -> list[Report | None]:
@@ -111,7 +122,7 @@ class Client:
             fault = _Fault(limit + last, "unreachable" if fault is None else fault.kind)
         if fault is None:
             return Report(tuple(seconds))
-        return Report(tuple(seconds), self._without_secrets(fault.why), fault.kind)
+        return Report(tuple(seconds), redact(self.without_key(fault.why)), fault.kind)
 
     async def _attempt(self, ask: Ask, deadline: float, seconds: list[float]) -> _Fault | None:
         """What is wrong with one attempt; None where its answer was taken."""
@@ -194,9 +205,9 @@ class Client:
         per_question = status in (400, 409, 413, 422)
         return _Fault(said, "answer" if per_question else "refused", may_pass=False)
 
-    def _without_secrets(self, text: str) -> str:
-        """A server may repeat the key in its complaint."""
-        return redact(text.replace(self._key, MASK) if self._key else text)
+    def without_key(self, text: str) -> str:
+        """What a server wrote, for logs and files: it may repeat the key."""
+        return text.replace(self._key, MASK) if self._key else text
 
 
 async def _sleep(seconds: float, deadline: float) -> None:

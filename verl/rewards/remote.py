@@ -139,7 +139,7 @@ class RemoteReward(Reward):
             sample.is_not_finite = True
             raise
         if self._cache is not None:
-            self._cache.put(sample.key, text)
+            self._cache.put(sample.key, self.client.without_key(text))
 
     def rate_batch(self, batch: DataProto) -> Rating:
         """Rate every response; `columns` has what became of each.

@@ -45,8 +45,7 @@ class Drawing:
             prompt_ids, sample_ids: [b], whose noise it is.
             positions: [b], how many tokens the response has so far.
         """
-        is_early = positions < self.min_new_tokens
-        if self.min_new_tokens and bool(is_early.any()):
+        if self.min_new_tokens and bool((is_early := positions < self.min_new_tokens).any()):
             stops = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
             stops[list(self.stop_ids)] = True
             logits = logits.masked_fill(is_early[:, None] & stops, float("-inf"))

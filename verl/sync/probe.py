@@ -39,11 +39,10 @@ def trainer_log_probs(model: Any, rows: tuple[tuple[int, ...], ...], autocast: A
 
 def engine_log_probs(llm: Any, rows: tuple[tuple[int, ...], ...], lora_request: Any = None) -> np.ndarray:
     """The same by a vLLM engine, in its process."""
-    from vllm import SamplingParams
-
+    sampling_params = type(llm.get_default_sampling_params())  # so that nothing here has to import vLLM
     outputs = llm.generate(
         [{"prompt_token_ids": list(row)} for row in rows],
-        SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False),
+        sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False),
         use_tqdm=False,
         lora_request=lora_request,
     )

@@ -121,8 +121,6 @@ class Prover:
             weights: the model's weights are sent.
             adapter_rank: an adapter of this rank is sent.
         """
-        if self._ledger is not None:
-            self._previous = self._ledger.marks
         vectors = Vectors(self.version)
         self.version += 1
         self._ledger = Ledger(vectors, self.dtype, self.tied, self.sideways)
@@ -154,4 +152,6 @@ class Prover:
         seconds = self._ledger.seconds + time.perf_counter() - began
         dtype = dtype_name(self.dtype)
         side = TrainerSide(self._ledger.marks, log_probs, dtype, self.tied, self._previous, seconds)
-        return prove(side, engine)
+        proof = prove(side, engine)
+        self._previous |= self._ledger.marks
+        return proof

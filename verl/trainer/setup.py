@@ -134,6 +134,8 @@ def start_cluster(
             f"trainer.n_gpus_per_node is {world_size}: this machine has {torch.cuda.device_count()} GPUs. "
             "Set it lower, or trainer.device=cpu."
         )
+    if world_size == 1:
+        _log.warning("trainer.n_gpus_per_node is 1: %s has one process, and divides nothing.", type(sharding).__name__)
     num_threads = max(1, torch.get_num_threads() // world_size)
     return Processes(host, context, world_size, num_threads, sharding.parts(world_size))
 

@@ -32,10 +32,10 @@ def whole_on_first(tensors: Mapping[str, Tensor], parallel: Parallel) -> dict[st
     whole = {name: torch.empty(0, dtype=x.dtype).new_empty(x.shape) for name, x in once.items() if not x.numel()}
     moves = resharded(
         plan(source, target),
-        lambda name: local(once[name]),
+        lambda name: local(once[name]).to(parallel.device),
         parallel.rank,
         dtypes={name: x.dtype for name, x in once.items()},
-        device=next((local(x).device for x in once.values()), "cpu"),
+        device=parallel.device,
     )
     for name, tensor in moves:
         whole[name] = tensor.cpu()

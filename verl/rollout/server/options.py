@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from verl.description import BuildContext
 from verl.models.precision import Autocast
@@ -33,8 +33,10 @@ class ServerRollout(Rollout):
             it draws the same again.
         max_gap_nats: largest mean distance between log-probs of fixed text, here and there, that is put down to
             rounding; null: 0.001 for float32, 0.02 for float16, 0.1 for bfloat16 under `reload`, and 1 under `fixed`,
-            where the actor may have moved on.
+            where the actor may have moved on. Before the first reload a distance above 1 means another model.
     """
+
+    runs_ahead: ClassVar[bool] = True
 
     endpoint: Endpoint
     protocol: Literal["openai", "tgi"] = "openai"

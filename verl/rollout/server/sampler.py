@@ -8,6 +8,7 @@ sync    ──> weights ──> server, proven by log-probs of fixed text on bot
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from verl.ops.batching import micro_batches
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.ops.noise import uniform
 from verl.protocol import DataProto
+from verl.remote.asking import Report
 from verl.remote.client import Client
 from verl.rollout.base import Request, RolloutEngine, Synced, assemble
 from verl.rollout.server.options import ServerRollout
@@ -54,6 +56,16 @@ class Parts:
     source: Literal["server", "trainer"]
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """Responses on their way."""
+
+    prompts: DataProto
+    request: Request
+    draws: list[Draw]
+    answers: Future[list[Report | None]]
+
+
 class ServerSampler(RolloutEngine):
     """See `ServerRollout`. Made by `verl.rollout.server.starting.started`, which checks the server."""
 
@@ -70,6 +82,7 @@ class ServerSampler(RolloutEngine):
         self.options, self.parts, self.wish, self.model = options, parts, wish, model
         self.seed, self.pad_id = seed, tokenizer.pad_token_id
         self.autocast: Autocast = autocast
+        self._begun: _Begun | None = None
         self._before: np.ndarray | None = None  # the trainer's log-probs of the probe at the last sync
 
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
@@ -79,15 +92,43 @@ class ServerSampler(RolloutEngine):
             ConfigError: a prompt is too long for the server.
             RolloutError: a response is missing after all retries.
         """
+        self._begin(prompts, request)
+        return self.finish()
+
+    def begin(self, prompts: DataProto, request: Request) -> None:
+        """Have the server begin to draw; its weights stay as they are until `finish`.
+
+        Raises:
+            ConfigError: the trainer would tell the log-probs, and it trains meanwhile.
+        """
+        if self.parts.source == "trainer":
+            raise ConfigError(
+                "trainer.rollout_ahead is 1: log-probs come from the trainer (rollout.log_probs), whose weights change "
+                "while the server draws. Let the server tell them (docs/rollout_server.md), or set rollout_ahead=0."
+            )
+        self._begin(prompts, request)
+
+    def finish(self) -> DataProto:
+        """The responses that were begun, as `generate` gives them."""
+        assert self._begun is not None
+        begun, self._begun = self._begun, None
+        self._await(begun)
+        return self._rows(begun)
+
+    def _begin(self, prompts: DataProto, request: Request) -> None:
+        assert self._begun is None
         rows = [row[mask].tolist() for row, mask in zip(prompts["prompts"], prompts["prompt_mask"], strict=True)]
         self._refuse_too_long(max(map(len, rows), default=0))
-        n, count = request.num_samples, len(prompts) * request.num_samples
         wish = replace(self.wish, greedy=request.greedy)
         draws = [
-            Draw(self.parts.protocol, rows[i // n], replace(wish, seed=seed))
+            Draw(self.parts.protocol, rows[i // request.num_samples], replace(wish, seed=seed))
             for i, seed in enumerate(self._seeds(prompts, request))
         ]
-        self._ask(draws, prompts, n)
+        self._begun = _Begun(prompts, request, draws, self.parts.client.begin(draws, stop_at_failure=True))
+
+    def _rows(self, begun: _Begun) -> DataProto:
+        prompts, request, draws = begun.prompts, begun.request, begun.draws
+        n, count = request.num_samples, len(draws)
         responses = torch.full((count, self.options.max_new_tokens), self.pad_id)
         mask = torch.zeros(responses.shape, dtype=torch.bool)
         log_probs = torch.zeros(responses.shape)
@@ -146,18 +187,18 @@ class ServerSampler(RolloutEngine):
         noise = uniform(self.seed, request.step, ids, samples, 0, stream=request.stream)
         return (noise * 2.0**53).long().tolist()
 
-    def _ask(self, draws: list[Draw], prompts: DataProto, n: int) -> None:
-        reports = self.parts.client.ask(draws, stop_at_failure=True)
+    def _await(self, begun: _Begun) -> None:
+        n, reports = begun.request.num_samples, self.parts.client.wait(begun.answers)
         for row, report in enumerate(reports):
             if report is not None and report.failure is not None:
-                prompt = int(prompts["prompt_ids"][row // n])
+                prompt = int(begun.prompts["prompt_ids"][row // n])
                 raise RolloutError(
                     f"The server at {self.parts.client.endpoint.base_url} gives no response to prompt {prompt}, sample "
                     f"{row % n}, asked {report.attempts} times: {report.failure}"
                 )
         again = sum(report.attempts > 1 for report in reports if report is not None)
         if again:
-            logger.warning("%d of %d responses were asked for more than once.", again, len(draws))
+            logger.warning("%d of %d responses were asked for more than once.", again, len(begun.draws))
 
     @torch.no_grad()
     def _trainers_log_probs(self, rows: DataProto, width: int) -> Tensor:

@@ -21,7 +21,7 @@ from verl.rollout.server.sampler import Parts, ServerSampler
 from verl.rollout.server.tgi import TGI
 from verl.rollout.server.transfer import Transfer
 
-ANOTHER_MODEL_NATS = 1.0  # mean distance of log-probs, beyond which a fixed server is taken for one of another model
+ANOTHER_MODEL_NATS = 1.0  # mean distance of log-probs, beyond which a server is taken for one of another model
 MODE = "start vLLM with --logprobs-mode"
 
 
@@ -53,9 +53,9 @@ def started(
             _refuse_text_only(client, protocol, rows)
             probe = Probe(client, protocol, rows, wish)
             source = _source(options, probe)
-            if options.weights == "fixed":
-                _refuse_another_model(options, probe, model, autocast)
-            elif context.rank == 0:  # one process gives the server what all of them hold
+            _refuse_divided(options, model)
+            _refuse_another_model(options, probe, model, autocast)
+            if options.weights == "reload" and context.rank == 0:  # one process gives the server what all of them hold
                 transfer = Transfer(client, options.transfer_dir)
                 transfer.check()
             parts = Parts(client, protocol, probe, transfer, limit, source)
@@ -164,16 +164,27 @@ def _source(options: ServerRollout, probe: Probe) -> Literal["server", "trainer"
 
 
 def _refuse_another_model(options: ServerRollout, probe: Probe, model: Any, autocast: Autocast) -> None:
+    """Before its weights are replaced, too: a server of another model is somebody else's."""
     told = probe.server_log_probs()
     if told is None:
         return
     gap = float(np.abs(told - probe.trainer_log_probs(model, autocast)).mean())
     limit = options.max_gap_nats or ANOTHER_MODEL_NATS
+    if options.weights == "reload":  # then the setting speaks of what is left after a reload
+        limit = max(limit, ANOTHER_MODEL_NATS)
     if not gap <= limit:
         raise ConfigError(
             f"endpoint.base_url is {probe.client.endpoint.base_url}: it serves another model than the actor's: "
             f"log-probs of fixed text differ by {gap:.3g} nats on average, more than {limit:g} (max_gap_nats). Serve "
             f"{model.config._name_or_path or 'the actor'} there."
+        )
+
+
+def _refuse_divided(options: ServerRollout, model: Any) -> None:
+    if options.weights == "reload" and any(hasattr(weight, "device_mesh") for weight in model.parameters()):
+        raise ConfigError(
+            "weights is reload: each process holds a part of every tensor, and the server is given whole ones. "
+            "Set sharding=none or sharding=ddp, or rollout=hf."
         )
 
 

@@ -155,7 +155,12 @@ class VLLMEngine(RolloutEngine):
         """A call to an engine that holds the present weights."""
         if not self._is_synced:
             self._sync()
-        return self._process.call(method, *args)
+        try:
+            return self._process.call(method, *args)
+        except EngineError:  # requests may be left in it: the next call gets a new one
+            self._process.kill()
+            self._is_synced = False
+            raise
 
     def _outliving_it(self, action: Callable[[], T]) -> T:
         """Do something; if the engine dies of it, do it once more with a new one."""

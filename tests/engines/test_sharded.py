@@ -1,0 +1,65 @@
+"""What one of four processes has of a model: the slices of its layout, and nothing read but them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from verl.description import BuildContext
+from verl.engines.layouts import local, tensor_layout
+from verl.engines.sharded import ShardedParallel
+from verl.models.heads import ValueModel
+from verl.models.weight_files import WeightFiles
+
+MESHES = {"fsdp": (1, 4, 1), "hsdp": (2, 2, 1), "tp": (2, 1, 2), "tp_fsdp": (1, 2, 2)}
+
+
+class CountingFiles(WeightFiles):
+    """Files that know how many numbers were read from them."""
+
+    num_read = 0
+
+    def read(self, wanted, box=None):
+        found = super().read(wanted, box)
+        self.num_read += found.numel()
+        return found
+
+
+@pytest.fixture(params=MESHES)
+def parallel(request):
+    """The last of four processes; the others do not answer, and loading asks them nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    context = BuildContext(rank=3, world_size=4)
+    yield ShardedParallel(context, 60.0, MESHES[request.param], fully=request.param != "tp")
+    dist.destroy_process_group()
+
+
+def test_a_process_reads_its_slices_and_no_more(parallel, model64):
+    whole, model = model64.load_causal_lm("cpu").state_dict(), model64.load_skeleton("causal_lm")
+    model.weight_files = files = CountingFiles(Path(model64.path), "model")
+    parallel.divide(model)
+    held = 0
+    for name, x in model.named_parameters():
+        box = tensor_layout(x).box(parallel.mesh, parallel.rank)
+        assert torch.equal(local(x), whole[name][tuple(slice(*side) for side in box)]), name
+        held += local(x).numel()
+    assert files.num_read == held
+    total = sum(x.numel() for x in whole.values())
+    assert held < {4: 0.3, 2: 0.6}[parallel.mesh.extent("shard") * parallel.mesh.extent("tensor")] * total
+
+
+def test_whole_or_in_slices_a_process_comes_to_the_same_part(parallel, model64):
+    sliced, loaded = ValueModel(model64.load_skeleton("backbone")), ValueModel(model64.load_backbone("cpu"))
+    parallel.divide(sliced)
+    parallel.divide(loaded)
+    other = dict(loaded.named_parameters())
+    for name, x in sliced.named_parameters():
+        assert torch.equal(local(x), local(other[name])), name
+        assert tensor_layout(x) == tensor_layout(other[name])
+    assert tensor_layout(sliced.head.weight).splits == ()  # small, and called apart from the backbone
+    buffers = dict(loaded.named_buffers())
+    assert all(torch.equal(x, buffers[name]) for name, x in sliced.named_buffers())
