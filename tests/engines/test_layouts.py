@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from verl.engines.layouts import is_divided, laid_out_as, local, mesh_dims, tensor_layout
+from verl.engines.layouts import is_divided, laid_out_as, local, mesh_dims, own_box, tensor_layout
 from verl.layout import Mesh
 
 MESH = Mesh((("shard", 2), ("tensor", 2)))
@@ -45,7 +45,8 @@ def test_each_rank_holds_the_box_that_its_layout_says(rank):
         assert (layout.shape, layout.splits, layout.itemsize) == ((5, 6), splits, 4)
         box = layout.box(MESH, rank)
         assert torch.equal(local(x), whole[tuple(slice(a, b) for a, b in box)])
-        again = laid_out_as(x, whole * 2, MESH, rank)
+        assert own_box(x) == box
+        again = laid_out_as(x, whole * 2)
         assert torch.equal(local(again), local(x) * 2)
         assert again.placements == x.placements
     x = divided(torch.zeros(8), (Shard(0), Shard(0)))
@@ -59,6 +60,6 @@ def test_a_tensor_of_one_process_is_whole():
     assert local(x) is x
     assert mesh_dims(x) == ()
     assert (tensor_layout(x).splits, tensor_layout(x).itemsize) == ((), 8)
-    copy = laid_out_as(x, x, Mesh(()), 0)
+    copy = laid_out_as(x, x)
     assert torch.equal(copy, x)
     assert copy is not x

@@ -92,6 +92,19 @@ def test_tied_weights_stay_tied_and_recomputed_activations_change_nothing(name, 
     assert_same(alone, bench.course(together, prompts, tmp_path).result())
 
 
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("tp", "tp_fsdp")])
+def test_norms_over_the_heads_of_one_process_get_the_gradient_of_all_heads(name, bench, tmp_path):
+    path = save_random_model(tmp_path / "qwen3", "qwen3", torch.float64)
+    model, prompts = Pretrained(path=str(path), dtype="float64"), [[2, 0, 5]]
+
+    def run(**parts):
+        return ppo_run(model, dataclasses.replace(GRPO, mini_batches=1), group_size=3, micro_batch_tokens=40, **parts)
+
+    alone = run_course(run(), prompts, tmp_path / "one")
+    found = bench.course(run(sharding=SHARDINGS[name], n_gpus_per_node=4), prompts, tmp_path).result()
+    assert_same(alone, found, 1e-6)  # its other norms pass through float32
+
+
 @pytest.mark.parametrize("name", ["fsdp", "tp", pytest.param("tp_fsdp", marks=pytest.mark.exhaustive)])
 def test_computing_in_bfloat16_means_the_same(name, bench, model32, tmp_path):
     def run(autocast="bfloat16", **parts):

@@ -158,11 +158,8 @@ class TrainingEngine:
             if tensor.ndim and tensor.shape != parameter.shape:
                 found, wanted = list(tensor.shape), list(parameter.shape)
                 raise ValueError(f"the optimizer's state {name} has shape {found}, its parameter {wanted}")
-            parallel = self.parallel
             self.optimizer.state[parameter][key] = (
-                laid_out_as(parameter, tensor, parallel.mesh, parallel.rank)
-                if tensor.ndim
-                else tensor.to(parameter.device, copy=True)
+                laid_out_as(parameter, tensor) if tensor.ndim else tensor.to(parameter.device, copy=True)
             )
         self.updates = updates
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from verl.engines.layouts import local, tensor_layout
-from verl.layout import Mesh
+from verl.engines.layouts import local, own_box
 from verl.models.weight_files import WeightFiles
 
 
 @torch.no_grad()
-def fill(
-    model: nn.Module, files: WeightFiles, mesh: Mesh, rank: int, device: torch.device, resting: torch.device
-) -> None:
+def fill(model: nn.Module, files: WeightFiles, device: torch.device, resting: torch.device) -> None:
     """Give a model its memory and read its weights: of each, only the slice that this process has.
 
     Args:
@@ -29,9 +26,9 @@ def fill(
         for module, other in others:
             module._parameters[other] = first._parameters[name]
     for name, parameter in model.named_parameters():
-        own, box = local(parameter), tensor_layout(parameter).box(mesh, rank)
+        own = local(parameter)
         if own.numel():
-            own.copy_(files.read(name, box).view_as(own))
+            own.copy_(files.read(name, own_box(parameter)).view_as(own))
     for name, buffer in model.named_buffers():
         if files.name_of(name) is not None:
             buffer.copy_(files.read(name))

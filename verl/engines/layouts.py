@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from verl.layout import Layout, Mesh, TensorLayout
+from verl.layout import Box, Layout, Mesh, TensorLayout
 
 
 def local(x: Tensor) -> Tensor:
@@ -53,22 +53,32 @@ def layout_of(tensors: Mapping[str, Tensor], mesh: Mesh) -> Layout:
     return Layout(mesh, {name: tensor_layout(x) for name, x in tensors.items()})
 
 
-def own_part(x: Tensor, whole: Tensor, mesh: Mesh, rank: int) -> Tensor:
-    """What a rank has of `whole` if it has `x` of a tensor of that shape; `local(x).copy_(...)` loads it."""
-    box = tensor_layout(x).box(mesh, rank) if x.numel() else ()
+def own_box(x: Tensor) -> Box | None:
+    """Which slice this process has of a tensor; None if nothing of it."""
+    if not is_divided(x):
+        return tuple((0, size) for size in x.shape)
+    devices, place = x.device_mesh, 0  # type: ignore[attr-defined]
+    for size, coordinate in zip(devices.shape, devices.get_coordinate(), strict=True):
+        place = place * size + coordinate
+    return tensor_layout(x).box(Mesh(tuple(zip(mesh_dims(x), devices.shape, strict=True))), place)
+
+
+def own_part(x: Tensor, whole: Tensor) -> Tensor:
+    """What this process has of `whole` if it is laid out as `x` is; `local(x).copy_(own_part(x, whole))` loads it."""
+    box = own_box(x) if x.numel() else ()
     if box is None:
         return whole[:0].reshape(local(x).shape)
     return whole[tuple(slice(start, stop) for start, stop in box)]
 
 
-def laid_out_as(x: Tensor, whole: Tensor, mesh: Mesh, rank: int) -> Tensor:
+def laid_out_as(x: Tensor, whole: Tensor) -> Tensor:
     """A copy of `whole` of which this process keeps what it keeps of `x`, on the device of `x`."""
     if not is_divided(x):
         return whole.to(x.device, copy=True)
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        own_part(x, whole, mesh, rank).to(local(x).device, copy=True),
+        own_part(x, whole).to(local(x).device, copy=True),
         x.device_mesh,  # type: ignore[attr-defined]
         x.placements,  # type: ignore[attr-defined]
         run_check=False,

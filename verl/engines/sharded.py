@@ -23,6 +23,7 @@ from verl.engines.parallel import REPLICATE, SHARD, TENSOR, TorchParallel
 from verl.engines.tensor_parallel import split_over
 from verl.layout import Mesh
 from verl.models.division import Divided
+from verl.models.heads import ValueModel
 from verl.models.precision import Autocast
 
 
@@ -65,7 +66,7 @@ class ShardedParallel(TorchParallel):
 
     def divide(self, model: nn.Module, autocast: Autocast = None) -> None:
         """See `Parallel.divide`. A head that stands on a backbone (a critic's) is small and stays whole."""
-        core: Any = getattr(model, "backbone", model)
+        core: Any = model.backbone if isinstance(model, ValueModel) else model
         partial = split_over(core, self._device_mesh[TENSOR]) if self.mesh.extent(TENSOR) > 1 else []
         if self.fully:
             replicated = self.mesh.extent(REPLICATE) > 1
@@ -79,7 +80,7 @@ class ShardedParallel(TorchParallel):
             )
         if (files := getattr(core, "weight_files", None)) is not None:
             resting = torch.device("cpu") if self.offload else self.device
-            fill(core, files, self.mesh, self.rank, self.device, resting)
+            fill(core, files, self.device, resting)
             del core.weight_files
         if not self.fully:
             model.to(self.device)

@@ -36,7 +36,7 @@ class SavedForm:
 def live_tensors(model: Any) -> dict[str, Tensor]:
     """What `saved_form` makes its tensors of, by their names in the model; a tied one is the same object twice."""
     tensors = model.state_dict(keep_vars=True)
-    if not hasattr(getattr(model, "backbone", model), "peft_config"):
+    if not hasattr(model.backbone if isinstance(model, ValueModel) else model, "peft_config"):
         return tensors
     return {name: x for name, x in tensors.items() if "lora_" in name or name.startswith("head.")}
 

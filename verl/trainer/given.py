@@ -109,6 +109,10 @@ class GivenModel(ModelSource):
         without_dropout(backbone)
         return backbone.to(device).eval()
 
+    def load_config(self) -> Any:
+        """The configuration of the model."""
+        return carried_by(self)[0].config
+
     def load_tokenizer(self) -> Any:
         _, tokenizer = carried_by(self)
         if tokenizer is None:

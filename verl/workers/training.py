@@ -15,6 +15,7 @@ from verl.dispatch import on_all, on_each
 from verl.engines.engine import Packs, TrainingEngine
 from verl.engines.optim import AdamW
 from verl.engines.sharding import Parallel
+from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.precision import Autocast
 from verl.models.pretrained import quiet_transformers
@@ -138,8 +139,13 @@ class TrainedWorker:
         """Take weights, optimizer or both from a checkpoint into the live tensors, which stay where they are.
 
         Raises:
-            ConfigError: it holds another model.
+            ConfigError: it holds another model, or each process has only parts of the weights.
         """
+        if getattr(self.engine.parallel, "divides_weights", False):
+            raise ConfigError(
+                "sharding divides the weights over processes, and a checkpoint is loaded into a running trainer only "
+                "where each process holds all of them. Start another run with resume=PATH."
+            )
         if source.weights:
             load_weights(self.engine.model, component, source)
         if source.optimizer:
