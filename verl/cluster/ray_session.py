@@ -5,6 +5,7 @@ Everything that is started here is ended here; a cluster that was there before i
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shutil
@@ -91,10 +92,14 @@ class Session:
         Session._users -= 1
         if Session._users == 0 and Session._opened:
             Session._opened = False
-            ray.shutdown()
-            if Session._directory is not None:
-                shutil.rmtree(Session._directory, ignore_errors=True)
-                Session._directory = None
+            Session._end()
+
+    @classmethod
+    def _end(cls) -> None:
+        ray.shutdown()
+        directory, cls._directory = cls._directory, None
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
 
     def _open(self, wanted: Wanted) -> None:
         quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
@@ -111,6 +116,7 @@ class Session:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         memory = {} if wanted.object_store_mib is None else {"object_store_memory": wanted.object_store_mib * 2**20}
         Session._directory = _short_directory()
+        atexit.register(Session._end)  # of a driver that ends without `close`
         try:
             ray.init(
                 address="local",
@@ -121,8 +127,7 @@ class Session:
                 **quiet,
             )
         except BaseException:
-            ray.shutdown()
-            shutil.rmtree(Session._directory, ignore_errors=True)
+            Session._end()
             raise
 
 
