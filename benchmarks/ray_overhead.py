@@ -78,7 +78,7 @@ def in_ray(mib: int) -> Any:
     from verl.cluster.ray_crew import Group
     from verl.cluster.ray_session import Session, Wanted
 
-    group = Group("main", WORKERS, 1.0, 0, 1, "PACK", 600.0)
+    group = Group("main", WORKERS, 1.0, 0, 1, "PACK", 600.0, tuple(range(WORKERS)))
     session = Session(Wanted(None, WORKERS, 0, max(80, 16 * mib), 120.0))
     return RayActors(session, group, EchoHost(), BuildContext())
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +21,6 @@ from verl.description import BuildContext
 from verl.errors import ConfigError, VerlError, WorkerDied, WorkerError, WorkerHung
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_here")]
-TESTS = Path(__file__).resolve().parents[1]
 
 
 def start(size: int, run_dir: Path | None = None, timeout_s: float = 60.0, num_cpus: float = 0.5, **options):
@@ -140,46 +136,6 @@ def test_a_machine_with_another_version_is_refused_by_name():
 
 def test_the_signal_by_which_a_scheduler_ends_a_run_stays_the_runs_own():
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # Ray, which is up, takes it for itself
-
-
-DRIVER = """
-import sys
-sys.path[:0] = [{root!r}, {tests!r}]
-from cluster.ray_here import small_session
-from cluster.toy_roles import ToyHost
-from verl.cluster.base import role_handles
-from verl.cluster.ray import RayActors
-from verl.cluster.ray_crew import Group, _refuse_mixed
-from verl.description import BuildContext
-
-host = ToyHost()
-cluster = RayActors(small_session(), Group("main", 1, 0.5, 0, 1, "PACK", 60.0, (0,)), host, BuildContext())
-toy = role_handles(cluster, host)["toy"]
-import ray
-raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
-print(cluster.pids[0], raylet, flush=True)
-toy.sleep(600, {sign!r}).result()
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_driver_that_is_interrupted_or_killed_leaves_no_worker_and_no_ray(number, tmp_path):
-    script, sign = tmp_path / "script.py", tmp_path / "asleep"
-    script.write_text(DRIVER.format(root=str(TESTS.parent), tests=str(TESTS), sign=str(sign)))
-    driver = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        pids = [int(word) for word in driver.stdout.readline().split()]
-        while not sign.exists():
-            assert driver.poll() is None
-            time.sleep(0.05)
-        driver.send_signal(number)
-        driver.wait(timeout=60)
-    finally:
-        driver.kill()
-        driver.wait()
-    assert len(pids) == 2
-    assert all_gone(pids)
 
 
 def test_an_address_where_no_cluster_answers_is_named(monkeypatch):

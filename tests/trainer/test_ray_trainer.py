@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 from cluster.ray_here import all_gone, ray_here  # noqa: F401 - a fixture
 
@@ -33,6 +36,26 @@ def test_a_role_that_is_not_used_in_ray_stays_in_this_process_and_the_others_mov
         (pids,) = (cluster.pids for _, cluster in trainer.trainer._cluster._groups if isinstance(cluster, RayActors))
         assert trainer.fit().status == "finished"
     assert all_gone(pids)
+
+
+@pytest.mark.usefixtures("ray_here")
+def test_a_trainer_of_a_script_goes_on_after_a_loss_too(dir32, monkeypatch):
+    submit, killed = RayActors.submit, []
+
+    def submit_and_kill(cluster, role, method, args):
+        if method == "update" and cluster.step == 2 and not killed:
+            killed.extend(cluster.pids)
+            os.kill(cluster.pids[0], signal.SIGKILL)
+        return submit(cluster, role, method, args)
+
+    monkeypatch.setattr(RayActors, "submit", submit_and_kill)
+    saving = ["checkpoint=sync", "checkpoint.save_interval=1", "trainer.total_steps=2", "algorithm=grpo"]
+    with RayPPOTrainer(None, ROWS, overrides=small(dir32, *saving)) as trainer:
+        result = trainer.fit()
+        assert trainer.steps == 2
+    assert (result.status, result.steps) == ("finished", 2)
+    assert result.restarts == ["rank 0 failed in actor.update at step 2"]
+    assert all_gone(killed)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ class RayActors:
         return future
 
     def _shares(self, args: tuple[Any, ...], division: Division | None) -> list[Parcel]:
+        """What each rank is sent; ranks that share their rows are sent one object."""
         if division is None:
             return [wrap(args)] * self.world_size
         shares = [wrap((part, *args[1:])) for part in division.divide(args[0])]

@@ -18,6 +18,7 @@ from verl.trainer.forms import described_reward
 from verl.trainer.identity import identity_of
 from verl.trainer.loop import Course, Result, fit
 from verl.trainer.ppo import PPORun, PPOTrainer
+from verl.trainer.recovery import fit_through_losses
 from verl.trainer.reloading import load_checkpoint
 
 
@@ -63,7 +64,16 @@ class TrainerFace:
         return course.result.last_metrics.get("actor/loss", math.nan)
 
     def fit(self) -> Result:
-        """Train to the end, from where the trainer is. On Ctrl-C what is finished is written first."""
+        """Train to the end, from where the trainer is. On Ctrl-C what is finished is written first.
+
+        In Ray, a lost worker costs the steps since the last save: see `verl.trainer.recovery`.
+        """
+        self._under_way()
+        return fit_through_losses(self.trainer, self._fit_once, self.trainer.max_restarts)
+
+    def _fit_once(self) -> Result:
+        if self._course.is_over:  # a worker was lost, and the trainer is built anew
+            del self._course
         course = self._under_way()
         return fit(course.trainer, course.config, course)
 

@@ -209,6 +209,11 @@ def _refuse_objects_elsewhere(run: Any, given: Mapping[str, Description]) -> Non
             f"sharding={kind} trains in processes of its own, and {' and '.join(models)} is an object of this one. "
             "Save it and give a path instead, or leave sharding=none."
         )
+    if models and run.trainer.placement is not None:
+        raise ConfigError(
+            f"trainer.placement puts roles into other processes, and {' and '.join(models)} is an object of this "
+            "one. Save it and give a path instead, or leave trainer=local."
+        )
 
 
 def _room(model: Description, rollout: Mapping[str, Any] | None, data: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -438,9 +438,12 @@ class PPOTrainer:
 
     def fit(self) -> Result:
         """Train to the end; see `verl.trainer.loop.fit`. In Ray, a lost worker costs the steps since the last save."""
-        placement = self.settings.placement
-        max_restarts = 0 if placement is None else placement.max_restarts
-        return fit_through_losses(self, lambda: fit(self, as_plain(self.description)), max_restarts)
+        return fit_through_losses(self, lambda: fit(self, as_plain(self.description)), self.max_restarts)
+
+    @property
+    def max_restarts(self) -> int:
+        """How often a run that lost a worker goes on by itself."""
+        return 0 if self.settings.placement is None else self.settings.placement.max_restarts
 
     def restart(self, resume: str | None, why: str) -> None:
         """Build everything anew, to go on from a checkpoint, or from the beginning if `resume` is None."""

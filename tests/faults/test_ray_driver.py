@@ -1,0 +1,53 @@
+"""What is left of a run in Ray when its driver is interrupted or killed: nothing."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster.ray_here import all_gone
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.exhaustive]
+TESTS = Path(__file__).resolve().parents[1]
+
+DRIVER = """
+import sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from cluster.ray_here import small_session
+from cluster.toy_roles import ToyHost
+from verl.cluster.base import role_handles
+from verl.cluster.ray import RayActors
+from verl.cluster.ray_crew import Group, _refuse_mixed
+from verl.description import BuildContext
+
+host = ToyHost()
+cluster = RayActors(small_session(), Group("main", 1, 0.5, 0, 1, "PACK", 60.0, (0,)), host, BuildContext())
+toy = role_handles(cluster, host)["toy"]
+import ray
+raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
+print(cluster.pids[0], raylet, flush=True)
+toy.sleep(600, {sign!r}).result()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_driver_that_is_interrupted_or_killed_leaves_no_worker_and_no_ray(number, tmp_path):
+    script, sign = tmp_path / "script.py", tmp_path / "asleep"
+    script.write_text(DRIVER.format(root=str(TESTS.parent), tests=str(TESTS), sign=str(sign)))
+    driver = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        pids = [int(word) for word in driver.stdout.readline().split()]
+        while not sign.exists():
+            assert driver.poll() is None
+            time.sleep(0.05)
+        driver.send_signal(number)
+        driver.wait(timeout=60)
+    finally:
+        driver.kill()
+        driver.wait()
+    assert len(pids) == 2
+    assert all_gone(pids)
