@@ -46,7 +46,7 @@ def test_help_lists_the_groups_and_neither_help_nor_check_imports_anything_heavy
 
 def test_faults_print_as_a_list_without_traceback_exit_2_and_leave_no_directory(tmp_path):
     done = run(
-        tmp_path, str(ROOT / "main_ppo.py"), "actor=lama8b", "trainer.lr=1", "trainer.backend=megatron", "trainer.seed=-1"
+        tmp_path, str(ROOT / "main_ppo.py"), "actor=lama8b", "trainer.lr=1", "trainer.backend=dp3", "trainer.seed=-1"
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[0] == "4 faults in the configuration:"
