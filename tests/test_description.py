@@ -34,7 +34,9 @@ from verl.errors import (
     NonFiniteRewardError,
     NoSpaceForCheckpoint,
     RewardError,
+    RolloutError,
     VerlError,
+    WeightSyncError,
     WorkerDied,
     WorkerError,
     WorkerHung,
@@ -224,6 +226,9 @@ EXAMPLES = [
     WorkerError(1, "actor.update", 7, "Traceback ...\n"),
     WorkerDied(0, "critic.values", None, "exit status -9"),
     WorkerHung(0, "actor.update", 3, "no answer within 60 s"),
+    RolloutError("the engine died twice in a row"),
+    WeightSyncError(["lm_head.weight"], ["lm_head.weight is stale"], 26, 0.5),
+    WeightSyncError([], [], 26, 0.5, 1e-4),
     *(
         kind(Path("global_step_7"), [FileFault("actor/model.safetensors", "it is missing", ("actor/w",))])
         for kind in (BadCheckpoint, CheckpointIncomplete, CheckpointCorrupt, CheckpointTooNew)

@@ -200,7 +200,8 @@ def test_an_interrupted_question_is_given_up(asked_of):
         return Say(1, delay_s=120.0)
 
     source = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in its background without it
 from verl.description import BuildContext
 from verl.remote.asking import Ask
 from verl.remote.endpoint import Endpoint
