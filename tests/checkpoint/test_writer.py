@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -311,25 +312,31 @@ def test_an_interrupt_during_a_save_in_this_process_leaves_the_writer_usable(tmp
 
 
 def test_a_forked_child_neither_holds_the_memory_nor_disturbs_the_writer(store):
+    before = _arenas()  # of other tests in this process, whose tensors may still be looked at
     with CheckpointWriter(store) as writer:
         writer.save(request(1, {"weight": torch.ones(100_000)}))
         writer.drain()
+        own = _arenas() - before
+        assert own
         child = os.fork()
         if child == 0:
-            held = "verl-checkpoint" in Path("/proc/self/maps").read_text()
-            opened = [fd for fd in os.listdir("/proc/self/fd") if _is_arena(fd)]
+            held = _arenas() & own
             writer.close()
-            os._exit(bool(held or opened or writer.arena_bytes))
+            os._exit(bool(held or writer.arena_bytes))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         writer.save(request(2, {"weight": torch.full((100_000,), 2.0)}))
         assert [outcome.num_deaths for outcome in writer.drain()] == [0]
 
 
-def _is_arena(fd: str) -> bool:
-    try:
-        return "verl-checkpoint" in os.readlink(f"/proc/self/fd/{fd}")
-    except OSError:
-        return False
+def _arenas() -> set[int]:
+    """Arenas that this process has mapped or opened, by their inodes."""
+    maps = (line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "verl-checkpoint" in line)
+    found = {int(entry[4]) for entry in maps}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "verl-checkpoint" in os.readlink(f"/proc/self/fd/{fd}"):
+                found.add(os.stat(f"/proc/self/fd/{fd}").st_ino)
+    return found
 
 
 def test_the_documented_example_of_saving_while_training_runs(tmp_path, monkeypatch):

@@ -11,11 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 from random_models import save_random_model
+from trainer.saved_runs import course, fit
 
 from verl.compose.check import check
 from verl.compose.composition import compose_root
 from verl.compose.paths import conf_dir
 from verl.models.sizes import sizes_of
+from verl.trainer import ppo
 from verl.trainer.budget import GIB, Budget, RoleBudget, budget_of, free_disk, free_memory
 
 ROOT = conf_dir().parent
@@ -88,6 +90,22 @@ def test_parameters_are_counted_as_the_model_has_them(tmp_path):
         )
         sizes = sizes_of(model.config)
         assert sizes.parameters == sizes.trained == sum(p.numel() for p in model.parameters())
+
+
+def test_a_family_without_a_language_model_head_is_counted_too():
+    from transformers import AutoModel, DistilBertConfig
+
+    config = DistilBertConfig(vocab_size=96, dim=32, hidden_dim=64, n_layers=2, n_heads=4)
+    assert sizes_of(config).parameters == sum(p.numel() for p in AutoModel.from_config(config).parameters())
+
+
+def test_an_estimate_that_fails_stops_no_run(model32, tmp_path, monkeypatch, caplog):
+    def failing(run):
+        raise KeyError("num_attention_heads")
+
+    monkeypatch.setattr(ppo, "budget_of", failing)
+    assert fit(course(model32, tmp_path, total_steps=1), tmp_path / "run").status == "finished"
+    assert "cannot be estimated: KeyError" in caplog.text
 
 
 def test_an_adapter_and_a_divided_model_take_less():

@@ -64,12 +64,15 @@ def sizes_of(config: Any, lora: LoRA | None = None) -> ModelSizes:
         lora: the adapter that is trained in place of the weights.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
 
     from verl.models.pretrained import quiet_transformers
 
     with torch.device("meta"), quiet_transformers():
-        model = AutoModelForCausalLM.from_config(config)
+        try:
+            model: Any = AutoModelForCausalLM.from_config(config)
+        except ValueError:  # a family without a language-model head, as a critic may have
+            model = AutoModel.from_config(config)
         if lora is not None:
             model = lora.apply(model, causal_lm=True)
     text = config.get_text_config()

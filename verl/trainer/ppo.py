@@ -229,7 +229,11 @@ class PPOTrainer:
 
     def _tell_budget(self, run: PPORun, context: BuildContext) -> None:
         """Estimate what the run takes, before any weight is loaded, and warn where it may not suffice."""
-        budget = budget_of(run)
+        try:
+            budget = budget_of(run)
+        except Exception as error:  # noqa: BLE001 - whatever is odd about a configuration, an estimate stops no run
+            _log.warning("What this run takes cannot be estimated: %s: %s", type(error).__name__, error)
+            return
         (self.run_dir / "budget.txt").write_text("\n".join(budget.lines()) + "\n")
         memory = free_memory(context.device, budget.processes)
         for warning in budget.warnings(memory, free_disk(self.saving.directory)):
