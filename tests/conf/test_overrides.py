@@ -56,6 +56,7 @@ def test_options_of_further_directories_are_left_to_hydra():
         ("actor_rollout.model_name_or_path=D", ["actor=pretrained", "++actor.model.path=D"]),
         ("critic.model_name_or_path=D", ["critic=own_model", "++critic.model.path=D"]),
         ("algorithm.adv_estimator=grpo", ["algorithm=grpo"]),
+        ("algorithm.adv_estimator=reinforce_plus_plus", ["algorithm=reinforce_pp"]),
         ("trainer.backend=ddp", ["sharding=ddp"]),
         ("trainer.backend=fsdp2", ["sharding=fsdp"]),
         ("ray.address=auto", ["trainer=ray", "++trainer.placement.address=auto"]),
@@ -101,7 +102,7 @@ def test_two_spellings_that_contradict_each_other_are_a_fault():
     [
         ("storage.type=s3", "object storage"),
         ("trainer.backend=megatron", "sharding"),
-        ("algorithm.adv_estimator=rloo", "estimator"),
+        ("algorithm.adv_estimator=vine", "estimator"),
     ],
 )
 def test_what_this_version_lacks_is_refused_by_name(given, needs):

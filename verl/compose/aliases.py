@@ -77,8 +77,16 @@ ALIASES: dict[str, Alias] = {
     "trainer.test_freq": Alias(path="trainer.eval_interval"),
     "trainer.total_training_steps": Alias(path="trainer.total_steps"),
     "algorithm.adv_estimator": Alias(
-        choices={"gae": "algorithm=ppo", "grpo": "algorithm=grpo"},
-        refusal="names an estimator that this version does not have; it has algorithm=ppo (GAE) and algorithm=grpo.",
+        choices={
+            "gae": "algorithm=ppo",
+            "grpo": "algorithm=grpo",
+            "rloo": "algorithm=rloo",
+            "remax": "algorithm=remax",
+            "opo": "algorithm=opo",
+            "reinforce_plus_plus": "algorithm=reinforce_pp",
+            "reinforce_plus_plus_baseline": "algorithm=reinforce_pp_baseline",
+        },
+        refusal="names an estimator that this version does not have; conf/algorithm/ lists those that it has.",
     ),
     "algorithm.gamma": Alias(path="algorithm.advantage.gamma"),
     "algorithm.lam": Alias(path="algorithm.advantage.lam"),

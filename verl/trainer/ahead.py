@@ -60,7 +60,8 @@ class RolloutAhead:
         return {} if self._drawn is None else dict(self._drawn.batch)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with what a checkpoint holds."""
+        """Go on with what a checkpoint holds, in place of what was begun or drawn here."""
+        self.collect()
         self._drawn = DataProto.from_dict(dict(tensors)) if tensors else None
 
 

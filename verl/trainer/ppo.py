@@ -260,8 +260,14 @@ class PPOTrainer:
 
     def _go_on_from(self, point: ResumePoint) -> None:
         """Take over what the roles do not hold: the place in the data, KL control, statistics of rewards."""
-        self.sampler.load_state_dict(point.read_json("dataloader/state.json"))
+        self.load_data_position(point)
         self.load_driver_state(point)
+
+    def load_data_position(self, point: ResumePoint) -> None:
+        """Take over the place in the data, and what was drawn ahead for the batch that stands there."""
+        self.sampler.load_state_dict(point.read_json("dataloader/state.json"))
+        if self.ahead is not None:
+            self.ahead.load(point.read_tensors(DRAWN_AHEAD))
 
     def load_driver_state(self, point: ResumePoint) -> None:
         """Take over KL control and statistics of rewards."""
@@ -269,8 +275,6 @@ class PPOTrainer:
         if isinstance(self.kl, AdaptiveKLController):
             self.kl.load_state_dict(state["kl"])
         self.reward.load_state_dict(state["reward"])
-        if self.ahead is not None:
-            self.ahead.load(point.read_tensors(DRAWN_AHEAD))
         generators.restore_ranks(point, self._cluster, self.actor, self.settings.seed)
 
     # The algorithm

@@ -65,7 +65,7 @@ def load_checkpoint(
         getattr(trainer, name).load(name, source).result()
     trainer.sync()
     if "dataloader" in chosen:
-        trainer.sampler.load_state_dict(point.read_json("dataloader/state.json"))
+        trainer.load_data_position(point)
     if "scheduler" in chosen:
         trainer.load_driver_state(point)
         course.go_on_from(point)
