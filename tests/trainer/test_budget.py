@@ -119,9 +119,15 @@ def test_an_adapter_and_a_divided_model_take_less():
     assert recomputed.working < whole.working
 
 
+def test_an_engine_beside_the_trainer_takes_its_cache_and_its_weights():
+    overrides = ["actor=tiny_scratch", "critic=tiny_scratch", "rollout=vllm", "rollout.kv_cache_gib=2"]
+    budget = budget_of(check(compose_root("ppo", overrides)))
+    assert budget.cache == 2 * GIB + budget.roles[0].weights
+
+
 def test_what_may_not_suffice_is_told_with_the_numbers():
     role = RoleBudget("actor", weights=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB, working=GIB)
-    budget = Budget(roles=(role,), cache=GIB, processes=1, saving=12 * GIB, kept=4, flops=1, is_async=True)
+    budget = Budget(roles=(role,), cache=GIB, processes=1, saving=12 * GIB, kept=4, flops=1)
     assert budget.peak == ("update actor", 17 * GIB)
     memory, disk = budget.warnings(16 * GIB, 40 * GIB)
     assert "update actor needs about 17.0 GiB in each process, and 16.0 GiB are free" in memory

@@ -53,12 +53,11 @@ class Budget:
 
     Attributes:
         roles: that live side by side in each process.
-        cache: keys and values while responses are drawn.
+        cache: keys and values while responses are drawn; of an engine beside the trainer its weights too.
         processes: that hold the roles, on this machine.
         saving: bytes of one checkpoint.
         kept: checkpoints on disk at a time.
         flops: of one step, at most.
-        is_async: saves are copied into main memory first.
     """
 
     roles: tuple[RoleBudget, ...]
@@ -67,7 +66,6 @@ class Budget:
     saving: int
     kept: int
     flops: int
-    is_async: bool
 
     def phases(self) -> dict[str, int]:
         """Phase -> bytes that a process needs in it."""
@@ -148,15 +146,17 @@ def budget_of(run: Any) -> Budget:
         roles.append(RoleBudget("reference", sizes.parameters * itemsize // shards, scoring=scoring))
         flops += sizes.forward_flops(rows * width)
     drawn = min(own, getattr(rollout, "max_rows", own))
+    cache = actor.cache_elements * drawn * width * _computed_in(run.actor)
+    if (space := getattr(rollout, "kv_cache_gib", None)) is not None:  # an engine with weights of its own
+        cache = int(space * GIB) + actor.parameters * _computed_in(run.actor)
     saves = run.checkpoint
     return Budget(
         roles=tuple(roles),
-        cache=actor.cache_elements * drawn * width * _computed_in(run.actor),
+        cache=cache,
         processes=world,
         saving=sum(role.saved for role in roles) if saves is not None else 0,
         kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         flops=flops,
-        is_async=saves is not None and saves.save_async,
     )
 
 
