@@ -1,0 +1,197 @@
+"""A real S3 server on loopback (moto's), and a proxy before it that misbehaves as a test says."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+BUCKET = "verl-tests"
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "testing-key-id",
+    "AWS_SECRET_ACCESS_KEY": "testing-secret-0123456789",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+IMPASSABLE = {"connection", "transfer-encoding", "content-length", "keep-alive"}
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[str]:
+    """The address of a server with the bucket BUCKET; credentials are in the environment meanwhile."""
+    from moto.server import ThreadedMotoServer
+
+    before = {name: os.environ.get(name) for name in CREDENTIALS}
+    os.environ |= CREDENTIALS
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    try:
+        asked = http.client.HTTPConnection(host, port, timeout=30)
+        asked.request("PUT", f"/{BUCKET}")
+        assert asked.getresponse().status == 200
+        asked.close()
+        yield f"http://{host}:{port}"
+    finally:
+        server.stop()
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+
+
+@dataclass
+class Request:
+    """One request on its way to the store.
+
+    Attributes:
+        number: of those so far, from 1.
+    """
+
+    number: int
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass
+class Fault:
+    """What the proxy does with a request instead of passing it on.
+
+    Args:
+        status: answers so, the store never hears of it.
+        hang_up: closes the connection without an answer; after `passed_on`, the store has done what was asked.
+        passed_on: the store is asked first, and the answer comes late or never.
+        delay_s: before the answer.
+        body: replaces that of the answer.
+        cut: ends the body of the answer after so many bytes.
+    """
+
+    status: int | None = None
+    hang_up: bool = False
+    passed_on: bool = False
+    delay_s: float = 0.0
+    body: bytes | None = None
+    cut: int | None = None
+
+
+class Proxy(ThreadingHTTPServer):
+    """Attributes:
+    misbehave: is asked for each request; None passes it on.
+    seen: all requests so far, without their bodies.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, upstream: str):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.upstream = upstream.removeprefix("http://")
+        self.misbehave: Callable[[Request], Fault | None] = lambda request: None
+        self.seen: list[Request] = []
+        self.lock = threading.Lock()
+        self.over = threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def count(self, method: str, part: str = "") -> int:
+        """How many requests of a method with this in their path there were."""
+        return sum(request.method == method and part in request.path for request in self.seen)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that gave up is what tests are about."""
+
+
+@contextlib.contextmanager
+def proxy_before(upstream: str) -> Iterator[Proxy]:
+    """A proxy that passes everything on until it is told otherwise."""
+    proxy = Proxy(upstream)
+    thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        proxy.over.set()
+        proxy.shutdown()
+        proxy.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Proxy
+
+    def _serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        with self.server.lock:
+            request = Request(len(self.server.seen) + 1, self.command, self.path, dict(self.headers), b"")
+            self.server.seen.append(request)
+            request.body = body
+            fault = self.server.misbehave(request) or Fault(passed_on=True)
+            request.body = b""
+        if fault.status is not None:
+            self._answer(fault.status, {"Content-Type": "application/xml"}, fault.body or b"")
+            return
+        if fault.passed_on or fault.body is not None or fault.cut is not None:
+            status, headers, answer = self._ask(body)
+        else:
+            status, headers, answer = 500, {}, b""
+        self.server.over.wait(fault.delay_s)
+        if fault.hang_up or not (fault.passed_on or fault.body is not None or fault.cut is not None):
+            self.close_connection = True
+            return
+        self._answer(status, headers, answer if fault.body is None else fault.body, fault.cut)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
+
+    def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        upstream = http.client.HTTPConnection(self.server.upstream, timeout=60)
+        headers = {name: value for name, value in self.headers.items() if name.lower() != "host"}
+        upstream.request(self.command, self.path, body, {**headers, "Host": self.headers["Host"]})
+        answer = upstream.getresponse()
+        content = answer.read()
+        kept = dict(answer.getheaders())
+        upstream.close()
+        return answer.status, kept, content
+
+    def _answer(self, status: int, headers: dict[str, str], body: bytes, cut: int | None = None) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            if name.lower() not in IMPASSABLE:
+                self.send_header(name, value)
+        length = len(body)
+        if self.command == "HEAD":
+            length = int(headers.get("Content-Length", headers.get("content-length", 0)))
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[:cut])
+        if cut is not None:
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+
+def after(number: int, fault: Fault, method: str = "", part: str = "", times: int = 1) -> Callable:
+    """Misbehave at the `number`-th matching request and the `times - 1` after it."""
+    count = 0
+
+    def decide(request: Request) -> Fault | None:
+        nonlocal count
+        if (method and request.method != method) or part not in request.path:
+            return None
+        count += 1
+        return fault if number <= count < number + times else None
+
+    return decide
+
+
+def wait_until(true: Callable[[], bool], limit_s: float = 20.0) -> None:
+    """Wait for something that another thread or process does."""
+    end = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.01)

@@ -1,0 +1,181 @@
+"""A server that fails, stalls, hangs up or answers late: nothing is lost, and nothing is half put."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+
+import pytest
+from storage.s3_server import BUCKET, Fault, Proxy, Request, after
+
+from verl.errors import ConfigError, ObjectNotFound, StorageRefused, StorageUnreachable
+from verl.storage.options import S3Storage, storage_at, storage_from
+from verl.storage.store import ObjectStore
+
+LONG = bytes(range(256)) * (11 * 4096)  # 11 MiB: three parts of 5
+
+
+@pytest.fixture
+def store(proxy: Proxy, request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
+    storage = S3Storage(
+        bucket=BUCKET,
+        prefix=f"faults-{abs(hash(request.node.name))}",
+        endpoint_url=proxy.url,
+        part_mib=5,
+        retries=3,
+        backoff_s=0.01,
+        timeout_s=3.0,
+    )
+    with storage.connect() as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(status=500),
+        Fault(status=503, body=b"<Error><Code>SlowDown</Code></Error>"),
+        Fault(hang_up=True),
+        Fault(passed_on=True, hang_up=True),
+        Fault(passed_on=True, delay_s=20.0),
+    ],
+    ids=["500", "503", "hangs up", "does it and hangs up", "does it and stalls"],
+)
+def test_what_passes_is_asked_again(store: ObjectStore, proxy: Proxy, fault: Fault) -> None:
+    proxy.misbehave = after(1, fault, method="PUT", times=2)
+    store.put("one", b"hello")
+    proxy.misbehave = after(1, fault, method="GET", times=1)
+    assert bytes(store.get("one", 0, 5)) == b"hello"
+    assert proxy.count("PUT", "one") == 3
+    assert proxy.count("GET", "one") == 2
+
+
+def test_a_body_that_is_cut_off_is_asked_for_again(store: ObjectStore, proxy: Proxy) -> None:
+    store.put("one", b"a" * 10_000)
+    proxy.misbehave = after(1, Fault(cut=400), method="GET")
+    assert bytes(store.get("one")) == b"a" * 10_000
+
+
+def test_a_store_that_is_away_is_said_to_be_after_all_tries(store: ObjectStore, proxy: Proxy) -> None:
+    proxy.misbehave = lambda request: Fault(status=503)
+    with pytest.raises(StorageUnreachable, match="failed 4 times"):
+        store.put("one", b"hello")
+    proxy.misbehave = lambda request: None
+    assert store.find("one") is None
+
+
+def test_a_refusal_is_told_at_once(store: ObjectStore, proxy: Proxy) -> None:
+    denied = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+    proxy.misbehave = lambda request: Fault(status=403, body=denied)
+    with pytest.raises(StorageRefused, match="Access Denied"):
+        store.put("one", b"hello")
+    assert len(proxy.seen) == 1
+
+
+@pytest.mark.parametrize("fault", [Fault(hang_up=True), Fault(passed_on=True, hang_up=True), Fault(status=500)])
+def test_a_part_that_is_lost_is_sent_again_alone(store: ObjectStore, proxy: Proxy, fault: Fault) -> None:
+    proxy.misbehave = after(2, fault, method="PUT", part="partNumber")
+    store.put("long", LONG)
+    proxy.misbehave = lambda request: None
+    assert store.get("long") == LONG
+    assert proxy.count("PUT", "partNumber") == 4
+
+
+def test_an_end_whose_answer_is_lost_is_recognised(store: ObjectStore, proxy: Proxy) -> None:
+    proxy.misbehave = after(1, Fault(passed_on=True, hang_up=True), method="POST", part="uploadId=")
+    store.put("long", LONG)
+    assert store.get("long") == LONG
+    assert proxy.count("POST", "uploadId=") == 2
+
+
+def test_an_upload_that_fails_is_no_object_and_its_parts_are_given_up(store: ObjectStore, proxy: Proxy) -> None:
+    store.put("long", b"what was there before")
+    proxy.misbehave = lambda request: Fault(status=500) if "partNumber=2" in request.path else None
+    with pytest.raises(StorageUnreachable, match="part 2"):
+        store.put("long", LONG)
+    proxy.misbehave = lambda request: None
+    assert bytes(store.get("long")) == b"what was there before"
+    assert proxy.count("DELETE", "uploadId=") == 1
+
+
+def test_a_create_whose_answer_is_lost_finds_its_own_content(store: ObjectStore, proxy: Proxy) -> None:
+    proxy.misbehave = after(1, Fault(passed_on=True, hang_up=True), method="PUT")
+    assert store.create("once", b"mine")
+    proxy.misbehave = after(1, Fault(passed_on=True, hang_up=True), method="PUT")
+    assert not store.create("once", b"theirs")
+    assert bytes(store.get("once")) == b"mine"
+
+
+def test_closing_ends_the_waiting_of_others(proxy: Proxy) -> None:
+    proxy.misbehave = lambda request: Fault(status=503)
+    store = S3Storage(bucket=BUCKET, endpoint_url=proxy.url, retries=50, backoff_s=30.0).connect()
+    store._retrying.close()
+    with pytest.raises(StorageUnreachable, match="failed 1 times"):
+        store.put("one", b"hello")
+
+
+# -- secrets ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_key_is_in_what_is_logged_or_raised(
+    store: ObjectStore, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    signed: list[str] = []
+
+    def refuse(request: Request) -> Fault:
+        signed.append(request.headers.get("Authorization", ""))
+        told = "<Error><Code>SignatureDoesNotMatch</Code><Message>key testing-secret-0123456789</Message></Error>"
+        return Fault(status=403, body=told.encode())
+
+    proxy.misbehave = refuse
+    with caplog.at_level(logging.DEBUG, "verl"), pytest.raises(StorageRefused) as caught:
+        store.put("one", b"hello")
+    assert "testing-key-id" in signed[0], "credentials of the environment were used"
+    for text in (str(caught.value), caplog.text, repr(store), repr(store.storage)):
+        assert "testing-secret" not in text
+        assert "testing-key-id" not in text
+
+
+@pytest.mark.parametrize("key", ["key", "secret", "token", "access_key_id", "secret_access_key"])
+def test_a_key_in_the_configuration_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is no setting of s3") as caught:
+        storage_from({"type": "s3", "bucket": "models", key: "AKIA0123456789ABCDEF"})
+    assert "AKIA" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"bucket": None}, "VERL_BUCKET"),
+        ({"bucket": "models/runs"}, "the name of a bucket alone"),
+        ({"endpoint_url": "http://me:pass@host:9000"}, "user name or a password"),
+        ({"endpoint_url": "host:9000"}, "expected an address"),
+        ({"prefix": "/a"}, "names joined by slashes"),
+        ({"prefix": "a/../b"}, "names joined by slashes"),
+        ({"part_mib": 1}, "between 5 and 5120"),
+        ({"retries": -1}, "must not be negative"),
+        ({"timeout_s": 0.0}, "must be above 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_asked(settings: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        S3Storage(**{"bucket": "models", **settings})
+    assert "pass@" not in str(caught.value)
+
+
+def test_an_address_is_a_storage() -> None:
+    like = S3Storage(bucket="models", endpoint_url="http://localhost:9000", retries=2)
+    found = storage_at("s3://other/runs/one/", like)
+    assert found == dataclasses.replace(like, bucket="other", prefix="runs/one")
+    assert storage_at("file:///tmp/verl-not-there").address == "file:///tmp/verl-not-there"
+    for wrong in ("ftp://a/b", "s3://key:secret@bucket/a", "s3://bucket/a?token=1"):
+        with pytest.raises(ConfigError, match="names no storage") as caught:
+            storage_at(wrong)
+        assert "secret" not in str(caught.value)
+
+
+def test_an_object_of_another_prefix_is_not_there(store: ObjectStore) -> None:
+    store.put("one", b"hello")
+    with store.storage.below("two").connect() as other, pytest.raises(ObjectNotFound):
+        other.get("one")

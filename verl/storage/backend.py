@@ -1,0 +1,172 @@
+"""One request to a store, tried once; and the plainest store, a directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from verl.errors import ObjectNotFound, StorageRefused, VerlError
+
+Data = bytes | bytearray | memoryview
+
+
+class Stored(NamedTuple):
+    """An object of a store; `size` in bytes."""
+
+    key: str
+    size: int
+
+
+class Taken(Exception):
+    """A conditional put found an object there."""
+
+
+class Backend:
+    """Single requests; keys are relative to the prefix of the storage.
+
+    Each method raises `Passing` for what may be otherwise the next time, ObjectNotFound, or StorageRefused.
+
+    Attributes:
+        has_parts: an object may be put in parts, each retried alone: `begin`, `put_part`, `finish`, `abort`.
+        is_conditional: `create` is one operation of the store.
+    """
+
+    has_parts = False
+    is_conditional = True
+
+    def put(self, key: str, data: Data) -> None:
+        """Put an object of one request, whatever is there."""
+        raise NotImplementedError
+
+    def create(self, key: str, data: Data) -> None:
+        """Put it unless there is one. Raises Taken where there is."""
+        raise NotImplementedError
+
+    def put_stream(self, key: str, pieces: Iterable[Data]) -> None:
+        """Put a long object; it is there as a whole or not at all. For stores without parts of their own."""
+        raise NotImplementedError
+
+    def get(self, key: str, begin: int, end: int) -> bytes:
+        """Bytes of an object; fewer where it ends."""
+        raise NotImplementedError
+
+    def size(self, key: str) -> int:
+        """Of an object, in bytes."""
+        raise NotImplementedError
+
+    def list(self, prefix: str) -> list[Stored]:
+        """All whose keys begin so, in order."""
+        raise NotImplementedError
+
+    def delete(self, key: str) -> None:
+        """Delete; one that is not there is deleted already."""
+        raise NotImplementedError
+
+    def begin(self, key: str) -> str:
+        """Begin an object of parts; gives its token."""
+        raise NotImplementedError
+
+    def put_part(self, key: str, token: str, number: int, data: Data) -> str:
+        """Put part `number`, from 1; gives what `finish` wants of it."""
+        raise NotImplementedError
+
+    def finish(self, key: str, token: str, parts: list[str]) -> None:
+        """Put the parts together."""
+        raise NotImplementedError
+
+    def abort(self, key: str, token: str) -> None:
+        """Give the parts up."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End connections."""
+
+
+class LocalBackend(Backend):
+    """A directory. An object is written under another name, made durable, and linked or renamed into its place."""
+
+    def __init__(self, root: Path):
+        self._root = root
+
+    def put(self, key: str, data: Data) -> None:
+        self.put_stream(key, [data])
+
+    def put_stream(self, key: str, pieces: Iterable[Data]) -> None:
+        with self._refusals(key):
+            os.replace(self._written(key, pieces), self._path(key))
+            self._sync(self._path(key).parent)
+
+    def create(self, key: str, data: Data) -> None:
+        with self._refusals(key):
+            temporary = self._written(key, [data])
+            try:
+                os.link(temporary, self._path(key))
+            except FileExistsError as error:
+                raise Taken(key) from error
+            finally:
+                temporary.unlink()
+            self._sync(self._path(key).parent)
+
+    def get(self, key: str, begin: int, end: int) -> bytes:
+        with self._refusals(key), open(self._path(key), "rb") as file:
+            file.seek(begin)
+            return file.read(end - begin)
+
+    def size(self, key: str) -> int:
+        with self._refusals(key):
+            return self._path(key).stat().st_size
+
+    def list(self, prefix: str) -> list[Stored]:
+        found, inside = [], self._root / prefix.rpartition("/")[0]
+        with self._refusals(prefix):
+            for directory, _, names in os.walk(inside):
+                paths = [Path(directory, name) for name in names if not name.startswith(".put-")]
+                for path in paths:
+                    with contextlib.suppress(FileNotFoundError):  # deleted while we look
+                        found.append(Stored(path.relative_to(self._root).as_posix(), path.stat().st_size))
+        return sorted(stored for stored in found if stored.key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        with self._refusals(key), contextlib.suppress(FileNotFoundError):
+            self._path(key).unlink()
+
+    def _path(self, key: str) -> Path:
+        return self._root / key
+
+    def _written(self, key: str, pieces: Iterable[Data]) -> Path:
+        directory = self._path(key).parent
+        directory.mkdir(parents=True, exist_ok=True)
+        temporary = directory / f".put-{secrets.token_hex(8)}"
+        try:
+            with open(temporary, "xb") as file:
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return temporary
+
+    @staticmethod
+    def _sync(directory: Path) -> None:
+        fd = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def _refusals(self, key: str):
+        try:
+            yield
+        except VerlError:  # of whoever gives the pieces
+            raise
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise ObjectNotFound(f"{self._path(key)} is not there") from error
+        except OSError as error:
+            raise StorageRefused(f"{self._path(key)}: {error.strerror or error}") from error

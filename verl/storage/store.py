@@ -1,0 +1,237 @@
+"""ObjectStore: objects by key, asked until the store answers, long ones in parts, several requests at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from verl.errors import ObjectDamaged, ObjectNotFound, StorageError
+from verl.storage.backend import Backend, Data, Stored, Taken
+from verl.storage.options import MIB, Storage
+from verl.storage.retrying import Passing, Retrying
+
+MOST_PARTS = 10_000  # that S3 takes
+
+
+class ObjectStore:
+    """Objects of one storage, by key. Its methods may be called from several threads.
+
+    An object that is there is there as a whole: a put that failed, or a process that was killed in it, leaves none.
+
+    >>> from verl.storage.options import MemoryStorage
+    >>> store = MemoryStorage(prefix="docs").connect()
+    >>> store.put("greeting", b"good morning")
+    >>> bytes(store.get("greeting", 5, 9)), store.create("greeting", b"good night")
+    (b'morn', False)
+
+    Every method raises:
+        StorageUnreachable: no answer, retries included.
+        StorageRefused: no such bucket, no permission, no credentials: asking again would not help.
+    """
+
+    def __init__(self, storage: Storage, backend: Backend):
+        self.storage, self.address = storage, storage.address
+        self._backend = backend
+        self._part_bytes = storage.part_mib * MIB
+        self._retrying = Retrying(storage.retries, storage.backoff_s)
+        self._threads = ThreadPoolExecutor(storage.concurrency, thread_name_prefix="storage")
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self.address!r})"
+
+    def __enter__(self) -> ObjectStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def url(self, key: str) -> str:
+        """For people."""
+        return f"{self.address}/{key}"
+
+    # -- putting ------------------------------------------------------------------------------------------------------
+
+    def put(self, key: str, data: Data) -> None:
+        """Put an object, whatever is there; its transfer is secured by a checksum."""
+        self.put_pieces(key, lambda: _cut(memoryview(data), self._part_bytes), len(data))
+
+    def put_file(self, key: str, path: str | Path) -> int:
+        """Put a file. Gives its size."""
+        size = Path(path).stat().st_size
+
+        def pieces() -> Iterator[bytes]:
+            with open(path, "rb") as file:
+                while piece := file.read(self.part_bytes(size)):
+                    yield piece
+
+        self.put_pieces(key, pieces, size)
+        return size
+
+    def put_pieces(self, key: str, pieces: Callable[[], Iterable[Data]], size: int) -> None:
+        """Put what a call of `pieces` gives, in order.
+
+        Args:
+            pieces: of `part_bytes(size)`, the last one shorter. They are asked for as they can be sent, and all once
+                more where a store cannot retry them alone; what they raise ends the put.
+        Raises:
+            ObjectDamaged: there were more bytes, or fewer.
+        """
+        if size <= self._part_bytes:
+            whole = b"".join(self._exactly(key, pieces(), size))
+            self._ask(f"put {self.url(key)}", lambda: self._backend.put(key, whole))
+        elif self._backend.has_parts:
+            self._put_parts(key, pieces, size)
+        else:
+            self._ask(f"put {self.url(key)}", lambda: self._backend.put_stream(key, self._exactly(key, pieces(), size)))
+
+    def create(self, key: str, data: Data) -> bool:
+        """Put an object unless there is one.
+
+        Where an answer is lost, the same content found there is taken for our own: put something of yourself into it.
+
+        Returns:
+            Whether the object holds this content now.
+        """
+        try:
+            if not self._backend.is_conditional:
+                return self._create_by_looking(key, data)
+            self._ask(f"create {self.url(key)}", lambda: self._backend.create(key, data))
+        except Taken:
+            return self._holds(key, data)
+        return True
+
+    # -- getting ------------------------------------------------------------------------------------------------------
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes | bytearray:
+        """Bytes of an object, all of it by default.
+
+        Raises:
+            ObjectNotFound: there is none.
+            ObjectDamaged: it ends before `end`.
+        """
+        end = self.size(key) if end is None else end
+        if end - begin <= self._part_bytes:
+            return self._range(key, begin, end)
+        data = bytearray()
+        for piece in self.pieces(key, begin, end):
+            data += piece
+        return data
+
+    def pieces(self, key: str, begin: int, end: int) -> Iterator[bytes]:
+        """The same in pieces, in order; several are fetched ahead."""
+        starts = iter(range(begin, end, self._part_bytes))
+        ahead: deque[Future[bytes]] = deque()
+        try:
+            while True:
+                while len(ahead) < self.storage.concurrency and (start := next(starts, None)) is not None:
+                    stop = min(start + self._part_bytes, end)
+                    ahead.append(self._threads.submit(self._range, key, start, stop))
+                if not ahead:
+                    return
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()
+
+    def size(self, key: str) -> int:
+        """In bytes.
+
+        Raises:
+            ObjectNotFound: there is none.
+        """
+        return self._ask(f"look at {self.url(key)}", lambda: self._backend.size(key))
+
+    def find(self, key: str) -> Stored | None:
+        """The object, or None."""
+        try:
+            return Stored(key, self.size(key))
+        except ObjectNotFound:
+            return None
+
+    def list(self, prefix: str = "") -> list[Stored]:
+        """All objects whose keys begin with `prefix`, in order of key. Some stores list a new object only later."""
+        return self._ask(f"list {self.url(prefix)}", lambda: self._backend.list(prefix))
+
+    def delete(self, key: str) -> None:
+        """Delete an object; one that is not there is deleted already."""
+        self._ask(f"delete {self.url(key)}", lambda: self._backend.delete(key))
+
+    def close(self) -> None:
+        """End connections; requests under way fail."""
+        self._retrying.close()
+        self._threads.shutdown(cancel_futures=True)
+        self._backend.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _ask(self, what: str, request: Callable[[], Any]) -> Any:
+        return self._retrying(what, request)
+
+    def part_bytes(self, size: int) -> int:
+        """How long the pieces of an object of `size` bytes may be."""
+        return max(self._part_bytes, math.ceil(size / MOST_PARTS))
+
+    def _range(self, key: str, begin: int, end: int) -> bytes:
+        if begin >= end:
+            return b""
+        data = self._ask(f"get {self.url(key)}", lambda: self._backend.get(key, begin, end))
+        if len(data) != end - begin:
+            raise ObjectDamaged(f"{self.url(key)} has {begin + len(data)} bytes instead of {end} or more")
+        return data
+
+    def _put_parts(self, key: str, pieces: Callable[[], Iterable[Data]], size: int) -> None:
+        url = self.url(key)
+        token = self._ask(f"begin {url}", lambda: self._backend.begin(key))
+        sent: list[str] = []
+        under_way: deque[Future[str]] = deque()
+        try:
+            for number, piece in enumerate(self._exactly(key, pieces(), size), 1):
+                if len(under_way) >= self.storage.concurrency:
+                    sent.append(under_way.popleft().result())
+                under_way.append(self._threads.submit(self._put_part, key, token, number, piece))
+            sent += [future.result() for future in under_way]
+            self._ask(f"finish {url}", lambda: self._finish(key, token, sent, size))
+        except BaseException:
+            for future in under_way:
+                future.cancel()
+            with contextlib.suppress(StorageError, Passing):  # the store's own rules remove them later
+                self._backend.abort(key, token)
+            raise
+
+    def _put_part(self, key: str, token: str, number: int, piece: Data) -> str:
+        what = f"put part {number} of {self.url(key)}"
+        return self._ask(what, lambda: self._backend.put_part(key, token, number, piece))
+
+    def _finish(self, key: str, token: str, parts: list[str], size: int) -> None:
+        try:
+            self._backend.finish(key, token, parts)
+        except ObjectNotFound:  # of an earlier try whose answer was lost?
+            if self._backend.size(key) != size:
+                raise
+
+    def _create_by_looking(self, key: str, data: Data) -> bool:
+        if self.find(key) is None:
+            self.put(key, data)
+        return self._holds(key, data)
+
+    def _holds(self, key: str, data: Data) -> bool:
+        return self.size(key) == len(data) and self.get(key, 0, len(data)) == bytes(data)
+
+    def _exactly(self, key: str, pieces: Iterable[Data], size: int) -> Iterator[Data]:
+        done = 0
+        for piece in pieces:
+            done += len(piece)
+            if done <= size:
+                yield piece
+        if done != size:
+            raise ObjectDamaged(f"{self.url(key)} was to have {size} bytes, and {done} were given")
+
+
+def _cut(data: memoryview, size: int) -> Iterator[memoryview]:
+    for begin in range(0, len(data), size):
+        yield data[begin : begin + size]
