@@ -1,0 +1,135 @@
+"""Rollouts of a run are browsed: as a table, one prompt across steps, and as a page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from trainer.runs import GRPO, ppo_run
+from typer.testing import CliRunner
+
+from verl.cli.main import app
+from verl.cli.samples_page import page
+from verl.cli.samples_read import Sample, read_samples
+from verl.description import BuildContext
+from verl.replay.settings import TieredReplay
+from verl.tracking.jsonl import JsonLines
+from verl.tracking.trackers import Trackers
+
+runner = CliRunner()
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+NASTY = "</script><b id=x>&amp;\u2028\"'"
+
+
+@pytest.fixture(scope="module")
+def finished(model32, tmp_path_factory) -> Path:
+    """A run of three steps, which evaluated and kept its rows."""
+    directory = tmp_path_factory.mktemp("samples") / "run"
+    run = ppo_run(
+        model32, GRPO, total_steps=3, eval_interval=1, save_final=False, tracker=Trackers(jsonl=JsonLines()),
+        replay=TieredReplay(memory_mib=8, shard_mib=1),
+    )  # fmt: skip
+    with run.build(BuildContext(run_dir=directory)) as trainer:
+        trainer.fit()
+    return directory
+
+
+def told(directory: Path, *options: str) -> str:
+    result = runner.invoke(app, ["samples", str(directory), *options])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def rows(directory: Path, *options: str) -> list[dict]:
+    return json.loads(told(directory, "--json", "--limit", "0", *options))
+
+
+def test_rows_of_the_buffer_and_of_the_dumps_are_read(finished):
+    samples = read_samples(finished)
+    assert {sample.source for sample in samples} == {"buffer", "eval"}
+    kept = [sample for sample in samples if sample.source == "buffer"]
+    assert len(kept) == 3 * 6
+    assert {sample.step for sample in kept} == {1, 2, 3}
+    assert all(sample.prompt and sample.length and sample.score is not None for sample in kept)
+    dumped = json.loads((finished / "samples/step_2.jsonl").read_text().splitlines()[0])
+    mine = next(sample for sample in samples if sample.source == "eval" and sample.step == 2)
+    assert (mine.prompt, mine.response, mine.score) == (
+        dumped["prompt_text"], dumped["response_text"], dumped["score"],
+    )  # fmt: skip
+
+
+def test_rows_are_chosen_by_reward_length_step_and_prompt(finished):
+    all_rows = rows(finished)
+    good = rows(finished, "--reward", "0.5:", "--sort", "-reward")
+    assert [row["score"] for row in good] == sorted((r["score"] for r in all_rows if r["score"] >= 0.5), reverse=True)
+    assert 0 < len(good) < len(all_rows)
+    assert {row["step"] for row in rows(finished, "--step", "2:3")} == {2, 3}
+    short = rows(finished, "--length", ":6")
+    assert all(row["length"] <= 6 for row in short)
+    text = next(row["prompt"] for row in all_rows if row["source"] == "buffer")
+    assert {row["prompt"] for row in rows(finished, "--prompt", text, "--source", "buffer")} == {text}
+
+
+def test_one_prompt_is_compared_across_steps(finished):
+    some = next(row for row in rows(finished, "--source", "eval"))
+    output = told(finished, "--prompt", some["prompt"], "--source", "eval", "--compare")
+    assert some["prompt"] in output
+    assert [line.split()[0] for line in output.splitlines()[2:] if line.strip()] == ["0", "1", "2", "3"]
+    several = runner.invoke(app, ["samples", str(finished), "--compare"])
+    assert several.exit_code == 2
+    assert "--compare needs one prompt" in several.output
+
+
+def test_what_is_asked_wrongly_is_told_on_one_line(finished, tmp_path):
+    for arguments in (["--reward", "high"], ["--sort", "beauty"]):
+        result = runner.invoke(app, ["samples", str(finished), *arguments])
+        assert result.exit_code == 2
+        assert "expected" in result.output
+    assert "no such directory" in runner.invoke(app, ["samples", str(tmp_path / "nowhere")]).output
+    assert "neither samples" in runner.invoke(app, ["samples", str(tmp_path)]).output
+
+
+def dom(html: str, directory: Path, view: str = "", script: str = "") -> str:
+    """The page after its script has run, as a browser has it."""
+    assert BROWSER is not None
+    file = directory / "page.html"
+    file.write_text(html.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        f"--user-data-dir={directory / 'profile'}", "--virtual-time-budget=2000", "--dump-dom", f"file://{file}#{view}",
+    ]  # fmt: skip
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def shown(dumped: str) -> list[list[str]]:
+    body = dumped.split("<tbody>")[1].split("</tbody>")[0]
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row, re.S) for row in body.split("<tr>")[1:]]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium, chromium-browser or google-chrome")
+def test_the_page_sorts_and_filters_in_a_browser_and_shows_responses_as_text(tmp_path):
+    samples = [Sample("buffer", step, f"p{step % 2}", f"r{step}", step / 10, 10 - step, step % 2) for step in range(9)]
+    html = page([*samples, Sample("eval", 9, NASTY, NASTY)], "run & more")
+    whole = dom(html, tmp_path)
+    assert [row[0] for row in shown(whole)] == [str(step) for step in range(10)]
+    assert "<h1>run &amp; more</h1>" in whole
+    assert shown(whole)[9][6].startswith("&lt;/script&gt;&lt;b id=x&gt;&amp;amp;")
+    best = dom(html, tmp_path, "sort=-score&score_min=0.3&prompt=p0")
+    assert [row[6] for row in shown(best)] == ["r8", "r6", "r4"]
+    assert "3 of 10 rows, mean reward 0.6000" in best
+    clicked = dom(html, tmp_path, script="document.querySelector('th[data-key=length]').click()")
+    assert [row[4] for row in shown(clicked)] == [*map(str, range(2, 11)), ""]
+    one = dom(html, tmp_path, script="document.querySelectorAll('td.prompt')[1].click()")
+    assert [row[5] for row in shown(one)] == ["p1"] * 4
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium, chromium-browser or google-chrome")
+def test_the_command_writes_a_page_of_the_run(finished, tmp_path):
+    told(finished, "--html", str(tmp_path / "samples.html"), "--source", "buffer")
+    html = (tmp_path / "samples.html").read_text()
+    assert "http" not in html.split('<script id="rows"')[0].replace("http-equiv", "")
+    assert len(shown(dom(html, tmp_path))) == 18

@@ -1,0 +1,87 @@
+"""A resumed run with a replay buffer is the uninterrupted one, bit by bit, and on more processes to rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from equivalence.test_resume import final_digest, fit, numbers
+from trainer.runs import GRPO, PPO, ppo_run
+
+from verl.checkpoint import CheckpointManager
+from verl.checkpoint.settings import Checkpointing
+from verl.engines.sharding import DDP
+from verl.replay.cold import Cold
+from verl.replay.settings import TieredReplay
+from verl.storage.options import LocalStorage
+from verl.tracking.jsonl import JsonLines
+from verl.tracking.trackers import Trackers
+
+STEPS = 5
+SMALL = TieredReplay(max_rows=16, memory_mib=8, shard_mib=1, hot_share=0.3, warm_share=0.3, cold_share=0.4)
+
+
+def course(algorithm, model, directory: Path, processes: int = 1, **options):
+    checkpoint = Checkpointing(save_dir=str(directory / "checkpoints"), save_interval=1, keep_last_n=None)
+    algorithm = dataclasses.replace(algorithm, replay_fraction=0.5)
+    tracker = Trackers(jsonl=JsonLines())
+    run = ppo_run(model, algorithm, total_steps=STEPS, tracker=tracker, replay=SMALL, **options)
+    if processes > 1:
+        settings = dataclasses.replace(run.trainer, n_gpus_per_node=processes, num_threads=processes)
+        run = dataclasses.replace(run, sharding=DDP(), trainer=settings)
+    storage = LocalStorage(path=str(directory.parent / "store"))
+    return dataclasses.replace(run, checkpoint=checkpoint, storage=storage)
+
+
+@pytest.mark.parametrize("algorithm", [PPO, GRPO], ids=["ppo", "grpo"])
+def test_a_run_with_old_rows_ends_as_the_uninterrupted_one(algorithm, model32, tmp_path):
+    fit(course(algorithm, model32, tmp_path / "whole"), tmp_path / "whole")
+    whole = numbers(tmp_path / "whole")
+    assert whole[STEPS]["replay/old_rows"] == 6
+    assert whole[STEPS]["replay/rows"] == 16
+    for step in (1, 3):
+        directory = tmp_path / f"from_{step}"
+        point = tmp_path / f"whole/checkpoints/global_step_{step}"
+        run = course(algorithm, model32, directory)
+        fit(dataclasses.replace(run, resume=str(point)), directory)
+        mine = {k: _without_layers(v) for k, v in numbers(directory).items()}
+        assert mine == {k: _without_layers(v) for k, v in whole.items() if k > step}
+        found = [CheckpointManager(tmp_path / at / "checkpoints") for at in ("whole", directory.name)]
+        weights = [{name: x.tolist() for name, x in manager.load("actor").items()} for manager in found]
+        assert weights[0] == weights[1]
+        assert [manager.buffer_size() for manager in found] == [found[0].buffer_size()] * 2
+        assert found[0].buffer_size() >= 16  # whole shards
+    assert final_digest(tmp_path / "whole")
+
+
+def test_a_run_with_old_rows_goes_on_with_more_processes(model32, tmp_path):
+    fit(course(GRPO, model32, tmp_path / "whole"), tmp_path / "whole")
+    directory = tmp_path / "from_2"
+    run = course(GRPO, model32, directory, processes=2)
+    fit(dataclasses.replace(run, resume=str(tmp_path / "whole/checkpoints/global_step_2")), directory)
+    whole, mine = numbers(tmp_path / "whole"), numbers(directory)
+    assert list(mine) == [3, 4, 5]
+    for step, found in mine.items():
+        drawn = [key for key in found if key.startswith(("replay/staleness", "replay/old_rows"))]
+        assert {key: found[key] for key in drawn} == {key: whole[step][key] for key in drawn}
+        assert found["actor/loss"] == pytest.approx(whole[step]["actor/loss"], abs=1e-3)
+
+
+def _without_layers(metrics: dict[str, float]) -> dict[str, float]:
+    """Where rows lie depends on when threads were done; what is drawn does not."""
+    places = ("replay/rows_", "replay/memory", "sync/", "checkpoint/")
+    return {name: x for name, x in metrics.items() if not name.startswith(places)}
+
+
+@pytest.mark.parametrize("upload_interval", [1, None])
+def test_rows_in_the_store_stay_where_checkpoints_are_uploaded_too(upload_interval, model32, tmp_path, monkeypatch):
+    deleted: list[str] = []
+    monkeypatch.setattr(Cold, "delete", lambda cold, names: deleted.extend(names))
+    uploaded = Cold.uploaded
+    monkeypatch.setattr(Cold, "uploaded", lambda cold: (cold.settle(), uploaded(cold))[1])  # however slow the machine
+    run = course(GRPO, model32, tmp_path / "run")
+    checkpoint = dataclasses.replace(run.checkpoint, upload_interval=upload_interval, keep_last_n=1)
+    settings = dataclasses.replace(run.trainer, total_steps=10)
+    fit(dataclasses.replace(run, checkpoint=checkpoint, trainer=settings), tmp_path / "run")
+    assert bool(deleted) is (upload_interval is None)

@@ -1,0 +1,134 @@
+"""The coldest rows: brought to a store and back, and what becomes of them when the store fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from replay.rows_here import scored_rows
+from replay.test_buffer import SMALL, texts
+
+from verl.errors import StorageUnreachable
+from verl.replay.buffer import TieredBuffer
+from verl.replay.cold import Cold
+from verl.replay.sampling import Wanted
+from verl.replay.state import attach, state_of
+from verl.storage.options import LocalStorage
+
+TIERED = dataclasses.replace(SMALL, max_rows=290, fetch_timeout_s=5.0)
+ALL = Wanted(num_rows=1000, step=20, version=20)
+
+
+def tiered(directory: Path, store: Path, timeout_s: float = 5.0) -> TieredBuffer:
+    cold = Cold(LocalStorage(path=str(store)).connect(), directory / "cold", timeout_s, retry_s=1e6)
+    return TieredBuffer(TIERED, directory, seed=7, cold=cold)
+
+
+def with_cold_rows(directory: Path, store: Path, timeout_s: float = 5.0) -> TieredBuffer:
+    """A buffer with shards of 24 rows, of which the oldest are in the store alone."""
+    buffer = tiered(directory, store, timeout_s)
+    for step in range(1, 13):
+        buffer.append(scored_rows(24, seed=step, version=step), step)
+        state_of(buffer)
+    assert buffer.cold is not None
+    buffer.cold.settle()
+    buffer.settle()
+    assert buffer.stats()["replay/rows_cold"] == 24  # 288 rows, of which the newest 261 stay here: a whole shard goes
+    buffer.shelf.sweep()
+    return buffer
+
+
+def test_rows_in_the_store_are_drawn_like_all_others(tmp_path):
+    buffer = with_cold_rows(tmp_path / "here", tmp_path / "store")
+    assert not [path for path in (tmp_path / "here").glob("rows_000000000000_*.arrow") if "index" not in path.name]
+    buffer.prefetch(ALL)
+    found = buffer.sample(ALL)
+    assert found is not None
+    assert len(found) == 288
+    first = scored_rows(24, seed=1, version=1)
+    mask = first["attention_mask"].bool()
+    mine = found[:24]
+    assert torch.equal(first["input_ids"][mask], mine["input_ids"][mine["attention_mask"].bool()])
+    buffer.close()
+
+
+def test_a_buffer_goes_on_with_rows_in_the_store_from_a_checkpoint(tmp_path):
+    buffer = with_cold_rows(tmp_path / "here", tmp_path / "store")
+    state = state_of(buffer)
+    (tmp_path / "saved").mkdir()
+    for name, data in state.files.items():
+        (tmp_path / "saved" / name).write_bytes(data)
+    for name, shard in state.shared.items():
+        (tmp_path / "saved" / name).hardlink_to(shard.path)
+    other = tiered(tmp_path / "next", tmp_path / "store")
+    attach(other, tmp_path / "saved", verify=True)
+    wanted = dataclasses.replace(ALL, num_rows=100)
+    assert texts(other.sample(wanted)) == texts(buffer.sample(wanted))
+    assert other.stats()["replay/rows_cold"] == 24
+    buffer.close()
+    other.close()
+
+
+@pytest.mark.parametrize("what", ["altered", "cut short", "missing"])
+def test_an_object_that_is_not_what_was_written_costs_its_rows_and_is_told(what, tmp_path, caplog):
+    buffer = with_cold_rows(tmp_path / "here", tmp_path / "store")
+    (stored,) = (tmp_path / "store").rglob("rows_*.arrow")
+    if what == "missing":
+        stored.unlink()
+    else:
+        data = bytearray(stored.read_bytes())
+        data[len(data) // 2] ^= 1
+        stored.write_bytes(data if what == "altered" else data[:-100])
+    found = buffer.sample(ALL)
+    assert found is not None
+    assert set(found["policy_version"].tolist()) == set(range(2, 13))
+    assert buffer.stats()["replay/lost_rows"] == 24
+    assert "24 replay rows are lost" in caplog.text
+    buffer.close()
+
+
+def test_a_store_that_does_not_answer_costs_a_moment_and_a_warning(tmp_path, monkeypatch, caplog):
+    buffer = with_cold_rows(tmp_path / "here", tmp_path / "store", timeout_s=0.2)
+    assert buffer.cold is not None
+    over = threading.Event()
+
+    def stalls(*_):
+        over.wait(30)
+        raise StorageUnreachable("no answer")
+
+    monkeypatch.setattr(buffer.cold._store, "get", stalls)
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        found = buffer.sample(ALL)
+        again = buffer.sample(ALL)
+    over.set()
+    assert found is not None
+    assert len(found) == 288 - 24
+    assert texts(again) == texts(found)
+    assert caplog.text.count("The storage does not give") == 1
+    assert time.monotonic() - began < 20  # no hang: the store would have taken 30 s
+    assert buffer.stats()["replay/lost_rows"] == 0
+    buffer.close()
+
+
+def test_what_the_store_does_not_take_stays_here(tmp_path, monkeypatch):
+    buffer = tiered(tmp_path / "here", tmp_path / "store")
+    assert buffer.cold is not None
+
+    def refuses(*_):
+        raise StorageUnreachable("no answer")
+
+    monkeypatch.setattr(buffer.cold._store, "put_file", refuses)
+    for step in range(1, 13):
+        buffer.append(scored_rows(24, seed=step, version=step), step)
+        state_of(buffer)
+    assert buffer.stats()["replay/rows_cold"] == 0
+    found = buffer.sample(ALL)
+    assert found is not None
+    assert len(found) == 288
+    buffer.close()

@@ -1,0 +1,316 @@
+"""TieredBuffer: one buffer of scored rows, whose newest are in device memory, most on disk, the oldest far away.
+
+append ──> hot (the newest, on the device)      sample <── one race over all rows that may be taken
+      └──> tail ── full ──> shard on disk (warm) ── old ──> storage (cold) ── older still ──> gone
+
+Rows have numbers, counted from the buffer's beginning, and groups of responses to one prompt too. What is drawn depends
+on these numbers, the run's seed and the step; on what lies where, and on the number of processes, it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from verl.checkpoint.disk import Disk
+from verl.protocol import DataProto
+from verl.replay.cold import Cold
+from verl.replay.index import RowIndex
+from verl.replay.queues import SegmentQueue
+from verl.replay.rows import INDEX, Part, Segment, pack, rebuild
+from verl.replay.sampling import Wanted, draw, weights_of
+from verl.replay.settings import MIB, TieredReplay
+from verl.replay.shards import Shard, index_file, index_name, write_bytes
+from verl.replay.shelf import Placed, Shelf
+from verl.replay.tail import Tail
+from verl.utils.memory import give_back
+
+
+class TieredBuffer:
+    """Scored rows of a run. Its methods are called by one thread.
+
+    Args:
+        directory: of its files, which nobody else writes into.
+        device: of the hot layer.
+        seed: of the run.
+        cold: where the oldest go; None keeps them on the disk.
+    Attributes:
+        num_steps: calls of `append` that brought rows, over all runs that went on from one another.
+        num_lost: rows that could be neither written nor read.
+        released: names of stored shards that the buffer needs no longer.
+    """
+
+    def __init__(
+        self,
+        settings: TieredReplay,
+        directory: Path,
+        device: str = "cpu",
+        seed: int = 0,
+        cold: Cold | None = None,
+        disk: Disk | None = None,
+    ):
+        self.settings, self.directory, self.seed, self.cold = settings, directory, seed, cold
+        self.disk, self._device = disk or Disk(), torch.device(device)
+        directory.mkdir(parents=True, exist_ok=True)
+        memory = settings.memory_mib * MIB
+        self.index, self.shelf, self._hot = RowIndex(), Shelf(self.disk, memory // 8), SegmentQueue()
+        self.tail = Tail(self.disk, directory, settings.shard_mib * MIB, memory // 4)
+        self._hot_bytes = memory // 4  # what is left is for the file being made, the index, and a batch that is drawn
+        self.num_groups = self.num_steps = self.num_lost = 0
+        self.released: list[str] = []
+
+    def __len__(self) -> int:
+        return int(self.index["is_there"].sum())
+
+    # -- putting in ---------------------------------------------------------------------------------------------------
+
+    def append(self, batch: DataProto, step: int) -> None:
+        """Take scored rows in, which are on their way to the disk when this returns.
+
+        Args:
+            batch: prompts, responses, group_ids, policy_version, rollout_log_probs, token_level_scores, response_mask,
+                attention_mask, advantages, and whatever else an update needs of them.
+        """
+        if not len(batch):
+            return
+        batch, groups = _adjacent(batch)
+        mask = batch["response_mask"]
+        record = pack(
+            batch,
+            {
+                "group": groups + self.num_groups,
+                "step": np.full(len(batch), step, dtype=np.int64),
+                "score": _sums(batch["token_level_scores"], mask),
+                "advantage": _sums(batch["advantages"].abs(), mask) / np.maximum(mask.sum(1).cpu().numpy(), 1),
+            },
+        )
+        first_row = self.index.end
+        self.index.append({name: record.column(name).to_numpy() for name in INDEX})
+        self._into_hot(first_row, Segment.of(record))
+        if (given_up := self.tail.add(first_row, record)) is not None:
+            self.num_lost += self.index.lose(*given_up)
+        self.num_groups += int(groups[-1]) + 1
+        self.num_steps += 1
+        self.settle()
+
+    def settle(self) -> None:
+        """Take note of what threads have done, and let rows move on from layer to layer."""
+        if written := self.tail.collect():
+            for shard in written:
+                self.shelf.add(shard, self.directory / shard.name)
+            give_back()
+        self._expire()
+        if self.cold is not None:
+            self._demote(self.cold)
+
+    # -- taking out ---------------------------------------------------------------------------------------------------
+
+    def prefetch(self, wanted: Wanted) -> None:
+        """Begin to fetch what `sample` would take by now."""
+        if self.cold is not None and self.cold.is_reachable and self._is_warmed_up:
+            rows = self._chosen(wanted, np.zeros(len(self.index), dtype=bool))
+            self.cold.want(placed.shard for placed, _ in self._far(rows))
+
+    def sample(self, wanted: Wanted, pad_token_id: int = 0) -> DataProto | None:
+        """Rows of earlier steps, oldest first, as `append` took them, without what the roles compute.
+
+        `group_ids` count the groups of this batch from 0. None where no row may be taken.
+        """
+        if not self._is_warmed_up:
+            return None
+        left_out = np.zeros(len(self.index), dtype=bool)
+        rows = self._chosen(wanted, left_out)
+        while self.cold is not None and (far := list(self._far(rows))):
+            missing = self._bring(self.cold, [placed for placed, _ in far])
+            if not missing:
+                break
+            for placed in missing:
+                left_out[self._span(placed.shard)] = True
+            rows = self._chosen(wanted, left_out)
+        if not len(rows):
+            return None
+        groups = np.unique(self.index["group"][rows - self.index.first], return_inverse=True)[1]
+        found = self.rows(rows, pad_token_id)
+        give_back()
+        return found.union(DataProto.from_dict({"group_ids": torch.from_numpy(groups.astype(np.int64))}))
+
+    def rows(self, numbers: np.ndarray, pad_token_id: int = 0) -> DataProto:
+        """Rows by their numbers, in the order given; they must be in memory or in files that are here.
+
+        Raises:
+            ReplayCorrupt: a file is not what was written.
+        """
+        return rebuild(list(self._parts(numbers)), pad_token_id, self.shelf.touched)
+
+    def iterate(self, size: int, rank: int = 0, world_size: int = 1, pad_token_id: int = 0) -> Iterator[DataProto]:
+        """All rows that are here, oldest first, in batches; with several processes each has its share of the shards."""
+        for number, (first, end, is_far) in enumerate(self._stretches()):
+            if is_far or number % world_size != rank:
+                continue
+            numbers = np.arange(max(first, self.index.first), end)
+            numbers = numbers[self.index["is_there"][numbers - self.index.first]]
+            for begin in range(0, len(numbers), size):
+                yield self.rows(numbers[begin : begin + size], pad_token_id)
+
+    def stats(self) -> dict[str, float]:
+        """Rows by layer; see docs/metrics.md."""
+        hot = self.index.end - self._hot_first
+        far = sum(placed.shard.num_rows for placed in self.shelf if placed.is_stored)
+        return {
+            "replay/rows": float(len(self)),
+            "replay/rows_hot": float(hot),
+            "replay/rows_warm": float(max(0, len(self) - hot - far)),
+            "replay/rows_cold": float(far),
+            "replay/lost_rows": float(self.num_lost),
+            "replay/memory_mib": (self._hot.num_bytes + self.tail.num_bytes) / MIB,
+        }
+
+    def fill_hot(self) -> None:
+        """Read the newest rows from their files into device memory, as they were before a restart."""
+        for placed in reversed(self.shelf.placed):
+            if placed.path is None:
+                return
+            opened = self.shelf.opened(placed)
+            for start, segment in zip(reversed(opened.starts.tolist()), reversed(opened.segments)):
+                end = placed.first_row + start + segment.num_rows
+                if (count := end - (self.index.end - self.settings.hot_rows)) <= 0:
+                    return
+                kept = segment.last(min(segment.num_rows, count))
+                if self._hot.num_bytes + kept.num_bytes > self._hot_bytes:
+                    return
+                on_device = kept if self._device.type == "cpu" else kept.to(self._device)
+                self._hot.prepend(end - kept.num_rows, on_device)
+
+    def close(self) -> None:
+        """Write the last rows, for whoever browses them, and end the threads. The files stay."""
+        self.tail.seal()
+        self.tail.close()
+        if self.cold is not None:
+            self.cold.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_warmed_up(self) -> bool:
+        return self.num_steps >= self.settings.buffer_warmup_steps
+
+    @property
+    def _hot_first(self) -> int:
+        return self.index.end if self._hot.first is None else self._hot.first
+
+    def _into_hot(self, first_row: int, segment: Segment) -> None:
+        on_device = segment if self._device.type == "cpu" else segment.to(self._device)
+        self._hot.append(first_row, on_device)
+        self._hot.drop_before(self.index.end - self.settings.hot_rows)
+        self._hot.trim(self._hot_bytes)
+
+    def _span(self, shard: Shard) -> slice:
+        """The rows of a shard, in the columns of the index."""
+        return slice(max(0, shard.first_row - self.index.first), max(0, shard.end - self.index.first))
+
+    def _chosen(self, wanted: Wanted, left_out: np.ndarray) -> np.ndarray:
+        """Numbers of rows, ascending."""
+        index, settings = self.index, self.settings
+        staleness = wanted.version - index["policy_version"].astype(np.int64)
+        fits = index["is_there"] & ~left_out
+        if wanted.max_staleness is not None:
+            fits &= staleness <= wanted.max_staleness
+        numbers, sizes = np.arange(index.first, index.end), np.ones(len(index), dtype=np.int64)
+        heads, advantage = np.arange(len(index)), np.abs(index["advantage"])
+        if wanted.whole_groups and len(index):
+            groups = index["group"]
+            heads = np.flatnonzero(np.diff(groups, prepend=groups[0] - 1))
+            sizes = np.diff(heads, append=len(index))
+            fits, staleness = np.logical_and.reduceat(fits, heads), np.maximum.reduceat(staleness, heads)
+            advantage, numbers = np.add.reduceat(advantage, heads) / sizes, groups[heads]
+        (able,) = np.nonzero(fits)
+        weights = weights_of(settings.sampling, staleness[able], advantage[able], settings.recency_half_life)
+        taken = able[draw(numbers[able], weights, sizes[able], wanted.num_rows, self.seed, wanted.step)]
+        spans = [np.arange(first, first + size) for first, size in zip(heads[taken].tolist(), sizes[taken].tolist())]
+        return index.first + np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
+
+    def _parts(self, numbers: np.ndarray) -> Iterator[Part]:
+        places, tail_first = np.arange(len(numbers)), self.tail.first
+        is_hot = numbers >= self._hot_first
+        in_tail = ~is_hot & (numbers >= (self.index.end if tail_first is None else tail_first))
+        for layer, is_here in ((self._hot, is_hot), (self.tail, in_tail), (self.shelf, ~is_hot & ~in_tail)):
+            if is_here.any():
+                yield from layer.find(numbers[is_here], places[is_here])
+
+    def _far(self, rows: np.ndarray) -> Iterator[tuple[Placed, np.ndarray]]:
+        """The shards of these rows that are in the store alone."""
+        in_shards = rows[rows < min(self._hot_first, self.index.end if self.tail.first is None else self.tail.first)]
+        if len(in_shards):
+            yield from ((placed, has) for placed, has in self.shelf.holding(in_shards) if placed.path is None)
+
+    def _bring(self, cold: Cold, placed: list[Placed]) -> list[Placed]:
+        """Fetch shards; gives those that could not be had."""
+        self._leave_fetched(cold)
+        paths = cold.fetch([one.shard for one in placed])
+        for one in placed:
+            one.path = paths.get(one.shard.name)
+        for shard in cold.lost:
+            self.num_lost += self.index.lose(shard.first_row, shard.end)
+        cold.lost.clear()
+        return [one for one in placed if one.path is None]
+
+    def _leave_fetched(self, cold: Cold) -> None:
+        """Go without the files that were fetched for earlier steps."""
+        for one in self.shelf:
+            if one.is_stored and one.path is not None:
+                one.path = one.mapped = None
+        cold.forget()
+
+    def _expire(self) -> None:
+        """Let go of the rows beyond `max_rows`, whole groups of them."""
+        index, surplus = self.index, len(self.index) - self.settings.max_rows
+        if surplus <= 0:
+            return
+        groups = index["group"]
+        index.drop_before(index.first + int(np.searchsorted(groups, groups[surplus - 1], side="right")))
+        self._hot.drop_before(index.first)
+        self.released += [shard.name for shard in self.shelf.drop_before(index.first)]
+
+    def _demote(self, cold: Cold) -> None:
+        """Bring the oldest shards to the store; their files go once it has confirmed them."""
+        confirmed = {shard.name for shard in cold.uploaded()}
+        self.released += sorted(confirmed - {placed.shard.name for placed in self.shelf})  # expired on their way there
+        for placed in self.shelf:
+            if placed.shard.end > self.index.end - self.settings.near_rows:
+                break
+            if placed.path is None or placed.is_stored:
+                continue
+            if placed.shard.name not in confirmed:
+                cold.upload(placed.shard, placed.path)
+                continue
+            index = index_file(self.shelf.opened(placed).index())
+            try:
+                write_bytes(self.disk, self.directory / index_name(placed.shard), index)
+            except OSError:
+                continue  # it is uploaded again when there is room
+            placed.is_stored = True
+            self.shelf.leave(placed)
+
+    def _stretches(self) -> list[tuple[int, int, bool]]:
+        """First row, end, and whether they are in the store alone: of each shard, and of the rows in none yet."""
+        found = [(placed.first_row, placed.shard.end, placed.path is None) for placed in self.shelf]
+        return found if self.tail.first is None else [*found, (self.tail.first, self.index.end, False)]
+
+
+def _sums(x: torch.Tensor, mask: torch.Tensor) -> np.ndarray:
+    """Of each row [B T] over its mask, in float64."""
+    return torch.where(mask, x, 0.0).sum(dim=1, dtype=torch.float64).cpu().numpy()
+
+
+def _adjacent(batch: DataProto) -> tuple[DataProto, np.ndarray]:
+    """The rows with those of a group side by side, and the number of each row's group, from 0."""
+    labels = batch["group_ids"].cpu().numpy()
+    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    ranks = np.argsort(np.argsort(first))[inverse]
+    order = np.argsort(ranks, kind="stable")
+    if (order != np.arange(len(order))).any():
+        batch = batch[torch.from_numpy(order)]
+    return batch, ranks[order]

@@ -1,0 +1,286 @@
+"""Rows without padding: a batch of tensors as an Arrow record batch, and rows of many of them as a batch again.
+
+    DataProto [B P], [B T]  ── pack ──>  record batch: lists of tokens, numbers, one JSON object of the other columns
+    Segment (flat values)   ── rebuild ──>  DataProto, padded to the longest of the rows that were asked for
+
+B responses, P prompt length, T response length. Prompts lie right-aligned in a batch, responses left-aligned.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from verl.fields import FIELDS
+from verl.protocol import DataProto
+
+# What a batch has beside, and what is computed anew under the weights of the day.
+REBUILT = ("input_ids", "attention_mask", "position_ids", "prompt_mask", "group_ids", "is_replayed")
+COMPUTED = (
+    "old_log_probs", "entropies", "ref_log_probs", "log_probs", "values", "token_level_rewards", "returns",
+    "advantages",
+)  # fmt: skip
+INDEX = ("group", "step", "policy_version", "score", "advantage")  # columns that stay in memory for every row
+OTHERS = "columns"  # the column of JSON objects
+_KEY = b"verl.fields"
+_AS_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.bool: torch.uint8}
+
+
+@dataclass(frozen=True)
+class RowField:
+    """How a field is kept: `kind` P or T for one value a token, B for one (or a block of `shape`) a row."""
+
+    kind: str
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+
+    def as_json(self) -> list[Any]:
+        return [self.kind, str(self.dtype).removeprefix("torch."), list(self.shape)]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> RowField:
+        kind, dtype, shape = value
+        return cls(kind, getattr(torch, dtype), tuple(shape))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows side by side: of each field the values of all rows in one line.
+
+    Attributes:
+        flat: arrays on the host, or tensors on a device.
+        ends: of kinds P and T, [rows + 1]: where each row begins, and the last one ends.
+        others: JSON objects, one a row.
+        num_bytes: of all of it.
+    """
+
+    num_rows: int
+    fields: Mapping[str, RowField]
+    flat: Mapping[str, np.ndarray | Tensor]
+    ends: Mapping[str, np.ndarray]
+    others: pa.Array
+    num_bytes: int
+
+    @classmethod
+    def of(cls, batch: pa.RecordBatch) -> Segment:
+        """A record batch as it lies in memory: nothing is copied."""
+        fields = fields_of(batch.schema)
+        flat, ends = {}, {}
+        for name, field in fields.items():
+            column = batch.column(name)
+            if field.kind == "B":
+                values = column.flatten() if field.shape else column
+            else:
+                values, ends[field.kind] = column.values, column.offsets.to_numpy()
+            flat[name] = values.to_numpy()
+        return cls(batch.num_rows, fields, flat, ends, batch.column(OTHERS), batch.nbytes)
+
+    def with_own_ends(self) -> Segment:
+        """The same, knowing where rows lie without touching the file that they lie in."""
+        return replace(self, ends={kind: x.copy() for kind, x in self.ends.items()})
+
+    def last(self, count: int) -> Segment:
+        """The last rows, in memory of their own."""
+        first = max(0, self.num_rows - count)
+        begins = {"B": first, **{kind: int(ends[first]) for kind, ends in self.ends.items()}}
+        flat = {}
+        for name, field in self.fields.items():
+            size = int(np.prod(field.shape, dtype=int)) if field.kind == "B" else 1
+            flat[name] = np.array(self.flat[name][begins[field.kind] * size :])
+        ends = {kind: x[first:] - x[first] for kind, x in self.ends.items()}
+        num_bytes = self.num_bytes * (self.num_rows - first) // max(self.num_rows, 1)
+        others = pa.concat_arrays([self.others.slice(first)])
+        return Segment(self.num_rows - first, self.fields, flat, ends, others, num_bytes)
+
+    def to(self, device: torch.device) -> Segment:
+        """The same with its values in the memory of a device."""
+        flat = {name: torch.tensor(values).to(device) for name, values in self.flat.items()}
+        return Segment(self.num_rows, self.fields, flat, self.ends, self.others, self.num_bytes)
+
+
+class Part(NamedTuple):
+    """Rows of one segment, and which rows of a batch they become; `file` is the one they are read from, if any."""
+
+    segment: Segment
+    rows: np.ndarray
+    places: np.ndarray
+    file: Any = None
+
+
+def fields_of(schema: pa.Schema) -> dict[str, RowField]:
+    """The fields of a record batch, from what its schema tells of them."""
+    told = json.loads((schema.metadata or {})[_KEY])
+    return {name: RowField.from_json(value) for name, value in told.items()}
+
+
+def pack(batch: DataProto, index: Mapping[str, np.ndarray]) -> pa.RecordBatch:
+    """Scored rows as a record batch.
+
+    Args:
+        batch: prompts, prompt_mask, responses, attention_mask and whatever else is known of the rows; what the roles
+            compute is left out.
+        index: `INDEX` without what the batch holds, [B].
+    """
+    prompts = batch["prompts"].shape[1]
+    lengths = {"P": batch["prompt_mask"].sum(1), "T": batch["attention_mask"][:, prompts:].sum(1)}
+    counts = {kind: x.cpu().numpy() for kind, x in lengths.items()}
+    offsets = {kind: np.concatenate([[0], x.cumsum()]).astype(np.int32) for kind, x in counts.items()}
+    arrays: dict[str, pa.Array] = {}
+    fields: dict[str, RowField] = {}
+    for name, tensor in batch.batch.items():
+        if name in REBUILT or name in COMPUTED:
+            continue
+        field = fields[name] = _field_of(name, tensor)
+        values = _plain(name, tensor)
+        if field.kind == "B":
+            flat = pa.array(values.reshape(-1))
+            size = int(np.prod(field.shape, dtype=int))
+            arrays[name] = pa.FixedSizeListArray.from_arrays(flat, size) if field.shape else flat
+        else:
+            flat = _unpadded(values, counts[field.kind], is_right=field.kind == "P")
+            arrays[name] = pa.ListArray.from_arrays(offsets[field.kind], pa.array(flat))
+    arrays |= {name: pa.array(values) for name, values in index.items()}
+    arrays[OTHERS] = pa.array(_json_rows(batch), type=pa.large_string())
+    told = json.dumps({name: field.as_json() for name, field in fields.items()})
+    schema = pa.schema([(name, array.type) for name, array in arrays.items()], metadata={_KEY: told.encode()})
+    return pa.record_batch(list(arrays.values()), schema=schema)
+
+
+def rebuild(parts: Sequence[Part], pad_token_id: int, after: Callable[[Part], None] | None = None) -> DataProto:
+    """Rows of several segments as one batch on the host, without group ids.
+
+    Args:
+        parts: together they make every row of the batch, each once.
+        pad_token_id: fills up prompts and responses.
+        after: called with each part once it is read.
+    """
+    fields, count = parts[0].segment.fields, sum(len(part.rows) for part in parts)
+    lengths = {kind: np.zeros(count, dtype=np.int64) for kind in "PT"}
+    for segment, rows, places, _ in parts:
+        for kind, ends in segment.ends.items():
+            lengths[kind][places] = ends[rows + 1] - ends[rows]
+    longest = {kind: max(1, int(x.max(initial=0))) for kind, x in lengths.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, field in fields.items():
+        pad: Any = FIELDS[name].pad if name in FIELDS else 0
+        shape = field.shape if field.kind == "B" else (longest[field.kind],)
+        tensors[name] = torch.full((count, *shape), pad_token_id if pad == "pad_token" else pad, dtype=field.dtype)
+    objects: list[dict[str, Any]] = [{}] * count
+    for part in parts:
+        for name, field in fields.items():
+            _fill(tensors[name], field, name, part)
+        for row, place in zip(part.rows.tolist(), part.places.tolist(), strict=True):
+            objects[place] = json.loads(part.segment.others[row].as_py())
+        if after is not None:
+            after(part)
+    return DataProto.from_dict(tensors | _rebuilt(tensors, lengths, longest), _columns(objects))
+
+
+def _rebuilt(tensors: Mapping[str, Tensor], lengths: Mapping[str, np.ndarray], longest: Mapping[str, int]) -> dict:
+    """The fields that follow from the others."""
+    in_prompt = torch.arange(longest["P"]) >= longest["P"] - torch.from_numpy(lengths["P"])[:, None]
+    in_response = torch.arange(longest["T"]) < torch.from_numpy(lengths["T"])[:, None]
+    attention = torch.cat([in_prompt, in_response], dim=1).long()
+    return {
+        "prompt_mask": in_prompt,
+        "input_ids": torch.cat([tensors["prompts"], tensors["responses"]], dim=1),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0),
+    }
+
+
+def _columns(objects: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """The columns that are no tensors; None where a row does not have one."""
+    names = dict.fromkeys(name for found in objects for name in found)
+    columns = {name: np.empty(len(objects), dtype=object) for name in names}
+    for name, column in columns.items():
+        column[:] = [found.get(name) for found in objects]
+    return columns
+
+
+def _fill(target: Tensor, field: RowField, name: str, part: Part) -> None:
+    """Write rows of a segment into rows of a tensor that holds the padding already."""
+    segment, rows, places, _ = part
+    flat = segment.flat[name]
+    if isinstance(flat, Tensor) and flat.device.type != "cpu":
+        _fill_from_device(target, field, flat, part)
+        return
+    values, bits = np.asarray(flat), _bits(target).numpy()
+    if field.kind == "B":
+        bits[places] = values.reshape(segment.num_rows, *field.shape)[rows]
+        return
+    ends = segment.ends[field.kind]
+    begins, stops = ends[rows].tolist(), ends[rows + 1].tolist()
+    for place, begin, stop in zip(places.tolist(), begins, stops):
+        if field.kind == "P":
+            bits[place, bits.shape[1] - (stop - begin) :] = values[begin:stop]
+        else:
+            bits[place, : stop - begin] = values[begin:stop]
+
+
+def _fill_from_device(target: Tensor, field: RowField, flat: Tensor, part: Part) -> None:
+    """The same where the values lie on a device: gathered there, and brought over in one piece."""
+    segment, rows, places, _ = part
+    at, bits = torch.from_numpy(places), _bits(target)
+    if field.kind == "B":
+        chosen = flat.view(segment.num_rows, *field.shape)[torch.from_numpy(rows).to(flat.device)]
+        bits[at] = chosen.cpu().to(bits.dtype)
+        return
+    ends, width = torch.from_numpy(segment.ends[field.kind].astype(np.int64)), target.shape[1]
+    begins, lengths = ends[rows], ends[rows + 1] - ends[rows]
+    shift = width - lengths if field.kind == "P" else torch.zeros_like(lengths)
+    within = torch.arange(width) - shift[:, None]
+    is_there = (within >= 0) & (within < lengths[:, None])
+    source = (begins[:, None] + within)[is_there]
+    found = bits[at]
+    found[is_there] = flat.index_select(0, source.to(flat.device)).cpu().to(bits.dtype)
+    bits[at] = found
+
+
+def _field_of(name: str, tensor: Tensor) -> RowField:
+    known = FIELDS.get(name)
+    if known is None or known.dims == ("B",):
+        return RowField("B", tensor.dtype, tuple(tensor.shape[1:]))
+    kind = known.dims[-1]
+    assert len(known.dims) == 2, f"{name} has dims {known.dims}"
+    assert kind in "PT", f"{name} has dims {known.dims}: the buffer keeps prompts and responses apart"
+    return RowField(kind, tensor.dtype)
+
+
+def _plain(name: str, tensor: Tensor) -> np.ndarray:
+    """On the host, in a type that Arrow has; token ids in half the bytes."""
+    tensor = _bits(tensor.detach().cpu())
+    if name in FIELDS and FIELDS[name].unit == "token id":
+        tensor = tensor.to(torch.int32)
+    return tensor.numpy()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(_AS_BITS[tensor.dtype]) if tensor.dtype in _AS_BITS else tensor
+
+
+def _unpadded(values: np.ndarray, counts: np.ndarray, is_right: bool) -> np.ndarray:
+    """The values of all rows in one line, without padding."""
+    width = values.shape[1]
+    if not len(counts) or int(counts.min()) == width:
+        return values.reshape(-1)
+    return np.concatenate([row[width - n :] if is_right else row[:n] for row, n in zip(values, counts.tolist())])
+
+
+def _json_rows(batch: DataProto) -> list[str]:
+    columns = batch.non_tensor_batch
+    names = list(columns)
+    rows = zip(*columns.values(), strict=True) if names else ((),) * len(batch)
+    encode = json.JSONEncoder(default=_as_json).encode  # made once: json.dumps makes one for each row
+    return [encode(dict(zip(names, row))) for row in rows]
+
+
+def _as_json(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)

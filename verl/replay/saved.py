@@ -1,0 +1,38 @@
+"""A buffer in a checkpoint, as whoever saves it sees it: files to be linked, and small ones. Imports no Arrow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from verl.checkpoint.hashing import Leaf
+
+COMPONENT, FILE, VERSION = "replay_buffer", "buffer.json", 1
+
+
+@dataclass(frozen=True)
+class SharedShard:
+    """A file that is not changed any more, and what its pieces hash to."""
+
+    path: Path
+    leaves: tuple[Leaf, ...]
+
+
+@dataclass(frozen=True)
+class BufferState:
+    """What a checkpoint holds of a buffer, by file names.
+
+    Attributes:
+        files: small ones, as bytes.
+        shared: files that lie there and may be linked.
+    """
+
+    files: Mapping[str, bytes]
+    shared: Mapping[str, SharedShard] = field(default_factory=dict)
+
+
+def emptied(directory: Path) -> None:
+    """Remove what an earlier life of the same run left: its rows are in checkpoints, or were drawn after the last."""
+    for path in [*directory.glob("rows_*"), *directory.glob("cold/rows_*")]:
+        path.unlink(missing_ok=True)

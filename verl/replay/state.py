@@ -1,0 +1,123 @@
+"""The buffer in a checkpoint: its shards as they are, linked, and one small file that says how they belong together.
+
+replay_buffer/buffer.json                counters, and every shard: rows, bytes, digests, whether it lies in the store
+replay_buffer/rows_FIRST_DIGEST.arrow    a shard that is here
+replay_buffer/rows_..._.index.arrow      of a shard in the store, what is known here of its rows
+
+Nothing says how many processes there were, or which rows were in device memory: that is made anew.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.checkpoint.files import duplicate
+from verl.checkpoint.hashing import hash_buffers
+from verl.errors import ReplayCorrupt
+from verl.replay.buffer import TieredBuffer
+from verl.replay.saved import COMPONENT, FILE, VERSION, BufferState, SharedShard
+from verl.replay.shards import SUFFIX, MappedShard, Shard, index_name, read_index
+
+
+def state_of(buffer: TieredBuffer) -> BufferState:
+    """All rows, on the disk when this returns; what the disk refused comes along as bytes."""
+    shards, refused = buffer.tail.seal()
+    for shard in shards:
+        buffer.shelf.add(shard, buffer.directory / shard.name)
+    buffer.settle()
+    entries, shared = [], {}
+    for placed in buffer.shelf:
+        is_far = placed.is_stored
+        entries.append({**placed.shard.as_json(), "place": "cold" if is_far else "here"})
+        name = index_name(placed.shard) if is_far else placed.shard.name
+        path = buffer.directory / name
+        leaves = hash_buffers([path.read_bytes()]) if is_far else placed.shard.leaves
+        shared[name] = SharedShard(path, leaves)
+    refused = [(shard, data) for shard, data in refused if shard.name not in shared]
+    entries += [{**shard.as_json(), "place": "here"} for shard, _ in refused]
+    index = buffer.index
+    lost = index.first + np.flatnonzero(~index["is_there"])
+    told = {
+        "version": VERSION, "first": index.first, "end": index.end, "num_groups": buffer.num_groups,
+        "num_steps": buffer.num_steps, "num_lost": buffer.num_lost, "lost": _ranges(lost), "shards": entries,
+    }  # fmt: skip
+    files = {FILE: (json.dumps(told) + "\n").encode(), **{shard.name: bytes(data) for shard, data in refused}}
+    return BufferState(files, shared)
+
+
+def attach(buffer: TieredBuffer, directory: Path, verify: bool) -> None:
+    """Fill an empty buffer with what a checkpoint holds: files are linked, or copied; the hot layer is read anew.
+
+    Args:
+        directory: `replay_buffer/` of a checkpoint.
+        verify: hash the files; not needed where all of the checkpoint was hashed.
+    Raises:
+        ReplayCorrupt: rows are missing, or not what was written.
+    """
+    assert not len(buffer.index), "only an empty buffer takes another one's rows"
+    told = json.loads((directory / FILE).read_text())
+    if told["version"] > VERSION:
+        raise ReplayCorrupt(f"{directory / FILE} is of version {told['version']}: this verl reads up to {VERSION}")
+    index = buffer.index
+    for entry in sorted(told["shards"], key=lambda entry: entry["first_row"]):
+        place = entry.pop("place")
+        shard = Shard.from_json(entry)
+        if not len(index):
+            index.first = index.end = shard.first_row
+        index.append(_lost_rows(shard.first_row - index.end), is_there=False)
+        index.append(_take_over(buffer, directory, shard, place == "cold", verify))
+    index.append(_lost_rows(told["end"] - index.end), is_there=False)
+    for first, end in told["lost"]:
+        index.lose(first, end)
+    index.drop_before(told["first"])
+    buffer.num_groups, buffer.num_steps = told["num_groups"], told["num_steps"]
+    buffer.num_lost = told["num_lost"]
+    buffer.fill_hot()
+
+
+def cold_names(directory: Path) -> set[str]:
+    """The shards in the store that checkpoints below a directory need."""
+    told = [json.loads(file.read_text()) for file in directory.glob(f"*/{COMPONENT}/{FILE}")]
+    shards = [entry for one in told for entry in one["shards"] if entry.pop("place") == "cold"]
+    return {Shard.from_json(entry).name for entry in shards}
+
+
+def files_of(directory: Path) -> list[Path]:
+    """The shards in a directory, in order of their rows, for who reads without a buffer."""
+    return sorted(path for path in directory.glob(f"*{SUFFIX}") if not path.name.endswith(".index.arrow"))
+
+
+def _take_over(buffer: TieredBuffer, source: Path, shard: Shard, is_far: bool, verify: bool) -> dict[str, Any]:
+    """Put a shard on the shelf; what is known of its rows."""
+    name = index_name(shard) if is_far else shard.name
+    path = buffer.directory / name
+    if not duplicate(buffer.disk, source / name, path):
+        shutil.copyfile(source / name, path)
+    if is_far:
+        if buffer.cold is None:
+            buffer.num_lost += shard.num_rows
+            return {**_lost_rows(shard.num_rows)}
+        buffer.shelf.add(shard, None, is_stored=True)
+        return read_index(path.read_bytes())
+    if verify and hash_buffers([buffer.disk.map(path)]) != shard.leaves:
+        raise ReplayCorrupt(f"{source / name} holds other bytes than were written")
+    buffer.shelf.add(shard, path)
+    return MappedShard(buffer.disk, path, shard).index()
+
+
+def _lost_rows(count: int) -> dict[str, np.ndarray]:
+    zeros = np.zeros(max(0, count))
+    return dict.fromkeys(("group", "step", "policy_version", "score", "advantage"), zeros)
+
+
+def _ranges(numbers: np.ndarray) -> list[tuple[int, int]]:
+    """Ascending numbers as ranges [first, end)."""
+    if not len(numbers):
+        return []
+    parts = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    return [(int(part[0]), int(part[-1]) + 1) for part in parts]
