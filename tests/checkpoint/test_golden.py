@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from verl.checkpoint import CheckpointManager
 from verl.checkpoint.discovery import CheckpointDirectory
-from verl.checkpoint.manifest import FORMAT_VERSION
+from verl.checkpoint.manifest import FORMAT_VERSION, content_digest
+from verl.checkpoint.plain import plain_directory
+from verl.checkpoint.reader import CheckpointReader
 from verl.errors import CheckpointTooNew
 
 FORMATS = sorted(path.name for path in GOLDEN.glob("format_*"))
@@ -43,22 +45,32 @@ def test_golden_checkpoints_hold_what_was_written_into_them(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_transformers_opens_a_golden_actor(name):
-    directory = CheckpointManager(GOLDEN / name).directory / "actor"
+    directory = plain_directory(CheckpointManager(GOLDEN / name).published, "actor")
     model = AutoModelForCausalLM.from_pretrained(directory)
     weights = CheckpointManager(GOLDEN / name).load("actor")
     assert all(torch.equal(model.state_dict()[key], weight) for key, weight in weights.items())
 
 
-def test_the_script_still_writes_the_golden_bytes_of_this_format(tmp_path):
-    assert script.main([str(tmp_path / "again")]) == 0
+@pytest.mark.parametrize("form", ["", "_incremental"])
+def test_the_script_still_writes_the_golden_bytes_of_this_format(form, tmp_path):
+    golden = GOLDEN / f"{OWN}{form}"
+    assert script.main([str(tmp_path / "again"), *(["--incremental"] if form else [])]) == 0
     changing = {"COMMIT", "manifest.json", "trainer_state.json"}  # they name the version of verl
-    for path in (GOLDEN / OWN).rglob("*"):
+    for path in golden.rglob("*"):
         if path.is_file() and path.name not in changing:
-            assert (tmp_path / "again" / path.relative_to(GOLDEN / OWN)).read_bytes() == path.read_bytes(), path
+            assert (tmp_path / "again" / path.relative_to(golden)).read_bytes() == path.read_bytes(), path
     old, new = (
-        json.loads((root / "global_step_200/manifest.json").read_text()) for root in (GOLDEN / OWN, tmp_path / "again")
+        json.loads((root / "global_step_200/manifest.json").read_text()) for root in (golden, tmp_path / "again")
     )
-    assert (new["tensors"], new["saved_at"], new["metrics"]) == (old["tensors"], old["saved_at"], old["metrics"])
+    for key in ("tensors", "deltas", "saved_at", "metrics"):
+        assert new[key] == old[key]
+
+
+def test_an_increment_holds_what_the_whole_checkpoint_holds():
+    whole, increment = (CheckpointManager(GOLDEN / name).published for name in (OWN, f"{OWN}_incremental"))
+    assert [entry.path for entry in increment.manifest.deltas][:1] == ["actor/model-00001-of-00003.safetensors"]
+    assert CheckpointReader(whole).digest() == CheckpointReader(increment).digest()
+    assert content_digest(whole.manifest) == content_digest(increment.manifest)
 
 
 def test_golden_checkpoints_are_not_written_over(capsys):

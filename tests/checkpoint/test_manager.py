@@ -171,7 +171,7 @@ def test_asking_needs_no_torch():
     code = (
         "import sys, verl.checkpoint; assert 'verl.checkpoint.manager' not in sys.modules\n"
         "from verl.checkpoint import CheckpointManager\n"
-        "manager = CheckpointManager('tests/golden/format_0_9')\n"
+        "manager = CheckpointManager('tests/golden/format_1_0')\n"
         "assert manager.is_valid('full') and manager.step == 200 and manager.buffer_size() == 0\n"
         "assert not {'torch', 'numpy', 'pyarrow'} & sys.modules.keys()\n"
     )

@@ -61,12 +61,14 @@ def test_a_path_that_leads_elsewhere_is_refused(path):
 
 
 def test_the_checksum_of_the_content_changes_with_the_content_alone():
-    digest = content_digest([ENTRY], [TENSOR])
+    def digest(*files: FileEntry, tensor: LogicalTensor = TENSOR) -> str:
+        return content_digest(dataclasses.replace(MANIFEST, files=files, tensors=(tensor,)))
+
     state = FileEntry.of("trainer_state.json", hash_buffers([b"{}"]))
-    assert digest == content_digest([ENTRY, state], [TENSOR]) == content_digest([ENTRY.at(ENTRY.path, None)], [TENSOR])
+    assert digest(ENTRY) == digest(ENTRY, state) == digest(ENTRY.at(ENTRY.path, None))
     other = FileEntry.of(ENTRY.path, hash_buffers([b"header", b"weightz"]))
-    assert digest != content_digest([other], [TENSOR])
-    assert digest != content_digest([ENTRY], [dataclasses.replace(TENSOR, dtype="I8")])
+    assert digest(ENTRY) != digest(other)
+    assert digest(ENTRY) != digest(ENTRY, tensor=dataclasses.replace(TENSOR, dtype="I8"))
 
 
 def test_commit_names_the_digest_as_the_usual_tool_prints_it():

@@ -8,6 +8,7 @@
     safetensors_bytes.py   rendering and reading safetensors
     published.py   opening a checkpoint's directory
     verify.py      whether it is what was written, quickly or in full
+    delta.py  delta_file.py        a file as its difference from another one, coded and decoded
     reader.py      bytes of files and tensors, hashed while read
     ownership.py   one trainer at a time; the later one fences the earlier one out
     objects.py     deduplication by hard links
@@ -16,6 +17,8 @@
     staging.py     a save in progress, and its commit
     store.py       CheckpointStore, where a save begins
     retention.py   what is kept
+    waiting.py     what the object storage behind a directory has confirmed
+    tiers/         checkpoints in object storage
     locate.py      which checkpoint a path means
     manager.py     CheckpointManager: one checkpoint asked in plain words
     loading.py     its tensors in torch
@@ -23,6 +26,8 @@
     summary.py     what the commands tell of a checkpoint
     compare.py     in what two checkpoints differ
     export.py      a component as a plain Hugging Face directory
+    materialize.py a checkpoint of whole files out of an increment
+    plain.py       a component as a directory that other libraries open
     compat.py      which versions of verl read which checkpoints
 
 and from live tensors to a published checkpoint, while training goes on:
@@ -32,6 +37,7 @@ and from live tensors to a published checkpoint, while training goes on:
     arena.py       at most two pieces of shared memory
     snapshot.py    copies tensors into one of them
     images.py      files as they lie there, written past the page cache
+    increment.py  choices.py       what an incremental save stores of each file
     carry_out.py   a plan, written and published
     channel.py  writer_process.py  supervisor.py   the process that does it, and its death
     writer.py      CheckpointWriter

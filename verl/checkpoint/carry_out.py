@@ -3,13 +3,20 @@ the trainer's where there is none."""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from verl.checkpoint.choices import Choice, choose, needed_bytes
+from verl.checkpoint.disk import Disk
+from verl.checkpoint.files import write_errors
 from verl.checkpoint.hashing import Leaf, hash_buffers
 from verl.checkpoint.images import FEWEST_DIRECT_BYTES, Image, Source
-from verl.checkpoint.participant import Participant
-from verl.checkpoint.plan import CopiedFile, LinkedFile, SavePlan, SaveReport
+from verl.checkpoint.joint import Joint, collect, hand_in, hand_in_failure
+from verl.checkpoint.manifest import BASE_SUFFIX, DELTA_SUFFIX, FileEntry
+from verl.checkpoint.participant import Participant, PartReport
+from verl.checkpoint.plan import CopiedFile, LinkedFile, SavePlan, SaveReport, SharedFile
 from verl.checkpoint.published import Published
 from verl.checkpoint.retention import Retention, prune
 from verl.checkpoint.staging import Staging
@@ -34,51 +41,117 @@ def carry_out(
     Raises:
         CheckpointError: nothing was published. What retention could not do is in the report instead.
     """
+    if plan.joint is not None and not plan.joint.commits:
+        return _write_part(store, plan, plan.joint, source, fewest_direct_bytes)
     clock = _Clock()
-    written = [image for image in plan.images if not image.is_constant]
-    outside = sum(copied.source.stat().st_size for copied in plan.copies if copied.source.exists())
-    with store.begin(
-        plan.step,
-        plan.tag,
-        needed_bytes=sum(image.num_bytes for image in written) + outside,
-        needed_files=len(plan.images) + len(plan.links) + len(plan.copies),
-    ) as staging:
+    chosen = choose(store, plan, source)
+    with _begun(store, plan, chosen) as staging:
         begin_s = clock.lap()
-        hash_s = _write(staging.main, plan, source, fewest_direct_bytes)
+        hash_s = _write(staging.main, plan, source, fewest_direct_bytes, chosen)
         _take_over(store, staging, plan)
         source.wait(plan.num_bytes)
+        reports = [] if plan.joint is None else _reports_of_others(store, plan.joint)
         write_s = clock.lap()
-        published = staging.commit(state=plan.state, metrics=plan.metrics)
+        published = staging.commit(reports, state=plan.state, metrics=plan.metrics)
     commit_s = clock.lap()
     pruned, prune_error = _prune(store, retention)
     return SaveReport(
         name=published.name, directory=published.directory, sequence=published.sequence,
-        num_bytes=sum(image.num_bytes for image in plan.images),
+        num_bytes=sum(image.num_bytes for image in plan.images) + sum(_num_bytes(report) for report in reports),
+        written_bytes=sum(entry.size for entry in published.manifest.files if entry.linked_from is None),
         begin_s=begin_s, write_s=write_s, hash_s=hash_s, commit_s=commit_s, prune_s=clock.lap(),
         pruned=pruned, prune_error=prune_error,
     )  # fmt: skip
 
 
-def _write(main: Participant, plan: SavePlan, source: Source, fewest_direct_bytes: int) -> float:
+def _begun(store: CheckpointStore, plan: SavePlan, chosen: Mapping[str, Choice]) -> Staging:
+    if plan.joint is not None:  # the trainer has begun it, and holds the lock on its directory
+        _remove_own(store.disk, plan, plan.joint)
+        return Staging(store, plan.joint.directory, plan.step, plan.tag, plan.joint.others, lease=None)
+    outside = sum(copied.source.stat().st_size for copied in plan.copies if copied.source.exists())
+    return store.begin(
+        plan.step,
+        plan.tag,
+        needed_bytes=sum(needed_bytes(image, chosen.get(image.path)) for image in plan.images) + outside,
+        needed_files=len(plan.images)
+        + sum(choice.prospect is not None for choice in chosen.values())
+        + len(plan.links)
+        + len(plan.copies)
+        + len(plan.shared),
+    )
+
+
+def _reports_of_others(store: CheckpointStore, joint: Joint) -> list[PartReport]:
+    return collect(store.disk, joint.directory, joint.others, joint.late_s)
+
+
+def _write_part(
+    store: CheckpointStore, plan: SavePlan, joint: Joint, source: Source, fewest_direct_bytes: int
+) -> SaveReport:
+    """Write this participant's files into a save that another process commits, and report them, or why not."""
+    clock = _Clock()
+    try:
+        _remove_own(store.disk, plan, joint)
+        participant = Participant(joint.directory, joint.name, store.disk)
+        hash_s = _write(participant, plan, source, fewest_direct_bytes, choose(store, plan, source))
+        source.wait(plan.num_bytes)
+        hand_in(store.disk, joint.directory, participant.report())
+    except Exception as error:
+        hand_in_failure(store.disk, joint.directory, joint.name, f"{type(error).__name__}: {error}")
+        raise
+    report = participant.report()
+    return SaveReport(
+        name=joint.name, directory=joint.directory, sequence=0, num_bytes=_num_bytes(report),
+        written_bytes=sum(entry.size for entry in report.files if entry.linked_from is None),
+        begin_s=0.0, write_s=clock.lap(), hash_s=hash_s, commit_s=0.0, prune_s=0.0,
+    )  # fmt: skip
+
+
+def _num_bytes(report: PartReport) -> int:
+    """Of the files that a participant saved, as they are read."""
+    stored = {path for entry in report.deltas for path in (entry.delta, entry.base)}
+    whole = sum(entry.size for entry in report.files if entry.path not in stored)
+    return whole + sum(entry.file.size for entry in report.deltas)
+
+
+def _remove_own(disk: Disk, plan: SavePlan, joint: Joint) -> None:
+    """What an attempt before this one left, whose process was killed."""
+    with write_errors(f"going on with the save of step {plan.step}"):
+        for path in (*plan.images, *plan.links, *plan.copies, *plan.shared):
+            for suffix in ("", DELTA_SUFFIX, BASE_SUFFIX):
+                with contextlib.suppress(FileNotFoundError):
+                    disk.unlink(joint.directory / (path.path + suffix))
+
+
+def _write(
+    main: Participant, plan: SavePlan, source: Source, fewest_direct_bytes: int, chosen: Mapping[str, Choice]
+) -> float:
     """Write every image; one thread writes, which costs no processor time, while another one hashes.
 
     Returns:
         Processor seconds of hashing.
     """
     main.record(*plan.tensors)
-    large = [i for i in plan.images if i.num_bytes >= fewest_direct_bytes and not i.is_constant]
+    large = [
+        i for i in plan.images if i.num_bytes >= fewest_direct_bytes and not i.is_constant and i.path not in chosen
+    ]
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashers:
         hashed: dict[str, Future[Hashed]] = {i.path: _started(hashers, i, source, plan.num_bytes) for i in large}
         try:
             for image in plan.images:
-                if image.path in hashed:
+                choice = chosen.get(image.path)
+                if not image.is_constant and choice is not None and choice.store(main):
+                    continue
+                if choice is not None and image.num_bytes >= fewest_direct_bytes and not image.is_constant:
+                    main.write_image(image, source, lambda choice=choice: choice.entry.leaves)
+                elif image.path in hashed:
                     main.write_image(image, source, lambda future=hashed[image.path]: future.result()[0])
                 else:
                     main.write(image.path, list(image.buffers(source)), deduplicate=image.is_constant)
         except BaseException:
             hashers.shutdown(cancel_futures=True)
             raise
-    return sum(future.result()[1] for future in hashed.values())
+    return sum(future.result()[1] for future in hashed.values()) + sum(choice.hash_s for choice in chosen.values())
 
 
 def _started(hashers: ThreadPoolExecutor, image: Image, source: Source, end: int) -> Future[Hashed]:
@@ -114,6 +187,8 @@ def _take_over(store: CheckpointStore, staging: Staging, plan: SavePlan) -> None
         except CheckpointNotFound:
             newest = None
         _copy(staging.main, copied, newest)
+    if plan.shared:
+        _adopt(staging.main, plan.shared, _newest_or_none(store))
 
 
 def _link(main: Participant, link: LinkedFile, published: Published) -> None:
@@ -126,8 +201,23 @@ def _link(main: Participant, link: LinkedFile, published: Published) -> None:
     main.link(link.path, published, source)
 
 
+def _newest_or_none(store: CheckpointStore) -> Published | None:
+    try:
+        return store.newest()
+    except CheckpointNotFound:
+        return None
+
+
+def _adopt(main: Participant, shared: Sequence[SharedFile], newest: Published | None) -> None:
+    known = {} if newest is None else {entry.path: entry.blake3 for entry in newest.manifest.files}
+    for file in shared:
+        entry = FileEntry.of(file.path, file.leaves)
+        before = newest.name if newest is not None and known.get(file.path) == entry.blake3 else None
+        main.adopt(entry.at(file.path, linked_from=before), file.source)
+
+
 def _copy(main: Participant, copied: CopiedFile, newest: Published | None) -> None:
-    known = [entry for entry in newest.manifest.files if entry.blake3 == copied.blake3] if newest else []
+    known = [entry for entry in newest.manifest.contents.values() if entry.blake3 == copied.blake3] if newest else []
     entry = main.copy(copied.path, copied.source, expected=known[0] if known else None)
     if copied.blake3 not in (None, entry.blake3):
         fault = FileFault(copied.source.name, "its digest is not the one that was expected")

@@ -146,13 +146,13 @@ def _digest(published: Published, path: str) -> str:
 
 def _plain_files(published: Published) -> dict[str, str]:
     held = published.slices_by_file.keys() | {STATE}
-    files = [entry for entry in published.manifest.files if entry.path not in held]
+    files = [entry for entry in published.manifest.contents.values() if entry.path not in held]
     return {e.path: f"{e.size} bytes, {e.blake3[:12]}" for e in files if not e.path.endswith(INDEX_NAME)}
 
 
 def _documents(published: Published) -> set[str]:
     """Files that are told by key: settings, not vocabularies."""
-    small = {entry.path for entry in published.manifest.files if entry.size <= DOCUMENT_LIMIT_BYTES}
+    small = {entry.path for entry in published.manifest.contents.values() if entry.size <= DOCUMENT_LIMIT_BYTES}
     return {path for path in small if path.endswith((".json", ".yaml")) and path != STATE and INDEX_NAME not in path}
 
 

@@ -25,7 +25,10 @@ class FormatOf(NamedTuple):
 
 
 # A row for every version of verl that changed one of the two.
-FORMATS = (FormatOf("0.1.0", writes="0.9.0", reads_from="0.9.0"),)
+FORMATS = (
+    FormatOf("0.1.0", writes="0.9.0", reads_from="0.9.0"),
+    FormatOf("0.2.0", writes="1.0.0", reads_from="0.9.0"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,9 @@ import torch
 
 from verl.checkpoint.arena import HEAD_BYTES
 from verl.checkpoint.images import Image, page_aligned
-from verl.checkpoint.plan import CopiedFile, LinkedFile, SavePlan
+from verl.checkpoint.increment import Incremental
+from verl.checkpoint.joint import Joint
+from verl.checkpoint.plan import CopiedFile, LinkedFile, SavePlan, SharedFile
 from verl.checkpoint.safetensors_bytes import (
     DEFAULT_SHARD_BYTES,
     INDEX_NAME,
@@ -65,6 +67,7 @@ class Component:
         files: other files by name.
         constant_files: those that likely never change, such as a tokenizer's: bytes are shared with earlier saves.
         max_shard_bytes: of a model.
+        shards: names of tensors by file, where somebody has divided a model among several writers already.
     """
 
     tensors: Sequence[TensorItem] = ()
@@ -73,6 +76,7 @@ class Component:
     files: Mapping[str, bytes] = field(default_factory=dict)
     constant_files: Mapping[str, bytes] = field(default_factory=dict)
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    shards: Mapping[str, Sequence[str]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +94,18 @@ class SaveRequest:
         links: files that are there already, in an earlier checkpoint or outside.
         state: for `trainer_state.json`; plain values.
         metrics: at this step, for retention.
+        increment: store only what changed since an earlier checkpoint; None stores all of it.
+        joint: where several processes write this save.
     """
 
     step: int
     tag: str | None = None
     components: Mapping[str, Component] = field(default_factory=dict)
-    links: Sequence[LinkedFile | CopiedFile] = ()
+    links: Sequence[LinkedFile | CopiedFile | SharedFile] = ()
     state: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    increment: Incremental | None = None
+    joint: Joint | None = None
 
 
 @dataclass(frozen=True)
@@ -129,8 +137,11 @@ def plan_of(request: SaveRequest) -> tuple[SavePlan, list[Piece]]:
         tensors=tuple(layout.tensors),
         links=tuple(link for link in request.links if isinstance(link, LinkedFile)),
         copies=tuple(link for link in request.links if isinstance(link, CopiedFile)),
+        shared=tuple(link for link in request.links if isinstance(link, SharedFile)),
         state=json.loads(json.dumps(dict(request.state))),
         metrics={key: float(value) for key, value in request.metrics.items()},
+        increment=request.increment,
+        joint=request.joint,
     )
     return plan, layout.pieces
 
@@ -155,8 +166,12 @@ class _Layout:
         files = {component.file: _descriptions(directory, component)} if component.file else {}
         metadata, index = component.metadata, None
         if component.file is None:
-            files, index = divide([*_descriptions(directory, component)], component.max_shard_bytes)
             metadata = {**MODEL_METADATA, **(metadata or {})}
+        if component.shards is not None:
+            described = {tensor.name: tensor for tensor in _descriptions(directory, component)}
+            files = {file: [described[name] for name in names] for file, names in component.shards.items()}
+        elif component.file is None:
+            files, index = divide([*_descriptions(directory, component)], component.max_shard_bytes)
         for name, described in files.items():
             path = f"{directory}/{name}"
             header, places = lay_out([*described], dict(metadata) if metadata else None)

@@ -16,7 +16,8 @@ from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew
 log = logging.getLogger(__name__)
 
 STAGING, TRASH, OBJECTS, PINS, LATEST = "staging", "trash", "objects", "pins", "latest"
-RESERVED = {STAGING, TRASH, OBJECTS, PINS, LATEST, FORMAT, OWNER}
+COLD, UPLOADED, FETCHED = "cold.json", "uploaded", "fetched"
+RESERVED = {STAGING, TRASH, OBJECTS, PINS, LATEST, FORMAT, OWNER, COLD, UPLOADED, FETCHED}
 
 
 class CheckpointDirectory:

@@ -158,6 +158,14 @@ class Disk:
         """
         return self.perform("lock", _lock, path)
 
+    def lock_waiting(self, path: Path, shared: bool = False) -> Handle:
+        """The same, once whoever holds it lets go.
+
+        Args:
+            shared: with others that share it, against those that do not.
+        """
+        return self.perform("lock_waiting", _lock_waiting, path, shared)
+
 
 def _create(path: Path) -> Handle:
     return Handle(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
@@ -252,6 +260,18 @@ def _pointed_to(path: Path) -> str:
 def _space(path: Path) -> Space:
     stats = os.statvfs(path)
     return Space(stats.f_bavail * stats.f_frsize, stats.f_favail if stats.f_files else None)
+
+
+def _lock_waiting(path: Path, shared: bool) -> Handle:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_LOCK:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+            raise
+    return Handle(path, fd)
 
 
 def _lock(path: Path) -> Handle | None:

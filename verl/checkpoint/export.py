@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
 from verl.checkpoint.disk import Disk, Handle
-from verl.checkpoint.files import files_below, make_directories, remove_tree, write_errors, write_file
+from verl.checkpoint.files import files_below, make_directories, write_file
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.safetensors_bytes import INDEX_NAME, TensorBytes, render, render_shards
+from verl.checkpoint.written_out import unused, written_out
 from verl.errors import ConfigError
 
 MODEL, ADAPTER = "config.json", "adapter_config.json"
@@ -35,28 +34,14 @@ def export(manager: CheckpointManager, out: Path, component: str = "actor", pyto
         CheckpointWriteFailed: the file system refused.
     """
     disk = Disk()
-    out = Path(os.path.abspath(out))
-    if os.path.lexists(out) and not (out.is_dir() and not disk.names(out)):
-        raise ConfigError(f"OUT is {out}: there is something already. Give a directory that does not exist yet.")
+    out = unused(disk, out)
     kind = _kind(manager, component)
-    staged = out.with_name(f".{out.name}-{secrets.token_hex(6)}")
-    with write_errors(f"exporting to {out}"):
-        make_directories(disk, out.parent, next(path for path in out.parents if path.is_dir()))
-        make_directories(disk, staged, out.parent)
-        try:
-            for name, content in _content(manager, component, kind, pytorch_bin):
-                target = staged / name
-                make_directories(disk, target.parent, staged)
-                _write(disk, target, content)
-            names, directories = files_below(disk, staged)
-            for directory in directories:
-                disk.sync_directory(directory)
-            disk.rename(staged, out)
-        except BaseException:
-            remove_tree(disk, staged)
-            raise
-        disk.sync_directory(out.parent)
-    return sorted(names)
+    with written_out(disk, out, f"exporting to {out}") as staged:
+        for name, content in _content(manager, component, kind, pytorch_bin):
+            target = staged / name
+            make_directories(disk, target.parent, staged)
+            _write(disk, target, content)
+        return sorted(files_below(disk, staged)[0])
 
 
 def _kind(manager: CheckpointManager, component: str) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from verl.checkpoint.reader import CheckpointReader
-from verl.checkpoint.tensors import LogicalTensor
+from verl.checkpoint.tensors import ITEM_BYTES, LogicalTensor, Slice
 from verl.errors import ConfigError
+from verl.layout import Box, intersection
 
 DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device] | None
 
@@ -56,6 +58,70 @@ class MappedTensors(Mapping[str, torch.Tensor]):
 
     def __repr__(self) -> str:
         return f"MappedTensors({len(self)} tensors of {self._reader.published.directory})"
+
+
+class SavedTensor:
+    """A tensor that is read where it is indexed: `saved[2:4, 0:8]` touches and hashes only what holds these rows.
+
+    Args:
+        reader: made with `writable=True`.
+        tensor: of its checkpoint.
+    Attributes:
+        shape, dtype: of the whole tensor.
+    """
+
+    def __init__(self, reader: CheckpointReader, tensor: LogicalTensor):
+        self.shape, self.dtype = torch.Size(tensor.shape), TORCH_TYPES[tensor.dtype]
+        self._reader, self._tensor = reader, tensor
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
+        """A box of it, by a slice with both ends for each dimension, or () for all.
+
+        Returns:
+            A view of the mapped file where one slice holds it, else a tensor of its own.
+        Raises:
+            CheckpointCorrupt: its bytes are not what was written.
+        """
+        box = tuple((p.start, p.stop) for p in place) or tuple((0, size) for size in self.shape)
+        whole = None
+        for part in self._tensor.slices:
+            held = tuple(zip(part.start, part.end))
+            shared = intersection(box, held)
+            if shared is None:
+                continue
+            found = self._rows(part, shared)
+            if shared == box:
+                return found
+            if whole is None:
+                whole = torch.empty([stop - start for start, stop in box], dtype=self.dtype)
+            whole[_within(shared, box)] = found
+        return torch.empty([stop - start for start, stop in box], dtype=self.dtype) if whole is None else whole
+
+    def _rows(self, part: Slice, box: Box) -> torch.Tensor:
+        """What a slice holds of a box; rows of it that lie before and after are not touched."""
+        item = ITEM_BYTES[self._tensor.dtype]
+        if not box:
+            data = self._reader.read(part.file, part.offset, part.offset + item)
+            return torch.frombuffer(data, dtype=self.dtype).view(())
+        row = item * math.prod(part.extent[1:])
+        first, last = (edge - part.start[0] for edge in box[0])
+        data = self._reader.read(part.file, part.offset + first * row, part.offset + last * row)
+        rows = torch.frombuffer(data, dtype=self.dtype).view(last - first, *part.extent[1:])
+        others = tuple(slice(a - s, b - s) for (a, b), s in zip(box[1:], part.start[1:]))
+        return rows[(slice(None), *others)]
+
+
+def saved_tensors(reader: CheckpointReader, component: str) -> dict[str, SavedTensor]:
+    """The tensors of a component by name; nothing is read yet."""
+    return {tensor.name: SavedTensor(reader, tensor) for tensor in reader.tensors(component)}
+
+
+def _within(part: Box, whole: Box) -> tuple[slice, ...]:
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, whole, strict=True))
 
 
 def as_torch(data: memoryview, tensor: LogicalTensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 from verl.checkpoint.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.locate import Location, locate
-from verl.checkpoint.manifest import FileEntry
+from verl.checkpoint.manifest import STATE, FileEntry
 from verl.checkpoint.published import Published, read_state
 from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.tiers.log import Record
+from verl.checkpoint.tiers.remote import RemoteCheckpoints, RemotePublished
 from verl.checkpoint.verify import Level, verified
 from verl.errors import BadCheckpoint, CheckpointNotFound
+from verl.storage.options import is_address
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +30,8 @@ REPLAY_BUFFER = "replay_buffer"
 
 class CheckpointManager:
     """What a checkpoint is and holds.
+
+    It may lie in object storage, `s3://bucket/prefix`: then only the bytes that are asked for are fetched, by ranges.
 
     The path may be one checkpoint, `latest`, a directory of checkpoints or a run directory that has `checkpoints/`; of
     several, the newest complete one is meant. It is chosen at the first question and stays the same from then on.
@@ -41,21 +47,35 @@ class CheckpointManager:
     """
 
     def __init__(self, path: str | Path, disk: Disk | None = None):
+        self.address = path if isinstance(path, str) and is_address(path) else None
         self.path = Path(path).absolute()
         self._disk = disk or Disk()
 
     def __repr__(self) -> str:
-        return f"CheckpointManager({str(self.path)!r})"
+        return f"CheckpointManager({self.address or str(self.path)!r})"
+
+    @cached_property
+    def _tier(self) -> tuple[RemoteCheckpoints, Record | None]:
+        """In object storage: where, and the checkpoint that the address names, if it names one."""
+        from verl.checkpoint.tiers.resuming import find_at
+
+        assert self.address is not None
+        return find_at(self.address)
 
     @cached_property
     def published(self) -> Published:
         """The checkpoint that is asked: its directory and its manifest."""
+        if self.address is not None:
+            tier, record = self._tier
+            return tier.newest() if record is None else tier.verified(record)
         where = locate(self.path, self._disk)
         return CheckpointDirectory(where.directory, self._disk).open(where.name or LATEST)
 
     @cached_property
     def state(self) -> dict[str, Any]:
         """All of `trainer_state.json`."""
+        if self.address is not None:
+            return json.loads(bytes(self.reader().read(STATE)))
         return read_state(self._disk, self.published)
 
     # -- what it is ---------------------------------------------------------------------------------------------------
@@ -66,6 +86,13 @@ class CheckpointManager:
         Args:
             level: `quick` looks at sizes and headers, `full` hashes every byte.
         """
+        if self.address is not None:
+            try:
+                tier, record = self._tier
+                tier.verified(record or tier.newest().record, level)
+            except (BadCheckpoint, CheckpointNotFound):
+                return False
+            return True
         try:
             where = locate(self.path, self._disk)
             published = CheckpointDirectory(where.directory, self._disk).open(where.name or LATEST)
@@ -118,6 +145,11 @@ class CheckpointManager:
 
     def list(self) -> Sequence[CheckpointManager]:
         """Every complete checkpoint that the path leads to, the newest last; empty where there is none yet."""
+        if self.address is not None:
+            tier, record = self._tier
+            if record is not None:
+                return [self]
+            return [CheckpointManager(f"{tier.store.address}/{one.name}") for one in tier.survey()[0]]
         try:
             where = locate(self.path, self._disk)
         except CheckpointNotFound:
@@ -128,6 +160,9 @@ class CheckpointManager:
 
     def latest(self) -> CheckpointManager:
         """The newest complete checkpoint, looked for anew; of one checkpoint, itself."""
+        if self.address is not None:
+            tier, record = self._tier
+            return self if record is not None else CheckpointManager(f"{tier.store.address}/{tier.newest().name}")
         where = locate(self.path, self._disk)
         if where.name not in (None, LATEST):
             return self
@@ -138,7 +173,7 @@ class CheckpointManager:
     def components(self) -> Sequence[str]:
         """Names of its parts, such as `actor` and `optimizer`."""
         manifest = self.published.manifest
-        directories = {entry.path.split("/")[0] for entry in manifest.files if "/" in entry.path}
+        directories = {entry.path.split("/")[0] for entry in manifest.contents.values() if "/" in entry.path}
         return sorted(directories | {tensor.component for tensor in manifest.tensors})
 
     def files(self, component: str = "") -> Sequence[FileEntry]:
@@ -180,7 +215,7 @@ class CheckpointManager:
         if strict and component not in self.components():
             known = ", ".join(self.components()) or "nothing"
             raise CheckpointNotFound(f"{self.directory} has no component {component}; it has {known}")
-        reader = CheckpointReader(self.published, self._disk, verify=verify, writable=True)
+        reader = self._reader(verify, writable=True)
         mapped = MappedTensors(reader, reader.tensors(component), device_map)
         if mmap:
             return mapped
@@ -199,7 +234,13 @@ class CheckpointManager:
 
     def reader(self, verify: bool = True) -> CheckpointReader:
         """For what is not asked here: bytes of files and tensors, without torch."""
-        return CheckpointReader(self.published, self._disk, verify=verify)
+        return self._reader(verify, writable=False)
+
+    def _reader(self, verify: bool, writable: bool) -> CheckpointReader:
+        published = self.published
+        if isinstance(published, RemotePublished):  # what is fetched is always hashed
+            return self._tier[0].reader(published, writable)
+        return CheckpointReader(published, self._disk, verify=verify, writable=writable)
 
     def _of(self, where: Location, name: str) -> CheckpointManager:
         return CheckpointManager(where.directory / name, self._disk)

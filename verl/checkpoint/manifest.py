@@ -6,16 +6,19 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from verl.checkpoint.hashing import Leaf, digest_of, file_digest
 from verl.checkpoint.tensors import LogicalTensor, Slice
 
 FORMAT_NAME = "verl-checkpoint"
-FORMAT_VERSION = "0.9.0"  # 1.0.0 freezes it
+FORMAT_VERSION = "1.0.0"  # from here on, what one version wrote every later one reads
 MANIFEST, COMMIT, STATE = "manifest.json", "COMMIT", "trainer_state.json"
 MANIFEST_LIMIT_BYTES = 2**28
 COMMIT_LIMIT_BYTES = 4096
+DELTA_SUFFIX, BASE_SUFFIX = ".delta", ".base"
+ENCODING = "difference-planes-zstd"  # the only one so far; see delta.py
 DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -57,6 +60,39 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaEntry:
+    """A file that is stored as its difference from another one; both lie in this checkpoint, as files of their own.
+
+    Args:
+        file: what it is when it is read: its path, and size, digest and leaves of the bytes that come out.
+        encoding: how it is stored, see `delta.py`.
+        delta: path of the differences.
+        base: path of what they are taken from, a hard link to a file that an earlier checkpoint holds whole.
+        base_checkpoint: that checkpoint, for people; it may be gone.
+        base_blake3: digest of the base.
+        number: of the saves that this base has served, this one included.
+    """
+
+    file: FileEntry
+    encoding: str
+    delta: str
+    base: str
+    base_checkpoint: str
+    base_blake3: str
+    number: int
+
+    @property
+    def path(self) -> str:
+        """Of the file, by which the tensors in it know it."""
+        return self.file.path
+
+    def at(self, path: str, linked_from: str | None) -> DeltaEntry:
+        """The same bytes under another path."""
+        file = self.file.at(path, linked_from)
+        return replace(self, file=file, delta=path + DELTA_SUFFIX, base=path + BASE_SUFFIX)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a checkpoint holds.
 
@@ -65,8 +101,9 @@ class Manifest:
         saved_at: UTC, ISO 8601.
         verl_version: of the code that wrote it.
         metrics: at that step, for `keep_best`.
-        files: in order of path; all but the manifest itself and COMMIT.
-        tensors: in order of component and name.
+        files: as they lie there, in order of path; all but the manifest itself and COMMIT.
+        tensors: in order of component and name; their slices name files as they are read.
+        deltas: files that are stored as differences, in order of path.
     """
 
     sequence: int
@@ -78,11 +115,27 @@ class Manifest:
     metrics: dict[str, float] = field(default_factory=dict)
     files: tuple[FileEntry, ...] = ()
     tensors: tuple[LogicalTensor, ...] = ()
+    deltas: tuple[DeltaEntry, ...] = ()
     version: str = FORMAT_VERSION
 
+    @cached_property
+    def contents(self) -> dict[str, FileEntry]:
+        """What a reader finds, by path and in its order: files that are stored as differences are there themselves."""
+        stored = {path for entry in self.deltas for path in (entry.delta, entry.base)}
+        entries = [*(entry for entry in self.files if entry.path not in stored), *(d.file for d in self.deltas)]
+        return {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)}
+
     def file(self, path: str) -> FileEntry | None:
-        """The entry of a path, or None."""
+        """The entry of a path as a reader finds it, or None."""
+        return self.contents.get(path)
+
+    def stored(self, path: str) -> FileEntry | None:
+        """The entry of a file as it lies there, or None."""
         return next((entry for entry in self.files if entry.path == path), None)
+
+    def delta(self, path: str) -> DeltaEntry | None:
+        """How a file is stored as a difference; None where it is not."""
+        return next((entry for entry in self.deltas if entry.path == path), None)
 
     def to_bytes(self) -> bytes:
         """The canonical form: equal manifests give equal bytes, one file or tensor a line."""
@@ -90,6 +143,7 @@ class Manifest:
         head |= {key: getattr(self, key) for key in _PLAIN_FIELDS}
         lines = [f"{json.dumps(key)}: {_compact(value)}" for key, value in head.items()]
         lines.append(f'"files": {_one_a_line(_file_json(entry) for entry in self.files)}')
+        lines.append(f'"deltas": {_one_a_line(_delta_json(entry) for entry in self.deltas)}')
         lines.append(f'"tensors": {_one_a_line(_tensor_json(tensor) for tensor in self.tensors)}')
         return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
@@ -106,22 +160,27 @@ class Manifest:
             version = _supported(raw["format"])
             files = tuple(_file(entry) for entry in raw["files"])
             tensors = tuple(_tensor(entry) for entry in raw["tensors"])
+            deltas = tuple(_delta(entry, {file.path: file for file in files}) for entry in raw.get("deltas", ()))
             plain = {key: raw[key] for key in _PLAIN_FIELDS}
             _whole_numbers([plain["sequence"], plain["step"]])
         except ManifestError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ManifestError(f"it is no manifest of a checkpoint ({type(error).__name__}: {error})") from error
-        return cls(version=version, files=files, tensors=tensors, **plain)
+        return cls(version=version, files=files, tensors=tensors, deltas=deltas, **plain)
 
 
 _PLAIN_FIELDS = ("sequence", "step", "tag", "run_id", "saved_at", "verl_version", "metrics")
 
 
-def content_digest(files: Iterable[FileEntry], tensors: Iterable[LogicalTensor]) -> str:
-    """Digest of all that a checkpoint holds except `trainer_state.json`, in which this digest stands."""
-    listed = [{**_file_json(entry), "linked_from": None} for entry in files if entry.path != STATE]
-    return digest_of(_compact([listed, [_tensor_json(tensor) for tensor in tensors]]).encode())
+def content_digest(manifest: Manifest) -> str:
+    """Digest of all that a checkpoint holds except `trainer_state.json`, in which this digest stands.
+
+    It is the same whether files are stored whole or as differences.
+    """
+    entries = manifest.contents.values()
+    listed = [{**_file_json(entry), "linked_from": None} for entry in entries if entry.path != STATE]
+    return digest_of(_compact([listed, [_tensor_json(tensor) for tensor in manifest.tensors]]).encode())
 
 
 def commit_line(manifest: bytes) -> bytes:
@@ -178,6 +237,23 @@ def _file(raw: dict[str, Any]) -> FileEntry:
         raise ManifestError(f"the leaves of {entry.path} are malformed")
     if (entry.size, entry.blake3) != (raw["size"], raw["blake3"]):
         raise ManifestError(f"size and digest of {entry.path} are not those of its leaves")
+    return entry
+
+
+def _delta_json(entry: DeltaEntry) -> dict[str, Any]:
+    return {**vars(entry), "file": _file_json(entry.file)}
+
+
+def _delta(raw: dict[str, Any], files: dict[str, FileEntry]) -> DeltaEntry:
+    (number,) = _whole_numbers([raw["number"]])
+    names = {key: raw[key] for key in ("encoding", "delta", "base", "base_checkpoint", "base_blake3")}
+    entry = DeltaEntry(file=_file(raw["file"]), number=number, **names)
+    if entry.encoding != ENCODING:
+        raise ManifestTooNew(f"{entry.path} is stored as {entry.encoding!r}, which this version of verl cannot read")
+    if entry.path in files or not {entry.delta, entry.base} <= files.keys():
+        raise ManifestError(f"{entry.path} is stored as a difference, and what it is made of is not listed")
+    if files[entry.base].blake3 != entry.base_blake3:
+        raise ManifestError(f"{entry.base} is not the base that {entry.path} is made of")
     return entry
 
 

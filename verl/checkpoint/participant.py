@@ -12,7 +12,8 @@ from verl.checkpoint.disk import Disk
 from verl.checkpoint.files import clone, duplicate, make_directories, write_errors, write_file
 from verl.checkpoint.hashing import LEAF_BYTES, Leaf, hash_buffers
 from verl.checkpoint.images import Image, Source, write_direct
-from verl.checkpoint.manifest import STATE, FileEntry, checked_path
+from verl.checkpoint.increment import Base
+from verl.checkpoint.manifest import BASE_SUFFIX, DELTA_SUFFIX, ENCODING, STATE, DeltaEntry, FileEntry, checked_path
 from verl.checkpoint.objects import Objects
 from verl.checkpoint.published import Published
 from verl.checkpoint.safetensors_bytes import (
@@ -25,6 +26,8 @@ from verl.checkpoint.safetensors_bytes import (
 )
 from verl.checkpoint.tensors import LogicalTensor, Slice
 from verl.errors import CheckpointCorrupt, CheckpointWriteFailed, FileFault
+
+GATHERED_BYTES = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,7 @@ class PartReport:
     files: tuple[FileEntry, ...]
     tensors: tuple[LogicalTensor, ...]
     shared: tuple[str, ...]  # paths worth finding again by digest
+    deltas: tuple[DeltaEntry, ...] = ()
 
 
 class Participant:
@@ -75,9 +79,10 @@ class Participant:
         self._files: list[FileEntry] = []
         self._tensors: list[LogicalTensor] = []
         self._shared: list[str] = []
+        self._deltas: list[DeltaEntry] = []
         self._failed: list[str] = []
 
-    def write(self, path: str, buffers: Sequence[Any], deduplicate: bool = False) -> FileEntry:
+    def write(self, path: str, buffers: Iterable[Any], deduplicate: bool = False) -> FileEntry:
         """Write a file and make it durable.
 
         Args:
@@ -87,6 +92,7 @@ class Participant:
         """
         with self._writing(path) as target:
             if deduplicate:
+                buffers = list(buffers)
                 entry = FileEntry.of(path, hash_buffers(buffers))
                 self._shared.append(path)
                 if self._objects.fetch(entry, target):
@@ -103,6 +109,29 @@ class Participant:
             if not write_direct(self._disk, target, image, source):
                 write_file(self._disk, target, image.buffers(source))
             return self._keep(FileEntry.of(image.path, leaves()))
+
+    def write_delta(self, file: FileEntry, buffers: Iterable[Any], base: Base) -> DeltaEntry | None:
+        """Store a file as its difference from another one, which is linked.
+
+        Args:
+            file: what comes out when it is read.
+            buffers: the delta, in pieces.
+        Returns:
+            None where the file system cannot share a file; nothing is left of it then, and `file` is to be written.
+        """
+        path = file.path + BASE_SUFFIX
+        entry = base.entry.at(path, linked_from=base.checkpoint)
+        with self._writing(path) as target:
+            if not duplicate(self._disk, base.published.path(base.entry.path), target):
+                return None
+            self._keep(entry)
+        stored = self.write(file.path + DELTA_SUFFIX, _gathered(buffers))
+        made = DeltaEntry(
+            file=file, encoding=ENCODING, delta=stored.path, base=path,
+            base_checkpoint=base.checkpoint, base_blake3=entry.blake3, number=base.number,
+        )  # fmt: skip
+        self._deltas.append(made)
+        return made
 
     def write_tensors(
         self, path: str, parts: Sequence[TensorPart], metadata: dict[str, str] | None = None
@@ -138,18 +167,26 @@ class Participant:
         Args:
             source: its path there; left out, the same path.
         """
+        entry = self.share(path, published, source)
+        for tensor, part in published.slices_by_file.get(source or path, ()):
+            self.record(replace(tensor, slices=(replace(part, file=path),)))
+        return entry
+
+    def share(self, path: str, published: Published, source: str | None = None) -> FileEntry:
+        """The same, where the tensors in it are recorded already."""
         recorded = published.manifest.file(source or path)
         if recorded is None:
             raise ValueError(f"{published.directory} has no file {source or path}")
-        entry = recorded.at(path, linked_from=published.name)
-        origin = published.path(recorded.path)
-        with self._writing(path) as target:
-            if not duplicate(self._disk, origin, target):
-                self._copy(origin, target, path, entry)
-            self._keep(entry)
-        for tensor, part in published.slices_by_file.get(recorded.path, ()):
-            self.record(replace(tensor, slices=(replace(part, file=path),)))
-        return entry
+        made = published.manifest.delta(recorded.path)
+        if made is None:
+            return self._share(path, published, recorded)
+        new = made.at(path, linked_from=published.name)
+        for before, now in ((made.delta, new.delta), (made.base, new.base)):
+            stored = published.manifest.stored(before)
+            assert stored is not None, "a manifest that is read lists it"
+            self._share(now, published, stored)
+        self._deltas.append(new)
+        return new.file
 
     def copy(self, path: str, source: Path, expected: FileEntry | None = None) -> FileEntry:
         """Take in a file from outside: shared with an earlier save by digest, else cloned or copied.
@@ -168,6 +205,17 @@ class Participant:
                 return self._keep(FileEntry.of(path, hash_buffers(_pieces(self._disk, target))))
             return self._keep(self._copy(source, target, path, expected))
 
+    def adopt(self, entry: FileEntry, source: Path) -> FileEntry:
+        """Take in a file from outside that nobody changes any more, unread, sharing its bytes.
+
+        Args:
+            entry: what it is, from when it was written.
+        """
+        with self._writing(entry.path) as target:
+            if not duplicate(self._disk, source, target):
+                self._copy(source, target, entry.path, entry)
+            return self._keep(entry)
+
     def record(self, *tensors: LogicalTensor) -> None:
         """Say which logical tensors, or slices of them, lie in files written here."""
         self._tensors.extend(tensors)
@@ -180,7 +228,7 @@ class Participant:
         """
         if self._failed:
             raise CheckpointWriteFailed(f"{self.name} could not write {', '.join(self._failed)}; see the error above")
-        return PartReport(self.name, tuple(self._files), tuple(self._tensors), tuple(self._shared))
+        return PartReport(self.name, tuple(self._files), tuple(self._tensors), tuple(self._shared), tuple(self._deltas))
 
     @contextmanager
     def _writing(self, path: str) -> Iterator[Path]:
@@ -194,6 +242,14 @@ class Participant:
         except BaseException:
             self._failed.append(path)
             raise
+
+    def _share(self, path: str, published: Published, recorded: FileEntry) -> FileEntry:
+        entry = recorded.at(path, linked_from=published.name)
+        origin = published.path(recorded.path)
+        with self._writing(path) as target:
+            if not duplicate(self._disk, origin, target):
+                self._copy(origin, target, path, entry)
+            return self._keep(entry)
 
     def _keep(self, entry: FileEntry) -> FileEntry:
         self._files.append(entry)
@@ -216,6 +272,21 @@ def _pieces(disk: Disk, source: Path, sizes: Iterable[int] | None = None) -> Ite
             return
         yield piece
         begin += len(piece)
+
+
+def _gathered(buffers: Iterable[Any]) -> Iterator[Any]:
+    """Small pieces joined, since each buffer has a leaf of its own in the manifest."""
+    waiting = bytearray()
+    for buffer in buffers:
+        if len(buffer) < GATHERED_BYTES:
+            waiting += buffer
+        if waiting and (len(waiting) >= GATHERED_BYTES or len(buffer) >= GATHERED_BYTES):
+            yield bytes(waiting)
+            waiting.clear()
+        if len(buffer) >= GATHERED_BYTES:
+            yield buffer
+    if waiting:
+        yield bytes(waiting)
 
 
 def _placed(part: TensorPart, path: str, rendered: Rendered) -> LogicalTensor:

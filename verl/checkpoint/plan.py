@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoint.hashing import Leaf
 from verl.checkpoint.images import Image
+from verl.checkpoint.increment import Incremental
+from verl.checkpoint.joint import Joint
 from verl.checkpoint.tensors import LogicalTensor
 
 
@@ -47,6 +50,21 @@ class CopiedFile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedFile:
+    """A file from outside that nobody changes any more: hard-linked where the file system can, and not read.
+
+    Args:
+        path: within the new checkpoint.
+        source: the file; it stays until the save is over.
+        leaves: its digest, from when it was written.
+    """
+
+    path: str
+    source: Path
+    leaves: tuple[Leaf, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SavePlan:
     """One save.
 
@@ -54,9 +72,11 @@ class SavePlan:
         num_bytes: of the memory in which the images lie.
         images: files to be written, on boundaries of pages in the memory.
         tensors: what lies in the images.
-        links, copies: files that are there already.
+        links, copies, shared: files that are there already.
         state: for `trainer_state.json`.
         metrics: at this step, for retention.
+        increment: store what changed alone; None writes every image.
+        joint: where several processes write this save.
     """
 
     step: int
@@ -66,8 +86,11 @@ class SavePlan:
     tensors: tuple[LogicalTensor, ...]
     links: tuple[LinkedFile, ...] = ()
     copies: tuple[CopiedFile, ...] = ()
+    shared: tuple[SharedFile, ...] = ()
     state: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    increment: Incremental | None = None
+    joint: Joint | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +98,10 @@ class SaveReport:
     """What became of a plan.
 
     Attributes:
-        name, directory, sequence: of the published checkpoint.
-        num_bytes: of the images, written.
+        name, directory, sequence: of the published checkpoint; of a participant's part, its name, the staging directory
+            and 0.
+        num_bytes: of the images, of all participants.
+        written_bytes: of files that no earlier checkpoint shares, likewise.
         begin_s, write_s, commit_s, prune_s: seconds, one after another.
         hash_s: processor seconds of hashing, during `write_s`.
         pruned: names of the checkpoints that retention removed.
@@ -87,6 +112,7 @@ class SaveReport:
     directory: Path
     sequence: int
     num_bytes: int
+    written_bytes: int
     begin_s: float
     write_s: float
     hash_s: float

@@ -55,8 +55,8 @@ class Published:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files, whether shared with other checkpoints or not."""
-        return sum(entry.size for entry in self.manifest.files)
+        """Of all files as they are read, whether shared with other checkpoints, or stored as differences, or not."""
+        return sum(entry.size for entry in self.manifest.contents.values())
 
     @cached_property
     def slices_by_file(self) -> dict[str, list[tuple[LogicalTensor, Slice]]]:

@@ -7,8 +7,9 @@ import itertools
 import math
 from collections.abc import Collection, Iterator
 
+from verl.checkpoint.delta_file import DeltaFile
 from verl.checkpoint.disk import Disk
-from verl.checkpoint.hashing import digest_of
+from verl.checkpoint.hashing import Leaf, digest_of
 from verl.checkpoint.manifest import FileEntry
 from verl.checkpoint.published import Published
 from verl.checkpoint.tensors import ITEM_BYTES, LogicalTensor, Slice
@@ -30,16 +31,19 @@ class CheckpointReader:
     def __init__(self, published: Published, disk: Disk | None = None, verify: bool = True, writable: bool = False):
         self.published, self.verify, self.writable = published, verify, writable
         self._disk = disk or Disk()
-        self._entries = {entry.path: entry for entry in published.manifest.files}
+        manifest = published.manifest
+        self._contents = manifest.contents
+        self._entries = {entry.path: entry for entry in manifest.files} | manifest.contents
+        self._deltas = {entry.path: DeltaFile(published, entry, self._stored) for entry in manifest.deltas}
         self._tensors = {(tensor.component, tensor.name): tensor for tensor in published.manifest.tensors}
         self._maps: dict[str, memoryview] = {}
         self._ends: dict[str, list[int]] = {}  # of the leaves of each mapped file
         self._checked: dict[str, bytearray] = {}  # one flag for each leaf
 
     def files(self, component: str = "") -> list[FileEntry]:
-        """The files of a component, or all of them."""
+        """The files of a component, or all of them; one that is stored as a difference is there itself."""
         return [
-            entry for entry in self._entries.values() if entry.path.startswith(f"{component}/" if component else "")
+            entry for entry in self._contents.values() if entry.path.startswith(f"{component}/" if component else "")
         ]
 
     def tensors(self, component: str) -> list[LogicalTensor]:
@@ -49,17 +53,46 @@ class CheckpointReader:
     def read(self, path: str, begin: int = 0, end: int | None = None) -> memoryview:
         """Bytes of a file, without a copy: a view of the mapped file, which stays mapped as long as the view lives.
 
+        Of a file that is stored as a difference they are decoded, into memory of their own, each time.
+
         Raises:
             CheckpointCorrupt: they are not what was written; names the tensors.
         """
         entry = self._entries.get(path)
         if entry is None:
             raise CheckpointNotFound(f"{self.published.directory} has no file {path}")
-        data = self._map(entry)
         end = entry.size if end is None else end
+        if path in self._deltas:
+            return self._decoded(entry, begin, end)
+        data = self._map(entry)
         if self.verify:
             self._verify(entry, data, begin, end)
         return data[begin:end]
+
+    def check(self, path: str) -> None:
+        """Hash every byte of a file, unless nothing is hashed; no more of it is held in memory than a leaf.
+
+        Raises:
+            CheckpointCorrupt: they are not what was written.
+        """
+        for _ in self.pieces(path) if self.verify else ():
+            pass
+
+    def pieces(self, path: str) -> Iterator[memoryview]:
+        """All of a file, a leaf at a time.
+
+        Raises:
+            CheckpointCorrupt: bytes are not those that were written.
+        """
+        entry = self._entries.get(path)
+        if entry is None:
+            raise CheckpointNotFound(f"{self.published.directory} has no file {path}")
+        begin = 0
+        for leaf in entry.leaves:
+            yield self.read(path, begin, begin + leaf.size)
+            begin += leaf.size
+        if not entry.leaves:
+            self.read(path)
 
     def tensor(self, component: str, name: str) -> memoryview:
         """The bytes of a whole tensor, row-major: a view where one slice holds it, else put together from its slices.
@@ -105,12 +138,26 @@ class CheckpointReader:
     def _slice(self, tensor: LogicalTensor, part: Slice) -> memoryview:
         return self.read(part.file, part.offset, part.offset + tensor.slice_bytes(part))
 
+    def _stored(self, path: str, begin: int, end: int) -> memoryview:
+        """Bytes of a file as it lies there; what is made of them is verified, or not at all."""
+        return self._map(self._entries[path])[begin:end]
+
+    def _decoded(self, entry: FileEntry, begin: int, end: int) -> memoryview:
+        delta = self._deltas[entry.path]
+        leaves = list(_leaves_within(entry, begin, end)) if self.verify else []
+        low, high = (leaves[0][0], leaves[-1][0] + leaves[-1][1].size) if leaves else (begin, end)
+        data = delta.decoded(low, high)
+        for at, leaf in leaves:
+            if digest_of(data[at - low : at - low + leaf.size]) != leaf.blake3:
+                raise delta.blamed(at, at + leaf.size)
+        result = data[begin - low : end - low]
+        return result if self.writable else result.toreadonly()
+
     def _map(self, entry: FileEntry) -> memoryview:
         if entry.path in self._maps:
             return self._maps[entry.path]
         try:
-            open_file = self._disk.map_private if self.writable else self._disk.map
-            data = open_file(self.published.path(entry.path))
+            data = self._open_file(entry)
         except OSError as error:
             fault = FileFault(entry.path, f"it cannot be read: {error.strerror or error}")
             raise CheckpointIncomplete(self.published.directory, [fault]) from error
@@ -121,6 +168,10 @@ class CheckpointReader:
         self._checked[entry.path] = bytearray(len(entry.leaves))
         self._maps[entry.path] = data
         return data
+
+    def _open_file(self, entry: FileEntry) -> memoryview:
+        open_file = self._disk.map_private if self.writable else self._disk.map
+        return open_file(self.published.path(entry.path))
 
     def _verify(self, entry: FileEntry, data: memoryview, begin: int, end: int) -> None:
         ends, checked = self._ends[entry.path], self._checked[entry.path]
@@ -133,6 +184,15 @@ class CheckpointReader:
                 tensors = self.published.tensors_in(entry.path, low, high)
                 raise CheckpointCorrupt(self.published.directory, [FileFault(entry.path, problem, tensors)])
             checked[number] = True
+
+
+def _leaves_within(entry: FileEntry, begin: int, end: int) -> Iterator[tuple[int, Leaf]]:
+    """The leaves that have bytes between two places, each with where it begins."""
+    at = 0
+    for leaf in entry.leaves:
+        if at < end and begin < at + leaf.size:
+            yield at, leaf
+        at += leaf.size
 
 
 def _runs(

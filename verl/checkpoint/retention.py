@@ -19,6 +19,7 @@ from verl.checkpoint.files import make_directories, read_errors, remove_content,
 from verl.checkpoint.published import Published
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.verify import Level
+from verl.checkpoint.waiting import forget_removed, held_back
 from verl.description import Description
 from verl.errors import CheckpointNotFound
 
@@ -95,6 +96,7 @@ def prune(store: CheckpointStore, retention: Retention, level: Level = "quick") 
         store.ownership.check()
         complete = store.complete(level=level)
         kept = retention.kept(complete, pins(store))
+        kept |= held_back(store, complete, kept)
         dropped = [published for published in complete if published.name not in kept]
         if not dropped:
             return []
@@ -107,6 +109,7 @@ def prune(store: CheckpointStore, retention: Retention, level: Level = "quick") 
     with write_errors("emptying the trash"):
         remove_content(store.disk, trash)  # not the directory: another process may be moving something there
         store.objects.sweep()
+        forget_removed(store)
     return [published.name for published in dropped]
 
 

@@ -18,6 +18,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,12 +150,13 @@ class Staging:
             sequence=0, step=self.step, tag=self.tag, run_id=self._store.run_id, saved_at=_now(),
             verl_version=verl.__version__, metrics={k: float(v) for k, v in metrics.items() if math.isfinite(v)},
             files=tuple(entries[path] for path in sorted(entries)), tensors=tuple(tensors),
+            deltas=tuple(sorted((d for report in reports for d in report.deltas), key=lambda d: d.path)),
         )  # fmt: skip
         return manifest, [path for report in reports for path in report.shared]
 
     def _publish(self, manifest: Manifest, state: dict[str, Any]) -> Published:
         newest, sequence = self._store.newest_and_next_sequence()
-        checksum = content_digest(manifest.files, manifest.tensors)
+        checksum = content_digest(manifest)
         if newest is not None and _is_same(newest.manifest, manifest, checksum):
             with contextlib.suppress(BadCheckpoint):
                 newest = verified(self._disk, newest.directory, "full")  # a damaged one is no reason not to save
@@ -191,12 +193,12 @@ class Staging:
         write_by_rename(self._disk, self.directory / STATE, data)
         entry = FileEntry.of(STATE, [Leaf(len(data), digest_of(data))])
         files = tuple(sorted((*manifest.files, entry), key=lambda e: e.path))
-        return Manifest(**{**vars(manifest), "sequence": sequence, "files": files})
+        return replace(manifest, sequence=sequence, files=files)
 
     def _share(self, published: Published, paths: list[str]) -> None:
         try:
             for path in paths:
-                entry = published.manifest.file(path)
+                entry = published.manifest.stored(path)
                 assert entry is not None
                 self._store.objects.add(published.path(path), entry)
         except OSError as error:
@@ -206,7 +208,7 @@ class Staging:
 def _is_same(newest: Manifest, manifest: Manifest, checksum: str) -> bool:
     if (newest.step, newest.tag) != (manifest.step, manifest.tag):
         return False
-    return content_digest(newest.files, newest.tensors) == checksum
+    return content_digest(newest) == checksum
 
 
 def _faults_of_participants(expected: set[str], reports: list[PartReport]) -> Iterator[FileFault]:

@@ -18,7 +18,9 @@ from verl.checkpoint.files import is_directory, remove_content, remove_tree, wri
 from verl.checkpoint.manifest import FORMAT_NAME, FORMAT_VERSION
 from verl.checkpoint.objects import Objects
 from verl.checkpoint.ownership import FORMAT, Ownership
+from verl.checkpoint.published import Published
 from verl.checkpoint.staging import Staging
+from verl.checkpoint.waiting import read_cold
 from verl.errors import ConfigError, NoSpaceForCheckpoint
 
 log = logging.getLogger(__name__)
@@ -104,6 +106,12 @@ class CheckpointStore(CheckpointDirectory):
             self.disk.sync_directory(directory.parent)
             lease = self._lease(directory)
         return Staging(self, directory, step, tag, participants, lease)
+
+    def newest_and_next_sequence(self) -> tuple[Published | None, int]:
+        """The last published checkpoint and the number of the next one, above all that the store behind has."""
+        newest, following = super().newest_and_next_sequence()
+        cold = read_cold(self.disk, self.directory)
+        return newest, max(following, 1 + (cold.sequence_floor if cold else 0))
 
     # -- for Staging and retention, with the lock held ----------------------------------------------------------------
 

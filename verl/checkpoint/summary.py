@@ -59,7 +59,7 @@ class Summary:
         told |= {key: getattr(manifest, key) for key in keys}
         told |= {"format_version": manifest.version, "epoch": self.state.get("epoch")}
         told |= {"bytes": self.published.num_bytes, "added_bytes": self.added_bytes}
-        return told | {"num_files": len(manifest.files), "num_tensors": len(manifest.tensors)}
+        return told | {"num_files": len(manifest.contents), "num_tensors": len(manifest.tensors)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def summary_of(disk: Disk, directory: Path, level: Level = "quick") -> Summary:
         known = _told(disk, open_published(disk, directory))
     except BadCheckpoint:
         known = Summary(directory=directory, status="corrupt")
-    return dataclasses.replace(known, status=_status(bad), faults=bad.faults)
+    return dataclasses.replace(known, status=status_of(bad), faults=bad.faults)
 
 
 def _told(disk: Disk, published: Published) -> Summary:
@@ -117,14 +117,14 @@ def _told(disk: Disk, published: Published) -> Summary:
     try:
         state = read_state(disk, published)
     except BadCheckpoint as error:
-        return Summary(directory=published.directory, status=_status(error), faults=error.faults, published=published)
+        return Summary(directory=published.directory, status=status_of(error), faults=error.faults, published=published)
     return Summary(directory=published.directory, status="complete", published=published, state=state)
 
 
 def components(published: Published) -> list[Component]:
     """The parts of a checkpoint, the largest first."""
     files: dict[str, list[int]] = {}
-    for entry in published.manifest.files:
+    for entry in published.manifest.contents.values():
         files.setdefault(entry.path.split("/")[0], []).append(entry.size)
     tensors: dict[str, list] = {}
     for tensor in published.manifest.tensors:
@@ -158,7 +158,8 @@ def age_s(published: Published, now: float | None = None) -> float:
     return max(0.0, (time.time() if now is None else now) - saved)
 
 
-def _status(error: BadCheckpoint) -> Status:
+def status_of(error: BadCheckpoint) -> Status:
+    """What a bad checkpoint is called."""
     if isinstance(error, CheckpointTooNew):
         return "too new"
     return "incomplete" if isinstance(error, CheckpointIncomplete) else "corrupt"

@@ -13,6 +13,7 @@ from verl.checkpoint.ownership import FORMAT
 from verl.checkpoint.published import Published
 from verl.checkpoint.retention import Retention, collect_garbage, pins, prune
 from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.waiting import held_back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ def plan(store: CheckpointStore, retention: Retention) -> Cleaning:
     """What `clean` would do; changes nothing."""
     complete = store.complete()
     kept = retention.kept(complete, pins(store))
+    kept |= held_back(store, complete, kept)
     dropped = [published for published in complete if published.name not in kept]
     with read_errors(f"looking at {store.directory}"):
         leftovers = list(_leftovers(store))

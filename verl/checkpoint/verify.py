@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from verl.checkpoint.delta_file import DeltaFile
 from verl.checkpoint.disk import OUT_OF_RESOURCES, Disk
 from verl.checkpoint.files import files_below
 from verl.checkpoint.hashing import digest_of
@@ -67,30 +68,40 @@ def quick_faults(disk: Disk, published: Published) -> tuple[list[FileFault], lis
     for own in (COMMIT, MANIFEST):
         sizes.pop(own, None)
     missing, others = [], []
+    made_of = _made_of(published)
     for entry in published.manifest.files:
         size = sizes.pop(entry.path, None)
+        tensors = published.tensors_in(made_of.get(entry.path, entry.path))
         if size is None:
-            missing.append(FileFault(entry.path, "it is missing", published.tensors_in(entry.path)))
+            missing.append(FileFault(entry.path, "it is missing", tensors))
         elif size != entry.size:
             problem = "it is no regular file" if size < 0 else f"it has {size} bytes instead of {entry.size}"
-            others.append(FileFault(entry.path, problem, published.tensors_in(entry.path)))
+            others.append(FileFault(entry.path, problem, tensors))
     others += [FileFault(path, "it is foreign: the manifest does not list it") for path in sizes]
     if not missing and not others:
-        others += [*_tiling_faults(published)] or [*_header_faults(disk, published)]
+        others += [*tiling_faults(published)] or [*_header_faults(disk, published)]
     return missing, others
 
 
 def full_faults(disk: Disk, published: Published) -> list[FileFault]:
     """Every file whose bytes are not those that were written, with the tensors that lie where they differ."""
-    faults = [fault for entry in published.manifest.files for fault in _content_faults(disk, published, entry)]
+    deltas = _deltas(disk, published)
+    stored = {path: delta for delta in deltas for path in (delta.entry.delta, delta.entry.base)}
+    faults = [
+        fault
+        for entry in published.manifest.files
+        for fault in _content_faults(disk, published, entry, stored.get(entry.path))
+    ]
+    if not faults:
+        faults += [fault for delta in deltas for fault in _decoded_faults(delta)]
     if not faults and published.manifest.file(STATE):
         written = read_state(disk, published).get("manifest_checksum")
-        if written != content_digest(published.manifest.files, published.manifest.tensors):
+        if written != content_digest(published.manifest):
             faults.append(FileFault(STATE, "its manifest_checksum is not that of this checkpoint"))
     return faults
 
 
-def _content_faults(disk: Disk, published: Published, entry: FileEntry) -> Iterator[FileFault]:
+def _content_faults(disk: Disk, published: Published, entry: FileEntry, delta: DeltaFile | None) -> Iterator[FileFault]:
     path, begin = published.path(entry.path), 0
     for leaf in entry.leaves:
         end = begin + leaf.size
@@ -101,16 +112,43 @@ def _content_faults(disk: Disk, published: Published, entry: FileEntry) -> Itera
         except OSError as error:
             is_good, problem = False, f"bytes {begin} to {end} cannot be read: {error.strerror or error}"
         if not is_good:
-            yield FileFault(entry.path, problem, published.tensors_in(entry.path, begin, end))
+            named = published.tensors_in if delta is None else delta.tensors_made_of
+            yield FileFault(entry.path, problem, named(entry.path, begin, end))
         begin = end
+
+
+def _decoded_faults(delta: DeltaFile) -> Iterator[FileFault]:
+    """Where what comes out of two files that are whole is not what was saved."""
+    begin = 0
+    for leaf in delta.entry.file.leaves:
+        end = begin + leaf.size
+        try:
+            if digest_of(delta.decoded(begin, end)) != leaf.blake3:
+                yield from delta.blamed(begin, end).faults
+        except CheckpointCorrupt as error:
+            yield from error.faults
+        begin = end
+
+
+def _deltas(disk: Disk, published: Published) -> list[DeltaFile]:
+    def read(path: str, begin: int, end: int) -> memoryview:
+        return memoryview(disk.read_range(published.path(path), begin, end - begin))
+
+    return [DeltaFile(published, entry, read) for entry in published.manifest.deltas]
+
+
+def _made_of(published: Published) -> dict[str, str]:
+    """The file, as it is read, of each that is stored for it."""
+    return {path: entry.path for entry in published.manifest.deltas for path in (entry.delta, entry.base)}
 
 
 def _named(directory: Path, error: OSError) -> str:
     return Path(os.path.relpath(error.filename or directory, directory)).as_posix()
 
 
-def _tiling_faults(published: Published) -> Iterator[FileFault]:
-    sizes = {entry.path: entry.size for entry in published.manifest.files}
+def tiling_faults(published: Published) -> Iterator[FileFault]:
+    """Where the slices of a tensor do not tile it, or reach over the end of a file."""
+    sizes = {entry.path: entry.size for entry in published.manifest.contents.values()}
     for tensor in published.manifest.tensors:
         faults = tensor.faults()
         yield from (FileFault(MANIFEST, fault, (tensor.full_name,)) for fault in faults)
@@ -121,12 +159,15 @@ def _tiling_faults(published: Published) -> Iterator[FileFault]:
 
 def _header_faults(disk: Disk, published: Published) -> Iterator[FileFault]:
     """Where the headers of safetensors files and the manifest disagree."""
-    sizes = {entry.path: entry.size for entry in published.manifest.files}
+    deltas = {delta.entry.path: delta for delta in _deltas(disk, published)}
     for file, parts in published.slices_by_file.items():
         if all(part.key is None for _, part in parts):
             continue
         try:
-            places = _places(disk, published.path(file), sizes[file])
+            places = _places(disk, published, file, deltas.get(file))
+        except CheckpointCorrupt as error:
+            yield from error.faults
+            continue
         except ValueError as error:
             yield FileFault(file, str(error), published.tensors_in(file))
             continue
@@ -139,6 +180,9 @@ def _header_faults(disk: Disk, published: Published) -> Iterator[FileFault]:
                 )
 
 
-def _places(disk: Disk, path: Path, size: int) -> dict[str, TensorPlace]:
-    length = header_bytes(disk.read_range(path, 0, 8))
-    return read_header(disk.read_range(path, 0, length), size)
+def _places(disk: Disk, published: Published, file: str, delta: DeltaFile | None) -> dict[str, TensorPlace]:
+    def read(size: int) -> bytes | memoryview:
+        return disk.read_range(published.path(file), 0, size) if delta is None else delta.decoded(0, min(size, whole))
+
+    whole = published.manifest.contents[file].size
+    return read_header(read(header_bytes(read(8))), whole)

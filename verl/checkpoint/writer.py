@@ -24,9 +24,11 @@ from typing import Literal
 
 from verl.checkpoint.arena import FAILED, Arena, Arenas, note_progress
 from verl.checkpoint.content import SaveRequest, plan_of
+from verl.checkpoint.joint import hand_in_failure
 from verl.checkpoint.plan import SaveOutcome, SavePlan, SaveReport
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.snapshot import Snapshot
+from verl.checkpoint.staging import Staging
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.supervisor import END_TIMEOUT_S, ProcessSetting, Supervisor
 from verl.errors import CheckpointWriteFailed
@@ -50,6 +52,7 @@ class _Job:
     copied_s: float = 0.0
     copy_error: Exception | None = None
     num_deaths_before: int = 0
+    staging: Staging | None = None
 
 
 @dataclass
@@ -121,27 +124,34 @@ class CheckpointWriter:
     def prepare(self, request: SaveRequest) -> None:
         """Have the memory for such saves allocated, and the process started, in the background: the first save then
         takes no longer than the others. Copies and writes nothing; is not needed."""
-        if self.mode == "async" and (arena := self._arenas.acquire(waits=False)) is not None:
-            self._to_copy.put(_Reservation(arena, plan_of(request)[0].num_bytes))
+        self.reserve(plan_of(request)[0].num_bytes)
 
-    def save(self, request: SaveRequest) -> bool:
+    def reserve(self, num_bytes: int) -> None:
+        """`prepare` for saves of so many bytes."""
+        if self.mode == "async" and (arena := self._arenas.acquire(waits=False)) is not None:
+            self._to_copy.put(_Reservation(arena, num_bytes))
+
+    def save(self, request: SaveRequest, staging: Staging | None = None, began: float | None = None) -> bool:
         """Begin a save at a step boundary. The tensors must not change before `wait_copied` has returned.
 
+        Args:
+            staging: of a save that several processes write, begun by the caller; ended here.
+            began: when the save did, by `time.perf_counter`.
         Returns:
             False where it was skipped.
         Raises:
             ValueError, TypeError: the request cannot be saved by anyone; see `plan_of`.
         """
-        began = time.perf_counter()
+        began = time.perf_counter() if began is None else began
         assert self._is_open, "this writer was closed"
         plan, pieces = plan_of(request)
         snapshot = Snapshot(pieces, self._num_copy_threads)
         arena = self._arenas.acquire(waits=self.when_busy == "wait")
         if arena is None:
             log.warning("the checkpoint of step %d was skipped: two earlier saves are still under way", plan.step)
-            self._finish(SaveOutcome(step=plan.step, tag=plan.tag, was_skipped=True))
+            self.note(SaveOutcome(step=plan.step, tag=plan.tag, was_skipped=True))
             return False
-        job = self._last = _Job(plan=plan, snapshot=snapshot, arena=arena, began=began)
+        job = self._last = _Job(plan=plan, snapshot=snapshot, arena=arena, began=began, staging=staging)
         with self._changed:
             self._num_under_way += 1
         if self.mode == "async":
@@ -305,6 +315,11 @@ class CheckpointWriter:
     def _end(self, job: _Job, report: SaveReport | None = None, error: Exception | None = None) -> None:
         if error is not None:
             log.error("the checkpoint of step %d failed: %s", job.plan.step, error)
+        if error is not None and job.plan.joint is not None and not job.plan.joint.commits:
+            told = f"{type(error).__name__}: {error}"
+            hand_in_failure(self.store.disk, job.plan.joint.directory, job.plan.joint.name, told)
+        if job.staging is not None:
+            job.staging.abort()  # after a publication only its lock is left
         self._arenas.give_back(job.arena)
         total_s = time.perf_counter() - job.began
         outcome = SaveOutcome(
@@ -314,9 +329,10 @@ class CheckpointWriter:
         )  # fmt: skip
         with self._changed:
             self._num_under_way -= 1
-            self._finish(outcome)
+            self.note(outcome)
 
-    def _finish(self, outcome: SaveOutcome) -> None:
+    def note(self, outcome: SaveOutcome) -> None:
+        """Have `poll` tell of a save that came to nothing before it began."""
         with self._changed:
             self._outcomes.append(outcome)
             self._changed.notify_all()

@@ -122,7 +122,7 @@ class NormalisedReward(Reward):
         return {} if self.norm is None else self.norm.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self.norm is not None and state:
+        if self.norm is not None and self.norm.state_dict().keys() <= state.keys():  # else another kind of reward's
             self.norm.load_state_dict(state)
 
 

@@ -1,0 +1,169 @@
+"""What an incremental checkpoint takes, of real trainings of a model of about 100M parameters: LoRA, and all weights.
+
+    python benchmarks/incremental_checkpoint.py           some minutes; --small for a look
+
+Prints one JSON line. Both trainings are GRPO with a reward for digits, of all weights at a learning rate of 1e-6. Bytes
+are those of files that no earlier checkpoint shares, and of the first, whole checkpoint of the same run. What the actor
+would take in bfloat16 is found with the same code, from the float32 weights of these checkpoints, cast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks import _workload as workload
+from verl import Trainer
+from verl.checkpoint import CheckpointManager, delta
+from verl.checkpoint.delta import Span
+from verl.checkpoint.published import Published
+from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.summary import Summary, summaries
+
+AFTER = (1, 3, 10)  # steps after the base
+RANK = 8
+ADAPTED = ("q_proj", "v_proj")
+MI, GI = 2**20, 2**30
+
+
+def trainer(model: Path, directory: Path, lr: float, lora: bool) -> Trainer:
+    """A training that saves when it is asked to."""
+    rows = [{"prompt": text} for text in workload.prompt_texts(16, 16)]
+    return Trainer(
+        model=str(model),
+        reward_model=workload.digit_rewards,
+        train_dataset=rows,
+        algorithm="grpo",
+        rollout_config={"max_new_tokens": 16, "n": 4},
+        checkpoint_config={
+            "save_dir": str(directory),
+            "save_interval": None,
+            "keep_last_n": None,
+            "incremental_save": True,
+        },
+        train_config={"lr": lr, "prompts_per_step": 4, "total_steps": max(AFTER) + 1},
+        lora={"rank": RANK, "target_modules": list(ADAPTED)} if lora else None,
+        overrides=[
+            "tracker.tensorboard=null",
+            "tracker.curves=null",
+            "tracker.console=null",
+            "trainer.save_final=false",
+        ],
+    )
+
+
+def trained(
+    model: Path, directory: Path, lr: float, lora: bool, after: tuple[int, ...]
+) -> tuple[list[Summary], list[float]]:
+    """Train, save after the first step and after some more; the checkpoints, and the seconds that each save took."""
+    took = []
+    with trainer(model, directory, lr, lora) as training:
+        for step in range(1, 2 + max(after)):
+            training.step()
+            if step - 1 in (0, *after):
+                began = time.perf_counter()
+                training.save_checkpoint()
+                took.append(time.perf_counter() - began)
+    found = {summary.published.step: summary for summary in summaries(CheckpointStore(directory)) if summary.published}
+    return [found[1 + n] for n in (0, *after)], took
+
+
+def component(published: Published, name: str, is_stored: bool) -> int:
+    """Bytes of a component: as it is read, or stored in files that no earlier checkpoint shares."""
+    files = published.manifest.files if is_stored else published.manifest.contents.values()
+    return sum(e.size for e in files if e.path.startswith(f"{name}/") and not (is_stored and e.linked_from))
+
+
+def in_bfloat16(base: Published, published: Published) -> tuple[int, int]:
+    """Bytes of the actor's tensors cast to bfloat16, and of their difference from the base, cast too."""
+    before, now = (CheckpointManager(one.directory).load("actor") for one in (base, published))
+    whole = stored = 0
+    for name in now:
+        one, two = (x[name].bfloat16().view(torch.uint8).numpy().data.cast("B") for x in (before, now))
+        whole += len(two)
+        stored += sum(len(piece) for piece in delta.encode(two, [Span(0, len(two), 2, 0)], one))
+    return whole, stored
+
+
+def of_8b() -> dict[str, float]:
+    """Llama 3 8B, q and v adapted, float32 adapters and moments: computed, in bytes."""
+    hidden, of_values, layers, weights = 4096, 1024, 32, 8.03e9
+    adapter = 4 * layers * RANK * ((hidden + hidden) + (hidden + of_values))
+    return {"adapter": adapter, "with_optimizer": 3 * adapter, "bf16_model": 2 * weights, "fp32_moments": 8 * weights}
+
+
+def rows_of_lora(model: Path, root: Path, full_bytes: int) -> tuple[dict, list[list[str]]]:
+    (_, *others), took = trained(model, root / "lora", 1e-4, True, AFTER)
+    found = []
+    for summary in others:
+        assert summary.published is not None
+        payload = sum(component(summary.published, name, False) for name in ("actor", "optimizer"))
+        tokenizer = sum(e.size for e in summary.published.manifest.contents.values() if "tokenizer" in e.path)
+        found.append(
+            {
+                "added": summary.added_bytes,
+                "payload": payload - tokenizer,
+                "ratio": summary.added_bytes / (payload - tokenizer),
+            }
+        )
+    added = statistics.median(one["added"] for one in found)
+    worst = max(one["ratio"] for one in found)
+    eight = of_8b()
+    row = [
+        f"incremental checkpoint, LoRA rank {RANK} (q, v) on 107M, with optimizer",
+        f"{added / MI:.2f} MiB, {100 * added / full_bytes:.2f}% of a whole one ({full_bytes / GI:.2f} GiB)",
+        f"{worst:.2f}x of adapter and optimizer state at most; target: 1.05x. For 8B, computed: "
+        f"{eight['adapter'] / MI:.0f} MiB, with optimizer state {eight['with_optimizer'] / MI:.0f} MiB "
+        f"(the model in bfloat16: {eight['bf16_model'] / GI:.1f} GiB)",
+    ]
+    return {"increments": found, "save_s": took, "8b": eight}, [row]
+
+
+def rows_of_dense(model: Path, root: Path) -> tuple[dict, list[list[str]], int]:
+    (base, *others), took = trained(model, root / "dense", 1e-6, False, AFTER)
+    assert base.published is not None
+    found = {}
+    for after, summary in zip(AFTER, others, strict=True):
+        assert summary.published is not None
+        whole, stored = (component(summary.published, "actor", is_stored) for is_stored in (False, True))
+        half, half_stored = in_bfloat16(base.published, summary.published)
+        found[after] = {
+            "fp32": whole / stored, "bf16": half / half_stored, "all": base.added_bytes / summary.added_bytes,
+        }  # fmt: skip
+    row = [
+        "incremental checkpoint, all weights of 107M at lr 1e-6: actor smaller by, " + ", ".join(f"{n}" for n in AFTER)
+        + " steps after its base",
+        "bfloat16 " + ", ".join(f"{one['bf16']:.1f}x" for one in found.values())
+        + "; float32 " + ", ".join(f"{one['fp32']:.1f}x" for one in found.values()),
+        "target: 10x within 10 steps, in bfloat16. The whole checkpoint, in float32 with moments: "
+        + ", ".join(f"{one['all']:.2f}x" for one in found.values())
+        + f"; saved in {math.fsum(took[1:]) / len(took[1:]):.1f} s, and whole in {took[0]:.1f} s",
+    ]  # fmt: skip
+    return {"smaller": found, "save_s": took}, [row], base.added_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="a model of 1M parameters")
+    parser.add_argument("--directory", help="on a disk with 10 GB free; else where temporary files go")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="incremental_checkpoint_", dir=args.directory) as made:
+        root = Path(made)
+        workload.write_model(root / "model", *((128, 4) if args.small else (768, 12)))
+        dense, rows, full_bytes = rows_of_dense(root / "model", root)
+        lora, more = rows_of_lora(root / "model", root, full_bytes)
+    print(json.dumps({"name": "incremental_checkpoint", "dense": dense, "lora": lora, "rows": [*more, *rows]}))
+
+
+if __name__ == "__main__":
+    main()

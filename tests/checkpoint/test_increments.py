@@ -1,0 +1,343 @@
+"""Incremental saves: what did not change is shared, what changed little is a difference, and all of it comes back."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint.requests import items, request, same_bits, tensors_of
+from faults.disks import RefusingDisk
+from golden_run import flip_bit
+
+from verl.checkpoint.compare import compare
+from verl.checkpoint.content import Component, SaveRequest, TensorItem
+from verl.checkpoint.disk import Disk, Space
+from verl.checkpoint.export import export
+from verl.checkpoint.increment import Incremental
+from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.materialize import materialize
+from verl.checkpoint.plain import plain_directory
+from verl.checkpoint.published import Published
+from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.retention import Retention, prune
+from verl.checkpoint.store import OWN_BYTES, CheckpointStore
+from verl.checkpoint.verify import verify
+from verl.checkpoint.writer import CheckpointWriter
+from verl.errors import CheckpointCorrupt, CheckpointIncomplete, ConfigError, NoSpaceForCheckpoint
+from verl.trainer.resume import find
+
+WEIGHTS = "actor/model.safetensors"
+DELTA, BASE = f"{WEIGHTS}.delta", f"{WEIGHTS}.base"
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "first": torch.randn(64, 64, generator=generator),
+        "half": torch.randn(4000, generator=generator).bfloat16(),
+        "frozen": torch.randn(32, 32, generator=generator),
+        "count": torch.tensor(3),
+    }
+
+
+def trained(tensors: dict[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
+    """As a small learning rate leaves them."""
+    return {
+        name: x if name == "frozen" or not x.is_floating_point() else x * (1 + 1e-6 * step)
+        for name, x in tensors.items()
+    }
+
+
+def save_all(
+    directory: Path, steps: int, settings: Incremental | None = None, disk: Disk | None = None, mode: str = "sync"
+) -> list[Published]:
+    store = CheckpointStore(directory, disk=disk)
+    with CheckpointWriter(store, mode=mode) as writer:
+        for step in range(1, steps + 1):
+            writer.save(request(step, trained(weights(), step), increment=settings or Incremental()))
+            writer.drain()
+    return store.complete(strict=True, level="full")
+
+
+def assert_holds(published: Published, step: int) -> None:
+    expected, found = trained(weights(), step), tensors_of(published, "actor")
+    assert expected.keys() == found.keys()
+    assert all(same_bits(expected[name], found[name]) for name in expected)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_every_increment_holds_its_step_bit_by_bit_and_a_part_of_the_bytes(tmp_path, mode):
+    first, *others = save_all(tmp_path, 3, mode=mode)
+    assert names(first.directory / "actor") == ["config.json", "model.safetensors"]
+    for step, published in enumerate([first, *others], 1):
+        assert_holds(published, step)
+    for published in others:
+        assert names(published.directory / "actor") == ["config.json", *(Path(p).name for p in (BASE, DELTA))]
+        assert os.path.samefile(published.path(BASE), first.path(WEIGHTS))
+        assert published.path(DELTA).stat().st_size < 0.7 * first.path(WEIGHTS).stat().st_size
+    (entry,) = [entry for entry in others[-1].manifest.deltas if entry.path == WEIGHTS]
+    assert (entry.base_checkpoint, entry.number) == (first.name, 2)
+    base = first.manifest.file(WEIGHTS)
+    assert base is not None
+    assert entry.base_blake3 == base.blake3
+
+
+def test_a_file_that_did_not_change_is_a_link_whichever_form_it_has(tmp_path):
+    store = CheckpointStore(tmp_path)
+    with CheckpointWriter(store, mode="sync") as writer:
+        for step, version in ((1, 1), (2, 2), (3, 2)):
+            same = request(step, trained(weights(), version), increment=Incremental())
+            writer.save(same)
+        (*_, outcome) = writer.drain()
+    first, second, third = store.complete(strict=True, level="full")
+    for path in (DELTA, BASE):
+        assert os.path.samefile(second.path(path), third.path(path))
+    assert_holds(third, 2)
+    assert outcome.report is not None
+    assert outcome.report.written_bytes < 1000  # trainer_state.json and a configuration
+    assert first.manifest.deltas == ()
+
+
+def test_retention_may_remove_the_checkpoint_that_the_base_comes_from(tmp_path):
+    save_all(tmp_path, 4)
+    store = CheckpointStore(tmp_path)
+    assert prune(store, Retention(keep_last_n=2)) == ["global_step_1", "global_step_2"]
+    left = store.complete(strict=True, level="full")
+    for step, published in zip((3, 4), left, strict=True):
+        assert_holds(published, step)
+    with CheckpointWriter(CheckpointStore(tmp_path), mode="sync") as writer:  # and more are made from it
+        writer.save(request(5, trained(weights(), 5), increment=Incremental()))
+        writer.drain()
+    newest = store.newest()
+    assert_holds(newest, 5)
+    assert newest.manifest.deltas[0].base_checkpoint == "global_step_1"
+
+
+def test_after_so_many_saves_a_file_is_whole_again(tmp_path):
+    found = save_all(tmp_path, 6, Incremental(saves_per_base=2))
+    assert [published.path(WEIGHTS).exists() for published in found] == [True, False, False, True, False, False]
+
+
+def test_what_is_taken_from_a_pinned_base_stays_with_it(tmp_path):
+    save_all(tmp_path / "before", 2)
+    base = tmp_path / "before/global_step_2"  # an increment itself: its own base serves
+    found = save_all(tmp_path / "after", 3, Incremental(base=base, saves_per_base=1))
+    assert all(os.path.samefile(published.path(BASE), base / BASE) for published in found)
+    for step, published in enumerate(found, 1):
+        assert_holds(published, step)
+
+
+def test_a_pinned_base_that_is_gone_costs_a_whole_save_and_is_told(tmp_path, caplog):
+    (published,) = save_all(tmp_path, 1, Incremental(base=tmp_path / "nowhere"))
+    assert published.path(WEIGHTS).exists()
+    assert "checkpoint.incremental_base cannot be used" in caplog.text
+
+
+def test_what_does_not_pay_is_written(tmp_path):
+    with CheckpointWriter(store := CheckpointStore(tmp_path), mode="sync") as writer:
+        for step in (1, 2):
+            noise = {"noise": torch.randn(5000, generator=torch.Generator().manual_seed(step))}
+            writer.save(request(step, noise, increment=Incremental()))
+        writer.drain()
+    assert store.newest().manifest.deltas == ()
+
+
+def test_without_links_files_are_whole(tmp_path):
+    disk = RefusingDisk(link=errno.EPERM, clone=errno.EOPNOTSUPP)
+    for step, published in enumerate(save_all(tmp_path, 2, disk=disk), 1):
+        assert published.manifest.deltas == ()
+        assert_holds(published, step)
+
+
+def test_slices_of_a_tensor_are_stored_as_differences(tmp_path):
+    whole = torch.randn(64, 64)
+    with CheckpointWriter(store := CheckpointStore(tmp_path), mode="sync") as writer:
+        for step in (1, 2):
+            now = whole * (1 + 1e-6 * step)
+            components = {
+                f"optimizer_{rank}": Component(
+                    tensors=[TensorItem(name=f"part_{rank}", tensor=half, shape=(32, 64), start=(0, 0))],
+                    file="own.safetensors",
+                )
+                for rank, half in enumerate(now.split(32))
+            }
+            writer.save(SaveRequest(step=step, components=components, increment=Incremental()))
+        writer.drain()
+    newest = store.newest()
+    assert len(newest.manifest.deltas) == 2
+    for rank, half in enumerate((whole * (1 + 2e-6)).split(32)):
+        assert same_bits(tensors_of(newest, f"optimizer_{rank}")[f"part_{rank}"], half)
+
+
+@pytest.mark.parametrize("path", [BASE, DELTA])
+def test_what_an_increment_is_made_of_is_named_where_it_is_damaged(tmp_path, path):
+    *_, newest = save_all(tmp_path, 2)
+    size = newest.path(path).stat().st_size
+    copy = newest.path(path).read_bytes()
+    newest.path(path).unlink()  # not the link of the other checkpoint
+    newest.path(path).write_bytes(copy)
+    flip_bit(newest.path(path), size // 2)
+    assert verify(Disk(), newest.directory) == []  # sizes and headers are as they were
+    (fault, *_) = verify(Disk(), newest.directory, "full")
+    assert fault.file == path
+    assert "actor/first" in fault.tensors
+    assert "optimizer/first" not in fault.tensors
+    with pytest.raises(CheckpointCorrupt, match=path.replace(".", r"\.")):
+        dict(CheckpointManager(newest.directory).load("actor"))
+
+
+@pytest.mark.parametrize("path", [BASE, DELTA])
+def test_what_is_missing_or_cut_off_is_found_at_discovery(tmp_path, path, caplog):
+    first, second = save_all(tmp_path, 2)
+    content = second.path(path).read_bytes()
+    second.path(path).unlink()
+    store = CheckpointStore(tmp_path)
+    assert store.newest().name == first.name
+    assert f"global_step_2: {path}: it is missing (in actor/" in caplog.text
+    second.path(path).write_bytes(content[:-1])
+    with pytest.raises(CheckpointCorrupt, match="bytes instead of"):
+        store.newest(strict=True)
+
+
+@pytest.mark.parametrize("path", [BASE, DELTA])
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_increment(tmp_path, path, caplog):
+    *_, before, newest = save_all(tmp_path, 3)
+    content = newest.path(path).read_bytes()
+    newest.path(path).unlink()  # not the link of the other checkpoints
+    newest.path(path).write_bytes(content)
+    flip_bit(newest.path(path), len(content) // 2)
+    point = find("latest", tmp_path)
+    assert point is not None
+    assert point.published.name == before.name
+    assert f"NOT USING checkpoint {newest.directory}: {path}" in caplog.text
+    assert_holds(point.published, 2)
+
+
+class SmallDisk(Disk):
+    """Has as much free as the store's own files take, and a part of what a whole save takes."""
+
+    def space(self, path: Path) -> Space:
+        return Space(OWN_BYTES + 40_000, None)
+
+
+def test_an_increment_is_saved_where_a_whole_checkpoint_finds_no_room(tmp_path):
+    save_all(tmp_path, 1)
+    store = CheckpointStore(tmp_path, disk=SmallDisk())
+    with CheckpointWriter(store, mode="sync") as writer:
+        writer.save(request(2, trained(weights(), 2)))
+        with pytest.raises(NoSpaceForCheckpoint):
+            writer.drain()
+        writer.save(request(2, trained(weights(), 2), increment=Incremental()))
+        writer.drain()
+    assert_holds(store.newest(), 2)
+
+
+def test_an_index_that_does_not_fit_is_found_at_discovery(tmp_path):
+    *_, newest = save_all(tmp_path, 2)
+    flip_bit(newest.path(DELTA))
+    (fault,) = verify(Disk(), newest.directory)
+    assert (fault.file, fault.problem) == (DELTA, "it is no delta")
+
+
+def test_a_damaged_base_serves_no_further_save(tmp_path, caplog):
+    *_, second = save_all(tmp_path, 2)
+    flip_bit(second.path(BASE), 5000)  # that of every checkpoint
+    with CheckpointWriter(store := CheckpointStore(tmp_path), mode="sync") as writer:
+        writer.save(request(3, trained(weights(), 3), increment=Incremental()))
+        writer.drain()
+    assert "is damaged: it is written anew" in caplog.text
+    newest = store.newest()
+    assert verify(Disk(), newest.directory, "full") == []
+    assert newest.path(WEIGHTS).exists()
+    assert_holds(newest, 3)
+
+
+def test_a_base_is_read_in_any_part(tmp_path):
+    *_, newest = save_all(tmp_path, 2)
+    reader = CheckpointReader(newest)
+    (tensor,) = [tensor for tensor in reader.tensors("actor") if tensor.name == "first"]
+    part = reader.assemble(tensor, (3, 5), (7, 11))
+    expected = trained(weights(), 2)["first"][3:10, 5:16].contiguous()
+    assert bytes(part) == expected.numpy().tobytes()
+
+
+def test_written_out_it_is_what_a_whole_save_would_have_been(tmp_path):
+    *_, newest = save_all(tmp_path / "increments", 2)
+    with CheckpointWriter(CheckpointStore(tmp_path / "whole"), mode="sync") as writer:
+        writer.save(request(2, trained(weights(), 2)))
+        (outcome,) = writer.drain()
+    assert outcome.report is not None
+    out = materialize(newest, tmp_path / "out")
+    assert verify(Disk(), out.directory, "full") == []
+    for path in (WEIGHTS, "actor/config.json", "optimizer/optimizer.safetensors"):
+        assert out.path(path).read_bytes() == (outcome.report.directory / path).read_bytes()
+    assert compare(newest, out) == []
+    with pytest.raises(ConfigError, match="there is something already"):
+        materialize(newest, tmp_path / "out")
+
+
+def test_nothing_is_left_of_a_damaged_one_that_is_written_out(tmp_path):
+    *_, newest = save_all(tmp_path / "increments", 2)
+    flip_bit(newest.path(BASE), 5000)
+    with pytest.raises(CheckpointCorrupt):
+        materialize(newest, tmp_path / "out")
+    assert names(tmp_path) == ["increments"]
+
+
+def test_a_model_is_exported_and_opened_by_others(tmp_path, monkeypatch):
+    *_, newest = save_all(tmp_path / "checkpoints", 2)
+    export(CheckpointManager(newest.directory), tmp_path / "model")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    plain = plain_directory(newest, "actor")
+    assert plain == plain_directory(newest, "actor") != newest.directory / "actor"
+    for directory in (plain, tmp_path / "model"):
+        assert names(directory) == ["config.json", "model.safetensors"]
+    from safetensors.torch import load_file
+
+    assert all(same_bits(x, trained(weights(), 2)[name]) for name, x in load_file(plain / "model.safetensors").items())
+
+
+def test_copies_of_processes_that_ended_are_removed(tmp_path, monkeypatch):
+    *_, newest = save_all(tmp_path / "checkpoints", 2)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / f"verl-plain-{os.getuid()}" / "0123-actor"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"left")
+    plain = plain_directory(newest, "actor")
+    assert not left.exists()
+    assert plain_directory(newest, "optimizer").parent == plain.parent
+    assert plain.exists()  # this process uses it
+
+
+def test_a_checkpoint_that_lost_a_stored_file_from_its_manifest_is_refused(tmp_path):
+    *_, newest = save_all(tmp_path, 2)
+    newest.path(BASE).unlink()
+    with pytest.raises(CheckpointIncomplete):
+        CheckpointStore(tmp_path).open(newest.name)
+
+
+def test_components_of_other_types_come_back(tmp_path):
+    tensors = {
+        "flags": torch.tensor([True, False] * 4000),
+        "long": torch.arange(4000),
+        "double": torch.linspace(0, 1, 4000, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+    }
+    with CheckpointWriter(store := CheckpointStore(tmp_path), mode="sync") as writer:
+        for step in (1, 2):
+            now = tensors | {"long": tensors["long"] + step}
+            component = Component(tensors=items(now), file="all.safetensors")
+            writer.save(SaveRequest(step=step, components={"buffer": component}, increment=Incremental()))
+        writer.drain()
+    newest = store.newest()
+    assert [entry.path for entry in newest.manifest.deltas] == ["buffer/all.safetensors"]
+    found = tensors_of(newest, "buffer")
+    assert all(same_bits(found[name], x) for name, x in (tensors | {"long": tensors["long"] + 2}).items())

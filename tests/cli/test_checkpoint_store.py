@@ -1,0 +1,78 @@
+"""`verl checkpoint ls|verify|pull|push` and CheckpointManager on object storage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoint.tiers.test_push_and_pull import save
+from typer.testing import CliRunner
+
+from verl.checkpoint import CheckpointManager
+from verl.checkpoint.tiers.remote import object_key
+from verl.cli.main import app
+from verl.errors import CheckpointNotFound
+from verl.storage.options import storage_at
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/bucket/runs"
+
+
+def run(*arguments: str, status: int = 0) -> str:
+    result = CliRunner().invoke(app, ["checkpoint", *arguments])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_what_is_pushed_is_listed_verified_and_pulled(address: str, tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path / "here", step)
+    assert "global_step_2 is in" in run("push", str(tmp_path / "here"), address, "--all")
+    told = json.loads(run("ls", address, "--json"))
+    assert [(one["name"], one["step"], one["is_newest"]) for one in told] == [
+        ("global_step_1", 1, False),
+        ("global_step_2", 2, True),
+    ]
+    assert told[1]["added_bytes"] < told[0]["added_bytes"] + 200, "the tokenizer is there once"
+    assert "global_step_2: complete" in run("verify", address, "--full")
+    run("pull", address, str(tmp_path / "there"))
+    run("pull", f"{address}/global_step_1", str(tmp_path / "there"))
+    assert [one.step for one in CheckpointManager(tmp_path / "there").list()] == [1, 2]
+
+
+def test_damage_in_the_store_is_told_by_file(address: str, tmp_path: Path) -> None:
+    published = save(tmp_path / "here", 1)
+    run("push", str(tmp_path / "here"), address)
+    entry = published.manifest.file("actor/weights.bin")
+    assert entry is not None
+    with storage_at(address).connect() as store:
+        store.put(object_key(entry), b"~" * entry.size)
+    run("verify", address)
+    assert "actor/weights.bin: bytes 0 to 5000" in run("verify", address, "--full", status=1)
+    run("pull", address, str(tmp_path / "there"), status=1)
+
+
+def test_what_is_not_there_is_said(address: str, tmp_path: Path) -> None:
+    assert "holds no checkpoints" in run("ls", address, status=2)
+    save(tmp_path / "here", 1)
+    assert "expected one such as" in run("push", str(tmp_path / "here"), str(tmp_path / "there"), status=2)
+    run("push", str(tmp_path / "here"), f"{address}/deep/below")
+    assert "global_step_1" in run("ls", address), "the only one below it is meant"
+
+
+def test_a_manager_asks_the_store(address: str, tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path / "here", step)
+    run("push", str(tmp_path / "here"), address, "--all")
+    manager = CheckpointManager(address)
+    assert (manager.step, manager.epoch, manager.is_valid("full")) == (2, 2, True)
+    assert manager.components() == ["actor"]
+    assert manager.read("actor/weights.bin")[:2] == b"\x02\x02"
+    assert [one.step for one in manager.list()] == [1, 2]
+    assert CheckpointManager(f"{address}/global_step_1").step == 1
+    assert not CheckpointManager(f"{address}/global_step_9").is_valid()
+    with pytest.raises(CheckpointNotFound):
+        _ = CheckpointManager(f"{address}-other").step

@@ -1,0 +1,2 @@
+def variety(prompts, responses):
+    return [len(set(response)) for response in responses]
