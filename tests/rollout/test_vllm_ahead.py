@@ -13,8 +13,11 @@ from trainer.saved_runs import course, digest, fit, numbers
 from verl.algorithms.correction import TruncatedIS
 from verl.checkpoint.discovery import CheckpointDirectory
 from verl.checkpoint.reader import CheckpointReader
+from verl.description import BuildContext
 from verl.rollout.vllm.options import VLLMRollout
+from verl.trainer.loop import Course
 from verl.trainer.ppo import PPOTrainer
+from verl.trainer.reloading import load_checkpoint
 from verl.workers.state import as_tensor
 
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -29,8 +32,8 @@ def ahead(model, directory, **options):
     return course(model, directory, CORRECTED, **options)
 
 
-def test_each_step_trains_on_draws_of_the_weights_before_and_a_resume_goes_on_with_them(tmp_path, monkeypatch):
-    model = save_family(tmp_path / "model", "qwen2")
+def noted_updates(monkeypatch):
+    """The versions of the policy that drew what each update trains on, as the updates come."""
     trained_on, update = [], PPOTrainer.update
 
     def noted(self, experience, step):
@@ -38,6 +41,11 @@ def test_each_step_trains_on_draws_of_the_weights_before_and_a_resume_goes_on_wi
         return update(self, experience, step)
 
     monkeypatch.setattr(PPOTrainer, "update", noted)
+    return trained_on
+
+
+def test_each_step_trains_on_draws_of_the_weights_before_and_a_resume_goes_on_with_them(tmp_path, monkeypatch):
+    model, trained_on = save_family(tmp_path / "model", "qwen2"), noted_updates(monkeypatch)
     fit(ahead(model, tmp_path / "whole"), tmp_path / "whole/run")
     assert trained_on == [[0], [0], [1]]  # from the second step on by the weights of the step before
     weights = [step["importance/weight_max"] for step in numbers(tmp_path / "whole/run").values()]
@@ -51,3 +59,20 @@ def test_each_step_trains_on_draws_of_the_weights_before_and_a_resume_goes_on_wi
     fit(ahead(model, tmp_path, resume=str(resume)), tmp_path / "run")
     assert numbers(tmp_path / "run") == {k: v for k, v in numbers(tmp_path / "whole/run").items() if k > 2}
     assert digest(tmp_path) == digest(tmp_path / "whole")
+
+
+def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_ahead_of_it(tmp_path, monkeypatch):
+    trained_on = noted_updates(monkeypatch)
+    run = ahead(save_family(tmp_path / "model", "qwen2"), tmp_path, total_steps=4)
+    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        course = Course(trainer, {})
+        course.open()
+        for _ in range(4):
+            course.step()
+        whole = numbers(tmp_path / "run")
+        load_checkpoint(course, tmp_path / "checkpoints/global_step_2")
+        assert trainer.ahead.state()["policy_version"].tolist() == [1] * 4
+        for _ in range(2):
+            course.step()
+    assert trained_on == [[0], [0], [1], [2], [1], [2]]
+    assert numbers(tmp_path / "run") == whole

@@ -34,6 +34,8 @@ def test_a_family_draws_the_same_before_and_after_every_weight_has_changed(found
     assert "error" not in found[name], found[name]
     assert min(found[name]["same"]) >= 0.96  # of 32 rows; rounding may turn one
     assert max(found[name]["gap"]) < 5e-4
+    is_anew = found[name]["anew"] is not None  # vLLM loads its model itself where it makes more of a tensor
+    assert is_anew == (name == "qwen3_moe")
 
 
 def test_an_adapter_is_merged_on_the_way(found):

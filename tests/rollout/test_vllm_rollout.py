@@ -15,7 +15,7 @@ from rollout.engines import agreement, by_row, random_prompts, save_family, shak
 
 from verl.description import BuildContext
 from verl.engines.optim import AdamW
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.ops.noise import EVALUATION
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
@@ -214,6 +214,40 @@ def test_what_is_begun_is_drawn_again_if_the_engine_dies_of_it(engines, caplog):
     assert "Another engine is started" in caplog.text
 
 
+def cross_keys_and_values(vllm, monkeypatch) -> tuple[str, str]:
+    """Let tensors that are put in their places land in each other's; gives their names."""
+    first, second = names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "kv"]
+    send, crossed = vllm._process.send, {first: second, second: first}
+
+    def misleading(method, *args):
+        if method == "load" and args[3].in_place:
+            chunks = [[dataclasses.replace(p, name=crossed.get(p.name, p.name)) for p in ps] for ps in args[1]]
+            args = (args[0], chunks, *args[2:])
+        send(method, *args)
+
+    monkeypatch.setattr(vllm._process, "send", misleading)
+    return tuple(names)
+
+
+def test_a_tensor_in_the_wrong_place_is_named_and_at_the_first_sync_vllm_is_left_to_load_by_itself(
+    engines, monkeypatch, caplog
+):
+    vllm = engines.vllm
+    vllm.sync()
+    with monkeypatch.context() as planted:
+        names = cross_keys_and_values(vllm, planted)
+        with pytest.raises(WeightSyncError) as caught:
+            vllm.sync()
+        assert caught.value.names == names
+        os.kill(vllm.process_id, signal.SIGKILL)
+        with caplog.at_level(logging.WARNING):
+            vllm.sync()
+    assert "vLLM loads its model anew at each sync, since" in caplog.text
+    assert not vllm._in_place
+    assert agreement(*engines())[0] >= 0.99
+    vllm._in_place = True
+
+
 def test_an_engine_that_dies_twice_in_a_row_ends_the_run_with_its_last_lines(engines, monkeypatch):
     vllm = engines.vllm
     killed = kill_after_sending(vllm, monkeypatch)
@@ -235,4 +269,4 @@ def test_closing_leaves_no_process_and_no_file_and_can_be_done_twice(engines):
     assert wait_until_gone([process]) == []
     assert not directory.exists()
     assert list(Path("/dev/shm").glob(directory.name)) == []
-    assert "Reloading" in (engines.log_dir / "workers/vllm_0.log").read_text()
+    assert "reset prefix cache" in (engines.log_dir / "workers/vllm_0.log").read_text()

@@ -29,7 +29,7 @@ from verl.rollout.vllm.faults import as_config_error
 from verl.rollout.vllm.options import VLLMRollout
 from verl.rollout.vllm.process import EngineError
 from verl.rollout.vllm.setting import setting_of, write_model_directory
-from verl.rollout.vllm.stream import Stream, plan
+from verl.rollout.vllm.stream import Loading, Stream, plan
 from verl.rollout.vllm.weights import weights_of
 
 OPTIONS = VLLMRollout(max_new_tokens=10, kv_cache_gib=0.05, max_num_seqs=16, max_num_batched_tokens=128)
@@ -48,17 +48,18 @@ def engine_of(model: Any, directory: Path, options: VLLMRollout = OPTIONS) -> An
         raise as_config_error(EngineError(f"{type(error).__name__}: {error}", ""), setting, model) from error
 
 
-def load(engine: Any, model: Any) -> None:
-    """Send the weights from a thread, as another process would."""
+def load(engine: Any, model: Any) -> str | None:
+    """Send the weights from a thread, as another process would; gives why the engine loaded its model anew."""
     weights = list(weights_of(model))
     chunks, chunk_bytes = plan(weights, model.dtype, 100_000)
     stream = Stream(chunk_bytes, 1, model.device)
     stream.begin()
-    sender = threading.Thread(target=stream.send, args=(chunks, weights, model.dtype, lambda: True))
+    sender = threading.Thread(target=stream.send, args=(chunks, weights, model.dtype, lambda: True), daemon=True)
     sender.start()
-    engine.load(stream.handle, chunks, model.dtype)
+    _, anew = engine.load(stream.handle, chunks, model.dtype, Loading(1))
     sender.join()
     stream.close()
+    return anew
 
 
 def compared(engine: Any, model: Any, tokenizer: Any, prompts: DataProto) -> tuple[float, float]:
@@ -87,9 +88,9 @@ def family(name: str, directory: Path, lora: LoRA | None = None) -> dict[str, An
     found = []
     for seed in range(2):
         shake(model, 0.05 if lora else 0.02, seed)
-        load(engine, model)
+        anew = load(engine, model)
         found.append(compared(engine, model, tokenizer, random_prompts(8)))
-    return {"same": [same for same, _ in found], "gap": [gap for _, gap in found]}
+    return {"same": [same for same, _ in found], "gap": [gap for _, gap in found], "anew": anew}
 
 
 def refused(options: VLLMRollout, directory: Path, **changes: Any) -> dict[str, Any]:

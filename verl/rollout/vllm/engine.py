@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from verl.description import BuildContext
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.models.precision import Autocast
 from verl.protocol import DataProto
 from verl.rollout.base import Request, RolloutEngine, Synced, assemble, stop_tokens
@@ -29,10 +29,11 @@ from verl.rollout.drawing import Drawing
 from verl.rollout.vllm.faults import as_config_error
 from verl.rollout.vllm.options import VLLMRollout
 from verl.rollout.vllm.process import EngineDied, EngineError, EngineProcess
-from verl.rollout.vllm.setting import environment, setting_of, write_model_directory
-from verl.rollout.vllm.stream import Stream, StreamBroken, plan
+from verl.rollout.vllm.setting import Setting, environment, setting_of, write_model_directory
+from verl.rollout.vllm.stream import Loading, Stream, StreamBroken, plan, using_threads
 from verl.rollout.vllm.weights import weights_of
 from verl.sync.proof import Prover
+from verl.utils.env_check import num_cores
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ class VLLMEngine(RolloutEngine):
         self.options, self.model, self.seed = options, model, seed
         self.pad_id = tokenizer.pad_token_id
         self.stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
-        self._is_synced = self._is_asleep = self._has_base = False
+        self._is_synced = self._is_asleep = self._has_base = self._was_proven = False
+        self._in_place = True
         self._adapters, self._chunk_bytes = 0, options.chunk_mib * MIB
         self._begun: tuple[DataProto, Request, tuple[Any, ...]] | None = None
         self._stream: Stream | None = None
@@ -64,6 +66,7 @@ class VLLMEngine(RolloutEngine):
             variables = environment(options, context, self.setting.num_threads)
             self._process = EngineProcess(self.setting, variables, self._directory, _log_file(context, self._directory))
             self._start()
+            self._threads_beside = _threads_beside(self.setting, context)
             vocabulary = min(model.config.get_text_config().vocab_size, len(tokenizer))
             self._prover = Prover(model, self.setting.dtype, vocabulary, self.told.max_model_len, autocast)
         except BaseException:
@@ -145,7 +148,7 @@ class VLLMEngine(RolloutEngine):
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self) -> None:
-        self._is_synced = self._is_asleep = self._has_base = False
+        self._is_synced = self._is_asleep = self._has_base = self._was_proven = False
         try:
             self.told = self._process.start(self.options.start_timeout_s)
         except EngineError as error:
@@ -176,6 +179,23 @@ class VLLMEngine(RolloutEngine):
             raise RolloutError(f"The rollout engine died twice in a row. The second time, {death}") from death
 
     def _sync(self) -> Synced:
+        """Send the present weights and prove them.
+
+        Where tensors have their places in the engine is found with the first sync. If that one cannot be proven, vLLM
+        loads its model itself, now and from then on: it may make more of a tensor than its layers tell.
+        """
+        try:
+            synced = self._send_and_prove()
+        except WeightSyncError as error:
+            if self._was_proven or not self._in_place:
+                raise
+            log.warning("vLLM loads its model anew at each sync, since its weights were not all found: %s", error)
+            self._in_place = False
+            synced = self._send_and_prove()
+        self._is_synced = self._has_base = self._was_proven = True
+        return synced
+
+    def _send_and_prove(self) -> Synced:
         rank, all_weights = self.setting.lora_rank, self.setting.lora_rank is None or not self._has_base
         question = self._prover.question(weights=all_weights, adapter_rank=rank)
         if rank is None:
@@ -185,8 +205,14 @@ class VLLMEngine(RolloutEngine):
                 self._send_weights(merge=False)
             synced = self._send_adapter()
             self._prover.note_adapter()
-        proof = self._prover.prove(self._process.call("prove", question))
-        self._is_synced = self._has_base = True
+        self._process.send("prove", question)
+        try:
+            with using_threads(self._threads_beside):
+                self._prover.look()
+        except BaseException:  # nobody would wait for the answer, and the next call would take it for its own
+            self._process.kill()
+            raise
+        proof = self._prover.prove(self._process.answer())
         return replace(synced, metrics=synced.metrics | proof.metrics)
 
     def _send_adapter(self) -> Synced:
@@ -211,15 +237,19 @@ class VLLMEngine(RolloutEngine):
         stream = self._opened(chunk_bytes)
         self._wake("weights")
         stream.begin()
-        self._process.send("load", stream.handle, chunks, dtype)
+        self._process.send("load", stream.handle, chunks, dtype, Loading(self._threads_beside, self._in_place))
         try:
-            copying = stream.send(chunks, weights, dtype, self._process.is_busy, self._prover.note)
+            with using_threads(self._threads_beside):
+                copying = stream.send(chunks, weights, dtype, self._process.is_busy, self._prover.note)
         except StreamBroken:
             copying = 0.0  # the answer tells why
         except BaseException:
             self._process.kill()
             raise
-        loading = self._process.answer()
+        loading, anew = self._process.answer()
+        if anew is not None and self._in_place:
+            self._in_place = False
+            log.info("vLLM loads its model anew with each sync: %s", anew)
         self._wake("kv_cache")
         self._is_asleep = False
         size = sum(weight.shape.numel() for weight in weights) * dtype.itemsize
@@ -257,6 +287,13 @@ def _log_file(context: BuildContext, directory: Path) -> Path:
     folder = context.run_dir / "workers"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"vllm_{context.rank}.log"
+
+
+def _threads_beside(setting: Setting, context: BuildContext) -> int:
+    """Threads of each of the two, while trainer and engine work at the same time, so that none waits for a core."""
+    own = torch.get_num_threads()
+    fit = setting.is_on_gpu or context.world_size * (own + setting.num_threads) <= num_cores()
+    return own if fit else max(1, min(own, setting.num_threads) // 2)
 
 
 def _memory_directory() -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +18,23 @@ from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.platforms import current_platform
 
 from verl.rollout.drawing import Drawing
+from verl.rollout.vllm.landing import Landing, NotPlain
 from verl.rollout.vllm.noise import CounterNoise, UnderWay
-from verl.rollout.vllm.stream import Handle, Place, Reader
+from verl.rollout.vllm.stream import Handle, Loading, Place, Reader, using_threads
 from verl.sync.engine_side import on_rank
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What became of a load.
+
+    Attributes:
+        seconds: that it took, waiting for tensors left out.
+        anew: why vLLM loaded its model anew; None where the tensors were put in their places.
+    """
+
+    seconds: float
+    anew: str | None
 
 
 class WorkerExtension:
@@ -28,6 +43,7 @@ class WorkerExtension:
     rank: int
     device: torch.device
     model_runner: Any
+    _found: tuple[dict[str, tuple[int, ...]], Landing | str] | None = None
 
     def verl_begin(self, drawing: Drawing, rows: int, width: int) -> None:
         """Get ready to draw responses."""
@@ -47,17 +63,46 @@ class WorkerExtension:
         """Part of the proof of a sync."""
         return on_rank(self, task, *args)
 
-    def verl_load(self, handle: Handle, chunks: list[list[Place]], dtype: torch.dtype) -> float:
-        """Take new weights. Returns the seconds that took, waiting for them left out."""
+    def verl_load(self, handle: Handle, chunks: list[list[Place]], dtype: torch.dtype, loading: Loading) -> Loaded:
+        """Take new weights."""
         start = time.perf_counter()
+        landing = self._landing(chunks) if loading.in_place else "it is asked for"
         reader = Reader(handle, self.rank)
-        _renew_experts(self.model_runner.get_model())
         try:
-            self.reload_weights(weights_iterator=_lasting(reader, chunks, dtype))  # type: ignore[attr-defined]
-            _refresh_tied_heads(self.model_runner.get_model())
+            with using_threads(loading.num_threads):
+                if isinstance(landing, Landing):
+                    _land(landing, reader, chunks, dtype)
+                    self.model_runner.reset_encoder_cache()
+                else:
+                    self._load_anew(reader, chunks, dtype)
         finally:
             reader.close()
-        return time.perf_counter() - start - reader.waited_s
+        seconds = time.perf_counter() - start - reader.waited_s
+        return Loaded(seconds, landing if isinstance(landing, str) else None)
+
+    def _landing(self, chunks: list[list[Place]]) -> Landing | str:
+        """The places of these tensors, found with the first sync; or why vLLM has to load its model anew."""
+        shapes = {place.name: place.shape for places in chunks for place in places}
+        if self._found is None or self._found[0] != shapes:
+            try:
+                self._found = shapes, Landing(self.model_runner.get_model(), shapes)
+            except NotPlain as reason:
+                self._found = shapes, str(reason)
+        return self._found[1]
+
+    def _load_anew(self, reader: Reader, chunks: list[list[Place]], dtype: torch.dtype) -> None:
+        """Have vLLM load its model from the stream, and mend what it leaves out."""
+        _renew_experts(self.model_runner.get_model())
+        self.reload_weights(weights_iterator=_lasting(reader, chunks, dtype))  # type: ignore[attr-defined]
+        _refresh_tied_heads(self.model_runner.get_model())
+
+
+def _land(landing: Landing, reader: Reader, chunks: list[list[Place]], dtype: torch.dtype) -> None:
+    for number, places in enumerate(chunks):
+        for name, tensor in reader.chunk(number, places, dtype):
+            landing.take(name, tensor)
+        landing.keep()
+        reader.leave(number)
 
 
 def _lasting(reader: Reader, chunks: list[list[Place]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ from verl.rollout.drawing import Drawing
 from verl.rollout.vllm.noise import WHOSE
 from verl.rollout.vllm.process import SHARED_VARIABLE
 from verl.rollout.vllm.setting import Setting
-from verl.rollout.vllm.stream import Handle, Plan
+from verl.rollout.vllm.stream import Handle, Loading, Plan
 from verl.sync.engine_side import answer
 from verl.sync.questions import Question
 
@@ -80,11 +80,14 @@ class HostedEngine:
         """What the trainer has to know."""
         return Told(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers)
 
-    def load(self, handle: Handle, chunks: Plan, dtype: torch.dtype) -> float:
-        """Take the weights that come through a stream. Returns seconds, waiting left out."""
-        seconds = max(self.llm.collective_rpc("verl_load", args=(handle, chunks, dtype)))
+    def load(self, handle: Handle, chunks: Plan, dtype: torch.dtype, loading: Loading) -> tuple[float, str | None]:
+        """Take the weights that come through a stream.
+
+        Returns seconds, waiting left out, and why vLLM loaded its model anew, where it did.
+        """
+        found = self.llm.collective_rpc("verl_load", args=(handle, chunks, dtype, loading))
         self._forget_keys_and_values()
-        return seconds
+        return max(loaded.seconds for loaded in found), next((loaded.anew for loaded in found if loaded.anew), None)
 
     def adopt(self, directory: str, number: int) -> float:
         """Take a new adapter in place of the former one. Returns seconds."""

@@ -10,19 +10,21 @@ in shared memory.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl.rollout.vllm.weights import Weight
+from verl.rollout.vllm.weights import Weight, block_of
 
 ALIGNMENT = 64  # bytes, of each tensor in a chunk
 HEAD_BYTES = mmap.PAGESIZE  # counters: chunks filled, abandoned or not, chunks emptied by each reader
@@ -49,6 +51,19 @@ Plan = list[list[Place]]  # of each chunk in turn
 
 
 @dataclass(frozen=True)
+class Loading:
+    """How a stream is to be read.
+
+    Attributes:
+        num_threads: of each reader meanwhile, on a CPU: trainer and engine work at the same time.
+        in_place: put the tensors in the places that were found for them; False has the engine load its model anew.
+    """
+
+    num_threads: int
+    in_place: bool = True
+
+
+@dataclass(frozen=True)
 class Handle:
     """What a reader needs to open the stream: a path that leads to the memory while the trainer lives."""
 
@@ -59,18 +74,43 @@ class Handle:
 
 
 def plan(weights: Iterable[Weight], dtype: torch.dtype, chunk_bytes: int) -> tuple[Plan, int]:
-    """Spread tensors over chunks, none of them cut in two. Also gives the bytes of the largest chunk."""
+    """Spread tensors over chunks, none of them cut in two, and no block of them that would fit in one chunk.
+
+    Also gives the bytes of the largest chunk.
+    """
     chunks: Plan = [[]]
     end = largest = 0
-    for weight in weights:
-        size = prod(weight.shape) * dtype.itemsize
-        if chunks[-1] and end + size > chunk_bytes:
-            chunks.append([])
-            end = 0
-        chunks[-1].append(Place(weight.name, tuple(weight.shape), end))
-        largest = max(largest, end + size)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
+    for _, block in groupby(weights, key=lambda weight: block_of(weight.name)):
+        sizes = [(weight, prod(weight.shape) * dtype.itemsize) for weight in block]
+        whole = sum(_aligned(size) for _, size in sizes)
+        for number, (weight, size) in enumerate(sizes):
+            needed = whole if number == 0 and whole <= chunk_bytes else size
+            if chunks[-1] and end + needed > chunk_bytes:
+                chunks.append([])
+                end = 0
+            chunks[-1].append(Place(weight.name, tuple(weight.shape), end))
+            largest = max(largest, end + size)
+            end += _aligned(size)
     return chunks, largest
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@contextlib.contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """Within, torch uses so many threads of the CPU."""
+    before = torch.get_num_threads()
+    if count == before:
+        yield
+        return
+    set_threads = torch._C.set_num_threads  # vLLM puts a function that does nothing in the place of torch's
+    set_threads(count)
+    try:
+        yield
+    finally:
+        set_threads(before)
 
 
 class Stream:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,21 +29,45 @@ class Weight:
 
 
 def weights_of(model: Any, *, merge: bool = True) -> Iterator[Weight]:
-    """Every tensor that a checkpoint of the model holds, in the order of its layers; tied ones once.
+    """Every tensor that a checkpoint of the model holds, tied ones once, block by block in the order of its layers.
+
+    Within a block (an attention, say) matrices come first, so that those that an engine merges lie side by side.
 
     Args:
         merge: fold the adapter in, if the model has one; otherwise the model is given as it is without.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     live = dict(_live(base, merge))
-    for name in _saved_names(base, {name: source.tensor for name, source in live.items()}):
+    for name, target, shape in _forms(base, live):
         source = live[name]
-        saved = _as_saved(base, name, torch.empty(source.tensor.shape, dtype=source.tensor.dtype, device="meta"))
-        if list(saved) == [name]:
-            yield Weight(name, source.tensor.shape, source.make)
-            continue
-        for target, tensor in saved.items():
-            yield Weight(target, tensor.shape, lambda n=name, s=source, t=target: _as_saved(base, n, s.make())[t])
+        is_itself = name == target and shape == source.tensor.shape
+        make = lambda n=name, s=source, t=target: _as_saved(base, n, s.make())[t]  # noqa: E731
+        yield Weight(target, shape, source.make if is_itself else make)
+
+
+def block_of(name: str) -> str:
+    """The module that a tensor's own module is part of."""
+    return name.rsplit(".", 2)[0]
+
+
+Form = tuple[str, str, torch.Size]  # a tensor's name in the running model; one that it has in a checkpoint; the shape
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, list[Form]]] = WeakKeyDictionary()  # finding them takes milliseconds
+
+
+def _forms(base: nn.Module, live: Mapping[str, _Source]) -> list[Form]:
+    """What the tensors of a model become in a checkpoint, in the order of `weights_of`."""
+    shapes = [(name, source.tensor.shape) for name, source in live.items()]
+    known = _KNOWN.get(base)
+    if known is None or known[0] != shapes:
+        found = []
+        for name in _saved_names(base, {name: source.tensor for name, source in live.items()}):
+            tensor = live[name].tensor
+            saved = _as_saved(base, name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+            found += [(name, target, made.shape) for target, made in saved.items()]
+        blocks = {block: place for place, block in enumerate(dict.fromkeys(block_of(form[1]) for form in found))}
+        found.sort(key=lambda form: (blocks[block_of(form[1])], len(form[2]) < 2))
+        known = _KNOWN[base] = shapes, found
+    return known[1]
 
 
 @dataclass(frozen=True)
