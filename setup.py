@@ -34,7 +34,12 @@ setup(
     install_requires=pinned("requirements.txt"),
     extras_require={
         "ray": pinned("requirements-ray.txt"),
-        "test": pinned("requirements-dev.txt") + pinned("requirements-ray.txt"),
+        "storage": pinned("requirements-storage.txt"),
+        "test": [
+            *pinned("requirements-dev.txt"),
+            *pinned("requirements-ray.txt"),
+            *pinned("requirements-storage.txt"),
+        ],
         "bench": pinned("requirements-bench.txt"),
     },
     entry_points={

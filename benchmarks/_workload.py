@@ -107,6 +107,27 @@ def forced_rollout(lengths: Sequence[int], ends: bool, group_size: int, **option
     return ForcedRollout(max_new_tokens=max(lengths), **options)
 
 
+def forced_vllm(lengths: Sequence[int], group_size: int, **options: Any) -> Any:
+    """vLLM with the prescribed lengths, as `forced_rollout` has them; what ends a response is its limit."""
+    from dataclasses import fields
+
+    from verl.rollout.vllm.engine import VLLMEngine
+    from verl.rollout.vllm.options import VLLMRollout
+
+    class ForcedEngine(VLLMEngine):
+        def _limits(self, prompt_ids: list[int], num_samples: int) -> list[int]:
+            numbers = (prompt * group_size + sample for prompt in prompt_ids for sample in range(num_samples))
+            return [lengths[number % len(lengths)] for number in numbers]
+
+    class ForcedVLLM(VLLMRollout):
+        def attach(self, *args: Any, **kwargs: Any) -> VLLMEngine:
+            known = VLLMRollout(**{field.name: getattr(self, field.name) for field in fields(self)})  # to the child too
+            return ForcedEngine(known, *args, **kwargs)
+
+    longest = max(lengths)
+    return ForcedVLLM(max_new_tokens=longest, min_new_tokens=longest, **options)
+
+
 def spread(samples: Sequence[float], digits: int = 3) -> tuple[float, list[float]]:
     """The median, and the quartiles."""
     low, median, high = statistics.quantiles(samples, n=4)

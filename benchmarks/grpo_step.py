@@ -31,6 +31,7 @@ CASES = {
     "fixed": {"lengths": "fixed", "prompt_length": 16, "micro": 1280, "target": 1.25},
     "fixed_bf16": {"lengths": "fixed", "prompt_length": 16, "micro": 2048, "bf16": True, "target": 1.5},
     "longtail": {"lengths": "longtail", "prompt_length": 64, "micro": 2048, "target": 3.0},
+    "longtail_vllm": {"lengths": "longtail", "prompt_length": 64, "micro": 2048, "target": 3.0, "vllm": True},
     "long_prompt": {"lengths": "fixed", "prompt_length": 128, "micro": 1280, "target": 2.5},
 }
 
@@ -60,6 +61,7 @@ def verl_side(options: argparse.Namespace, turns: Turns) -> None:
     """Our trainer, step by step."""
     from verl.algorithms.advantages import GroupRelative
     from verl.algorithms.algorithm import Algorithm
+    from verl.algorithms.correction import TruncatedIS
     from verl.algorithms.policy_losses import PPOClip
     from verl.data.files import PromptFiles
     from verl.description import BuildContext
@@ -77,6 +79,12 @@ def verl_side(options: argparse.Namespace, turns: Turns) -> None:
     file = directory / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     counted = work.response_lengths(options.lengths, options.prompts * options.samples, options.response)
+    if options.engine == "hf":
+        rollout, correction = work.forced_rollout(counted, options.lengths == "longtail", options.samples), None
+    else:
+        rows = options.prompts * options.samples
+        rollout = work.forced_vllm(counted, options.samples, max_num_seqs=rows, max_model_len=512)
+        correction = TruncatedIS()  # with and without drawing ahead, so that nothing else differs
     run = PPORun(
         actor=Actor(
             model=Pretrained(path=str(directory)),
@@ -87,13 +95,13 @@ def verl_side(options: argparse.Namespace, turns: Turns) -> None:
         critic=None,
         reference=None,
         reward=RewardFunction(path="_workload:digit_rewards"),
-        rollout=work.forced_rollout(counted, options.lengths == "longtail", options.samples),
+        rollout=rollout,
         sharding=NoSharding(),
-        algorithm=Algorithm(advantage=GroupRelative(), policy_loss=PPOClip()),
+        algorithm=Algorithm(advantage=GroupRelative(), policy_loss=PPOClip(), correction=correction),
         data=PromptFiles(train_files=(str(file),), max_prompt_length=options.prompt_length),
         trainer=PPOSettings(
             prompts_per_step=options.prompts, group_size=options.samples, total_steps=10_000, device="cpu",
-            num_threads=options.threads,
+            num_threads=options.threads, rollout_ahead=int(options.engine == "ahead"),
         ),
         tracker=Trackers(),
     )  # fmt: skip
@@ -228,7 +236,9 @@ def measure(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
         shared += ["--micro-batch-tokens", str(options.micro_batch_tokens or case["micro"])]
         for name in ("prompts", "samples", "response", "threads"):
             shared += [f"--{name}", str(getattr(options, name))]
-        sides = [Side("verl", directory, shared)]
+        sides = [Side("verl", directory, [*shared, "--engine", "vllm" if case.get("vllm") else "hf"])]
+        if case.get("vllm"):
+            sides += [Side(f"verl_{engine}", directory, [*shared, "--engine", engine]) for engine in ("ahead", "hf")]
         if not options.alone:
             sides += [Side(f"trl_{m}", directory, [*shared, "--micro", m]) for m in options.trl_micro.split(",")]
         for _ in range(options.steps + 1):
@@ -240,7 +250,11 @@ def measure(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
     for side in sides:
         result[side.name] = {key: work.spread(side.column(key)) for key in ("step_s", "generate_s", "update_s")}
         result[side.name] |= {"peak_mib": round(side.peak_mib), "ready_mib": round(side.ready_mib)}
-    if peers := [side for side in sides if side.name != "verl"]:
+    for side in sides[1:]:
+        if side.name.startswith("verl"):
+            ratios = [t / o for t, o in zip(side.column("step_s"), sides[0].column("step_s"), strict=True)]
+            result[f"times_{side.name}"] = work.spread(ratios, 2)
+    if peers := [side for side in sides if side.name.startswith("trl")]:
         best = min(peers, key=lambda side: work.spread(side.column("step_s"))[0])
         ratios = [theirs / ours for theirs, ours in zip(best.column("step_s"), sides[0].column("step_s"), strict=True)]
         result |= {"best_peer": best.name, "ratio": work.spread(ratios, 2), "target": case["target"]}
@@ -252,12 +266,17 @@ def table_row(name: str, found: dict[str, Any], options: argparse.Namespace) -> 
     ours, theirs = found["verl"], found[found["best_peer"]]
     tokens = f"{options.response} tokens" if case["lengths"] == "fixed" else "long-tailed lengths (4 to 128 tokens)"
     kind = "bfloat16 products" if case.get("bf16") else "float32"
+    aside = ""
+    if case.get("vllm"):
+        kind += ", `rollout=vllm`"
+        aside = f"; {found['times_verl_hf'][0]}x as fast as `rollout=hf`, "
+        aside += f"{found['times_verl_ahead'][0]}x as fast as with `rollout_ahead=1`"
     return [
         f"GRPO step, {options.prompts} prompts of {case['prompt_length']} tokens x {options.samples} responses, "
         f"{tokens}, {kind}",
         f"{ours['step_s'][0]} {ours['step_s'][1]} s, {ours['peak_mib']} MiB",
         f"{found['ratio'][0]}x {found['ratio'][1]} as fast as TRL ({theirs['step_s'][0]} s, {theirs['peak_mib']} MiB); "
-        f"target: {case['target']}x",
+        f"target: {case['target']}x{aside}",
     ]
 
 
@@ -275,6 +294,7 @@ def main() -> None:
     parser.add_argument("--trl-micro", default="16", help="responses in a micro-batch of TRL (default 16)")
     parser.add_argument("--micro-batch-tokens", type=int, default=0, help="of ours (default: of each case)")
     parser.add_argument("--alone", action="store_true", help="measure our side only")
+    parser.add_argument("--engine", default="hf", help=argparse.SUPPRESS)
     for hidden in ("--side", "--model", "--lengths"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     for hidden in ("--prompt-length", "--micro"):
@@ -288,7 +308,9 @@ def main() -> None:
         return
     found = {name: measure(CASES[name], options) for name in options.cases.split(",")}
     rows = [table_row(name, case, options) for name, case in found.items() if "ratio" in case]
-    settings = {key: value for key, value in vars(options).items() if key not in ("side", "model", "lengths", "micro")}
+    settings = {
+        key: value for key, value in vars(options).items() if key not in ("side", "model", "lengths", "micro", "engine")
+    }
     print(json.dumps({"benchmark": "grpo_step", **settings, "cases": found, "rows": rows}))
 
 

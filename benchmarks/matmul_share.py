@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         weights = work.write_model(Path(directory), options.hidden, options.layers)
         run = OneStep(options)
-        grpo_step.verl_side(argparse.Namespace(**{**vars(options), "model": directory}), run)  # type: ignore[arg-type]
+        grpo_step.verl_side(argparse.Namespace(**{**vars(options), "model": directory, "engine": "hf"}), run)  # type: ignore[arg-type]
     drawn = options.prompts * options.samples * options.response
     packed = options.prompts * options.prompt_length + options.prompts * options.samples * (options.response - 1)
     decode, update = [], []

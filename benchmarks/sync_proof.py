@@ -33,7 +33,7 @@ from verl.sync.engine_side import answer
 from verl.sync.probe import trainer_log_probs
 from verl.sync.proof import Prover
 
-SHAPES = {"small": (256, 4), "large": (768, 11)}  # hidden, layers
+SHAPES = {"embedded": (128, 2), "small": (256, 4), "large": (768, 11)}  # hidden, layers
 CONTEXT = 256
 TARGET = 0.02  # of a step
 
@@ -55,7 +55,7 @@ class Steps:
 def step_seconds(directory: Path, options: argparse.Namespace) -> list[float]:
     """Of GRPO steps."""
     steps = Steps(options.steps)
-    settings = {**vars(options), "model": str(directory), "lengths": "fixed", "bf16": False}
+    settings = {**vars(options), "model": str(directory), "lengths": "fixed", "bf16": False, "engine": "hf"}
     grpo_step.verl_side(argparse.Namespace(**settings), steps)  # type: ignore[arg-type]
     return steps.seconds[1:]
 

@@ -1,9 +1,11 @@
 """Write the golden checkpoints of the current format: two of a tiny run, byte for byte the same on every machine.
 
+With --incremental the second one is stored as what changed since the first.
+
 Every later version of verl must read those of every earlier format, so a written directory is never written again:
 a new format version gets a directory of its own, tests/golden/format_MAJOR_MINOR.
 
-Example: python scripts/make_golden_checkpoint.py tests/golden/format_0_9
+Example: python scripts/make_golden_checkpoint.py tests/golden/format_1_0
 """
 
 from __future__ import annotations
@@ -22,9 +24,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import verl
-from verl.checkpoint import staging
+from verl.checkpoint import choices, staging
+from verl.checkpoint.images import Image, Source
+from verl.checkpoint.increment import Incremental
+from verl.checkpoint.manifest import STATE
 from verl.checkpoint.participant import TensorPart
-from verl.checkpoint.published import Published
+from verl.checkpoint.published import Published, read_state
+from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.safetensors_bytes import TensorBytes
 from verl.checkpoint.store import CheckpointStore
 
@@ -49,11 +55,14 @@ LOSSES = {100: [(50, 1.25), (100, 0.75)], 200: [(50, 1.25), (100, 0.75), (150, 0
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="where the checkpoints are written; must not exist")
+    parser.add_argument("--incremental", action="store_true", help="write the second one as an increment")
     options = parser.parse_args(arguments)
     if options.directory.exists():
         parser.error(f"{options.directory} exists: what was written there once is to be read for ever")
     with tempfile.TemporaryDirectory() as made:
         write_run(Path(made) / "checkpoints")
+        if options.incremental:
+            as_increment(Path(made) / "checkpoints")
         for step in LOSSES:
             name = f"global_step_{step}"
             shutil.copytree(Path(made) / "checkpoints" / name, options.directory / name)
@@ -68,6 +77,30 @@ def write_run(directory: Path) -> CheckpointStore:
         with time_stands_still(f"2026-01-01T00:0{minute}:00Z"):
             save(store, step)
     return store
+
+
+def as_increment(directory: Path) -> None:
+    """Save the newest checkpoint of a directory once more, in its own place, as what changed since the one before."""
+    store = CheckpointStore(directory, run_id="golden")
+    before, whole = store.complete()
+    shutil.move(whole.directory, directory.parent / "whole")
+    whole = Published(directory.parent / "whole", whole.manifest)
+    reader = CheckpointReader(whole)
+    least, choices.FEWEST_BYTES = choices.FEWEST_BYTES, 1  # else all of these files are too small
+    with time_stands_still(whole.manifest.saved_at), store.begin(whole.step) as opened:
+        settings = Incremental(pays_below=2)
+        made = choices.Increments(settings, before, None, whole.manifest.tensors, store.disk)
+        opened.main.record(*whole.manifest.tensors)
+        for entry in reader.files():
+            content = bytes(reader.read(entry.path))
+            image = Image(path=entry.path, begin=0, sizes=tuple(leaf.size for leaf in entry.leaves))
+            prospect = made.prospect(image, Source(memoryview(content)))
+            if prospect is not None:
+                opened.main.write_delta(entry, prospect.buffers(), prospect.base)
+            elif entry.path != STATE:
+                opened.main.write(entry.path, [content], deduplicate=entry.path == "actor/config.json")
+        opened.commit(state=read_state(store.disk, whole), metrics=whole.manifest.metrics)
+    choices.FEWEST_BYTES = least
 
 
 def save(store: CheckpointStore, step: int) -> Published:

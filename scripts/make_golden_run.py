@@ -4,7 +4,7 @@ A tiny model is trained for four steps. Kept are the model it starts from, its r
 step, and in `expected.json` the command line and the metrics of the other two. Every later version of verl must go on
 from there to the same numbers, so a written directory is never written again: a new format version gets its own.
 
-Example: python scripts/make_golden_run.py tests/golden/run_0_9
+Example: python scripts/make_golden_run.py tests/golden/run_1_0
 """
 
 from __future__ import annotations

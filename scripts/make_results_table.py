@@ -16,12 +16,14 @@ HEAD = "| measured | result | against |\n|---|---|---|\n"
 
 
 def table() -> str:
-    """The table of all results, with the machines that they were measured on."""
+    """The results, a table for each machine that they were measured on."""
     results = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("*.json"))]
-    rows = [row for result in results for row in result["rows"]]
-    machines = sorted({_machine(result["hardware"]) for result in results})
-    lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    return f"{HEAD}{lines}\nMeasured with `make bench` on {'; '.join(machines)}. Medians, with quartiles in brackets.\n"
+    tables: dict[str, str] = {}
+    for result in results:
+        lines = "".join(f"| {' | '.join(row)} |\n" for row in result["rows"])
+        tables[_machine(result["hardware"])] = tables.get(_machine(result["hardware"]), "") + lines
+    parts = [f"On {machine}:\n\n{HEAD}{lines}" for machine, lines in tables.items()]
+    return "\n".join(parts) + "\nMeasured with `make bench`. Medians, with quartiles in brackets.\n"
 
 
 def between(text: str, mark: str, content: str) -> str:

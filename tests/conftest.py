@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from random_models import save_random_model
+from storage.s3_server import Proxy, proxy_before, s3_server
 
 from verl.models.pretrained import Pretrained
 from verl.models.tiny_tokenizer import character_tokenizer
@@ -86,3 +87,17 @@ def prompts(tokenizer) -> Callable[..., DataProto]:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def s3_url() -> Iterator[str]:
+    """The address of an S3 server with a bucket."""
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def proxy(s3_url: str) -> Iterator[Proxy]:
+    """What stands before that server, and misbehaves as a test says."""
+    with proxy_before(s3_url) as one:
+        yield one

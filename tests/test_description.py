@@ -33,8 +33,15 @@ from verl.errors import (
     NonFiniteError,
     NonFiniteRewardError,
     NoSpaceForCheckpoint,
+    ObjectDamaged,
+    ObjectNotFound,
+    ReplayCorrupt,
+    ReplayError,
     RewardError,
     RolloutError,
+    StorageError,
+    StorageRefused,
+    StorageUnreachable,
     VerlError,
     WeightSyncError,
     WorkerDied,
@@ -238,6 +245,9 @@ EXAMPLES = [
     CheckpointReadFailed("opening failed"),
     CheckpointWriteFailed("writing failed"),
     NoSpaceForCheckpoint("1 GiB free"),
+    *(kind("s3://models/run") for kind in (ObjectNotFound, ObjectDamaged, StorageRefused, StorageUnreachable)),
+    ReplayError("replay= is off"),
+    ReplayCorrupt("rows_0.arrow is of another length"),
 ]
 
 
@@ -250,7 +260,7 @@ def test_an_error_survives_pickling_with_its_text_and_facts(error):
 
 
 def test_every_error_of_verl_is_a_verl_error_and_a_standard_one_and_has_an_example_here():
-    families = {VerlError, CheckpointError}
+    families = {VerlError, CheckpointError, StorageError}
     kinds = {
         kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, VerlError)
     } - families

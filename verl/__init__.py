@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from verl.trainer.pipeline import DataPipeline, RLTrainer
     from verl.utils.env_check import check_env
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "DataPipeline",
     "DeviceMesh",

@@ -11,6 +11,13 @@ VerlError
 │       └── WorkerHung                        it is there and does not answer
 ├── RolloutError (RuntimeError)               an engine that generates failed
 ├── WeightSyncError (RuntimeError)            a rollout engine does not hold the trainer's weights; names the tensors
+├── StorageError (OSError)                    object storage
+│   ├── ObjectNotFound (FileNotFoundError)    there is no such object
+│   ├── ObjectDamaged (ValueError)            it is not as long, or not what it should be
+│   ├── StorageRefused (PermissionError)      no credentials, no permission, no such bucket: asking again would not help
+│   └── StorageUnreachable (ConnectionError)  no answer, retries included
+├── ReplayError (RuntimeError)                the replay buffer
+│   └── ReplayCorrupt (ValueError)            a file of it is not what was written
 └── CheckpointError                           saving or reading a checkpoint
     ├── BadCheckpoint (ValueError)            this one cannot be used; names every file at fault
     │   ├── CheckpointIncomplete              it was never published whole, or something of it is gone
@@ -167,6 +174,26 @@ class WeightSyncError(VerlError, RuntimeError):
         return type(self), (self.names, self.faults, self.total, self.gap_nats, self.allowed_nats)
 
 
+class StorageError(VerlError, OSError):
+    """Object storage failed."""
+
+
+class ObjectNotFound(StorageError, FileNotFoundError):
+    """There is no such object."""
+
+
+class ObjectDamaged(StorageError, ValueError):
+    """An object is not as long as it should be, or not what was put there."""
+
+
+class StorageRefused(StorageError, PermissionError):
+    """The store understood and refused, or cannot be asked at all: asking again would not help."""
+
+
+class StorageUnreachable(StorageError, ConnectionError):
+    """The store gave no answer, retries included."""
+
+
 class CheckpointError(VerlError):
     """Saving or reading a checkpoint failed."""
 
@@ -236,3 +263,11 @@ class CheckpointWriteFailed(CheckpointError, OSError):
 
 class NoSpaceForCheckpoint(CheckpointWriteFailed):
     """Too few bytes or inodes are free."""
+
+
+class ReplayError(VerlError, RuntimeError):
+    """The replay buffer cannot do what it was asked for."""
+
+
+class ReplayCorrupt(ReplayError, ValueError):
+    """A file of the replay buffer is not what was written."""

@@ -273,11 +273,19 @@ class DataProto:
         return [self[start : start + size] for start in range(0, max(len(self), 1), size)]
 
     @staticmethod
-    def concat(parts: Iterable[DataProto]) -> DataProto:
+    def concat(
+        parts: Iterable[DataProto],
+        places: Sequence[torch.Tensor] | None = None,
+        empty: Callable[..., torch.Tensor] | None = None,
+    ) -> DataProto:
         """The rows of all parts, with differing lengths re-padded: P on the left, T on the right, S on both sides.
 
         Parts without rows add none and need no fields. Added places hold each field's own padding.
 
+        Args:
+            places: of each part, the row of the whole that each of its rows becomes; together every row once, and none
+                of a part without rows. None sets one part below the other.
+            empty: gives memory for a field of the whole, by shape and dtype; only where `places` are given.
         Raises:
             DataProtoValidationError: nothing to join, or fields, dtypes, free dims or meta_info that differ.
         """
@@ -289,14 +297,17 @@ class DataProto:
         for part in filled[1:]:
             first._same_fields(part)
         if len(filled) == 1:
-            return first._with_fields(first._tensors, first._arrays, meta_info)
+            whole = first._with_fields(first._tensors, first._arrays, meta_info)
+            return whole if places is None else whole._take(torch.cat(list(places)).argsort())
+        at = None if places is None else [rows for rows in places if len(rows)]
+        assert at is None or [*map(len, at)] == [*map(len, filled)], "places are not those of the parts"
         lengths = [lengths_of(part._bound) for part in filled]
         tensors, bound = {}, {}
         for name in first._tensors:
             columns = [(part._tensors[name], part._sources.get(name)) for part in filled]
-            tensors[name] = join_tensors(name, columns, lengths, meta_info)
+            tensors[name] = join_tensors(name, columns, lengths, meta_info, at, empty)
             check_tensor(name, tensors[name], bound, first._sources)
-        arrays = {name: join_arrays([part._arrays[name] for part in filled]) for name in first._arrays}
+        arrays = {name: join_arrays([part._arrays[name] for part in filled], at) for name in first._arrays}
         for name, array in arrays.items():
             check_rows(name, len(array), bound, first._sources)
         return DataProto()._fill(tensors, arrays, meta_info, dict(first._sources), bound)

@@ -7,8 +7,8 @@ import torch
 from cli.small_runs import small_run
 from typer.testing import CliRunner
 
+from verl.cli.legs import laid_over
 from verl.cli.main import app
-from verl.cli.resume_check import laid_over
 from verl.trainer.comparing import Closeness, first_step_apart
 
 runner = CliRunner()
@@ -44,10 +44,26 @@ def test_another_layout_agrees_to_rounding_and_the_check_says_so(model32, tmp_pa
     assert "agree to within 0.001 (another layout rounds otherwise)" in result.output
 
 
+@pytest.mark.exhaustive
+def test_a_chain_of_layouts_keeps_every_bit_and_says_how_often_it_looked(model32, tmp_path):
+    result = check("--topology", "1,2:fsdp,4:tp_fsdp,2:ray,1", model=model32, directory=tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "OK: 1:none -> 2:fsdp -> 4:tp_fsdp -> 2:ddp:ray -> 1:none: each layout loaded " in result.output
+    told = [line.split() for line in result.output.splitlines() if "digest" in line]
+    assert len(told) == 4
+    assert all(saved == loaded for _, saved, _, loaded, _ in told)
+    assert len({saved for _, saved, *_ in told}) == 4  # each leg trained
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--steps", "2", "--at", "2"], "--at is 2: must lie between 1 and --steps 2, less one."),
+        (
+            ["--topology", "1,2:zero"],
+            "--topology is '1,2:zero': '2:zero' is no layout. Give a number of processes, then",
+        ),
+        (["--topology", "2:fsdp"], "--topology is '2:fsdp': one layout is no chain."),
         (["--root", "dpo"], "--root is dpo: there is no"),
         (["actor.lr=1"], "the straight run ended with status 2:\nactor.lr is not a known key"),
     ],

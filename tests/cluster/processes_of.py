@@ -9,12 +9,16 @@ from pathlib import Path
 
 
 def workers_of(driver: int) -> list[int]:
-    """Process ids of the worker processes that this driver started and that still run, zombies left out."""
+    """Process ids of the worker processes that this driver started and that still run, zombies left out.
+
+    The processes that write checkpoints for a worker are none.
+    """
     mark = f"VERL_WORKER_PARENT={driver}".encode()
     found = []
     for directory in Path("/proc").glob("[0-9]*"):
         try:
-            if mark in (directory / "environ").read_bytes().split(b"\0"):
+            environ = (directory / "environ").read_bytes().split(b"\0")
+            if mark in environ and not any(entry.startswith(b"VERL_WRITER_PARENT=") for entry in environ):
                 found.append(int(directory.name))
         except OSError:
             continue

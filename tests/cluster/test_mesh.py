@@ -65,12 +65,12 @@ def test_a_mesh_that_cannot_be_is_refused_by_the_field_at_fault(given, fault):
     ],
 )
 def test_a_mesh_that_this_machine_or_run_cannot_have_is_refused(given, sharding, size, fault):
-    found = " ".join(DeviceMesh(**given).faults_with(sharding, size, ROLES))
+    found = " ".join(DeviceMesh(**given).faults_with(dict.fromkeys(ROLES, sharding), size))
     assert fault in found if fault else not found
 
 
 def test_a_role_on_two_devices_needs_a_sharding():
-    faults = list(DeviceMesh(devices=TWO).faults_with(NoSharding(), 1, ("actor",)))
+    faults = list(DeviceMesh(devices=TWO).faults_with({"actor": NoSharding()}, 1))
     assert any("sharding=none is for one device" in fault for fault in faults)
 
 

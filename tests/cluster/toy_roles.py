@@ -13,6 +13,7 @@ import torch
 
 from verl.description import BuildContext, Description
 from verl.dispatch import by_rows, by_rows_to_one, on_all
+from verl.engines.sharding import DDP, Sharding
 from verl.protocol import DataProto
 
 
@@ -57,6 +58,21 @@ class Toy:
             Path(sign).touch()
         time.sleep(seconds)
 
+    @by_rows
+    def back(self, batch: DataProto) -> DataProto:
+        """The rows in memory of its own, and which memory they were found in."""
+        places = [batch["wide"].data_ptr()] * len(batch)
+        return DataProto.from_dict({"wide": batch["wide"].clone()}, {"found_at": places})
+
+    @by_rows_to_one
+    def keep(self, batch: DataProto) -> int:
+        self.kept = [*getattr(self, "kept", []), batch]
+        return len(batch)
+
+    @on_all
+    def sums_of_kept(self) -> list[float]:
+        return [float(batch["wide"].double().sum()) for batch in self.kept]
+
     def unspoken(self) -> None:
         """Has no dispatch."""
 
@@ -86,6 +102,9 @@ class ToyHost(Description):
 
     def worker_types(self) -> dict[str, type]:
         return {"toy": Toy}
+
+    def shardings(self) -> dict[str, Sharding]:
+        return {"toy": DDP()}
 
     def build(self, context: BuildContext) -> ToyPlace:
         if context.rank == self.fails_on:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from verl.compose.composition import compose_root
 from verl.compose.overrides import command_line
 from verl.compose.paths import conf_dir, group_options
 from verl.compose.schema import root_keys
+from verl.errors import ConfigError
 
 SFT_ONLY = {"data=arithmetic_sft", "data=sft_files", "trainer=sft", "experiment=arithmetic_sft"}
 PPO_ONLY = {"data=arithmetic", "data=files", "trainer=local", "trainer=ray", "trainer=mesh"}
 PPO_ONLY |= {"experiment=arithmetic_ppo", "experiment=arithmetic_grpo", "experiment=gsm8k_qwen2_0_5b"}
 OPTIONS = [f"{group}={option}" for group, options in group_options(conf_dir()).items() for option in options]
+CLIENTS = {"storage=oss": "ossfs", "storage=gcs": "gcsfs"}  # packages that an option cannot do without
 NEEDED = {  # what an option leaves to the user
     "actor=pretrained": ["actor.model.path=owner/model"],
     "critic=own_model": ["critic.model.path=owner/model"],
@@ -30,6 +33,9 @@ NEEDED = {  # what an option leaves to the user
     "reward=remote_http": ["reward.endpoint.base_url=http://localhost:9000/score"],
     "sharding=hsdp": ["trainer.n_gpus_per_node=4"],
     "sharding=tp_fsdp": ["trainer.n_gpus_per_node=4"],
+    "storage=s3": ["storage.bucket=models"],
+    "storage=gcs": ["storage.bucket=models"],
+    "storage=oss": ["storage.bucket=models", "storage.endpoint_url=https://oss-cn-hangzhou.aliyuncs.com"],
     "rollout=server": ["rollout.endpoint.base_url=http://localhost:8000"],
     "data=files": ["data.train_files=[rows.jsonl]", "data.max_prompt_length=16"],
     "experiment=gsm8k_qwen2_0_5b": ["data.train_files=[rows.jsonl]", "data.eval_files=[rows.jsonl]"],
@@ -39,6 +45,7 @@ NEEDED = {  # what an option leaves to the user
 
 def applies(root: str, option: str) -> bool:
     other = PPO_ONLY if root == "sft" else SFT_ONLY
+    other = other | (set(CLIENTS) if root == "sft" else set())  # what they lack is told once
     return option not in other and option.split("=")[0] in root_keys(root)
 
 
@@ -54,6 +61,10 @@ def users_files(tmp_path, monkeypatch):
 def test_option_composes_and_checks_in_ppo(option, users_files):
     arguments, assigned = command_line("ppo", [option, *NEEDED.get(option, [])])
     assert assigned.faults == []
+    if (client := CLIENTS.get(option)) and importlib.util.find_spec(client) is None:
+        with pytest.raises(ConfigError, match=f"pip install {client}"):
+            check(compose_root("ppo", arguments))
+        return
     assert type(check(compose_root("ppo", arguments))).__name__ == "PPORun"
 
 

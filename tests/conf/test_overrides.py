@@ -100,7 +100,7 @@ def test_two_spellings_that_contradict_each_other_are_a_fault():
 @pytest.mark.parametrize(
     ("given", "needs"),
     [
-        ("storage.type=s3", "object storage"),
+        ("storage.type=ftp", "storage"),
         ("trainer.backend=megatron", "sharding"),
         ("algorithm.adv_estimator=vine", "estimator"),
     ],

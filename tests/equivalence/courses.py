@@ -56,3 +56,12 @@ def assert_same(left: Course, right: Course, tolerance: float = 1e-9) -> None:
     gaps = {name: float((x - right.weights[name]).abs().max()) for name, x in left.weights.items()}
     assert {name: gap for name, gap in gaps.items() if not gap <= tolerance} == {}
     assert all(x.dtype == torch.float64 for name, x in left.weights.items())
+
+
+def assert_rounding_alone(left: Course, right: Course) -> None:
+    """The same texts, and losses and gradients that differ by no more than float32 does over a few steps."""
+    assert left.texts == right.texts
+    for step, (one, other) in enumerate(zip(left.metrics, right.metrics, strict=True), start=1):
+        for name in ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm"):
+            gap = abs(one[name] - other[name])
+            assert gap <= 2e-5 * max(1.0, abs(one[name])), (step, name, one[name], other[name])

@@ -20,11 +20,13 @@ from equivalence.courses import Course, run_course
 import verl.trainer.ppo as ppo
 from verl.cluster.base import role_handles
 from verl.cluster.dividing import Division
+from verl.cluster.pending import shares_of
 from verl.cluster.processes import Processes
 from verl.description import BuildContext, Description
-from verl.dispatch import dispatch_of, on_all
+from verl.dispatch import dispatch_of, on_all, on_each
+from verl.engines.layouts import local
 from verl.engines.parallel import TorchParallel
-from verl.engines.sharding import Sharding
+from verl.engines.sharding import DDP, Sharding
 from verl.trainer.ppo import PPORun
 from verl.workers.hosts import RLHost
 from verl.workers.state import Restore, RoleState
@@ -35,25 +37,25 @@ class InStep:
 
     shares_memory = True
 
-    def __init__(self, host: RLHost, sharding: Sharding, context: BuildContext):
+    def __init__(self, host: RLHost, context: BuildContext):
         import torch.distributed as dist
 
         self.step: int | None = None
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.parts = sharding.parts(self.world_size)
+        self.shares = shares_of(host.shardings(), self.world_size)
         self.types, self.dist = host.worker_types(), dist
         self.host = host.build(dataclasses.replace(context, rank=self.rank, world_size=self.world_size))
 
     def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        dispatch, division = dispatch_of(self.types[role], method), None
+        dispatch, division, shares = dispatch_of(self.types[role], method), None, self.shares[role]
         if dispatch.divides:
-            division = Division(args[0], max(self.parts) + 1)
-            args = (division.divide(args[0])[self.parts[self.rank]], *args[1:])
+            division = Division(args[0], len(shares.speakers))
+            args = (division.divide(args[0])[shares.of_rank[self.rank]], *args[1:])
         answer = self.host.call(role, method, args)
         if division is not None:
             answers: list[Any] = [None] * self.world_size
             self.dist.all_gather_object(answers, answer)
-            spoken = [answers[self.parts.index(part)] for part in range(max(self.parts) + 1)]
+            spoken = [answers[rank] for rank in shares.speakers]
             answer = division.join(spoken) if dispatch.joins else spoken[0]
         future: Future[Any] = Future()
         future.set_result(answer)
@@ -76,6 +78,20 @@ class Bench:
         try:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             return run_course(run, prompts, own)
+        finally:
+            ppo.start_cluster = before
+
+    @on_each
+    def held(self, run: PPORun, prompts: Sequence[int], directory: Path) -> dict[str, int]:
+        """Bytes of the actor in this process once it has been updated."""
+        before, ppo.start_cluster = ppo.start_cluster, self._start
+        try:
+            (own := directory / str(self.context.rank)).mkdir(parents=True)
+            with run.build(BuildContext(run_dir=own)) as trainer:
+                trainer.step(trainer.train_data.collate(prompts), 1)
+                engine = trainer._cluster.host.workers["actor"].engine
+                tensors = {"weights": engine.parameters, "optimizer": engine.optimizer_tensors()}
+                return {kind: sum(local(x).nbytes for x in held.values()) for kind, held in tensors.items()}
         finally:
             ppo.start_cluster = before
 
@@ -104,8 +120,8 @@ class Bench:
         return os.getpid()
 
     @staticmethod
-    def _start(host: RLHost, sharding: Sharding, settings: Any, context: BuildContext, *others: Any) -> InStep:
-        return InStep(host, sharding, context)
+    def _start(host: RLHost, settings: Any, context: BuildContext, *others: Any) -> InStep:
+        return InStep(host, context)
 
 
 @dataclass
@@ -127,6 +143,9 @@ class Laboratory(Description):
 
     def worker_types(self) -> dict[str, type]:
         return {"bench": Bench}
+
+    def shardings(self) -> dict[str, Sharding]:
+        return {"bench": DDP()}
 
     def build(self, context: BuildContext) -> Room:
         return Room({"bench": Bench(context)})

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from cluster.ray_here import all_gone, placed, ray_here  # noqa: F401 - a fixture
-from equivalence.courses import assert_same, run_course
+from equivalence.courses import assert_rounding_alone, assert_same, run_course
 from trainer.runs import PPO, ppo_run
 from trainer.saved_runs import STEPS, course, digest, fit, newest
 from trainer.saved_runs import numbers as all_numbers
 
 from verl.checkpoint.reader import CheckpointReader
 from verl.description import BuildContext
-from verl.engines.sharding import DDP
+from verl.engines.sharding import DDP, FSDP
+from verl.rollout.scripted import Scripted
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_here")]
 
@@ -36,7 +39,18 @@ def test_one_worker_trains_bit_by_bit_and_two_to_rounding_and_roles_may_live_apa
         # two actors, one critic, and the reference in this process
         placement=placed(pools={"values": ("critic",)}, workers={"values": 1}, in_driver=("reference",)),
     )
-    assert_same(alone, run_course(two, PROMPTS, tmp_path / "two"))
+    own = replace(two, actor=replace(two.actor, sharding=FSDP(timeout_s=60.0)))
+    assert_same(alone, run_course(own, PROMPTS, tmp_path / "two"))
+
+
+def test_in_float32_losses_and_gradients_differ_by_rounding_alone(model32, tmp_path):
+    def run(**parts):
+        rollout = Scripted(max_new_tokens=7, texts=("12", "7*7=49", "0"))
+        return ppo_run(model32, PPO, rollout=rollout, group_size=1, lr=1e-4, **parts)
+
+    alone = run_course(run(), PROMPTS, tmp_path / "one")
+    two = run(sharding=DDP(timeout_s=60.0), n_gpus_per_node=2, placement=placed())
+    assert_rounding_alone(alone, run_course(two, PROMPTS, tmp_path / "two"))
 
 
 def test_a_checkpoint_made_under_ray_resumes_without_it_and_the_reverse(model32, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from trainer.runs import GRPO, PPO, ShakenClip, ppo_run, read_lines, without_times
 
 from verl.algorithms.kl import AdaptiveKLInReward
+from verl.checkpoint import CheckpointManager
 from verl.checkpoint.discovery import CheckpointDirectory
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.reader import CheckpointReader
@@ -31,8 +32,10 @@ SHAKEN = dataclasses.replace(PPO, policy_loss=ShakenClip())
 def course(name, model, directory, **options):
     """A run of five steps that saves each of them."""
     checkpoint = Checkpointing(
-        save_dir=str(directory / "checkpoints"), save_interval=1, keep_last_n=None, save_async=options.pop("wait", True)
-    )
+        save_dir=str(directory / "checkpoints"), save_interval=1, keep_last_n=None,
+        save_async=options.pop("wait", True), incremental_save=options.pop("increments", False),
+        incremental_pays_below=1,
+    )  # fmt: skip
     resume = options.pop("resume", None)
     algorithm = {"ppo": ADAPTIVE, "grpo": GRPO, "lora": GRPO, "ddp": SHAKEN}[name]
     tracker = Trackers(jsonl=JsonLines())
@@ -74,6 +77,17 @@ def test_a_run_resumed_from_any_step_ends_as_the_uninterrupted_one(name, model32
         assert (result.status, result.steps) == ("finished", STEPS)
         assert numbers(directory) == {k: v for k, v in whole.items() if k > step}
         assert final_digest(directory) == final_digest(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["ppo", "lora", pytest.param("ddp", marks=pytest.mark.exhaustive)])
+def test_a_run_goes_on_from_an_increment_as_the_uninterrupted_one(name, model32, tmp_path):
+    fit(course(name, model32, tmp_path / "whole", increments=True), tmp_path / "whole")
+    point = tmp_path / "whole/checkpoints/global_step_3"
+    parts = {entry.path.split("/")[0] for entry in CheckpointManager(point).published.manifest.deltas}
+    assert parts >= ({"actor", "optimizer"} if name != "ppo" else {"actor", "critic", "optimizer"})
+    fit(course(name, model32, tmp_path / "again", increments=True, resume=str(point)), tmp_path / "again")
+    assert numbers(tmp_path / "again") == {k: v for k, v in numbers(tmp_path / "whole").items() if k > 3}
+    assert final_digest(tmp_path / "again") == final_digest(tmp_path / "whole")
 
 
 def test_saving_changes_no_number_and_both_ways_of_saving_write_the_same(model32, tmp_path):

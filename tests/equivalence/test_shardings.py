@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from equivalence.courses import assert_same, run_course
+from equivalence.courses import assert_rounding_alone, assert_same, run_course
 from equivalence.laboratory import laboratory
 from random_models import save_random_model
 from trainer.runs import GRPO, PPO, ppo_run
@@ -16,9 +16,11 @@ from verl.checkpoint.published import open_published
 from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.settings import Checkpointing
 from verl.description import BuildContext
+from verl.engines.costs import cost_of
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
+from verl.models.sizes import sizes_of
 from verl.rollout.scripted import Scripted
 from verl.workers.state import as_tensor
 
@@ -63,6 +65,47 @@ def alone(model64, tmp_path_factory):
 def test_four_processes_train_as_one_does(name, bench, alone, model64, tmp_path):
     run = ppo_run(model64, PPO, group_size=1, sharding=SHARDINGS[name], n_gpus_per_node=4, micro_batch_tokens=40)
     assert_same(alone, bench.course(run, PROMPTS, tmp_path).result(timeout=120))
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic", "reference"),
+    [
+        ("fsdp", "tp", "ddp"),
+        pytest.param("tp", "hsdp", None, marks=pytest.mark.exhaustive),
+        pytest.param(None, "tp_fsdp", "tp", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_roles_that_are_each_divided_in_their_own_way_train_as_one_process_does(
+    actor, critic, reference, bench, alone, model64, tmp_path
+):
+    run = ppo_run(model64, PPO, group_size=1, sharding=DDP(), n_gpus_per_node=4, micro_batch_tokens=40)
+    own = {"actor": actor, "critic": critic, "reference": reference}
+    parts = {
+        role: dataclasses.replace(getattr(run, role), sharding=SHARDINGS[name]) for role, name in own.items() if name
+    }
+    assert_same(alone, bench.course(dataclasses.replace(run, **parts), PROMPTS, tmp_path).result(timeout=120))
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hsdp", "tp", pytest.param("tp_fsdp", marks=pytest.mark.exhaustive), "ddp"])
+def test_the_cost_model_tells_what_each_process_holds(name, bench, tmp_path):
+    path = save_random_model(tmp_path / "model", "llama", torch.float32, hidden_size=128, num_key_value_heads=2)
+    model, sharding = Pretrained(path=str(path)), SHARDINGS[name]
+    cost = cost_of(sharding, 4, sizes_of(model.load_config()))
+    run = ppo_run(model, dataclasses.replace(GRPO, mini_batches=1), sharding=sharding, n_gpus_per_node=4)
+    for held in bench.held(run, [0, 1], tmp_path / "runs").result(timeout=120):
+        assert held["weights"] == pytest.approx(cost.weights, rel=0.05)
+        assert held["optimizer"] == pytest.approx(cost.optimizer, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", pytest.param("hsdp", marks=pytest.mark.exhaustive), "tp"])
+def test_in_float32_losses_and_gradients_differ_by_rounding_alone(name, bench, model32, tmp_path):
+    def run(**parts):
+        rollout = Scripted(max_new_tokens=7, texts=("12", "7*7=49", "0"))
+        return ppo_run(model32, PPO, rollout=rollout, group_size=1, lr=1e-4, **parts)
+
+    alone = run_course(run(), PROMPTS, tmp_path / "one")
+    found = bench.course(run(sharding=SHARDINGS[name], n_gpus_per_node=4), PROMPTS, tmp_path / "four").result()
+    assert_rounding_alone(alone, found)
 
 
 def with_actor(run, **options):

@@ -46,7 +46,7 @@ LAZY = (  # what a run imports when it comes to it
     "hydra._internal.core_plugins.basic_launcher",
     "hydra._internal.core_plugins.basic_sweeper",
 )
-NOT_LOADED = {"wandb", "tensorboard", "vllm", "ray", "cli"}  # heavy, or with threads, and not used
+NOT_LOADED = {"wandb", "tensorboard", "vllm", "ray", "cli", "replay"}  # heavy, or with threads, and not used
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
+from verl.checkpoint import choices
 from verl.checkpoint.carry_out import carry_out
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.images import PAGE_BYTES, Image, Source
+from verl.checkpoint.increment import Incremental
 from verl.checkpoint.participant import TensorPart
 from verl.checkpoint.plan import LinkedFile, SavePlan
 from verl.checkpoint.published import Published, read_state
@@ -66,7 +68,7 @@ def save(store: CheckpointStore, step: int, version: int, tag: str | None = None
         return staging.commit(reports, state={"version": version}, metrics={"version": float(version)})
 
 
-def save_images(store: CheckpointStore, step: int, version: int) -> Published:
+def save_images(store: CheckpointStore, step: int, version: int, increment: Incremental | None = None) -> Published:
     """The same content as a trainer's writer saves it: from one piece of memory, past the page cache."""
     memory, images, tensors = bytearray(), [], []
 
@@ -86,10 +88,21 @@ def save_images(store: CheckpointStore, step: int, version: int) -> Published:
             tensors.append(LogicalTensor(component=component, name=name, **shape))
     plan = SavePlan(
         step=step, tag=None, num_bytes=len(memory), images=tuple(images), tensors=tuple(tensors),
-        links=(LinkedFile(path="reference_model/frozen.bin"),), state={"version": version},
+        links=(LinkedFile(path="reference_model/frozen.bin"),), state={"version": version}, increment=increment,
     )  # fmt: skip
     report = carry_out(store, plan, page_aligned_view(memory), fewest_direct_bytes=1)
     return store.open(report.name)
+
+
+def save_increment(store: CheckpointStore, step: int, version: int) -> Published:
+    """The same as what changed since the checkpoint before, which `save` or this has made."""
+    if version == 1:
+        return save(store, step, version)
+    least, choices.FEWEST_BYTES = choices.FEWEST_BYTES, 1  # these files are small
+    try:
+        return save_images(store, step, version, Incremental(pays_below=4))
+    finally:
+        choices.FEWEST_BYTES = least
 
 
 def page_aligned_view(content: bytes) -> Source:
@@ -122,6 +135,7 @@ class Scenario:
         act: what is done.
         after: the version that is the newest once it is done.
         saves: whether it saves; else the staging directory of a dead process lies there.
+        prepared_with: how what was there before is saved.
     """
 
     name: str
@@ -129,11 +143,12 @@ class Scenario:
     act: Callable[[CheckpointStore], object]
     after: int
     saves: bool = True
+    prepared_with: Callable[[CheckpointStore, int, int], object] = save
 
     def prepare(self, root: Path) -> None:
         store = CheckpointStore(root, run_id="first")
         for version in range(1, self.before + 1):
-            save(store, 100 * version, version)
+            self.prepared_with(store, 100 * version, version)
         if not self.saves:
             abandoned = root / "staging" / "300-abandoned"
             abandoned.mkdir()
@@ -148,8 +163,17 @@ SCENARIOS = [
     Scenario("save with links", 2, lambda store: save(store, 300, 3), 3),
     Scenario("same step again", 2, lambda store: save(store, 200, 3), 3),
     Scenario("save from memory", 2, lambda store: save_images(store, 300, 3), 3),
+    Scenario("save of an increment", 2, lambda store: save_increment(store, 300, 3), 3, prepared_with=save_increment),
     Scenario("tagged save", 1, lambda store: save(store, 150, 2, tag="loss_0.12_step_150"), 2),
     Scenario("retention", 4, lambda store: prune(store, Retention(keep_last_n=2)), 4, saves=False),
+    Scenario(
+        "retention of increments",
+        4,
+        lambda store: prune(store, Retention(keep_last_n=2)),
+        4,
+        saves=False,
+        prepared_with=save_increment,
+    ),
     Scenario("garbage", 2, collect_garbage, 2, saves=False),
     Scenario("pin", 2, lambda store: pin(store, "global_step_100", "a milestone"), 2, saves=False),
 ]

@@ -195,11 +195,11 @@ def test_a_manifest_that_contradicts_itself_is_refused_even_where_commit_agrees(
         store.open("global_step_200")
 
 
-@pytest.mark.parametrize("version", ["1.0.0", "0.10.0", "7.2"])
+@pytest.mark.parametrize("version", ["2.0.0", "10.1.0", "7.2"])
 def test_a_later_format_is_refused_and_nothing_older_taken_in_its_place(version, store):
     edit_manifest(store.directory / "global_step_200", lambda m: m["format"].update(version=version), is_hidden=True)
     for use in (store.newest, lambda: save(CheckpointStore(store.directory), 300, 3)):
-        with pytest.raises(CheckpointTooNew, match=rf"format {version}; this version of verl reads up to 0\.9\.0"):
+        with pytest.raises(CheckpointTooNew, match=rf"format {version}; this version of verl reads up to 1\.0\.0"):
             use()
     assert [published.step for published in store.complete()] == [100]
 

@@ -54,7 +54,7 @@ class Life:
 
     def round(self, kills: Counter[str]) -> None:
         """Start or resume it, and kill it at a random moment, unless it has ended by then."""
-        mode = self.coin.choice(["async", "async", "sync"])
+        mode = self.coin.choice(["async", "incremental", "sync"])
         staged = self._staged()
         child = self._run(mode)
         if self.coin.random() < 0.25:

@@ -25,7 +25,7 @@ from verl.cluster.ray_crew import Group, _refuse_mixed
 from verl.description import BuildContext
 
 host = ToyHost()
-cluster = RayActors(small_session(), Group("main", 1, 0.5, 0, 1, "PACK", 60.0, (0,)), host, BuildContext())
+cluster = RayActors(small_session(), Group("main", 1, 0.5, 0, 1, "PACK", 60.0), host, BuildContext())
 toy = role_handles(cluster, host)["toy"]
 import ray
 raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid

@@ -39,7 +39,7 @@ def test_a_run_that_started_ray_starts_it_anew_after_a_loss_and_ends_it(model32,
 
 
 def start(address: str) -> tuple[RayActors, object]:
-    group = Group("main", 2, 1.0, 0, 1, "STRICT_PACK", 120.0, (0, 1))
+    group = Group("main", 2, 1.0, 0, 1, "STRICT_PACK", 120.0)
     cluster = RayActors(Session(Wanted(address, 2, 0, None, 60.0)), group, ToyHost(), BuildContext())
     return cluster, role_handles(cluster, ToyHost())["toy"]
 

@@ -17,7 +17,7 @@ from verl.tracking.trackers import Trackers
 LETTERS = ("a", "b", "c", "d")
 # The greedy response soon scores far above the mean of a flat policy, and a baseline so far off costs variance: ReMax
 # draws nearer to the greedy response, and more.
-REMAX = {"temperature": 0.3, "group_size": 48, "total_steps": 45, "mini_batches": 1}
+REMAX = {"temperature": 0.3, "group_size": 48, "total_steps": 60, "mini_batches": 1}
 
 
 @pytest.mark.learning

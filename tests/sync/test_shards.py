@@ -18,9 +18,9 @@ VERSION = 2
 
 
 def proven(models, weights=None) -> Proof:
-    read = [LayerReader(model, Vectors(VERSION), torch.float32).shards() for model in models]
+    read = [LayerReader(model, torch.float32).shards(Vectors(VERSION)) for model in models]
     trainer = TrainerSide(marks_of(weights or full_weights(), VERSION), LOG_PROBS)
-    return prove(trainer, Answer(join([shards for shards, _ in read]), LOG_PROBS))
+    return prove(trainer, Answer(join(read), LOG_PROBS))
 
 
 def models(size: int):

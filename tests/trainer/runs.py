@@ -105,6 +105,7 @@ def ppo_run(
         "sharding": NoSharding(),
         "data": Prompts(),
         "tracker": Trackers(),
+        "replay": None,
     }
     described |= {name: parts.pop(name) for name in list(parts) if name in described}
     settings = {"prompts_per_step": 3, "group_size": 2, "num_threads": 1, "device": "cpu", "eval_samples": 2}

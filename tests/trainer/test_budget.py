@@ -17,7 +17,7 @@ from verl.compose.check import check
 from verl.compose.composition import compose_root
 from verl.compose.paths import conf_dir
 from verl.models.sizes import sizes_of
-from verl.trainer import ppo
+from verl.trainer import budget as budget_module
 from verl.trainer.budget import GIB, Budget, RoleBudget, budget_of, free_disk, free_memory
 
 ROOT = conf_dir().parent
@@ -103,7 +103,7 @@ def test_an_estimate_that_fails_stops_no_run(model32, tmp_path, monkeypatch, cap
     def failing(run):
         raise KeyError("num_attention_heads")
 
-    monkeypatch.setattr(ppo, "budget_of", failing)
+    monkeypatch.setattr(budget_module, "budget_of", failing)
     assert fit(course(model32, tmp_path, total_steps=1), tmp_path / "run").status == "finished"
     assert "cannot be estimated: KeyError" in caplog.text
 
@@ -117,6 +117,26 @@ def test_an_adapter_and_a_divided_model_take_less():
     assert adapted.weights >= whole.weights
     recomputed = actor("actor.gradient_checkpointing=true")
     assert recomputed.working < whole.working
+    shared = actor("sharding=ddp", "+sharding@actor.sharding=fsdp", "trainer.n_gpus_per_node=4")
+    assert shared.resident == whole.resident // 4
+    assert 0 < shared.gathered < shared.generating == whole.weights
+
+
+def test_what_an_asynchronous_save_copies_counts_where_the_copy_lies():
+    def budget(option: str) -> Budget:
+        return budget_of(check(compose_root("ppo", ["actor=tiny_scratch", "critic=tiny_scratch", option])))
+
+    beside, still = budget("checkpoint=async"), budget("checkpoint=sync")
+    assert beside.copied == beside.saving > still.copied == 0
+    assert beside.peak[1] - still.peak[1] == beside.saving
+    on_gpu = replace(beside, on_host=False)
+    assert on_gpu.peak[1] == still.peak[1]
+    (warning,) = on_gpu.warnings(None, None, beside.saving - 1)
+    assert warning.startswith("Main memory may not suffice: what is saved and offloaded needs about")
+    assert list(on_gpu.warnings(None, None, beside.saving)) == []
+    offloaded = replace(on_gpu, roles=(replace(on_gpu.roles[0], is_offloaded=True), *on_gpu.roles[1:]))
+    assert offloaded.host - on_gpu.host == on_gpu.roles[0].resident + on_gpu.roles[0].gradients
+    assert on_gpu.peak[1] > offloaded.peak[1]
 
 
 def test_an_engine_beside_the_trainer_takes_its_cache_and_its_weights():

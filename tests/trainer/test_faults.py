@@ -20,8 +20,9 @@ from verl.algorithms.kl import KLInReward, NoKL
 from verl.data.files import PromptFiles
 from verl.description import BuildContext
 from verl.engines.optim import AdamW
-from verl.engines.sharding import DDP, HSDP, TP
+from verl.engines.sharding import DDP, FSDP, HSDP, TP, NoSharding
 from verl.errors import ConfigError, RewardError
+from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.rewards.base import RewardDescription
 from verl.rewards.function import CallableReward, RewardFunction
@@ -30,7 +31,9 @@ from verl.tracking.jsonl import JsonLines
 from verl.tracking.trackers import Trackers
 from verl.trainer.settings import PPOSettings
 from verl.trainer.setup import ProcessState
+from verl.workers.actor import Actor
 from verl.workers.critic import Critic
+from verl.workers.reference import Reference
 
 
 def faults_of(model: Any, algorithm: Any = PPO, **parts: Any) -> list[str]:
@@ -90,6 +93,19 @@ def test_processes_that_cannot_be_grouped_and_heads_that_cannot_be_divided_are_r
     assert fault.startswith("sharding.tensor_parallel is 4: it must divide the model's 2 key-value heads and 4 heads.")
     assert fault.endswith("Set it to 1 or 2. (heads of actor.model)")
     ppo_run(model32, n_gpus_per_node=4, sharding=TP(tensor_parallel=2))
+
+
+def test_a_role_whose_own_sharding_does_not_fit_is_refused_by_its_own_path(model32):
+    critic = Critic(model=model32, optimizer=AdamW(lr=1e-3), sharding=TP())
+    (fault,) = faults_of(model32, n_gpus_per_node=4, sharding=DDP(), critic=critic)
+    assert fault.startswith("critic.sharding.tensor_parallel is 4: it must divide the model's 2 key-value heads")
+    assert "(heads of critic.model)" in fault
+    (fault,) = faults_of(model32, n_gpus_per_node=2, sharding=DDP(), reference=Reference(sharding=NoSharding()))
+    assert fault.startswith("trainer.n_gpus_per_node is 2: reference.sharding=none runs in one process.")
+    actor = Actor(model=model32, optimizer=AdamW(lr=1e-3), lora=LoRA(rank=2))
+    (fault,) = faults_of(model32, n_gpus_per_node=2, sharding=DDP(), actor=actor, reference=Reference(sharding=FSDP()))
+    assert fault.startswith("reference.sharding differs from that of the actor")
+    ppo_run(model32, n_gpus_per_node=2, sharding=DDP(), actor=actor, reference=Reference())
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", ""])

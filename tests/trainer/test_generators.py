@@ -21,6 +21,7 @@ from verl.cluster.base import role_handles
 from verl.cluster.processes import Processes
 from verl.description import BuildContext, Description
 from verl.dispatch import on_each
+from verl.engines.sharding import DDP, Sharding
 from verl.trainer import generators
 from verl.trainer.resume import find
 from verl.utils.seeding import rng_state, seed_everything
@@ -43,6 +44,9 @@ class DiceHost(Description):
 
     def worker_types(self) -> dict[str, type]:
         return {"dice": Dice}
+
+    def shardings(self) -> dict[str, Sharding]:
+        return {"dice": DDP()}
 
     def build(self, context: BuildContext) -> ToyPlace:
         seed_everything(context.rank)

@@ -17,6 +17,7 @@ from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, Rewa
 from verl.models.pretrained import Pretrained
 from verl.rewards.exact_match import ExactMatch
 from verl.rewards.model import RewardModel
+from verl.rewards.normalized import Normalized
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3)]
@@ -50,6 +51,10 @@ def weights(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def actor_of(made: Trainer):
     return made.trainer._cluster._host.workers["actor"]
+
+
+def moments_of(made: Trainer) -> list[torch.Tensor]:
+    return [x.clone() for _, x in sorted(actor_of(made).engine.optimizer_tensors().items())]
 
 
 def all_equal(left, right) -> bool:
@@ -305,6 +310,32 @@ def test_the_statistics_of_a_reward_are_saved_loaded_and_reset(dir32, tmp_path):
         assert made.reward_model.state_dict() != learned
         made.load_checkpoint(saved)
         assert made.reward_model.state_dict() == learned
+
+
+def test_a_training_goes_on_from_an_increment_under_another_reward(dir32):
+    settings = {"save_dir": "own", "save_interval": 1, "incremental_save": True, "incremental_pays_below": 1.0}
+    rated = Normalized(reward=ExactMatch())
+    with trainer(dir32, reward_model=rated, checkpoint_config=settings) as made:
+        made.step()
+        made.step()
+        saved = made.save_checkpoint(tag="before_the_swap")
+        assert CheckpointManager(saved).published.manifest.deltas
+        policy, learned = weights(actor_of(made).engine.model), made.reward_model.state_dict()
+        place, moments = made.trainer.sampler.state_dict(), moments_of(made)
+        made.step()
+        made.load_checkpoint(saved)
+        assert made.reward_model.state_dict() == learned
+        made.reward_model = Normalized(reward=ExactMatch(correct=2.0, wrong=-1.0))
+        made.reset_reward_stats()
+        assert made.reward_model.state_dict()["norm"]["count"] == 0
+        assert all_equal(weights(actor_of(made).engine.model), policy)
+        assert all_equal(moments_of(made), moments)
+        assert (made.trainer.sampler.state_dict(), made.steps) == (place, 2)
+        made.step()
+        after = CheckpointManager(made.save_checkpoint(tag="after_the_swap"))
+        assert json.loads(after.read("scheduler/state.json"))["reward"] == made.reward_model.state_dict()
+        assert after.state["config"]["reward"]["reward"]["correct"] == 2.0
+        assert 0 < made.reward_model.state_dict()["norm"]["count"] < learned["norm"]["count"]
 
 
 def test_rewards_come_in_many_forms(dir32, tmp_path, tokenizer):

@@ -54,7 +54,8 @@ def test_a_trainer_of_a_script_goes_on_after_a_loss_too(dir32, monkeypatch):
         result = trainer.fit()
         assert trainer.steps == 2
     assert (result.status, result.steps) == ("finished", 2)
-    assert result.restarts == ["rank 0 failed in actor.update at step 2"]
+    stages = ("update", "wait_copied")  # asked for just before it, and perhaps not heard of yet
+    assert [*result.restarts] in [[f"rank 0 failed in actor.{stage} at step 2"] for stage in stages]
     assert all_gone(killed)
 
 

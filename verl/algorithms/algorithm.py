@@ -34,6 +34,10 @@ class Algorithm(Description):
         selection: which groups a step trains on; null for all.
         epochs: passes over the batch of a step.
         mini_batches: optimizer steps per pass.
+        replay_fraction: share of the rows of a step that are old ones from the replay buffer, in [0, 1); as many come
+            as it has. They are weighed by `correction`, or by `TruncatedIS()` where that is null; see
+            `verl.algorithms.reuse`.
+        replay_max_staleness: policy versions (optimizer steps) that such a row may be behind; null for any.
     Raises:
         ConfigError: a number outside its range.
     """
@@ -49,6 +53,8 @@ class Algorithm(Description):
     selection: MixedGroups | None = None
     epochs: int = 1
     mini_batches: int = 1
+    replay_fraction: float = 0.0
+    replay_max_staleness: int | None = 16
 
     @property
     def needs_values(self) -> bool:
@@ -71,7 +77,8 @@ class Algorithm(Description):
 
         With one optimizer step they are those of the update itself, before it moves the weights.
         """
-        return self.epochs * self.mini_batches > 1 or self.correction is not None or self.kl.needs_old_log_probs
+        weighs = self.correction is not None or self.replay_fraction > 0
+        return self.epochs * self.mini_batches > 1 or weighs or self.kl.needs_old_log_probs
 
     @property
     def needs_reference(self) -> bool:
@@ -84,6 +91,10 @@ class Algorithm(Description):
         for name in ("epochs", "mini_batches"):
             if getattr(self, name) < 1:
                 yield f"{name} is {getattr(self, name)}: must be at least 1."
+        if not 0 <= self.replay_fraction < 1:
+            yield f"replay_fraction is {self.replay_fraction}: must lie in [0, 1), a share of the rows of a step."
+        if self.replay_max_staleness is not None and self.replay_max_staleness < 1:
+            yield f"replay_max_staleness is {self.replay_max_staleness}: must be at least 1, or null for any."
         if self.aggregation != NORMED and self.norm_length is not None:
             yield f"norm_length is {self.norm_length}: only aggregation={NORMED} reads it. Set it to null."
         if self.aggregation == NORMED and (self.norm_length is None or self.norm_length < 1):

@@ -17,11 +17,14 @@ from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.summary import Summary, age_s, summaries, summary_of
 from verl.checkpoint.verify import Level
 from verl.cli.checkpoint_report import as_json, print_comparison, print_inspection
+from verl.cli.checkpoint_store import add_to, remote_summaries
 from verl.cli.output import FOUND, command, counted, duration, fail, parse_duration, print_json, print_table, size
 from verl.errors import BadCheckpoint, CheckpointTooNew
+from verl.storage.options import is_address
 
 app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Look at checkpoints, keep them, and take them out.")
 
+add_to(app)
 PATH = "A checkpoint, a directory of checkpoints, its `latest`, or the directory of a run."
 TELLING = ("eval/accuracy", "eval/loss", "reward/mean", "sft/loss")
 MOST_METRICS = 3
@@ -32,7 +35,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 @command(app, "ls")
 def list_checkpoints(path: Path_ = ".", json: Json = False) -> None:
     """List checkpoints in order of publication; the newest (*) is the one that a run would go on from."""
-    found = _summaries(locate(path))
+    found = remote_summaries(path) if is_address(path) else _summaries(locate(path))
     if json:
         print_json([summary.to_json() for summary in found])
         return
@@ -72,14 +75,17 @@ def verify(
     json: Json = False,
 ) -> None:
     """Check that checkpoints are what was written; the exit status is 1 if one is not, or if there is none."""
-    found = _summaries(locate(path), "full" if full else "quick")
+    level: Level = "full" if full else "quick"
+    found = remote_summaries(path, level) if is_address(path) else _summaries(locate(path), level)
     if json:
         print_json([summary.to_json() for summary in found])
     elif not found:
         typer.echo(f"{path} holds no checkpoint")
     else:
         for summary in found:
-            holds = summary.published and f"{counted(len(summary.published.manifest.files), 'file')}, {_size(summary)}"
+            holds = (
+                summary.published and f"{counted(len(summary.published.manifest.contents), 'file')}, {_size(summary)}"
+            )
             typer.echo(f"{summary.name}: {summary.status}" + (f" ({holds})" if holds else ""))
             for fault in summary.faults:
                 typer.echo(f"  {fault}")

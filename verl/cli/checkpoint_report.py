@@ -107,7 +107,7 @@ def _head(summary: Summary) -> Iterator[tuple[str, str]]:
     if manifest.metrics:
         yield "metrics", ", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items())
     added = f", of which {size(summary.added_bytes)} are not shared with earlier ones"
-    yield "size", f"{size(summary.published.num_bytes)} in {counted(len(manifest.files), 'file')}{added}"
+    yield "size", f"{size(summary.published.num_bytes)} in {counted(len(manifest.contents), 'file')}{added}"
 
 
 def _tensors(published: Published, component: str | None) -> list[LogicalTensor]:

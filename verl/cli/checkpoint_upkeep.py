@@ -1,4 +1,4 @@
-"""`verl checkpoint pin`, `unpin`, `gc` and `export`: what keeps checkpoints, removes them, and takes models out."""
+"""`verl checkpoint pin`, `unpin`, `gc`, `export`, `materialize`: what keeps, removes and takes out checkpoints."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from verl.checkpoint.discovery import LATEST
 from verl.checkpoint.export import export as export_component
 from verl.checkpoint.locate import Location, locate
 from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.materialize import materialize as write_out
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.upkeep import clean, plan
@@ -92,3 +93,14 @@ def export(
     manager = CheckpointManager(path)
     names = export_component(manager, out, component, pytorch_bin)
     typer.echo(f"{component} of {manager.name} is in {out}: {counted(len(names), 'file')}")
+
+
+@command(app, "materialize")
+def materialize(
+    path: Path_,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that does not exist yet.")],
+) -> None:
+    """Write an incremental checkpoint with every file whole, as it would have been saved; every byte is hashed."""
+    published = CheckpointManager(path).published
+    whole = write_out(published, out)
+    typer.echo(f"{published.name} is in {out}: {counted(len(whole.manifest.files), 'file')}, {size(whole.num_bytes)}")

@@ -11,6 +11,7 @@ from verl.cli import checkpoint_upkeep  # which adds its commands to those of ch
 from verl.cli.lineage import lineage
 from verl.cli.policy import evaluate, generate
 from verl.cli.resume_check import resume_check
+from verl.cli.samples import samples
 from verl.errors import ConfigError
 from verl.utils.env_check import BACKENDS, check_env
 
@@ -20,6 +21,7 @@ app.command("resume-check")(resume_check)
 app.command()(lineage)
 app.command("eval")(evaluate)
 app.command()(generate)
+app.command()(samples)
 
 
 def _show_version(asked: bool) -> None:

@@ -40,7 +40,7 @@ def evaluate(
                 raise ConfigError("data has no rows that are held out. Give --data FILE, or data.eval_files=[...].")
             metrics, rows = trainer.evaluate(saved.step), len(trainer.eval_data)
     if as_json:
-        source = {"actor": str(saved.actor), "step": saved.step, "rows": rows}
+        source = {"actor": str(saved.origin), "step": saved.step, "rows": rows}
         typer.echo(json.dumps({**source, "metrics": metrics}, indent=2))
         return
     typer.echo(f"{saved.told}, on {rows} rows")

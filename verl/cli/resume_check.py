@@ -10,29 +10,23 @@ Compared: the metrics of each step, and everything in the last checkpoints of `s
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verl.cli.legs import LegFailed, Legs
+from verl.cli.topology_check import TopologyCheck, topologies
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
     from verl.checkpoint.published import Published
 
-TAIL_LINES = 25
 TOLERANCE = 1e-3  # of a resume on other processes, whose sums are rounded otherwise
-
-
-class LegFailed(Exception):
-    """A run of the check did not end as it should; carries the end of what it printed."""
 
 
 @dataclass(frozen=True)
@@ -40,32 +34,24 @@ class ResumeCheck:
     """One check.
 
     Args:
-        root: `ppo` or `sft`.
-        steps: of the whole run.
+        legs: how its runs are started.
         stop_after: step after which the second run is stopped and resumed.
-        directory: where the runs write.
-        overrides: of all three runs, as on the command line of the main script.
         resumed_with: further ones of the resumed run alone: another layout.
         plant: a tensor, as `component/name`, of which one bit is flipped between stopping and resuming.
         tolerance: see `verl.trainer.comparing.Closeness`.
-        tell: takes a line of progress.
     Raises:
         ConfigError: it would compare nothing.
     """
 
-    root: str
-    steps: int
+    legs: Legs
     stop_after: int
-    directory: Path
-    overrides: Sequence[str] = ()
     resumed_with: Sequence[str] = ()
     plant: str | None = None
     tolerance: float = 0.0
-    tell: Callable[[str], None] = field(default=lambda line: None)
 
     def __post_init__(self):
-        if not 1 <= self.stop_after < self.steps:
-            raise ConfigError(f"--at is {self.stop_after}: must lie between 1 and --steps {self.steps}, less one.")
+        if not 1 <= self.stop_after < self.legs.steps:
+            raise ConfigError(f"--at is {self.stop_after}: must lie between 1 and --steps {self.legs.steps}, less one.")
 
     def differences(self) -> list[str]:
         """Run all three, and tell the first metric and the first part of the checkpoints that differ; none where all
@@ -76,15 +62,15 @@ class ResumeCheck:
         """
         from verl.trainer.comparing import Closeness, first_part_apart, first_step_apart, steps_of
 
-        straight = self._leg("straight", "straight", [])
-        self._leg("interrupted", "stopped", [f"trainer.stop_after={self.stop_after}"])
+        straight = self.legs.run("straight", "straight", [])
+        self.legs.run("interrupted", "stopped", [f"trainer.stop_after={self.stop_after}"])
         resume = [*self.resumed_with, "resume=latest"]
         if self.plant is not None:
             self._plant(self._last("stopped"))
             resume.append("checkpoint.verify=false")
-        resumed = self._leg("resumed", "stopped", resume)
+        resumed = self.legs.run("resumed", "stopped", resume)
         exact, near = Closeness(), Closeness(self.tolerance)
-        if found := first_step_apart(steps_of(straight), steps_of(self.directory / "interrupted"), exact):
+        if found := first_step_apart(steps_of(straight), steps_of(self.legs.directory / "interrupted"), exact):
             return [f"before the resume already, so this run does not repeat itself: {found}"]
         apart = first_step_apart(steps_of(straight), steps_of(resumed), near)
         last = self._last("straight"), self._last("stopped")
@@ -101,34 +87,10 @@ class ResumeCheck:
             if near.tolerance
             else ("are equal bit by bit")
         )
-        return f"steps {self.stop_after + 1} to {self.steps} and {tensors} tensors of the last checkpoint {how}"
-
-    def _leg(self, name: str, saved_in: str, overrides: Sequence[str]) -> Path:
-        """Run the main script in a process of its own."""
-        run_dir, began = self.directory / name, time.monotonic()
-        mode = [] if any(text.startswith("checkpoint=") for text in self.overrides) else ["checkpoint=sync"]
-        settings = [
-            f"hydra.run.dir={run_dir}",
-            f"checkpoint.save_dir={self.directory / saved_in}_checkpoints",
-            "checkpoint.save_interval=null",
-            f"trainer.total_steps={self.steps}",
-            "trainer.save_final=false",
-            "tracker=none",
-            "tracker.jsonl={_target_:verl.tracking.jsonl.JsonLines}",
-        ]
-        settings = laid_over(laid_over([*mode, *self.overrides], settings), overrides)
-        command = [sys.executable, main_script(self.root), *settings]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-        if done.returncode != 0:
-            tail = "\n".join(done.stdout.splitlines()[-TAIL_LINES:])
-            raise LegFailed(f"the {name} run ended with status {done.returncode}:\n{tail}")
-        self.tell(f"{name}: done in {time.monotonic() - began:.1f} s")
-        return run_dir
+        return f"steps {self.stop_after + 1} to {self.legs.steps} and {tensors} tensors of the last checkpoint {how}"
 
     def _last(self, saved_in: str) -> Published:
-        from verl.checkpoint.discovery import CheckpointDirectory
-
-        return CheckpointDirectory(f"{self.directory / saved_in}_checkpoints").newest(strict=self.plant is None)
+        return self.legs.last(saved_in, strict=self.plant is None)
 
     def _plant(self, checkpoint: Published) -> None:
         """Flip one bit of the largest element of a tensor, on the disk, as no hash would let it pass."""
@@ -153,27 +115,6 @@ class ResumeCheck:
             data.write(bytes([byte ^ 1 << bit % 8]))
 
 
-def laid_over(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
-    """Overrides, where a later one of the same key, or of a component above it, takes the place of an earlier one."""
-    keys = {text.partition("=")[0] for text in later}
-    kept = [text for text in overrides if not keys & {text.partition("=")[0], text.partition(".")[0]}]
-    return [*kept, *later]
-
-
-def main_script(root: str) -> Path:
-    """The script that trains.
-
-    Raises:
-        ConfigError: there is none, as where only the package is installed.
-    """
-    from verl.compose.paths import conf_dir
-
-    script = conf_dir().parent / f"main_{root}.py"
-    if not script.is_file():
-        raise ConfigError(f"--root is {root}: there is no {script}. Run this in a checkout, with --root ppo or sft.")
-    return script
-
-
 def resume_check(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Of all runs, as the main script takes them: experiment=..., KEY=VALUE.")
@@ -185,28 +126,44 @@ def resume_check(
     ] = None,
     to_sharding: Annotated[str | None, typer.Option(help="Resume under another sharding, such as ddp.")] = None,
     processes: Annotated[int | None, typer.Option(help="Resume on so many processes.")] = None,
+    topology: Annotated[
+        str | None,
+        typer.Option(help="Instead: a chain of layouts, a step each: 1,2:fsdp,4:tp_fsdp,2:ray,1."),
+    ] = None,
     tolerance: Annotated[
-        float | None, typer.Option(help=f"0 is bit by bit, the default; {TOLERANCE:g} if the layout changes.")
+        float | None,
+        typer.Option(
+            help=f"0 is bit by bit, the default; {TOLERANCE:g} if the layout changes. With --topology: also with "
+            "the first layout alone."
+        ),
     ] = None,
     keep: Annotated[Path | None, typer.Option(help="Run in this new directory, and leave it.")] = None,
     plant: Annotated[str | None, typer.Option(hidden=True, help="Flip a bit of this tensor, COMPONENT/NAME.")] = None,
 ) -> None:
-    """Run N steps straight, and k, stop, resume, N - k; compare bit by bit, and name the first thing that differs."""
+    """Run N steps straight, and k, stop, resume, N - k; compare bit by bit, and name the first thing that differs.
+
+    With --topology, a chain of layouts: what each of them loads must be what the one before it saved, bit by bit.
+    """
     layout = [] if to_sharding is None else [f"sharding={to_sharding}"]
     layout += [] if processes is None else [f"trainer.n_gpus_per_node={processes}"]
     try:
         with _directory(keep) as directory:
-            check = ResumeCheck(
-                root=root,
-                steps=steps,
-                stop_after=steps // 2 if at is None else at,
-                directory=directory,
-                overrides=overrides or (),
-                resumed_with=layout,
-                plant=plant,
-                tolerance=(TOLERANCE if layout else 0.0) if tolerance is None else tolerance,
-                tell=typer.echo,
-            )
+            check: ResumeCheck | TopologyCheck
+            if topology is not None:
+                chain = topologies(topology)
+                legs = Legs(
+                    root=root, steps=len(chain), directory=directory, overrides=overrides or (), tell=typer.echo
+                )
+                check = TopologyCheck(legs, chain, tolerance)
+            else:
+                legs = Legs(root=root, steps=steps, directory=directory, overrides=overrides or (), tell=typer.echo)
+                check = ResumeCheck(
+                    legs=legs,
+                    stop_after=steps // 2 if at is None else at,
+                    resumed_with=layout,
+                    plant=plant,
+                    tolerance=(TOLERANCE if layout else 0.0) if tolerance is None else tolerance,
+                )
             found = check.differences()
             typer.echo("\n".join(f"DIFFERS: {line}" for line in found) if found else f"OK: {check.compared()}")
     except (ConfigError, LegFailed) as error:

@@ -9,12 +9,15 @@ from typing import Any, Protocol
 
 from verl.description import BuildContext
 from verl.dispatch import dispatch_of
+from verl.engines.sharding import Sharding
 
 
 class HostDescription(Protocol):
     """What a process builds: its roles. Travels to other processes by pickle."""
 
     def worker_types(self) -> Mapping[str, type]: ...
+
+    def shardings(self) -> Mapping[str, Sharding]: ...
 
     def build(self, context: BuildContext) -> Any: ...
 

@@ -10,15 +10,18 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 from verl.cluster.base import Deadline
-from verl.errors import WorkerDied
+from verl.errors import WorkerDied, WorkerHung
 
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 5.0
+STACK_TIMEOUT_S = 5.0
 LOG_TAIL_LINES = 20
 LONGEST_SOCKET_PATH = 100  # bytes; Linux allows 107, macOS 103
 
@@ -62,11 +65,23 @@ class Crew:
             code = self._processes[rank].wait(timeout=END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return WorkerDied(rank, call, step, "the process does not answer")
-        try:
-            tail = "\n".join(self._log(rank).read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-        except OSError as error:
-            tail = f"(its log cannot be read: {error})"
-        return WorkerDied(rank, call, step, f"the process ended with {_ending(code)}\n{tail}")
+        return WorkerDied(rank, call, step, f"the process ended with {_ending(code)}\n{self._tail(rank)}")
+
+    def silence(self, ranks: Sequence[int], call: str, step: int | None, timeout_s: float) -> WorkerHung:
+        """Who of those that do not answer is to blame: first a process that does not react at all."""
+        said = {rank: self._log_size(rank) for rank in ranks}
+        for rank in ranks:
+            self._processes[rank].send_signal(signal.SIGUSR2)
+        deadline = Deadline(STACK_TIMEOUT_S)
+        silent = list(ranks)
+        while silent and deadline.left_s:
+            time.sleep(0.1)
+            silent = [rank for rank in silent if self._log_size(rank) == said[rank]]
+        waited = f"no answer within {timeout_s:g} s"
+        if silent:
+            return WorkerHung(silent[0], call, step, f"{waited}, and the process does not react at all")
+        where = [f"rank {rank} stands at:\n{self._tail(rank, said[rank])}" for rank in ranks]
+        return WorkerHung(ranks[0], call, step, "\n".join([waited, *where]))
 
     def kill(self) -> None:
         """End every process at once."""
@@ -139,6 +154,20 @@ class Crew:
 
     def _log(self, rank: int) -> Path:
         return self._logs / f"rank_{rank}.log"
+
+    def _log_size(self, rank: int) -> int:
+        try:
+            return self._log(rank).stat().st_size
+        except OSError:
+            return 0
+
+    def _tail(self, rank: int, start: int = 0) -> str:
+        """The last lines of a worker's log, or what it says from a place on."""
+        try:
+            lines = self._log(rank).read_bytes()[start:].decode(errors="replace").splitlines()
+        except OSError as error:
+            return f"(its log cannot be read: {error})"
+        return "\n".join(lines if start else lines[-LOG_TAIL_LINES:])
 
 
 def _short_directory() -> Path:

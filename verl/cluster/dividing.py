@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,17 +26,20 @@ class Division:
     def divide(self, batch: DataProto) -> list[DataProto]:
         return [batch[rows] for rows in self.rows]
 
-    def join(self, answers: Sequence[DataProto]) -> DataProto:
+    def join(self, answers: Sequence[DataProto], empty: Callable[..., Tensor] | None = None) -> DataProto:
         """Answers of the processes, as if one process had answered.
 
         A process may answer each row with several (samples of a prompt), the same number everywhere, side by side.
+
+        Args:
+            empty: memory for the fields of the whole, by shape and dtype; None for new memory.
         """
         given = [(rows, answer) for rows, answer in zip(self.rows, answers, strict=True) if len(rows)]
         if not given:
             return answers[0]
         each = len(given[0][1]) // len(given[0][0])
-        order = torch.cat([(rows[:, None] * each + torch.arange(each)).flatten() for rows, _ in given])
-        return DataProto.concat([answer for _, answer in given]).reorder(torch.argsort(order))
+        places = [(rows[:, None] * each + torch.arange(each)).flatten() for rows, _ in given]
+        return DataProto.concat([answer for _, answer in given], places, empty)
 
 
 def _lengths(batch: Any) -> Tensor:

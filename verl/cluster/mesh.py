@@ -8,12 +8,12 @@ cuda:0 ── actor, reference          cuda:1 ── critic, rm
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from verl.cluster.base import Cluster
-from verl.cluster.placement import ROLES, DivisibleHost, Placement, RoleGroups, sharding_for
+from verl.cluster.placement import ROLES, DivisibleHost, Placement, RoleGroups, undivided
 from verl.cluster.processes import Processes
 from verl.description import BuildContext
 from verl.engines.sharding import Sharding
@@ -57,7 +57,7 @@ class DeviceMesh(Placement):
             if len({name.split(":")[0] for name in names}) > 1:
                 yield f"sub_meshes.{role} is {', '.join(names)}: the devices of a role are of one kind."
 
-    def faults_with(self, sharding: Sharding, size: int, roles: Collection[str]) -> Iterator[str]:
+    def faults_with(self, shardings: Mapping[str, Sharding], size: int) -> Iterator[str]:
         for kind, there in (("cpu", num_cores()), ("cuda", _num_gpus(self.devices))):
             missing = [name for name in self.devices if name.startswith(kind) and int(name.split(":")[1]) >= there]
             if missing:
@@ -65,15 +65,18 @@ class DeviceMesh(Placement):
                 yield f"devices has {', '.join(missing)}: this machine has {there} {what}, numbered from 0."
         if size != 1:
             yield f"devices: the mesh says how many processes there are. Set trainer.n_gpus_per_node=1, not {size}."
-        for devices, members in self.groups(roles).items():
-            if len(devices) > 1 and not sharding.needs_processes:
+        for devices, members in self.groups(shardings).items():
+            if len(devices) > 1 and (whole := undivided(shardings, members)):
                 yield (
-                    f"sub_meshes puts {', '.join(members)} on {', '.join(devices)}: sharding=none is for one device. "
+                    f"sub_meshes puts {', '.join(whole)} on {', '.join(devices)}: sharding=none is for one device. "
                     "Set sharding=ddp, or give each role one device."
                 )
 
     def holds_reward(self) -> bool:
         return True
+
+    def sizes(self, roles: Collection[str], size: int) -> dict[str, int]:
+        return {role: len(devices) for devices, members in self.groups(roles).items() for role in members}
 
     def groups(self, roles: Collection[str]) -> dict[tuple[str, ...], tuple[str, ...]]:
         """Devices -> the roles that live on just these."""
@@ -90,16 +93,16 @@ class DeviceMesh(Placement):
         built: list[tuple[Collection[str], Cluster]] = []
         with ExitStack() as undo:
             for devices, members in groups.items():
-                sharding, count = sharding_for(host.sharding, len(devices)), len(devices)
+                count, part = len(devices), host.only(members, len(devices))
                 is_pinned = devices[0].startswith("cpu")
                 cluster = Processes(
-                    host.only(members, sharding),
+                    part,
                     context,
                     count,
                     num_threads=1 if is_pinned else threads,
-                    parts=sharding.parts(count),
                     devices=devices,
                     name="_".join(members),
+                    call_timeout_s=min(sharding.call_timeout_s for sharding in part.shardings().values()),
                 )
                 undo.callback(cluster.close)
                 built.append((members, cluster))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +20,39 @@ from verl.protocol import DataProto
 warnings.filterwarnings("ignore", message=".*buffer is not writable.*")  # received fields are read, never written
 
 
+class Rows(NamedTuple):
+    """Some rows of a batch, which arrives as a batch of these: they are taken while they are sent, in one copy."""
+
+    batch: DataProto
+    rows: Tensor
+
+
+class TakenRows(NamedTuple):
+    """The bytes of some rows of a tensor, not taken yet."""
+
+    tensor: Tensor
+    rows: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.rows) * (self.tensor[:1].numel() if len(self.tensor) else 0) * self.tensor.element_size()
+
+    def write(self, into: np.ndarray) -> None:
+        """Take the rows, into memory of as many bytes."""
+        shape = (len(self.rows), *self.tensor.shape[1:])
+        tensor, rows = self.tensor.detach(), self.rows.to(self.tensor.device)
+        place = torch.frombuffer(into, dtype=self.tensor.dtype).view(shape)
+        if tensor.device.type == "cpu":
+            torch.index_select(tensor, 0, rows, out=place)
+        else:
+            place.copy_(tensor.index_select(0, rows))
+
+
 class Parcel(NamedTuple):
     """A wrapped value: what may be shared without a copy is in `buffers`, everything else in `head`."""
 
     head: bytes
-    buffers: list[np.ndarray]
+    buffers: list[Any]  # np.ndarray, or TakenRows where Rows were wrapped
 
     @property
     def num_bytes(self) -> int:
@@ -33,10 +61,10 @@ class Parcel(NamedTuple):
 
 def wrap(value: Any) -> Parcel:
     """A value as a pickle and the memory of its tensors, which is not copied: it must not change until it is sent."""
-    buffers: list[pickle.PickleBuffer] = []
     head = io.BytesIO()
-    _Wrapper(head, buffers.append).dump(value)
-    return Parcel(head.getvalue(), [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers])
+    wrapper = _Wrapper(head)
+    wrapper.dump(value)
+    return Parcel(head.getvalue(), wrapper.buffers)
 
 
 def unwrap(parcel: Parcel | tuple[bytes, Sequence[Any]]) -> Any:
@@ -46,21 +74,55 @@ def unwrap(parcel: Parcel | tuple[bytes, Sequence[Any]]) -> Any:
 
 
 class _Wrapper(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, keep: Callable[[pickle.PickleBuffer], None]):
-        super().__init__(file, protocol=5, buffer_callback=lambda buffer: bool(keep(buffer)))
+    def __init__(self, file: io.BytesIO):
+        self.buffers: list[Any] = []
+        self._to_take: dict[int, tuple[pickle.PickleBuffer, TakenRows]] = {}  # by what stands for them in the pickle
+        super().__init__(file, protocol=5, buffer_callback=self._keep)
+
+    def _keep(self, buffer: pickle.PickleBuffer) -> bool:
+        _, taken = self._to_take.get(id(buffer), (None, None))
+        self.buffers.append(np.frombuffer(buffer.raw(), np.uint8) if taken is None else taken)
+        return False
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is DataProto:  # whose own pickle is safe from writers, by a copy where it arrives
-            fields = dict(obj.batch), dict(obj.non_tensor_batch), obj.meta_info, obj._sources, obj._bound
-            return _batch, fields
+            return _batch, _fields(obj)
+        if type(obj) is Rows:
+            return _batch, _fields_of_rows(*obj)
+        if type(obj) is TakenRows:
+            if not obj.nbytes:
+                return _empty, ((len(obj.rows), *obj.tensor.shape[1:]), obj.tensor.dtype)
+            stands_for_it = pickle.PickleBuffer(bytearray())
+            self._to_take[id(stands_for_it)] = stands_for_it, obj
+            return _tensor, (stands_for_it, obj.tensor.dtype, (len(obj.rows), *obj.tensor.shape[1:]))
         if not isinstance(obj, Tensor) or obj.layout != torch.strided or not obj.numel():
             return NotImplemented
         flat = obj.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
         return _tensor, (pickle.PickleBuffer(flat.numpy()), obj.dtype, tuple(obj.shape))
 
 
+def _fields(batch: DataProto) -> tuple[Any, ...]:
+    return dict(batch.batch), dict(batch.non_tensor_batch), batch.meta_info, batch._sources, batch._bound
+
+
+def _fields_of_rows(batch: DataProto, rows: Tensor) -> tuple[Any, ...]:
+    tensors, arrays, meta_info, sources, bound = _fields(batch)
+    positions = rows.numpy()
+    return (
+        {name: TakenRows(tensor, rows) for name, tensor in tensors.items()},
+        {name: array[positions] for name, array in arrays.items()},
+        meta_info,
+        sources,
+        {**bound, "B": (len(rows), bound["B"][1])} if "B" in bound else {},
+    )
+
+
 def _batch(*fields: Any) -> DataProto:
     return DataProto()._fill(*fields)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

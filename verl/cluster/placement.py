@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from verl.cluster.base import Cluster, HostDescription
 from verl.description import BuildContext, Description
-from verl.engines.sharding import NoSharding, Sharding
+from verl.engines.sharding import Sharding
 
 ROLES = ("actor", "critic", "reference", "rm")
 
@@ -22,9 +22,7 @@ ROLES = ("actor", "critic", "reference", "rm")
 class DivisibleHost(HostDescription, Protocol):
     """A host of which some roles can live here and some there."""
 
-    sharding: Sharding
-
-    def only(self, roles: Collection[str], sharding: Sharding) -> HostDescription: ...
+    def only(self, roles: Collection[str], size: int) -> HostDescription: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +37,18 @@ class Placement(Description):
     spans_machines: ClassVar[bool] = False
     max_restarts: ClassVar[int] = 0
 
-    def faults_with(self, sharding: Sharding, size: int, roles: Collection[str]) -> Iterator[str]:
+    def faults_with(self, shardings: Mapping[str, Sharding], size: int) -> Iterator[str]:
         """Yield what is wrong between this and a run, opening with the field.
 
         Args:
+            shardings: of ROLES, those that the run has, and how each is divided where it has several workers.
             size: workers that the run asks for.
-            roles: of ROLES, those that the run has.
         """
         yield from ()
+
+    def sizes(self, roles: Collection[str], size: int) -> dict[str, int]:
+        """Role -> processes that hold it."""
+        raise NotImplementedError
 
     def holds_reward(self) -> bool:
         """Whether a reward model is a role `rm` of its own, and not the driver's."""
@@ -95,6 +97,6 @@ class RoleGroups:
                 ending.callback(cluster.close)
 
 
-def sharding_for(sharding: Sharding, size: int) -> Sharding:
-    """That of a group: a worker that is alone in it has nobody to share with."""
-    return sharding if size > 1 else NoSharding()
+def undivided(shardings: Mapping[str, Sharding], roles: Collection[str]) -> list[str]:
+    """Those of some roles that cannot have several workers."""
+    return [role for role in roles if not shardings[role].needs_processes]

@@ -1,11 +1,11 @@
 """Roles in sibling processes on this machine, which the driver starts and ends.
 
-    driver ──Call──> rank 0, rank 1, ...      rows divided by tokens
+    driver ──Call──> rank 0, rank 1, ...      rows divided by tokens, straight into memory that the workers read
            <─Answer─                          rows joined in their order
                      rank 0 <──gloo/nccl──> rank 1
 
-A worker's exception, and a worker's death, fail the call that was under way with the rank, the call and the step, and
-end all workers: their siblings may be waiting for them in a collective operation for ever.
+A worker's exception, its death and its silence fail the call that was under way with the rank, the call and the step,
+and end all workers: their siblings may be waiting for them in a collective operation for ever.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
-from verl.cluster.base import HostDescription
+from verl.cluster.base import Deadline, HostDescription
 from verl.cluster.crew import END_TIMEOUT_S, Crew
-from verl.cluster.dividing import Division
+from verl.cluster.mailbox import Letter, Mailbox, Post, quietly_send
+from verl.cluster.memory import Blocks
+from verl.cluster.parcel import Rows
+from verl.cluster.pending import PendingCall, Shares, shares_of
+from verl.cluster.versions import refuse_mixed
 from verl.cluster.worker import READY, Answer, Call, Start
 from verl.description import BuildContext
 from verl.dispatch import Dispatch, dispatch_of
@@ -36,39 +39,18 @@ from verl.errors import VerlError, WorkerError
 GRACE_S = 0.3  # an error waits so long to be told: a sibling's death, where that is the cause, is told first
 
 
-@dataclass
-class _Pending:
-    """A call under way: answers come in by rank."""
-
-    name: str
-    step: int | None
-    future: Future[Any]
-    division: Division | None
-    dispatch: Dispatch | None
-    answers: dict[int, Any]
-
-    def result(self, speakers: Sequence[int]) -> Any:
-        """The answers of all ranks as the one that the caller waits for; `speakers` answer for the shares of rows."""
-        if self.dispatch is not None and self.dispatch.gathers:
-            return [self.answers[rank] for rank in sorted(self.answers)]
-        answers = [self.answers[rank] for rank in speakers]
-        joins = self.dispatch is not None and self.dispatch.joins and self.division is not None
-        return self.division.join(answers) if joins else answers[0]
-
-
 class Processes:
     """Every role in each of `world_size` processes.
 
     Args:
-        parts: of each process, which share of the rows it works on: 0, 1, ... in the order of the ranks. Processes that
-            work on one share together give the same answer, and that of the first one counts. By default each has its
-            own.
         num_threads: that torch may use in each.
         devices: of each, `cuda:N` or `cpu:N`, the N-th core that this process may use; None numbers the GPUs by rank.
         name: of a directory for the logs, where there are several groups of processes.
+        call_timeout_s: after which a call that is not answered names who is silent.
     Raises:
         WorkerError: a worker could not build its roles.
         WorkerDied: a worker ended while it was starting.
+        ConfigError: a worker is of another version than the driver.
     """
 
     shares_memory = False
@@ -79,21 +61,24 @@ class Processes:
         context: BuildContext,
         world_size: int,
         num_threads: int,
-        parts: Sequence[int] | None = None,
         devices: Sequence[str] | None = None,
         name: str = "",
+        call_timeout_s: float = 1800.0,
     ):
         self.world_size = world_size
-        self._parts = tuple(range(world_size)) if parts is None else tuple(parts)
-        self._speakers = [self._parts.index(part) for part in range(max(self._parts) + 1)]
+        self._shares = shares_of(host.shardings(), world_size)
         self.step: int | None = None
         self._types = host.worker_types()
         self._lock = threading.Lock()
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, PendingCall] = {}
+        self._answers: dict[int, dict[int, Any]] = {}  # by call and rank
         self._next_number = 0
         self._failure: VerlError | None = None
-        self._outbox: SimpleQueue[list[bytes] | None] = SimpleQueue()
+        self._outbox: SimpleQueue[list[Letter] | None] = SimpleQueue()
+        self._post, self._joined = Post(), Blocks(shared=False)
+        self._mailboxes: list[Mailbox] = []
         self._sender = threading.Thread(target=self._send_calls, daemon=True)
+        self._call_timeout_s, self._is_closed = call_timeout_s, threading.Event()
         self._devices = devices or [_device(context.device, rank) for rank in range(world_size)]
         logs = None if context.run_dir is None else context.run_dir / "workers" / name
         self._crew = Crew(world_size, num_threads, logs)
@@ -109,18 +94,28 @@ class Processes:
     def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
         """Send a call to every process. Its future fails with WorkerError or WorkerDied; after `close`, VerlError."""
         dispatch = dispatch_of(self._types[role], method)
-        division = Division(args[0], len(self._speakers)) if dispatch.divides else None
-        shares = [(part, *args[1:]) for part in division.divide(args[0])] if division else [args] * len(self._speakers)
-        pending = _Pending(f"{role}.{method}", self.step, Future(), division, dispatch, {})
+        pending = PendingCall(f"{role}.{method}", self.step, dispatch, args, self._shares[role])
         with self._lock:
             if self._failure is not None:
                 pending.future.set_exception(self._failure)
                 return pending.future
             number, self._next_number = self._next_number, self._next_number + 1
-            messages = [pickle.dumps(Call(number, role, method, share)) for share in shares]
-            self._pending[number] = pending
-            self._outbox.put([messages[part] for part in self._parts])
+            letters = self._letters(number, role, method, pending)
+            self._pending[number], self._answers[number] = pending, {}
+            self._outbox.put(letters)
         return pending.future
+
+    def _letters(self, number: int, role: str, method: str, pending: PendingCall) -> list[Letter]:
+        """What each rank is sent; those that share their rows are sent one letter."""
+        args, division = pending.args, pending.division
+        if division is None:
+            return [self._post.pack(Call(number, role, method, args), self.world_size)] * self.world_size
+        shares = [(Rows(args[0], rows), *args[1:]) for rows in division.rows]
+        of_rank = pending.shares.of_rank
+        packed = [
+            self._post.pack(Call(number, role, method, share), of_rank.count(part)) for part, share in enumerate(shares)
+        ]
+        return [packed[part] for part in of_rank]
 
     def close(self) -> None:
         """End the workers: asked first, then made to. Leaves nothing running; may be called again."""
@@ -128,14 +123,16 @@ class Processes:
         ended = VerlError("The workers of this run were ended: close() was called.")
         for pending in self._withdraw(ended):
             pending.future.set_exception(ended)
+        self._is_closed.set()
         self._outbox.put(None)
         self._crew.end()
         if self._sender.is_alive():
             self._sender.join(timeout=END_TIMEOUT_S)
+        self._post.close()
 
     def _build_roles(self, host: HostDescription, context: BuildContext) -> None:
-        ready = _Pending("start", None, Future(), None, None, {})
-        self._pending[READY] = ready
+        ready = PendingCall("start", None, Dispatch(divides=False, joins=False, gathers=True), (), Shares((0,)))
+        self._pending[READY], self._answers[READY] = ready, {}
         search_path = tuple(map(os.path.abspath, sys.path))
         for rank, connection in enumerate(self._crew.connections):
             kind, _, number = self._devices[rank].partition(":")
@@ -143,10 +140,14 @@ class Processes:
             device = "cpu" if kind == "cpu" else self._devices[rank]
             own = replace(context, rank=rank, world_size=self.world_size, device=device)
             payload = pickle.dumps((host, replace(own, tokenizer=None)))
-            _quietly_send(connection, pickle.dumps(Start(search_path, payload, self._crew.num_threads, core)))
-            threading.Thread(target=self._listen, args=(rank, connection), daemon=True).start()
+            with contextlib.suppress(OSError):  # the worker is gone: its listener says so
+                connection.send_bytes(pickle.dumps(Start(search_path, payload, self._crew.num_threads, core)))
+            self._mailboxes.append(mailbox := Mailbox(connection, self._post))
+            threading.Thread(target=self._listen, args=(rank, mailbox), daemon=True).start()
         self._sender.start()
-        ready.future.result()  # however long the weights take: a worker's end would be noticed
+        found = ready.future.result()  # however long the weights take: a worker's end would be noticed
+        refuse_mixed(found, "sharding")
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def _send_calls(self) -> None:
         """Send what `submit` puts out.
@@ -154,17 +155,17 @@ class Processes:
         A thread does it, because Ctrl-C strikes the main thread alone: it never leaves half a message on its way, nor
         one worker without the call in which its siblings wait for it.
         """
-        while (messages := self._outbox.get()) is not None:
-            for connection, message in zip(self._crew.connections, messages, strict=True):
-                _quietly_send(connection, message)
-        for connection in self._crew.connections:
-            _quietly_send(connection, pickle.dumps(None))
+        while (letters := self._outbox.get()) is not None:
+            for mailbox, letter in zip(self._mailboxes, letters, strict=True):
+                quietly_send(mailbox, letter)
+        for mailbox in self._mailboxes:
+            quietly_send(mailbox, self._post.pack(None))
 
-    def _listen(self, rank: int, connection: Connection) -> None:
+    def _listen(self, rank: int, mailbox: Mailbox) -> None:
         """Take in the answers of one worker until it hangs up."""
         while True:
             try:
-                answer: Answer = connection.recv()
+                answer: Answer = mailbox.receive()
             except (EOFError, OSError):
                 return self._on_hang_up(rank)
             except Exception:  # noqa: BLE001 - an answer that cannot be read; whoever waits for it is told
@@ -179,23 +180,40 @@ class Processes:
                 time.sleep(GRACE_S)
                 self._fail(WorkerError(rank, pending.name, pending.step, answer.error))
 
-    def _take(self, answer: Answer, rank: int, pending: _Pending) -> None:
+    def _take(self, answer: Answer, rank: int, pending: PendingCall) -> None:
         with self._lock:
-            pending.answers[rank] = answer.result
-            if len(pending.answers) < self.world_size or self._pending.pop(answer.number, None) is None:
+            if (answers := self._answers.get(answer.number)) is None:
                 return
+            answers[rank] = answer.result
+            if len(answers) < self.world_size:
+                return
+            del self._pending[answer.number], self._answers[answer.number]
         try:
-            result = pending.result(self._speakers)
+            result = pending.result(answers, self._joined.empty)
         except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future
             pending.future.set_exception(error)
         else:
             pending.future.set_result(result)
 
+    def _watch(self) -> None:
+        """Name who is silent, where the oldest call under way takes too long."""
+        oldest, deadline = None, Deadline(self._call_timeout_s)
+        while not self._is_closed.wait(min(5.0, self._call_timeout_s / 5)):
+            with self._lock:
+                number = min(self._pending, default=None)
+                pending = None if number is None else self._pending[number]
+                waiting = [rank for rank in range(self.world_size) if rank not in self._answers.get(number, {})]
+            if number != oldest or pending is None:
+                oldest, deadline = number, Deadline(self._call_timeout_s)
+            elif not deadline.left_s:
+                self._fail(self._crew.silence(waiting, pending.name, pending.step, self._call_timeout_s))
+                return
+
     def _on_hang_up(self, rank: int) -> None:
         with self._lock:
             if self._failure is not None:
                 return
-            unanswered = [number for number, pending in self._pending.items() if rank not in pending.answers]
+            unanswered = [number for number in self._pending if rank not in self._answers[number]]
             pending = self._pending[min(unanswered)] if unanswered else None
         name, step = ("idle", self.step) if pending is None else (pending.name, pending.step)
         self._fail(self._crew.death(rank, name, step))
@@ -207,20 +225,15 @@ class Processes:
         for pending in failed:
             pending.future.set_exception(failure)
 
-    def _withdraw(self, failure: VerlError) -> list[_Pending]:
+    def _withdraw(self, failure: VerlError) -> list[PendingCall]:
         """Let no call through from here on. Returns those under way; none if something had failed before."""
         with self._lock:
             if self._failure is not None:
                 return []
             self._failure = failure
-            failed, self._pending = list(self._pending.values()), {}
+            failed, self._pending, self._answers = list(self._pending.values()), {}, {}
             return failed
 
 
 def _device(device: str, rank: int) -> str:
     return f"cuda:{rank}" if device.startswith("cuda") else device
-
-
-def _quietly_send(connection: Connection, message: bytes) -> None:
-    with contextlib.suppress(OSError):  # the worker is gone: its listener says so
-        connection.send_bytes(message)

@@ -1,9 +1,10 @@
 """Roles in Ray actors, on this machine or on a cluster: the same calls, futures and errors as with sibling processes.
 
-    driver ──share of the rows──> object store ──> actor 0, actor 1, ...     each reads its share where it lies
+    driver ──batch──> object store ──> actor 0, actor 1, ...     each takes its rows from where the batch lies
            <─────answers───────── object store <──                           rows joined in their order
                                                    actor 0 <──gloo/nccl──> actor 1
 
+Where actors are on other machines than the driver, each is sent its share, so that no row goes to two machines.
 An error in one worker, its death, or its silence fails the call under way with the rank, the call and the step, and
 ends the whole group: its siblings may be waiting for it in a collective operation for ever.
 """
@@ -11,9 +12,7 @@ ends the whole group: its siblings may be waiting for it in a collective operati
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,32 +20,14 @@ from ray.exceptions import ObjectStoreFullError, RayError
 
 from verl.cluster.base import HostDescription
 from verl.cluster.crew import END_TIMEOUT_S
-from verl.cluster.dividing import Division
+from verl.cluster.memory import Blocks
 from verl.cluster.parcel import Parcel, wrap
+from verl.cluster.pending import PendingCall, shares_of
 from verl.cluster.ray_crew import Group, RayCrew
 from verl.cluster.ray_session import Session
 from verl.description import BuildContext
-from verl.dispatch import Dispatch, dispatch_of
+from verl.dispatch import dispatch_of
 from verl.errors import VerlError, WorkerDied, WorkerError
-
-
-@dataclass
-class _Pending:
-    """A call under way, and the answers to come, by rank."""
-
-    name: str
-    step: int | None
-    future: Future[Any]
-    division: Division | None
-    dispatch: Dispatch
-    refs: list[Any]
-
-    def result(self, answers: list[Any], speakers: Sequence[int]) -> Any:
-        """The answers of all ranks as the one that the caller waits for; `speakers` answer for the shares of rows."""
-        if self.dispatch.gathers:
-            return answers
-        answers = [answers[rank] for rank in speakers]
-        return self.division.join(answers) if self.dispatch.joins and self.division else answers[0]
 
 
 class RayActors:
@@ -64,12 +45,13 @@ class RayActors:
 
     def __init__(self, session: Session, group: Group, host: HostDescription, context: BuildContext):
         self.world_size, self.step = group.size, None
-        self._speakers = [group.parts.index(part) for part in range(max(group.parts) + 1)]
+        self._shares = shares_of(host.shardings(), group.size)
         self._session, self._group, self._types = session, group, host.worker_types()
         self._lock = threading.Lock()
         self._failure: VerlError | None = None
-        self._pending: list[_Pending] = []
-        self._inbox: SimpleQueue[_Pending | None] = SimpleQueue()
+        self._pending: list[PendingCall] = []
+        self._inbox: SimpleQueue[tuple[PendingCall, list[Any]] | None] = SimpleQueue()
+        self._joined = Blocks(shared=False)
         self._crew: RayCrew | None = None
         self._collector = threading.Thread(target=self._collect, daemon=True)
         logs = None if context.run_dir is None else context.run_dir.absolute() / "workers"
@@ -90,30 +72,29 @@ class RayActors:
     def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
         """Send a call to every actor. Its future fails with a WorkerError; after `close`, with a VerlError."""
         dispatch = dispatch_of(self._types[role], method)
-        divides = dispatch.divides and len(self._speakers) > 1
-        division = Division(args[0], len(self._speakers)) if divides else None
-        name, future = f"{role}.{method}", Future()
+        pending = PendingCall(f"{role}.{method}", self.step, dispatch, args, self._shares[role])
         with self._lock:
             if self._failure is not None:
-                future.set_exception(self._failure)
-                return future
+                pending.future.set_exception(self._failure)
+                return pending.future
             try:
-                shares = self._shares(args, division)
-                refs = self._crew.call(role, method, shares)
+                refs = self._crew.call(role, method, *self._sent(pending))
             except (RayError, OSError, ValueError) as error:
-                future.set_exception(_refusal(error, name, self.step))
-                return future
-            pending = _Pending(name, self.step, future, division, dispatch, refs)
+                pending.future.set_exception(_refusal(error, pending.name, self.step))
+                return pending.future
             self._pending.append(pending)
-            self._inbox.put(pending)
-        return future
+            self._inbox.put((pending, refs))
+        return pending.future
 
-    def _shares(self, args: tuple[Any, ...], division: Division | None) -> list[Parcel]:
-        """What each rank is sent; ranks that share their rows are sent one object."""
+    def _sent(self, pending: PendingCall) -> tuple[list[Parcel], list[Any]]:
+        """What each rank is sent, one object to all who are sent the same; and which of its rows are for that rank."""
+        args, division = pending.args, pending.division
         if division is None:
-            return [wrap(args)] * self.world_size
+            return [wrap(args)] * self.world_size, [None] * self.world_size
+        if self._crew.shares_store:  # all may read all of it: they take their rows themselves, side by side
+            return [wrap(args)] * self.world_size, [division.rows[part] for part in pending.shares.of_rank]
         shares = [wrap((part, *args[1:])) for part in division.divide(args[0])]
-        return [shares[part] for part in self._group.parts]
+        return [shares[part] for part in pending.shares.of_rank], [None] * self.world_size
 
     def close(self) -> None:
         """End the actors, asked first unless they are at work. Leaves nothing running; may be called again."""
@@ -131,10 +112,11 @@ class RayActors:
 
     def _collect(self) -> None:
         """Take in the answers, call by call."""
-        while (pending := self._inbox.get()) is not None:
+        while (received := self._inbox.get()) is not None:
+            pending, refs = received
             try:
-                answers = self._crew.answers(pending.name, pending.step, pending.refs, self._group.call_timeout_s)
-                result = pending.result(answers, self._speakers)
+                answers = self._crew.answers(pending.name, pending.step, refs, self._group.call_timeout_s)
+                result = pending.result(dict(enumerate(answers)), self._joined.empty)
             except WorkerError as failure:
                 self._fail(failure)
             except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future
@@ -144,7 +126,7 @@ class RayActors:
                 if self._taken(pending):
                     pending.future.set_result(result)
 
-    def _taken(self, pending: _Pending) -> bool:
+    def _taken(self, pending: PendingCall) -> bool:
         """Whether the call was still under way; it is not any more."""
         with self._lock:
             is_open = pending in self._pending
@@ -159,7 +141,7 @@ class RayActors:
         for pending in failed or []:
             pending.future.set_exception(failure)
 
-    def _withdraw(self, failure: VerlError) -> list[_Pending] | None:
+    def _withdraw(self, failure: VerlError) -> list[PendingCall] | None:
         """Let no call through from here on. Returns those under way; None if something had failed before."""
         with self._lock:
             if self._failure is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import platform
 import socket
 import sys
 import traceback
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl.cluster.parcel import Parcel, unwrap, wrap
+from verl.cluster.versions import versions
 
 
 class Told(NamedTuple):
@@ -43,11 +43,7 @@ class RoleActor:
 
     def versions(self) -> dict[str, str]:
         """What must be the same on every machine of a run."""
-        import torch
-
-        import verl
-
-        return {"python": platform.python_version(), "torch": str(torch.__version__), "verl": verl.__version__}
+        return versions()
 
     def free_address(self, host: str) -> str:
         """Where the processes of the group can meet, on this machine."""
@@ -72,10 +68,13 @@ class RoleActor:
             return Told(None, traceback.format_exc())
         return Told(wrap(None))
 
-    def call(self, role: str, method: str, args: Parcel) -> Told:
-        """Carry out a method of a role."""
+    def call(self, role: str, method: str, args: Parcel, rows: Any = None) -> Told:
+        """Carry out a method of a role; `rows` are the indices of those of the batch that this process works on."""
         try:
-            return Told(wrap(self._host.call(role, method, unwrap(args))))
+            given = unwrap(args)
+            if rows is not None:
+                given = (given[0][rows], *given[1:])
+            return Told(wrap(self._host.call(role, method, given)))
         except Exception:  # noqa: BLE001 - the driver's to handle
             return Told(None, traceback.format_exc())
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
@@ -21,8 +21,9 @@ from verl.cluster.crew import END_TIMEOUT_S, LOG_TAIL_LINES, START_TIMEOUT_S
 from verl.cluster.parcel import Parcel, unwrap
 from verl.cluster.ray_actor import RoleActor, Told
 from verl.cluster.ray_session import Session
+from verl.cluster.versions import refuse_mixed
 from verl.description import BuildContext
-from verl.errors import ConfigError, WorkerDied, WorkerError, WorkerHung
+from verl.errors import WorkerDied, WorkerError, WorkerHung
 
 GRACE_S = 0.5  # an error waits so long to be told: a sibling's death, where that is the cause, is told first
 STACK_TIMEOUT_S = 5.0
@@ -40,7 +41,6 @@ class Group:
         num_threads: that torch may use in each.
         strategy: of Ray's placement group.
         call_timeout_s: after which a call that is not answered names who is silent.
-        parts: of each worker, which share of the rows it works on; those of one share answer alike.
     """
 
     name: str
@@ -50,7 +50,6 @@ class Group:
     num_threads: int
     strategy: str
     call_timeout_s: float
-    parts: tuple[int, ...]
 
 
 class RayCrew:
@@ -58,7 +57,10 @@ class RayCrew:
 
     Attributes:
         pids: process ids by rank, each on its own machine, once `start` has returned.
+        is_on_this_machine: all actors share the driver's memory.
     """
+
+    is_on_this_machine = False
 
     def __init__(self, session: Session, group: Group, logs: Path | None):
         self._group, self._logs = group, logs
@@ -79,9 +81,10 @@ class RayCrew:
         size = self._group.size
         self._actors = [self._hire(rank) for rank in range(size)]
         here = self._gather("start", [actor.versions.remote() for actor in self._actors], START_TIMEOUT_S)
-        _refuse_mixed(here)
+        refuse_mixed(here, "trainer.placement.address")
         places = self._gather("start", [actor.place.remote() for actor in self._actors], START_TIMEOUT_S)
-        nodes, self.pids = [node for node, _ in places], [pid for _, pid in places]
+        nodes, self.pids = [place.address for place in places], [place.pid for place in places]
+        self.shares_store = {place.node for place in places} == {ray.get_runtime_context().get_node_id()}
         is_one_machine = len(set(nodes)) == 1
         meeting = "127.0.0.1" if is_one_machine else nodes[0]
         (address,) = self._gather("start", [self._actors[0].free_address.remote(meeting)], START_TIMEOUT_S)
@@ -116,11 +119,21 @@ class RayCrew:
         wanted = {"CPU": self._group.num_cpus, "GPU": self._group.num_gpus}
         return {name: count for name, count in wanted.items() if count} or {"CPU": 0.001}
 
-    def call(self, role: str, method: str, shares: Sequence[Parcel]) -> list[Any]:
-        """Call every actor with its share; one object may be the share of all. Returns references to the answers."""
-        stored = {id(share): ray.put(tuple(share)) for share in shares}
+    def call(self, role: str, method: str, shares: Sequence[Parcel], rows: Sequence[Any]) -> list[Any]:
+        """Call every actor.
+
+        Args:
+            shares: what each is sent; one object may be the share of all.
+            rows: of the batch that each is sent, those that are for it; None for all.
+        Returns:
+            References to the answers.
+        """
+        stored = {id(share): ray.put(tuple(share)) for share in {id(share): share for share in shares}.values()}
         sent = [stored[id(share)] for share in shares]
-        return [actor.call.remote(role, method, share) for actor, share in zip(self._actors, sent, strict=True)]
+        return [
+            actor.call.remote(role, method, share, None if own is None else own.numpy())
+            for actor, share, own in zip(self._actors, sent, rows, strict=True)
+        ]
 
     def answers(self, name: str, step: int | None, refs: Sequence[Any], timeout_s: float | None) -> list[Any]:
         """What the workers answered, by rank.
@@ -212,21 +225,17 @@ class RayCrew:
         return "\n".join(self._log(rank).read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
 
+class _Place(NamedTuple):
+    address: str
+    pid: int
+    node: str
+
+
 class _Node(RoleActor):
     """An actor that knows its machine."""
 
-    def place(self) -> tuple[str, int]:
-        return ray.util.get_node_ip_address(), os.getpid()
-
-
-def _refuse_mixed(versions: list[dict[str, str]]) -> None:
-    for rank, found in enumerate(versions):
-        for name, version in found.items():
-            if version != versions[0][name]:
-                raise ConfigError(
-                    f"trainer.placement.address: rank {rank} runs on a machine with {name} {version}, rank 0 on one "
-                    f"with {versions[0][name]}. Install the same set everywhere."
-                )
+    def place(self) -> _Place:
+        return _Place(ray.util.get_node_ip_address(), os.getpid(), ray.get_runtime_context().get_node_id())
 
 
 def _ending(error: RayActorError) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from verl.cluster.base import Cluster
 from verl.cluster.in_process import InProcess
-from verl.cluster.placement import ROLES, DivisibleHost, Placement, RoleGroups, sharding_for
+from verl.cluster.placement import ROLES, DivisibleHost, Placement, RoleGroups, undivided
 from verl.description import BuildContext
-from verl.engines.sharding import NoSharding, Sharding
+from verl.engines.sharding import Sharding
 
 MAIN = "main"
 
@@ -80,13 +80,14 @@ class RayPlacement(Placement):
         if self.address is not None and self.object_store_mib is not None:
             yield f"object_store_mib is {self.object_store_mib}: the cluster at address has its own. Set it to null."
 
-    def faults_with(self, sharding: Sharding, size: int, roles: Collection[str]) -> Iterator[str]:
+    def faults_with(self, shardings: Mapping[str, Sharding], size: int) -> Iterator[str]:
+        roles = tuple(shardings)
         for pool, members in self.groups(roles).items():
             count = self.workers.get(pool, size)
-            if count > 1 and not sharding.needs_processes:
-                field_name = f"workers.{pool}" if pool in self.workers else "pools"
+            field_name = f"workers.{pool}" if pool in self.workers else "pools"
+            if count > 1 and (whole := undivided(shardings, members)):
                 yield (
-                    f"{field_name}: the pool {pool} ({', '.join(members)}) has {count} workers, and sharding=none is "
+                    f"{field_name}: the pool {pool} ({', '.join(whole)}) has {count} workers, and sharding=none is "
                     "for one. Set sharding=ddp, or one worker."
                 )
         here = [role for role in roles if role in self.in_driver]
@@ -95,6 +96,10 @@ class RayPlacement(Placement):
 
     def holds_reward(self) -> bool:
         return "rm" not in self.in_driver
+
+    def sizes(self, roles: Collection[str], size: int) -> dict[str, int]:
+        pool_of = {role: pool for pool, members in self.groups(roles).items() for role in members}
+        return {role: self.workers.get(pool_of[role], size) if role in pool_of else 1 for role in roles}
 
     def groups(self, roles: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Pool -> the roles of a run that live in it; those in the driver left out."""
@@ -121,16 +126,12 @@ class RayPlacement(Placement):
         with ExitStack() as undo:
             for name, members in pools.items():
                 threads = max(1, max_threads // total)
-                sharding = sharding_for(host.sharding, sizes[name])
-                parts = sharding.parts(sizes[name])
-                group = Group(
-                    name, sizes[name], self.num_cpus, gpus, threads, self.strategy, self.call_timeout_s, parts
-                )
-                part = host.only(members, sharding)
+                group = Group(name, sizes[name], self.num_cpus, gpus, threads, self.strategy, self.call_timeout_s)
+                part = host.only(members, sizes[name])
                 cluster = RayActors(Session(wanted), group, part, context)
                 undo.callback(cluster.close)
                 built.append((members, cluster))
             if here := tuple(role for role in roles if role in self.in_driver):
-                built.append((here, InProcess(host.only(here, NoSharding()), context)))
+                built.append((here, InProcess(host.only(here, 1), context)))
             undo.pop_all()
         return RoleGroups(built)

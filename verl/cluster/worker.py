@@ -6,6 +6,7 @@ Started this way, and not by multiprocessing's spawn, it never imports the drive
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import shutil
@@ -67,11 +68,19 @@ def serve(connection: Connection) -> None:
         try:
             host = _build(start)
         except Exception:  # noqa: BLE001 - the driver's to handle
-            connection.send(Answer(READY, error=traceback.format_exc()))
+            from verl.cluster.mailbox import Mailbox, Post
+
+            Mailbox(connection, post := Post()).send(post.pack(Answer(READY, error=traceback.format_exc())))
             return
-        connection.send(Answer(READY))
-        while (call := connection.recv()) is not None:
-            connection.send_bytes(_pickled(_carry_out(host, call)))
+        from verl.cluster.mailbox import Mailbox, Post  # imports torch, so the search path was to be in place before
+        from verl.cluster.versions import versions
+
+        mailbox = Mailbox(connection, post := Post())
+        mailbox.send(post.pack(Answer(READY, versions())))
+        while (call := mailbox.receive()) is not None:
+            answer = _packed(post, _carry_out(host, call))
+            del call  # what it lies on is used again, unless the role has kept something
+            mailbox.send(answer)
     except (EOFError, ConnectionError):
         _sweep()  # the driver is gone: nobody else is left to tidy up
     finally:
@@ -79,12 +88,11 @@ def serve(connection: Connection) -> None:
             host.close()
 
 
-def _pickled(answer: Answer) -> bytes:
-    """By the plain pickler: the own one of the connection would send tensors as handles, to be fetched later."""
+def _packed(post: Any, answer: Answer) -> Any:
     try:
-        return pickle.dumps(answer)
+        return post.pack(answer)
     except Exception:  # noqa: BLE001 - the driver's to handle
-        return pickle.dumps(Answer(answer.number, error=traceback.format_exc()))
+        return post.pack(Answer(answer.number, error=traceback.format_exc()))
 
 
 def _build(start: Start) -> Any:
@@ -121,6 +129,7 @@ def _sweep() -> None:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # may reach all processes of a job: the driver ends its workers
         signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR2)  # the driver asks where a silent worker stands; the log has the answer
     parent = int(os.environ["VERL_WORKER_PARENT"])
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     key = bytes.fromhex(os.environ.pop("VERL_WORKER_KEY"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-_STORAGE = "needs object storage, which this version does not have; checkpoints go to a local directory."
 _SHARDINGS = "needs a sharding that this version does not have; it has none, ddp, fsdp, hsdp, tp and tp_fsdp."
 _FSDP2 = "is sharding=fsdp here."
 _STRATEGY = "is sharding=fsdp sharding.strategy=SHARD_GRAD_OP here, or a sharding that this version does not have."
@@ -74,6 +73,10 @@ ALIASES: dict[str, Alias] = {
             "cold_storage",
         )
     },
+    "storage.type": Alias(
+        choices={**_OFF, **{name: f"storage={name}" for name in ("local", "memory", "s3", "oss", "gcs")}},
+        refusal="names a kind of storage that this version does not have; conf/storage/ lists those that it has.",
+    ),
     "trainer.test_freq": Alias(path="trainer.eval_interval"),
     "trainer.total_training_steps": Alias(path="trainer.total_steps"),
     "algorithm.adv_estimator": Alias(
@@ -106,7 +109,7 @@ ALIASES: dict[str, Alias] = {
 }
 
 FILES = {"ppo": "files", "sft": "sft_files"}
-PREFIXES = {"storage.": _STORAGE, "ray.": _RAY}
+PREFIXES = {"ray.": _RAY}
 OPTIONS = {"sharding=fsdp2": _FSDP2}
 
 

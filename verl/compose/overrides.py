@@ -18,6 +18,7 @@ from verl.compose.schema import CHOOSERS, VALUES, root_keys
 
 _ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)$", re.DOTALL)
 _PLAIN_OPTION = re.compile(r"^[\w,]*$")
+OWN_SHARDING = ".sharding"  # of a role: a key that takes an option of the group `sharding`
 _OTHER_SEARCH_PATH = ("--config-dir", "-cd", "--config-path", "-cp", "hydra.searchpath", "+hydra.searchpath")
 
 
@@ -53,6 +54,10 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
             _add(out, translated, pairs, root, f"{key}={value}")
         elif key in VALUES:
             out.values.append((key, value))
+        elif key.endswith(OWN_SHARDING) and key.removesuffix(OWN_SHARDING) in keys and _is_option(value):
+            fault = _option_fault("sharding", value, groups) if judge_options else None
+            out.faults += [f"{key}: {fault}"] if fault else []
+            out.options += [] if fault else [f"+sharding@{key}={value}"]
         elif (top := key.partition(".")[0]) not in keys:
             out.faults.append(f"{key} is not a known key: {root}.yaml has no {top}.{hint(nearest(top, keys))}")
         elif "." in key or _is_mapping(value):
@@ -138,6 +143,10 @@ def _add(out: Assignments, alias: Translated, pairs: Sequence[tuple[str, Any]], 
             out.faults.append(f"{said} means {option}, but {contrary[0]} is given too. Leave one of them out.")
         elif option not in out.options:
             out.options.append(option)
+
+
+def _is_option(value: Any) -> bool:
+    return isinstance(value, str) and not _is_null(value) and _PLAIN_OPTION.match(value) is not None
 
 
 def _is_null(value: Any) -> bool:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.checkpoint.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.ownership import FORMAT
+from verl.checkpoint.plain import plain_directory
 from verl.compose.check import check
 from verl.compose.composition import compose_root, lay
 from verl.compose.overrides import assign
@@ -71,6 +72,11 @@ class SavedPolicy:
         return 0 if self.point is None else self.point.step
 
     @property
+    def origin(self) -> Path:
+        """Where the weights come from; `actor` may be a copy of them in plain files."""
+        return self.actor if self.point is None else self.point.published.directory / "actor"
+
+    @property
     def told(self) -> str:
         """For people."""
         return str(self.actor) if self.point is None else f"{self.point.published.directory}, step {self.step}"
@@ -95,7 +101,7 @@ def locate(path: str) -> SavedPolicy:
         return SavedPolicy(directory / "actor")  # a run without checkpoints has its last weights there
     point = find(str(directory), directory, verify=False)  # what is used of it is hashed below
     assert point is not None, "only `latest` may find nothing"
-    return SavedPolicy(point.published.directory / "actor", point)
+    return SavedPolicy(plain_directory(point.published, "actor"), point)
 
 
 def root_of(saved: SavedPolicy) -> str:
@@ -134,7 +140,7 @@ def _verify(saved: SavedPolicy) -> None:
     if saved.point is not None:
         reader = Restore(saved.point.published.directory).reader()
         for entry in reader.files("actor"):
-            reader.read(entry.path)
+            reader.check(entry.path)
 
 
 def _base(saved: SavedPolicy, root: str) -> DictConfig:

@@ -33,6 +33,8 @@ class PPORoot:
     trainer: Any = MISSING
     tracker: Any = MISSING
     checkpoint: Any = None
+    replay: Any = None
+    storage: Any = None
     resume: Any = None
 
 
@@ -47,6 +49,7 @@ class SFTRoot:
     trainer: Any = MISSING
     tracker: Any = MISSING
     checkpoint: Any = None
+    storage: Any = None
     resume: Any = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,12 +80,16 @@ def join_tensors(
     columns: Sequence[tuple[torch.Tensor, Source | None]],
     lengths: Sequence[tuple[int, int]],
     meta_info: Mapping[str, Any],
+    places: Sequence[torch.Tensor] | None = None,
+    empty: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The rows of one field from all parts, re-padded to the longest P and the longest T.
+    """The rows of one field from all parts, re-padded to the longest P and the longest T, each copied once.
 
     Args:
         columns: the field and its producer in each part.
         lengths: (P, T) of each part.
+        places: of each part, the rows of the whole that its rows become; None for one part below the other.
+        empty: gives memory for the whole on the CPU, by shape and dtype.
     """
     field, (first, maker) = FIELDS.get(name), columns[0]
     dims = field.dims if field else ("B",) + (_FREE,) * (first.ndim - 1)
@@ -95,20 +99,35 @@ def join_tensors(
         if tensor.dtype != first.dtype or not alike:
             by = f" by {maker}" if maker else ""
             raise contract_error(name, f"{_kind(first)} as in another part{by}", _kind(tensor), source)
-    if not any(_differs(letter, lengths) for letter in dims):
+    is_even = not any(_differs(letter, lengths) for letter in dims)
+    if is_even and places is None:
         return torch.cat([tensor for tensor, _ in columns])
     sizes = {"B": sum(len(tensor) for tensor, _ in columns), "P": prompt, "T": response, "S": prompt + response}
     shape = [first.shape[place] if letter == _FREE else sizes[letter] for place, letter in enumerate(dims)]
-    joined = torch.full(shape, _pad_value(field, meta_info), dtype=first.dtype, device=first.device)
+    on_cpu = empty is not None and first.device.type == "cpu"
+    joined = empty(tuple(shape), first.dtype) if on_cpu else first.new_empty(shape)  # type: ignore[misc]
+    if not is_even:
+        joined.fill_(_pad_value(field, meta_info))
     row = 0
-    for (tensor, _), (p, _) in zip(columns, lengths):
-        place = [slice(row, row + len(tensor))]
-        for letter, size in zip(dims[1:], tensor.shape[1:]):
-            start = prompt - p if letter in ("P", "S") else 0
-            place.append(slice(start, start + size))
-        joined[tuple(place)] = tensor
+    for part, ((tensor, _), (p, _)) in enumerate(zip(columns, lengths)):
+        area = joined
+        for dim, (letter, size) in enumerate(zip(dims[1:], tensor.shape[1:]), start=1):
+            area = area.narrow(dim, prompt - p if letter in ("P", "S") else 0, size)
+        if places is None:
+            area[row : row + len(tensor)] = tensor
+        else:
+            _set_rows(area, places[part], tensor)
         row += len(tensor)
     return joined
+
+
+def _set_rows(whole: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+    """whole[places] = rows, for rows without gradient; numpy copies a row at a time, torch a number at a time."""
+    if whole.device.type != "cpu" or not rows.numel():
+        whole.index_copy_(0, places.to(whole.device), rows)
+        return
+    same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[whole.itemsize]
+    whole.view(same_size).numpy()[places.numpy()] = rows.detach().view(same_size).numpy()
 
 
 def _differs(letter: str, lengths: Sequence[tuple[int, int]]) -> bool:
@@ -118,9 +137,10 @@ def _differs(letter: str, lengths: Sequence[tuple[int, int]]) -> bool:
     return letter in ("P", "T") and len({pair[letter == "T"] for pair in lengths}) > 1
 
 
-def join_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The rows of one column from all parts."""
-    return np.concatenate(arrays)
+def join_arrays(arrays: Sequence[np.ndarray], places: Sequence[torch.Tensor] | None = None) -> np.ndarray:
+    """The rows of one column from all parts; `places` as of `join_tensors`."""
+    joined = np.concatenate(arrays)
+    return joined if places is None else joined[torch.cat(list(places)).argsort().numpy()]
 
 
 def _pad_value(field: Field | None, meta_info: Mapping[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from verl.engines.layouts import laid_out_as
+from verl.engines.layouts import Readable, laid_out_as
 from verl.engines.micro import MicroBatch, cut_into_micro_batches, empty_micro_batch
 from verl.engines.optim import AdamW
 from verl.engines.parallel import Parallel
@@ -142,9 +142,11 @@ class TrainingEngine:
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
 
-    def load_optimizer(self, tensors: Mapping[str, Tensor], updates: int) -> None:
+    def load_optimizer(self, tensors: Mapping[str, Readable], updates: int) -> None:
         """Go on from what `optimizer_tensors` gave after `updates` optimizer steps.
 
+        Args:
+            tensors: whole ones, or such as are read where they are indexed: of each, the part that is kept is taken.
         Raises:
             ValueError: the state is not that of these parameters.
         """
@@ -155,11 +157,12 @@ class TrainingEngine:
             raise ValueError(f"the optimizer's state and the parameters differ in {', '.join(sorted(strangers)[:5])}")
         for name, tensor in tensors.items():
             parameter, key = trained[name.rpartition(".")[0]], name.rpartition(".")[2]
-            if tensor.ndim and tensor.shape != parameter.shape:
+            ndim = len(tensor.shape)
+            if ndim and tensor.shape != parameter.shape:
                 found, wanted = list(tensor.shape), list(parameter.shape)
                 raise ValueError(f"the optimizer's state {name} has shape {found}, its parameter {wanted}")
             self.optimizer.state[parameter][key] = (
-                laid_out_as(parameter, tensor) if tensor.ndim else tensor.to(parameter.device, copy=True)
+                laid_out_as(parameter, tensor) if ndim else tensor[()].to(parameter.device, copy=True)
             )
         self.updates = updates
 

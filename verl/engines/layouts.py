@@ -6,6 +6,7 @@ DTensor (mesh, placements) ──> TensorLayout ──> the box of any rank
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -63,22 +64,32 @@ def own_box(x: Tensor) -> Box | None:
     return tensor_layout(x).box(Mesh(tuple(zip(mesh_dims(x), devices.shape, strict=True))), place)
 
 
-def own_part(x: Tensor, whole: Tensor) -> Tensor:
+class Readable(Protocol):
+    """A whole tensor, or one that is read where it is indexed, with a slice for each dimension or () for all."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def __getitem__(self, place: Any, /) -> Tensor: ...
+
+
+def own_part(x: Tensor, whole: Readable) -> Tensor:
     """What this process has of `whole` if it is laid out as `x` is; `local(x).copy_(own_part(x, whole))` loads it."""
     box = own_box(x) if x.numel() else ()
     if box is None:
-        return whole[:0].reshape(local(x).shape)
+        return torch.empty(local(x).shape, dtype=whole.dtype)
     return whole[tuple(slice(start, stop) for start, stop in box)]
 
 
-def laid_out_as(x: Tensor, whole: Tensor) -> Tensor:
+def laid_out_as(x: Tensor, whole: Readable) -> Tensor:
     """A copy of `whole` of which this process keeps what it keeps of `x`, on the device of `x`."""
+    own = own_part(x, whole).to(local(x).device, copy=True)
     if not is_divided(x):
-        return whole.to(x.device, copy=True)
+        return own
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        own_part(x, whole).to(local(x).device, copy=True),
+        own.contiguous(),
         x.device_mesh,  # type: ignore[attr-defined]
         x.placements,  # type: ignore[attr-defined]
         run_check=False,

@@ -16,9 +16,11 @@ class Sharding(Description):
 
     Attributes:
         needs_processes: whether the roles live in processes of their own, which the driver starts.
+        call_timeout_s: a process that has not answered a call by then is named and ended.
     """
 
     needs_processes: ClassVar[bool] = False
+    call_timeout_s: ClassVar[float] = 1800.0
 
     def parameter_shards(self, world_size: int) -> int:
         """Parts that weights, gradients and optimizer state are divided into."""
@@ -51,14 +53,17 @@ class _Processes(Sharding):
 
     Args:
         timeout_s: how long a process waits for its siblings in one collective operation.
+        call_timeout_s: how long the driver waits for a process; that of trainer.placement, if it has one, goes first.
     """
 
     timeout_s: float = 600.0
+    call_timeout_s: float = 1800.0  # type: ignore[misc]
     needs_processes: ClassVar[bool] = True
 
     def faults(self) -> Iterator[str]:
-        if self.timeout_s <= 0:
-            yield f"timeout_s is {self.timeout_s}: must be above 0."
+        for name in ("timeout_s", "call_timeout_s"):
+            if getattr(self, name) <= 0:
+                yield f"{name} is {getattr(self, name)}: must be above 0."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +72,7 @@ class DDP(_Processes):
 
     Args:
         timeout_s: how long a process waits for its siblings in one collective operation.
+        call_timeout_s: how long the driver waits for a process; that of trainer.placement, if it has one, goes first.
     """
 
     def build(self, context: BuildContext) -> Parallel:
@@ -84,6 +90,7 @@ class FSDP(_Processes):
             backward pass; SHARD_GRAD_OP keeps them until then: more memory, a third less traffic.
         cpu_offload: weights, gradients and optimizer state rest in main memory, where the optimizer steps too.
         timeout_s: how long a process waits for its siblings in one collective operation.
+        call_timeout_s: how long the driver waits for a process; that of trainer.placement, if it has one, goes first.
     """
 
     strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP"] = "FULL_SHARD"
@@ -139,6 +146,7 @@ class TP(_Processes):
         tensor_parallel: processes that hold the model together; it must divide the number of key-value heads. null:
             all of the run. With more processes than that, each such group has a share of the rows.
         timeout_s: how long a process waits for its siblings in one collective operation.
+        call_timeout_s: how long the driver waits for a process; that of trainer.placement, if it has one, goes first.
     """
 
     tensor_parallel: int | None = None

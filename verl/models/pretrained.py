@@ -196,7 +196,7 @@ class Pretrained(ModelSource):
                 raise ConfigError(f"attention is {self.attention!r}: {error} Set attention=eager.") from error
         self._refuse_holes(report)
         self._refuse_lost_caps(model.config.get_text_config())
-        return without_dropout(model).to(device).eval()
+        return _in_own_memory(without_dropout(model)).to(device).eval()
 
     def _torch_dtype(self) -> Any:
         import torch
@@ -239,6 +239,18 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def _in_own_memory(model: Any) -> Any:
+    """Take weights out of the file that safetensors maps, to where torch would have put them.
+
+    In a file a tensor begins anywhere, and on some processors the last bits of a product depend on that: a model that
+    is loaded from its own checkpoint would then compute other numbers. A file that changes later changes nothing here.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
+    return model
+
+
 def _is_local(path: str) -> bool:
     """Whether a path means this machine: it exists, or is not of the form `name` or `owner/name`."""
     return Path(path).exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1
@@ -253,6 +265,11 @@ def _path_faults(field: str, path: str) -> Iterator[str]:
     elif not any((directory / name).is_file() for name in ("config.json", "adapter_config.json")):
         found = ", ".join(sorted(item.name for item in directory.iterdir())[:5]) or "nothing"
         yield f"{field} is {path!r}: not a model directory, it has no config.json (found: {found})."
+    elif any(directory.glob("*.safetensors.delta")):
+        yield (
+            f"{field} is {path!r}: a part of an incremental checkpoint, whose weights are stored as differences. Write "
+            f"them out with `verl checkpoint export {directory.parent} OUT --component {directory.name}`, and give OUT."
+        )
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ class SavedForm:
 def live_tensors(model: Any) -> dict[str, Tensor]:
     """What `saved_form` makes its tensors of, by their names in the model; a tied one is the same object twice."""
     tensors = model.state_dict(keep_vars=True)
-    if not hasattr(model.backbone if isinstance(model, ValueModel) else model, "peft_config"):
+    if not hasattr(_core(model), "peft_config"):
         return tensors
     return {name: x for name, x in tensors.items() if "lora_" in name or name.startswith("head.")}
 
@@ -48,24 +49,64 @@ def saved_form(model: Any, tensors: Mapping[str, Tensor] | None = None) -> Saved
         tensors: those of `live_tensors` made whole, for a model that has only parts of them.
     """
     tensors = live_tensors(model) if tensors is None else tensors
-    if isinstance(model, ValueModel):
-        form = saved_form(model.backbone, _below("backbone.", tensors))
-        from safetensors.torch import save
+    return SavedForm(saved_tensors(model, tensors), saved_file(model), small_files(model, tensors))
 
-        head = {name: p.detach().cpu().contiguous() for name, p in _below("head.", tensors).items()}
-        return SavedForm(form.tensors, form.file, {**form.files, VALUE_HEAD_FILE: save(head)})
+
+def saved_file(model: Any) -> str | None:
+    """The file that takes the tensors, or None for `model.safetensors` and its shards."""
+    return ADAPTER_FILE if hasattr(_core(model), "peft_config") else None
+
+
+def saved_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Some of the tensors of `live_tensors` under their names in the files; a `ValueModel`'s head is none of them."""
+    if isinstance(model, ValueModel):
+        return saved_tensors(model.backbone, _below("backbone.", tensors))
     if hasattr(model, "peft_config"):
         from peft import get_peft_model_state_dict
 
-        with tempfile.TemporaryDirectory() as directory, quiet_transformers():
-            model.peft_config[model.active_adapter].save_pretrained(directory)
-            files = files_in(Path(directory))
         adapter = get_peft_model_state_dict(model, state_dict=dict(tensors))
-        return SavedForm({name: x.detach() for name, x in adapter.items()}, ADAPTER_FILE, files)
+        return {name: x.detach() for name, x in adapter.items()}
+    return _weights(model, tensors)
+
+
+def names_in_files(model: Any) -> dict[str, str] | None:
+    """Name in the files -> name in `live_tensors`; None for a model that transformers converts when it is saved."""
+    live, numbers, places = live_tensors(model), list[str](), dict[int, int]()
+    for name, x in live.items():
+        if id(x) not in places:
+            places[id(x)] = len(numbers)
+            numbers.append(name)
+    standing_in = [torch.tensor(number) for number in range(len(numbers))]  # tied ones are one object here too
+    try:
+        saved = saved_tensors(model, {name: standing_in[places[id(x)]] for name, x in live.items()})
+    except (RuntimeError, ValueError, IndexError):  # it cuts or joins them
+        return None
+    if any(x.ndim or x.dtype != torch.int64 for x in saved.values()):
+        return None
+    found = {name: numbers[int(x)] for name, x in saved.items()}
+    return found if len(set(found.values())) == len(found) else None
+
+
+def small_files(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """What lies beside the tensors: the configuration, and a `ValueModel`'s head, which is among `tensors`."""
+    if isinstance(model, ValueModel):
+        from safetensors.torch import save
+
+        head = {name: p.detach().cpu().contiguous() for name, p in _below("head.", tensors).items()}
+        return {**small_files(model.backbone, {}), VALUE_HEAD_FILE: save(head)}
     with tempfile.TemporaryDirectory() as directory, quiet_transformers():
+        if hasattr(model, "peft_config"):
+            model.peft_config[model.active_adapter].save_pretrained(directory)
+            return files_in(Path(directory))
         model.save_pretrained(directory, state_dict={})  # all but the weights
-        files = {name: data for name, data in files_in(Path(directory)).items() if not name.endswith(".safetensors")}
-    return SavedForm(_weights(model, tensors), None, files)
+        return {name: data for name, data in files_in(Path(directory)).items() if not name.endswith(".safetensors")}
+
+
+def as_torch_file(tensors: Mapping[str, Tensor]) -> bytes:
+    """What `torch.save` writes, for tools that need it."""
+    file = io.BytesIO()
+    torch.save({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, file)
+    return file.getvalue()
 
 
 def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
@@ -93,6 +134,10 @@ def files_in(directory: Path) -> dict[str, bytes]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
+
+
+def _core(model: Any) -> Any:
+    return model.backbone if isinstance(model, ValueModel) else model
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ class ModelSizes:
         attention: width of the queries of a layer; heads times their size.
         keys: width of the keys of a layer, and of its values.
         mlp: inner width of a layer's MLP.
+        tied: the output head is the embedding.
     """
 
     parameters: int
@@ -29,6 +30,12 @@ class ModelSizes:
     attention: int
     keys: int
     mlp: int
+    tied: bool = False
+
+    @property
+    def embedding_elements(self) -> int:
+        """Numbers in the embedding and the output head."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
     def cache_elements(self) -> int:
@@ -87,4 +94,5 @@ def sizes_of(config: Any, lora: LoRA | None = None) -> ModelSizes:
         attention=heads * head,
         keys=(getattr(text, "num_key_value_heads", None) or heads) * head,
         mlp=getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size,
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
     )

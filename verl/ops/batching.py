@@ -97,7 +97,7 @@ def balance(lengths: Sequence[int] | Tensor, parts: int) -> list[Tensor]:
     totals = [0] * parts
     rows_of: list[list[int]] = [[] for _ in range(parts)]
     for start in range(0, len(order), parts):
-        lightest_first = sorted(range(parts), key=lambda part: totals[part])
+        lightest_first = sorted(range(parts), key=totals.__getitem__)
         for part, row in zip(lightest_first, order[start : start + parts], strict=False):
             totals[part] += sizes[row]
             rows_of[part].append(row)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TRAINING, EVALUATION = 0, 1
+TRAINING, EVALUATION, REPLAY = 0, 1, 2
 
 _WORD = (1 << 64) - 1
 _SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: sends neighbouring counters far apart
@@ -40,7 +40,7 @@ def uniform(
         prompt_ids: int64, the stable identity of the data row.
         sample_ids: int64, index of the response among those of its prompt.
         positions: int64 index of the response token.
-        stream: 0 for training, 1 for evaluation: different noise under the same counters.
+        stream: 0 for training, 1 for evaluation, 2 for the replay buffer: different noise under the same counters.
     Returns:
         float64 of the broadcast shape, on the device of `prompt_ids`, multiples of 2^-53.
     """

@@ -11,11 +11,12 @@ imported nowhere here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from verl.sync.marks import Mark, as_array, dtype_name, mark_of, plain_name
 from verl.sync.shards import Shard, Shards, whole
@@ -23,7 +24,7 @@ from verl.sync.vectors import Vectors, full_precision
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 HEAD = "lm_head.weight"
-_EXPERTS = ("FusedMoE", "MoERunner")  # packed in many ways, and no product of one matrix: the probe alone proves them
+EXPERTS = ("FusedMoE", "MoERunner")  # packed in many ways, and no product of one matrix: the probe alone proves them
 
 
 class Part:
@@ -39,92 +40,105 @@ class Part:
         self.name, self.local, self.rows, self.offset = name, local, rows, offset
 
 
+Reading = Callable[[Vectors], Iterable[tuple[str, Shard]]]  # of one layer
+
+
 class LayerReader:
-    """One rank's part of the model.
+    """One rank's part of the model, whose layers are looked up once and read with every sync.
 
     Args:
         model: vLLM's.
-        vectors: of this sync.
         dtype: that the engine computes in.
+    Attributes:
+        unproven: beginnings of the names that cannot be read.
     """
 
-    def __init__(self, model: nn.Module, vectors: Vectors, dtype: torch.dtype):
-        self.model, self.vectors, self.dtype = model, vectors, dtype
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        self.model, self.dtype = model, dtype
         self.packed = PACKED | dict(getattr(model, "packed_modules_mapping", None) or {})
+        self.unproven: list[str] = []
+        self._readings: list[Reading] = []
+        embedding = None
+        for path, module in model.named_modules():
+            layer: Any = module
+            kinds, name = kinds_of(module), plain_name(path)
+            if any(name.startswith(beginning) for beginning in self.unproven):
+                continue
+            if kinds & set(EXPERTS):
+                self.unproven.append(f"{name}.")
+            elif "ParallelLMHead" in kinds:
+                self._add(self._vocabulary, module, f"{name}.weight", True)
+                self._add(self._own, module, name, ("weight",))
+            elif "VocabParallelEmbedding" in kinds:
+                embedding = embedding or module
+                self._add(self._vocabulary, module, f"{name}.weight", False)
+            elif "LinearBase" in kinds:
+                is_term = "RowParallelLinear" in kinds and layer.tp_size > 1
+                self._add(self._linear, module, list(layer_parts(module, name, kinds, self.packed)), is_term)
+            elif module._parameters:
+                self._add(self._own, module, name, ())
+        if embedding is not None and self._reads_as_head(embedding):
+            self._add(self._vocabulary, embedding, HEAD, True)
 
     @torch.no_grad()
-    def shards(self) -> tuple[Shards, list[str]]:
-        """The shards of every tensor by its name, and the beginnings of the names that cannot be read."""
+    def shards(self, vectors: Vectors) -> Shards:
+        """The shards of every tensor by its name, for the vectors of a sync."""
         found: Shards = {}
-        unproven: list[str] = []
-        embedding = None
         with full_precision():
-            for path, module in self.model.named_modules():
-                kinds, name = kinds_of(module), plain_name(path)
-                if any(name.startswith(beginning) for beginning in unproven):
-                    continue
-                if kinds & set(_EXPERTS):
-                    unproven.append(f"{name}.")
-                elif "ParallelLMHead" in kinds:
-                    found[f"{name}.weight"] = [self._vocabulary(module, as_head=True)]
-                    found |= self._vectors_of(module, name, skip=("weight",))
-                elif "VocabParallelEmbedding" in kinds:
-                    embedding = embedding or module
-                    found[f"{name}.weight"] = [self._vocabulary(module, as_head=False)]
-                elif "LinearBase" in kinds:
-                    for tensor, shard in self._linear(module, name, kinds):
-                        found.setdefault(tensor, []).append(shard)
-                else:
-                    found |= self._vectors_of(module, name)
-            if embedding is not None and self._reads_as_head(embedding):
-                found[HEAD] = [self._vocabulary(embedding, as_head=True)]
-        return found, unproven
+            for reading in self._readings:
+                for name, shard in reading(vectors):
+                    found.setdefault(name, []).append(shard)
+        return found
+
+    def _add(self, read: Callable[..., Iterator[tuple[str, Shard]]], *of: Any) -> None:
+        self._readings.append(lambda vectors: read(vectors, *of))
 
     def _reads_as_head(self, embedding: nn.Module) -> bool:
         if hasattr(self.model, "lm_head"):
             return self.model.lm_head is embedding
         return not any("ParallelLMHead" in kinds_of(module) for module in self.model.modules())
 
-    def _linear(self, layer: Any, name: str, kinds: set[str]) -> Iterator[tuple[str, Shard]]:
-        is_term = "RowParallelLinear" in kinds and layer.tp_size > 1
+    def _linear(self, vectors: Vectors, layer: Any, parts: list[Part], is_term: bool) -> Iterator[tuple[str, Shard]]:
         width = layer.input_size
         start = layer.tp_rank * layer.input_size_per_partition if is_term else 0
         part = slice(start, start + layer.input_size_per_partition) if is_term else slice(None)
-        values, dtype = self._through(layer, width, part)
-        for piece in layer_parts(layer, name, kinds, self.packed):
-            mark = Mark(as_array(values[:, piece.local]), width, dtype)
+        values, dtype = self._through(vectors, layer, width, part)
+        bias = getattr(layer, "bias", None)
+        for piece in parts:
+            mark = Mark(values[:, piece.local], width, dtype)
             yield f"{piece.name}.weight", Shard(mark, piece.rows, piece.offset, is_term)
-            if getattr(layer, "bias", None) is not None:
-                bias = mark_of(layer.bias[piece.local], self.vectors)
-                yield f"{piece.name}.bias", Shard(bias, piece.rows, 0 if is_term else piece.offset)
+            if bias is not None:
+                own = mark_of(bias[piece.local], vectors)
+                yield f"{piece.name}.bias", Shard(own, piece.rows, 0 if is_term else piece.offset)
 
-    def _vocabulary(self, layer: Any, *, as_head: bool) -> Shard:
+    def _vocabulary(self, vectors: Vectors, layer: Any, name: str, as_head: bool) -> Iterator[tuple[str, Shard]]:
         """An embedding as it is looked up, or a head as it makes logits; rows that only fill up are left out."""
         indices = layer.shard_indices
         start, end = indices.org_vocab_start_index, indices.org_vocab_end_index
         if as_head or not layer.weight.numel():
-            values, dtype = self._through(layer, layer.embedding_dim, slice(None))
-            mark = Mark(as_array(values[:, : end - start]), layer.embedding_dim, dtype)
+            values, dtype = self._through(vectors, layer, layer.embedding_dim, slice(None))
+            mark = Mark(values[:, : end - start], layer.embedding_dim, dtype)
         else:
-            mark = mark_of(layer.weight[: end - start], self.vectors)
-        return Shard(mark, layer.org_vocab_size, start)
+            mark = mark_of(layer.weight[: end - start], vectors)
+        yield name, Shard(mark, layer.org_vocab_size, start)
 
-    def _through(self, layer: Any, width: int, part: slice) -> tuple[Tensor, str]:
+    def _through(self, vectors: Vectors, layer: Any, width: int, part: slice) -> tuple[np.ndarray, str]:
         """What a layer makes of the vectors without its bias, [1 + columns, rows], and the type it computes in."""
         weight = layer.weight
         dtype = weight.dtype if weight.numel() else self.dtype
-        device = next(self.model.parameters()).device
-        inputs = self.vectors.inputs(width, dtype, device)[:, part].contiguous()
+        inputs = vectors.inputs(width, dtype, next(self.model.parameters()).device)
+        if part != slice(None):
+            inputs = inputs[:, part].contiguous()
         values = layer.quant_method.apply(layer, inputs, bias=None)
-        return values, dtype_name(values.dtype)
+        return as_array(values), dtype_name(values.dtype)
 
-    def _vectors_of(self, module: nn.Module, name: str, skip: tuple[str, ...] = ()) -> Shards:
+    def _own(
+        self, vectors: Vectors, module: nn.Module, name: str, skip: tuple[str, ...]
+    ) -> Iterator[tuple[str, Shard]]:
         """The parameters of a module that is no layer of its own kind: norms and the like, whole on every rank."""
-        return {
-            f"{name}.{key}": [whole(mark_of(weight, self.vectors))]
-            for key, weight in module._parameters.items()
-            if weight is not None and key not in skip
-        }
+        for key, weight in module._parameters.items():
+            if weight is not None and key not in skip:
+                yield f"{name}.{key}", whole(mark_of(weight, vectors))
 
 
 def layer_parts(layer: Any, name: str, kinds: set[str], packed: dict[str, list[str]]) -> Iterator[Part]:

@@ -11,6 +11,8 @@ from verl.sync.probe import engine_log_probs
 from verl.sync.questions import Answer, Question
 from verl.sync.shards import Shards, join
 
+READER = "_verl_layer_reader"
+
 
 def answer(llm: Any, question: Question, lora_request: Any = None, rpc: str | None = None) -> Answer:
     """What a `vllm.LLM` holds; call it when new weights are loaded.
@@ -47,13 +49,21 @@ def _score(worker: Any, mode: str) -> str:
     return before
 
 
+def _reader(model: Any, dtype: Any) -> LayerReader:
+    """The model's, which it keeps for the next sync."""
+    if READER not in model.__dict__:
+        model.__dict__[READER] = LayerReader(model, dtype)
+    return model.__dict__[READER]
+
+
 def _read(worker: Any, question: Question, adapter_id: int | None) -> tuple[Shards, list[str]]:
     """The rank's shards, and the beginnings of the names that it cannot read."""
     runner = worker.model_runner
     shards: Shards = {}
     unproven: list[str] = []
     if question.weights:
-        shards, unproven = LayerReader(runner.get_model(), question.vectors, runner.model_config.dtype).shards()
+        reader = _reader(runner.get_model(), runner.model_config.dtype)
+        shards, unproven = reader.shards(question.vectors), reader.unproven
     if question.adapter_rank is not None and adapter_id is not None:
         manager = runner.lora_manager._adapter_manager
         shards |= adapter_shards(manager, adapter_id, question.adapter_rank, question.vectors)

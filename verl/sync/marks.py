@@ -46,18 +46,22 @@ def mark_of(tensor: Tensor, vectors: Vectors, dtype: torch.dtype | None = None, 
         return Mark(as_array(tensor.to(dtype).reshape(1, -1)), None, name, slack)
     rows = tensor.reshape(-1, tensor.shape[-1])
     width = rows.shape[1]
-    columns = rows[:, list(vectors.columns(width))].T.to(dtype).float()
-    product = _times(rows, vectors.signs(width, tensor.device), dtype)
-    return Mark(as_array(torch.cat([product[None], columns])), width, name, slack)
+    columns = torch.tensor(vectors.columns(width), device=tensor.device)
+    values = torch.empty(1 + len(columns), len(rows), device=tensor.device)
+    values[1:] = rows.index_select(1, columns).T.to(dtype)
+    _times(rows, vectors.signs(width, tensor.device), dtype, values[0])
+    return Mark(as_array(values), width, name, slack)
 
 
-def _times(rows: Tensor, signs: Tensor, dtype: torch.dtype) -> Tensor:
+def _times(rows: Tensor, signs: Tensor, dtype: torch.dtype, out: Tensor) -> None:
     """rows x signs [n], summed in float32; what has to be cast for that is cast a part at a time."""
     with full_precision():
         if rows.dtype == dtype == torch.float32:
-            return rows @ signs
-        parts = rows.split(max(1, _CHUNK // rows.shape[1]))
-        return torch.cat([part.to(dtype).float() @ signs for part in parts])
+            torch.mv(rows, signs, out=out)
+            return
+        size = max(1, _CHUNK // rows.shape[1])
+        for part, own in zip(rows.split(size), out.split(size), strict=True):
+            torch.mv(part.to(dtype).float(), signs, out=own)
 
 
 def as_array(x: Tensor) -> np.ndarray:

@@ -113,6 +113,7 @@ class Prover:
         self.version = 0
         self._ledger: Ledger | None = None
         self._previous: Marks = {}
+        self._seen: tuple[np.ndarray, float] | None = None  # log-probs of this sync's weights, and seconds
 
     def question(self, *, weights: bool = True, adapter_rank: int | None = None) -> Question:
         """Begin a sync.
@@ -123,6 +124,7 @@ class Prover:
         """
         vectors = Vectors(self.version)
         self.version += 1
+        self._seen = None
         self._ledger = Ledger(vectors, self.dtype, self.tied, self.sideways)
         return Question(vectors, self.rows, weights, adapter_rank)
 
@@ -144,13 +146,21 @@ class Prover:
             # The engine multiplies B by its scale in its own type, after rounding B to it.
             self._ledger.note(name, tensor, slack=2 * torch.finfo(self.dtype).eps if name.endswith(B) else 0.0)
 
-    def prove(self, engine: Answer) -> Proof:
-        """Compare with what the engine answered; see `prove`."""
+    def look(self) -> None:
+        """Compute the log-probs of the probe, while the engine answers; `prove` does it otherwise."""
         assert self._ledger is not None, "question() begins a sync"
         began = time.perf_counter()
         log_probs = trainer_log_probs(self.model, self.rows, self.autocast)
-        seconds = self._ledger.seconds + time.perf_counter() - began
-        dtype = dtype_name(self.dtype)
+        self._seen = log_probs, time.perf_counter() - began
+
+    def prove(self, engine: Answer) -> Proof:
+        """Compare with what the engine answered; see `prove`."""
+        assert self._ledger is not None, "question() begins a sync"
+        if self._seen is None:
+            self.look()
+        assert self._seen is not None
+        (log_probs, seconds), self._seen = self._seen, None
+        dtype, seconds = dtype_name(self.dtype), seconds + self._ledger.seconds
         side = TrainerSide(self._ledger.marks, log_probs, dtype, self.tied, self._previous, seconds)
         proof = prove(side, engine)
         self._previous |= self._ledger.marks

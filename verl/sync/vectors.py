@@ -50,11 +50,16 @@ class Vectors:
 
     def inputs(self, width: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """[1 + columns, width]: the signs, then a unit vector for each column."""
-        columns = self.columns(width)
-        rows = torch.zeros(1 + len(columns), width)
-        rows[0] = _signs(width)
-        rows[range(1, len(rows)), columns] = 1.0
-        return rows.to(device, dtype)
+        return _inputs(self.columns(width), width, dtype, torch.device(device))
+
+
+@lru_cache(maxsize=32)
+def _inputs(columns: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of the layers of one width; the next sync has others."""
+    rows = torch.zeros(1 + len(columns), width)
+    rows[0] = _signs(width)
+    rows[range(1, len(rows)), columns] = 1.0
+    return rows.to(device, dtype)
 
 
 @lru_cache(maxsize=64)

@@ -6,17 +6,22 @@ top. A warning here is worth heeding; silence is no promise.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from verl.description import BuildContext
+from verl.engines.costs import cost_of
+from verl.engines.sharding import NoSharding, Sharding
 from verl.models.sizes import ModelSizes, sizes_of
 from verl.workers.training import TrainedRole
 
+_log = logging.getLogger(__name__)
 GIB = 2**30
 _PROCESS_BYTES = 450 * 2**20  # a Python with torch and transformers, on the CPU
 
@@ -30,6 +35,9 @@ class RoleBudget:
         gradients, optimizer: of what is trained; gradients only while it is updated.
         working: activations of one micro-batch, while it is updated.
         scoring: likewise while it only scores, one layer at a time.
+        gathered: weights of siblings that lie here while it is updated or scores.
+        generating: likewise while it generates.
+        is_offloaded: weights, gradients and optimizer state rest in main memory.
         saved: in a checkpoint, of the whole role.
     """
 
@@ -39,6 +47,9 @@ class RoleBudget:
     optimizer: int = 0
     working: int = 0
     scoring: int = 0
+    gathered: int = 0
+    generating: int = 0
+    is_offloaded: bool = False
     saved: int = 0
 
     @property
@@ -58,6 +69,8 @@ class Budget:
         saving: bytes of one checkpoint.
         kept: checkpoints on disk at a time.
         flops: of one step, at most.
+        copied: bytes of main memory on this machine from which a checkpoint is written while training goes on.
+        on_host: what roles have is in main memory, for there is no GPU.
     """
 
     roles: tuple[RoleBudget, ...]
@@ -66,29 +79,44 @@ class Budget:
     saving: int
     kept: int
     flops: int
+    copied: int = 0
+    on_host: bool = True
 
     def phases(self) -> dict[str, int]:
-        """Phase -> bytes that a process needs in it."""
-        resident = sum(role.resident for role in self.roles)
+        """Phase -> bytes that a process needs in it, on its device."""
+        there = [role for role in self.roles if self.on_host or not role.is_offloaded]
+        resident = sum(role.resident for role in there) + (self.copied // self.processes if self.on_host else 0)
         trained = [role for role in self.roles if role.gradients]
-        scoring = max((role.scoring for role in self.roles), default=0)
-        return {
-            "generate": resident + self.cache,
-            "score": resident + scoring,
-            **{f"update {role.name}": resident + role.gradients + role.working for role in trained},
+        scoring = max((role.scoring + role.gathered for role in self.roles), default=0)
+        generating = max((role.generating for role in self.roles), default=0)
+        updates = {
+            f"update {role.name}": role.working + role.gathered + (role.gradients if role in there else 0)
+            for role in trained
         }
+        return {
+            "generate": resident + generating + self.cache,
+            "score": resident + scoring,
+            **{name: resident + more for name, more in updates.items()},
+        }
+
+    @property
+    def host(self) -> int:
+        """Bytes of main memory on this machine that a run on GPUs takes beside them."""
+        offloaded = sum(role.resident + role.gradients for role in self.roles if role.is_offloaded)
+        return 0 if self.on_host else self.copied + offloaded * self.processes
 
     @property
     def peak(self) -> tuple[str, int]:
         """The phase that needs most, and how much."""
         return max(self.phases().items(), key=lambda entry: entry[1])
 
-    def warnings(self, memory: int | None, disk: int | None) -> Iterator[str]:
+    def warnings(self, memory: int | None, disk: int | None, host: int | None = None) -> Iterator[str]:
         """What may not suffice.
 
         Args:
             memory: bytes that are free for one process on its device; None if unknown.
             disk: bytes that are free where checkpoints go.
+            host: bytes of main memory that are free on this machine, where the device is another.
         """
         phase, needed = self.peak
         if memory is not None and needed > memory:
@@ -96,6 +124,11 @@ class Budget:
                 f"Memory may not suffice: {phase} needs about {needed / GIB:.1f} GiB in each process, and "
                 f"{memory / GIB:.1f} GiB are free for it. Lower micro_batch_tokens, set gradient_checkpointing=true, "
                 "train a lora adapter, divide the model (sharding=fsdp), or take a smaller model."
+            )
+        if host is not None and self.host > host:
+            yield (
+                f"Main memory may not suffice: what is saved and offloaded needs about {self.host / GIB:.1f} GiB on "
+                f"this machine, and {host / GIB:.1f} GiB are free. Set checkpoint=sync, or sharding.cpu_offload=false."
             )
         if disk is not None and self.saving * self.kept > disk:
             yield (
@@ -125,38 +158,46 @@ def budget_of(run: Any) -> Budget:
     """
     settings, rollout = run.trainer, run.rollout
     world = settings.n_gpus_per_node * settings.nnodes
-    shards = run.sharding.parameter_shards(world)
+    shardings, placement = run.shardings(), settings.placement
+    counts = dict.fromkeys(shardings, world) if placement is None else placement.sizes(tuple(shardings), world)
+    alone = NoSharding()
+    divided = {role: (shardings[role] if counts[role] > 1 else alone, counts[role]) for role in shardings}
     rows = settings.prompts_per_step * settings.group_size
     width = getattr(run.data, "max_prompt_length", 0) + rollout.max_new_tokens
     own = -(-rows // world)
     tokens = own * width
     actor = sizes_of(run.actor.model.load_config(), run.actor.lora)
-    roles = [_trained("actor", run.actor, actor, shards, tokens)]
+    roles = [_trained("actor", run.actor, actor, tokens, *divided["actor"])]
     passes = 2 * rows * width * (3 * run.algorithm.epochs + 1)  # forward, and a backward of twice that
     flops = actor.parameters * passes
     if run.critic is not None and run.algorithm.needs_values:
         critic = sizes_of(run.critic.model.load_config(), run.critic.lora)
-        roles.append(_trained("critic", run.critic, critic, shards, tokens))
+        roles.append(replace(_trained("critic", run.critic, critic, tokens, *divided["critic"]), generating=0))
         flops += critic.parameters * passes
     if run.reference is not None and run.algorithm.needs_reference and (run.reference.model or run.actor.lora is None):
         source = run.reference.model or run.actor.model
         sizes = sizes_of(source.load_config())
         itemsize = getattr(torch, source.dtype).itemsize
         scoring = sizes.layer_elements * min(run.reference.micro_batch_tokens, tokens) * itemsize
-        roles.append(RoleBudget("reference", sizes.parameters * itemsize // shards, scoring=scoring))
+        cost = cost_of(*divided["reference"], sizes, weight_bytes=itemsize, trains=False)
+        roles.append(RoleBudget("reference", cost.weights, scoring=scoring, gathered=cost.gathered))
         flops += sizes.forward_flops(rows * width)
     drawn = min(own, getattr(rollout, "max_rows", own))
     cache = actor.cache_elements * drawn * width * _computed_in(run.actor)
     if (space := getattr(rollout, "kv_cache_gib", None)) is not None:  # an engine with weights of its own
         cache = int(space * GIB) + actor.parameters * _computed_in(run.actor)
+        roles[0] = replace(roles[0], generating=0)
     saves = run.checkpoint
+    saved = sum(role.saved for role in roles) if saves is not None else 0
     return Budget(
         roles=tuple(roles),
         cache=cache,
         processes=world,
-        saving=sum(role.saved for role in roles) if saves is not None else 0,
+        saving=saved,
         kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         flops=flops,
+        copied=saved // settings.nnodes if saves is not None and saves.save_async else 0,
+        on_host=settings.device == "cpu" or not torch.cuda.is_available(),
     )
 
 
@@ -164,7 +205,7 @@ def free_memory(device: str, processes: int) -> int | None:
     """Bytes that are free for each of so many processes on this machine; None where it cannot be told."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(torch.device(device))[0]
-    free = _of_the_machine()
+    free = free_main_memory()
     return None if free is None else max(0, free // processes - _PROCESS_BYTES * (processes > 1))
 
 
@@ -175,20 +216,24 @@ def free_disk(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-def _trained(name: str, role: TrainedRole, sizes: ModelSizes, shards: int, tokens: int) -> RoleBudget:
+def _trained(
+    name: str, role: TrainedRole, sizes: ModelSizes, tokens: int, sharding: Sharding, count: int
+) -> RoleBudget:
     """Of an actor or critic that has so many tokens of a step in its process."""
     tokens = min(tokens, role.micro_batch_tokens)
     itemsize = getattr(torch, role.model.dtype).itemsize
-    copy = sizes.parameters * _computed_in(role) if role.autocast else 0
-    moments = 2 * sizes.trained * itemsize
+    cost = cost_of(sharding, count, sizes, tokens, itemsize, _computed_in(role))
     return RoleBudget(
         name=name,
-        weights=(sizes.parameters * itemsize + copy) // shards,
-        gradients=sizes.trained * itemsize // shards,
-        optimizer=moments // shards,
+        weights=cost.weights,
+        gradients=cost.gradients,
+        optimizer=cost.optimizer,
+        gathered=cost.gathered,
+        generating=cost.generating,
+        is_offloaded=cost.is_offloaded,
         working=sizes.activation_elements(tokens, role.gradient_checkpointing) * _computed_in(role),
         scoring=sizes.layer_elements * tokens * _computed_in(role),
-        saved=sizes.trained * itemsize + moments,
+        saved=3 * sizes.trained * itemsize,
     )
 
 
@@ -197,7 +242,7 @@ def _computed_in(role: TrainedRole) -> int:
     return getattr(torch, role.autocast or role.model.dtype).itemsize
 
 
-def _of_the_machine() -> int | None:
+def free_main_memory() -> int | None:
     """Free main memory: what the kernel says, or what is left of the limit of this container."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -209,3 +254,17 @@ def _of_the_machine() -> int | None:
         return min(free, int(limit) - int(used)) if limit != "max" else free
     except (OSError, ValueError):
         return free
+
+
+def tell_budget(run: Any, context: BuildContext, checkpoints: Path) -> None:
+    """Estimate what the run takes, before any weight is loaded, and warn where it may not suffice."""
+    try:
+        budget = budget_of(run)
+    except Exception as error:  # noqa: BLE001 - whatever is odd about a configuration, an estimate stops no run
+        _log.warning("What this run takes cannot be estimated: %s: %s", type(error).__name__, error)
+        return
+    assert context.run_dir is not None
+    (context.run_dir / "budget.txt").write_text("\n".join(budget.lines()) + "\n")
+    memory = free_memory(context.device, budget.processes)
+    for warning in budget.warnings(memory, free_disk(checkpoints), free_main_memory()):
+        _log.warning("%s", warning)

@@ -41,9 +41,11 @@ class Closeness:
     Args:
         tolerance: 0 is bit by bit; else the largest difference relative to the larger number, and for a tensor
             relative to its largest element.
+        without: components that are not compared.
     """
 
     tolerance: float = 0.0
+    without: tuple[str, ...] = ()
 
     def numbers(self, a: Any, b: Any) -> bool:
         """Whether two plain values are the same, or two numbers near enough."""
@@ -90,6 +92,11 @@ def first_part_apart(a: Published, b: Published, near: Closeness) -> str | None:
     """
     first, second = CheckpointReader(a), CheckpointReader(b)
     return next(itertools.chain(_tensors_apart(first, second, near), _states_apart(first, second, near)), None)
+
+
+def first_tensor_apart(a: Published, b: Published, near: Closeness) -> str | None:
+    """The first tensor in which two checkpoints differ; None where there is none."""
+    return next(_tensors_apart(CheckpointReader(a), CheckpointReader(b), near), None)
 
 
 def num_compared(checkpoint: Published, near: Closeness) -> int:
@@ -159,7 +166,7 @@ def _json(reader: CheckpointReader, file: str) -> Any:
 
 
 def _left_out(component: str, near: Closeness) -> bool:
-    return near.tolerance > 0 and component in OF_ONE_LAYOUT
+    return component in near.without or (near.tolerance > 0 and component in OF_ONE_LAYOUT)
 
 
 def _bits(x: Tensor) -> Tensor:

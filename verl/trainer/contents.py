@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from verl.checkpoint.content import Component, TensorItem
-from verl.checkpoint.plan import CopiedFile, LinkedFile
+from verl.checkpoint.plan import CopiedFile, LinkedFile, SharedFile
 from verl.checkpoint.settings import Checkpointing
-from verl.models.saved_form import ADAPTER_BIN, SavedForm
+from verl.models.saved_form import ADAPTER_BIN, as_torch_file
+from verl.replay.saved import COMPONENT as REPLAY_BUFFER
 from verl.trainer import generators
 from verl.trainer.identity import content_of
-from verl.workers.state import RoleState
+from verl.workers.state import RoleState, SavedRole
 
 OPTIMIZER_FILE = "optim_state_rank_0.safetensors"
 IDENTITY = "identity.json"
 DRAWN_AHEAD = "drawn_ahead"
+APART = ("sampler", "ranks", DRAWN_AHEAD, REPLAY_BUFFER)  # of a state, what is no part of `scheduler/`
 
 
 class Contents:
@@ -41,22 +40,24 @@ class Contents:
         self._is_published = True
 
     def of(
-        self, roles: Mapping[str, RoleState], state: Mapping[str, Any]
-    ) -> tuple[dict[str, Component], list[LinkedFile | CopiedFile]]:
+        self, roles: Mapping[str, SavedRole], state: Mapping[str, Any]
+    ) -> tuple[dict[str, Component], list[LinkedFile | CopiedFile | SharedFile]]:
         """Components by directory, and files that are there already.
 
         Args:
-            roles: by name.
+            roles: by name; of those whose processes write their tensors themselves, only what is told of them.
             state: plain values; `sampler` goes to `dataloader/`, all others to `scheduler/`; `ranks`, see
-                `verl.trainer.generators.ranks_of`; and `drawn_ahead`, tensors by name, a component of their own.
+                `verl.trainer.generators.ranks_of`; `drawn_ahead`, tensors by name, and `replay_buffer`, a
+                `verl.replay.saved.BufferState`, components of their own.
         """
         drawn = state.get(DRAWN_AHEAD)
-        components = {name: self._weights(role) for name, role in roles.items()}
-        moments = {f"{name}.{key}": x for name, role in roles.items() for key, x in role.optimizer.items()}
+        here = {name: role for name, role in roles.items() if isinstance(role, RoleState)}
+        components = {name: self._weights(role) for name, role in here.items()}
+        moments = {f"{name}.{key}": x for name, role in here.items() for key, x in role.optimizer.items()}
         optimizer = [TensorItem(name=name, tensor=tensor) for name, tensor in moments.items()]
-        others = {name: value for name, value in state.items() if name not in ("sampler", "ranks", DRAWN_AHEAD)}
+        others = {name: value for name, value in state.items() if name not in APART}
         schedule = {"updates": {name: role.updates for name, role in roles.items()}, **others}
-        links: list[LinkedFile | CopiedFile] = []
+        links: list[LinkedFile | CopiedFile | SharedFile] = []
         for name, model in self._frozen.items():
             components[name] = Component(files={IDENTITY: _json(self._identity_of(name, model))})
             links += self._frozen_files(name, model)
@@ -69,13 +70,19 @@ class Contents:
         if drawn:
             rows = [TensorItem(name=name, tensor=tensor) for name, tensor in drawn.items()]
             components[DRAWN_AHEAD] = Component(tensors=rows, file="rows.safetensors")
+        if (buffer := state.get(REPLAY_BUFFER)) is not None:
+            components[REPLAY_BUFFER] = Component(files=buffer.files)
+            links += [
+                SharedFile(path=f"{REPLAY_BUFFER}/{name}", source=shard.path, leaves=shard.leaves)
+                for name, shard in buffer.shared.items()
+            ]
         return components, links
 
     def _weights(self, role: RoleState) -> Component:
         form = role.model
         if self.settings is not None and not self.settings.use_safetensors:
             name = ADAPTER_BIN if form.file else "pytorch_model.bin"
-            return Component(files={**form.files, name: _torch_file(form)}, constant_files=role.tokenizer)
+            return Component(files={**form.files, name: as_torch_file(form.tensors)}, constant_files=role.tokenizer)
         assert self.settings is not None
         return Component(
             tensors=[TensorItem(name=name, tensor=tensor) for name, tensor in form.tensors.items()],
@@ -110,16 +117,17 @@ def _frozen_models(config: Mapping[str, Any], uses: Collection[str]) -> dict[str
         model = (config.get("reference") or {}).get("model") or config["actor"]["model"]
         found["reference_model"] = model.get("path", model.get("_target_"))
     reward = config.get("reward") or {}
-    parts = [reward, *(reward.get("parts") or {}).values()]
-    described = [part.get("model") for part in parts if isinstance(part, Mapping)]
+    described = [part.get("model") for part in _parts_of(reward)]
     models = [model["path"] for model in described if isinstance(model, Mapping)]  # of a remote judge it is a name
     return found | {f"reward_model{f'_{i}' if i else ''}": path for i, path in enumerate(models)}
 
 
-def _torch_file(form: SavedForm) -> bytes:
-    file = io.BytesIO()
-    torch.save({name: tensor.detach().cpu().clone() for name, tensor in form.tensors.items()}, file)
-    return file.getvalue()
+def _parts_of(reward: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A reward, and those that it is made of."""
+    yield reward
+    for part in [reward.get("reward"), *(reward.get("parts") or {}).values()]:
+        if isinstance(part, Mapping):
+            yield from _parts_of(part)
 
 
 def _json(value: Any) -> bytes:

@@ -12,6 +12,8 @@ from blake3 import blake3
 IDENTITY = ("actor.model", "actor.lora", "critic.model", "critic.lora", "reference.model", "data", "algorithm")
 ABSENT = "(not set)"
 KIND = "._target_"
+# Settings that older checkpoints do not know, and what they did: the same as with these values.
+LATER = {"algorithm.replay_fraction": 0.0, "algorithm.replay_max_staleness": 16}
 DIGEST = "blake3"  # the only key of what stands for the content of a file or directory
 
 
@@ -32,6 +34,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     Of a component in whose place stands another one, or none, the `_target_` alone: their fields are not comparable.
     """
     old, new = dict(_flat(before)), dict(_flat(now))
+    for path, value in LATER.items():
+        if path in new and f"algorithm{KIND}" in old:
+            old.setdefault(path, value)
     found = {
         path: [old.get(path, ABSENT), new.get(path, ABSENT)]
         for path in [*old, *(p for p in new if p not in old)]

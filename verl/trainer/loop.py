@@ -21,7 +21,7 @@ from torch import Tensor
 from verl.checkpoint.writer import SaveOutcome
 from verl.data.sampler import EpochSampler
 from verl.data.splits import Dataset
-from verl.errors import CheckpointFenced
+from verl.errors import CheckpointFenced, WorkerError
 from verl.protocol import DataProto
 from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.trackers import TrackerSet
@@ -34,7 +34,7 @@ from verl.trainer.stages import Stages
 from verl.trainer.stopping import StopRequest, interruption
 from verl.utils.memory import forget_peak, peak_memory
 from verl.utils.redact import redact
-from verl.workers.state import RoleState
+from verl.workers.state import SavedRole
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Trainer(Protocol):
         """Metrics of the weights after `step` steps."""
         ...
 
-    def state(self) -> tuple[dict[str, RoleState], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, SavedRole], dict[str, Any]]:
         """What a checkpoint holds: of the roles by name, and the rest; see `Contents.of`."""
         ...
 
@@ -311,6 +311,8 @@ class Course:
             self.trainer.tracker.message(f"Interrupted after step {result.steps}.")
         elif isinstance(error, Exception):
             result.error = redact(f"{type(error).__name__}: {error}")
+            if isinstance(error, WorkerError):
+                self.trainer.saving.workers_lost(result.error)
             _log.exception("The run failed after step %d.", result.steps)
 
     def end(self) -> None:
@@ -355,7 +357,7 @@ def _checkpoint(
 
 def _to_save(
     trainer: Trainer, result: Result, metrics: dict[str, float]
-) -> tuple[dict[str, RoleState], dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, SavedRole], dict[str, Any], dict[str, Any]]:
     """What a checkpoint holds of the roles, of everything else, and what is told beside it."""
     roles, state = trainer.state()
     rate = metrics.get("actor/lr", metrics.get("sft/lr"))

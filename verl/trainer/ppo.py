@@ -9,7 +9,6 @@ y ~ pi(.|x)  reward,    KL, advantages,  critic,    the sampler
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,31 +33,42 @@ from verl.models.tokenizers import tokenizer_fault
 from verl.ops.masking import masked_mean
 from verl.ops.noise import EVALUATION, TRAINING
 from verl.protocol import DataProto
+from verl.replay.settings import TieredReplay
 from verl.rewards.base import RewardDescription
 from verl.rollout.base import Request, Rollout
 from verl.safety.guard import Guard, StepSkipped
+from verl.storage.options import Storage
 from verl.tracking.trackers import Trackers
 from verl.trainer import generators
-from verl.trainer.ahead import RolloutAhead, ahead_faults
-from verl.trainer.budget import budget_of, free_disk, free_memory
+from verl.trainer.ahead import RolloutAhead
+from verl.trainer.budget import tell_budget
 from verl.trainer.contents import DRAWN_AHEAD
 from verl.trainer.loop import Result, fit
+from verl.trainer.ppo_faults import faults_between
 from verl.trainer.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
 from verl.trainer.recovery import fit_through_losses
 from verl.trainer.resume import ResumePoint
+from verl.trainer.reuse import Reuse
 from verl.trainer.settings import PPOSettings
-from verl.trainer.setup import ProcessState, prepare_context, prepare_saving, restore_of, sharding_faults, start_cluster
+from verl.trainer.setup import (
+    ProcessState,
+    parts_of,
+    prepare_context,
+    prepare_saving,
+    restore_of,
+    start_cluster,
+)
 from verl.trainer.stages import Stages
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor
 from verl.workers.critic import Critic
-from verl.workers.hosts import RLHost, with_tokenizer
+from verl.workers.hosts import RLHost, reference_sharding, with_tokenizer
 from verl.workers.reference import Reference
 from verl.workers.reward import RewardElsewhere
-from verl.workers.state import RoleState
+from verl.workers.state import SavedRole
 
-_log = logging.getLogger(__name__)
 PROMPT_FIELDS = ["prompts", "prompt_mask", "prompt_ids", "group_ids"]
+DRIVER_FIELDS = [*PROMPT_FIELDS, "is_replayed"]  # that no role reads in an update
 SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
 
 
@@ -80,49 +90,19 @@ class PPORun(Description):
     trainer: PPOSettings
     tracker: Trackers
     checkpoint: Checkpointing | None = None
+    replay: TieredReplay | None = None
+    storage: Storage | None = None
     resume: str | None = None
 
     def faults(self) -> Iterator[str]:
         """What is wrong between components, each by its full config path."""
-        settings, algorithm = self.trainer, self.algorithm
-        estimator = type(algorithm.advantage).__name__
-        if algorithm.needs_groups and settings.group_size < 2:
-            comparing = estimator if algorithm.advantage.needs_groups else type(algorithm.selection).__name__
-            yield (
-                f"trainer.group_size is {settings.group_size}: {comparing} compares a response with its siblings. "
-                "Set trainer.group_size >= 2, or algorithm=ppo."
-            )
-        if algorithm.needs_values and self.critic is None:
-            yield f"critic is null: {estimator} needs values. Set critic=tiny or another critic, or algorithm=grpo."
-        if algorithm.needs_reference and self.reference is None:
-            yield "reference is null: algorithm.kl needs one. Set reference=same_as_actor, or algorithm.kl.coef=0."
-        rows = settings.prompts_per_step * settings.group_size
-        if rows % algorithm.mini_batches:
-            fitting = [n for n in range(1, rows + 1) if rows % n == 0]
-            near = min(fitting, key=lambda n: abs(n - algorithm.mini_batches))
-            yield (
-                f"algorithm.mini_batches is {algorithm.mini_batches}: it does not divide the {rows} responses of a "
-                f"step (trainer.prompts_per_step {settings.prompts_per_step} x trainer.group_size "
-                f"{settings.group_size}); {near} would."
-            )
-        used = {"actor.model": self.actor.model}
-        if self.critic is not None and algorithm.needs_values:
-            used["critic.model"] = self.critic.model
-        yield from sharding_faults(self.sharding, settings, used)
-        if settings.rollout_ahead:
-            yield from ahead_faults(self.rollout, algorithm)
-        yield from self._placement_faults()
-        yield from self._context_faults()
+        yield from faults_between(self)
 
-    def _placement_faults(self) -> Iterator[str]:
-        placement, settings = self.trainer.placement, self.trainer
-        if placement is None:
-            return
-        size = settings.n_gpus_per_node * settings.nnodes
-        for fault in placement.faults_with(self.sharding, size, self.roles):
-            yield f"trainer.placement.{fault}"
-        if settings.profile is not None:
-            yield "trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set trainer=local."
+    def shardings(self) -> dict[str, Sharding]:
+        """Role -> how it is divided where it has several processes: its own sharding, or that of the run."""
+        own = {"actor": self.actor.sharding, "critic": self.critic and self.critic.sharding}
+        own["reference"] = self.reference and reference_sharding(self.reference, self.actor)
+        return {role: own.get(role) or self.sharding for role in self.roles}
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -140,18 +120,6 @@ class PPORun(Description):
         """The reward, if it is a role of its own; None where the driver has it."""
         placement = self.trainer.placement
         return self.reward if placement is not None and self.reward.is_model and placement.holds_reward() else None
-
-    def _context_faults(self) -> Iterator[str]:
-        prompt, response = getattr(self.data, "max_prompt_length", None), self.rollout.max_new_tokens
-        for role in ("actor", "critic"):
-            described = getattr(self, role)
-            limit = None if described is None else described.model.max_positions()
-            if limit is None or prompt is None or prompt + response <= limit:
-                continue
-            yield (
-                f"data.max_prompt_length is {prompt}: with rollout.max_new_tokens {response} that makes "
-                f"{prompt + response} tokens, and {role}.model holds {limit}. Lower one of them."
-            )
 
     @property
     def updates_per_step(self) -> int:
@@ -178,7 +146,7 @@ class PPOTrainer:
     def _build(self, run: PPORun, context: BuildContext) -> None:
         self.description, self.settings, self.algorithm = run, run.trainer, run.algorithm
         self._state = ProcessState(run.trainer)
-        self._cluster = self.reward = None
+        self._cluster = self.reward = self.reuse = None
         self.saving: Any = None
         try:
             context = prepare_context(context, run.trainer)
@@ -203,7 +171,8 @@ class PPOTrainer:
             )
             self.guard = Guard(run.trainer.safety, self.run_dir, self.tokenizer)
             self.kl = run.algorithm.kl.build(context)
-            self._tell_budget(run, context)
+            self.reuse = Reuse(run, context, self.saving.directory)
+            tell_budget(run, context, self.saving.directory)
             self._start_roles(run, context)
             seed_everything(derive_seed(self.settings.seed, "driver"))  # roles that are built here have drawn from it
             if self.saving.resumed is not None:
@@ -227,18 +196,6 @@ class PPOTrainer:
         seed, name = derive_seed(self.settings.seed, "data order"), "trainer.prompts_per_step"
         return EpochSampler(size, self.settings.prompts_per_step, seed, name, mixture=mixture)
 
-    def _tell_budget(self, run: PPORun, context: BuildContext) -> None:
-        """Estimate what the run takes, before any weight is loaded, and warn where it may not suffice."""
-        try:
-            budget = budget_of(run)
-        except Exception as error:  # noqa: BLE001 - whatever is odd about a configuration, an estimate stops no run
-            _log.warning("What this run takes cannot be estimated: %s: %s", type(error).__name__, error)
-            return
-        (self.run_dir / "budget.txt").write_text("\n".join(budget.lines()) + "\n")
-        memory = free_memory(context.device, budget.processes)
-        for warning in budget.warnings(memory, free_disk(self.saving.directory)):
-            _log.warning("%s", warning)
-
     def _start_roles(self, run: PPORun, context: BuildContext) -> None:
         host = RLHost(
             actor=run.actor,
@@ -251,17 +208,19 @@ class PPOTrainer:
             restore=restore_of(self.saving),
             reward=run.reward_as_role,
         )
-        self._cluster = start_cluster(host, run.sharding, run.trainer, context, run.trainer.placement)
+        self._cluster = start_cluster(host, run.trainer, context, run.trainer.placement)
         roles = role_handles(self._cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
+        self.saving.parts = parts_of(self._cluster, self.trained, run.checkpoint)
         self.ahead = RolloutAhead(self.actor) if run.trainer.rollout_ahead else None
         if run.reward_as_role is not None:
             self.reward = RewardElsewhere(roles["rm"], run.reward_as_role)
 
     def _go_on_from(self, point: ResumePoint) -> None:
-        """Take over what the roles do not hold: the place in the data, KL control, statistics of rewards."""
+        """Take over what the roles do not hold: the place in the data, KL control, statistics of rewards, old rows."""
         self.load_data_position(point)
         self.load_driver_state(point)
+        self.reuse.load(point)
 
     def load_data_position(self, point: ResumePoint) -> None:
         """Take over the place in the data, and what was drawn ahead for the batch that stands there."""
@@ -282,6 +241,7 @@ class PPOTrainer:
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One iteration on a batch of prompts [B P]; returns its metrics."""
         self._cluster.step = self.guard.step = step
+        self.reuse.expect(step)
         rollout = self.generate(batch, Request(step, self.settings.group_size))
         self._draw_ahead(step + 1)
         selected = {}
@@ -289,12 +249,13 @@ class PPOTrainer:
             rollout, selected = self.select(rollout, self.algorithm.selection, step)
             if not len(rollout):
                 return selected
-        scored = self.score(rollout)
+        scored = self.score(self.reuse.mixed(self._rewarded(rollout), step))
         experience, metrics = self.assign_credit(scored)
         metrics |= self.update(experience, step)
+        metrics |= self.reuse.keep(experience, step, self.saving.is_busy)
         metrics |= self.sync()
         counted = {f"reward/{name}": x for name, x in self.reward.take().items()}
-        metrics = {**experience_metrics(experience), **counted, **selected, **metrics}
+        metrics = {**experience_metrics(self.reuse.new(experience)), **counted, **selected, **metrics}
         self.guard.watch(metrics, experience)
         return metrics
 
@@ -333,8 +294,7 @@ class PPOTrainer:
 
     def score(self, rollout: DataProto) -> DataProto:
         """Add what is known of each response: its reward, log-probs under pi_old and pi_ref, values."""
-        if "token_level_scores" not in rollout:
-            rollout = self._rewarded(rollout)
+        rollout = self._rewarded(rollout)
         sequences = rollout.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[])
         if self.algorithm.needs_old_log_probs:
             with self.stages.stage("old") as note:
@@ -358,9 +318,8 @@ class PPOTrainer:
             rewards, metrics = self.kl.shape_rewards(scored)
             scored = scored.union(DataProto.from_dict({"token_level_rewards": rewards}))
             credit = self.algorithm.advantage(scored)
-            if self.algorithm.correction is not None:
-                weights, found = self.algorithm.correction(scored)
-                credit, metrics = weighted(credit, weights), metrics | found
+            weights, found = self.reuse.weights(scored)
+            credit, metrics = (credit if weights is None else weighted(credit, weights)), metrics | found
             experience = scored.union(credit)
             note.say(type(self.algorithm.advantage).__name__)
         try:
@@ -374,7 +333,7 @@ class PPOTrainer:
         """Ascend the clipped objective on shuffled mini-batches: the critic, then the actor."""
         metrics: dict[str, float] = {}
         self.saving.wait_copied()
-        rows = experience.select([name for name in experience.batch if name not in PROMPT_FIELDS], [])
+        rows = experience.select([name for name in experience.batch if name not in DRIVER_FIELDS], [])
         for name, role in (("critic", self.critic), ("actor", self.actor)):
             if role is None:
                 continue
@@ -420,15 +379,14 @@ class PPOTrainer:
                 paths.append(directory / name)
         return paths
 
-    def state(self) -> tuple[dict[str, RoleState], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, SavedRole], dict[str, Any]]:
         """What a checkpoint holds: of the roles, and of everything else that a later run needs to go on."""
-        copied = not self._cluster.shares_memory
-        roles = {name: role.state(copied).result() for name, role in self.trained.items()}
+        roles = self.saving.states_of(self.trained, self._cluster.shares_memory)
         kl = self.kl.state_dict() if isinstance(self.kl, AdaptiveKLController) else {}
         ranks = generators.ranks_of(self._cluster, self.actor)
         plain = {"sampler": self.sampler.state_dict(), "kl": kl, "reward": self.reward.state_dict()}
         drawn = {} if self.ahead is None else {DRAWN_AHEAD: self.ahead.state()}
-        return roles, {**plain, "ranks": ranks, **drawn}
+        return roles, {**plain, "ranks": ranks, **drawn, **self.reuse.state()}
 
     @property
     def trained(self) -> dict[str, Any]:
@@ -468,6 +426,8 @@ class PPOTrainer:
             self._cluster = None
         if self.reward is not None:
             self.reward.close()
+        if self.reuse is not None:
+            self.reuse.close()
         self._state.restore()
 
     def __enter__(self) -> PPOTrainer:
@@ -477,6 +437,8 @@ class PPOTrainer:
         self.close()
 
     def _rewarded(self, rollout: DataProto) -> DataProto:
+        if "token_level_scores" in rollout:  # a selection has read them
+            return rollout
         with self.stages.stage("reward") as note, self.guard.rating(rollout):
             rollout = rollout.union(self.reward.score(rollout))
             self.guard.inspect(rollout, "reward")  # before a selection reads them

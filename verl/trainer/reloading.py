@@ -1,7 +1,7 @@
 """A checkpoint loaded into a trainer that is running: all of it, or the components that are asked for.
 
 path ──> which checkpoint ──> hashed ──> actor, critic, optimizer ──> the live tensors of the roles
-                                     └─> scheduler, dataloader, rng ──> the driver
+                                     └─> scheduler, dataloader, rng, replay_buffer ──> the driver
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verl.workers.reload import Reload
 if TYPE_CHECKING:
     from verl.trainer.loop import Course
 
-COMPONENTS = ("actor", "critic", "optimizer", "scheduler", "dataloader", "rng")
+COMPONENTS = ("actor", "critic", "optimizer", "scheduler", "dataloader", "rng", "replay_buffer")
 
 
 def load_checkpoint(
@@ -40,8 +40,9 @@ def load_checkpoint(
     Args:
         path: `latest`, a checkpoint, a directory of checkpoints, or the directory of a run.
         components: some of `COMPONENTS`. `optimizer` brings the place in the learning rates' schedules; `scheduler` the
-            step, the KL control and the statistics of rewards; `dataloader` the place in the data. None is all that the
-            trainer has, and goes on as the saved run would have.
+            step, the KL control and the statistics of rewards; `dataloader` the place in the data; `replay_buffer` the
+            old rows, in place of those that are there. None is all that the trainer has, and goes on as the saved run
+            would have.
     Raises:
         ConfigError: there is no such component or device, or the checkpoint is of another model or, where all of it is
             asked for, of another training.
@@ -69,13 +70,17 @@ def load_checkpoint(
     if "scheduler" in chosen:
         trainer.load_driver_state(point)
         course.go_on_from(point)
+    if "replay_buffer" in chosen:
+        trainer.reuse.load(point)
     if "rng" in chosen:
         course.restore_generators(point)
     return point
 
 
 def _chosen(trainer: Any, components: Sequence[str] | None) -> list[str]:
-    own = [name for name in COMPONENTS if name != "critic" or "critic" in trainer.trained]
+    reuse = getattr(trainer, "reuse", None)  # a trainer of supervised fine-tuning has none
+    is_own = {"critic": "critic" in trainer.trained, "replay_buffer": reuse is not None and reuse.buffer is not None}
+    own = [name for name in COMPONENTS if is_own.get(name, True)]
     if components is None:
         return own
     if isinstance(components, str):
@@ -109,7 +114,7 @@ def _refuse_other_training(point: ResumePoint, own: Mapping[str, Any]) -> None:
 def _verify(point: ResumePoint, chosen: Sequence[str]) -> None:
     reader = CheckpointReader(point.published)
     for path in _files(reader, chosen):
-        reader.read(path)
+        reader.check(path)
 
 
 def _files(reader: CheckpointReader, chosen: Sequence[str]) -> Iterator[str]:

@@ -17,8 +17,11 @@ from verl.checkpoint.locate import POINTER
 from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.published import Published, read_state
 from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.tiers.resuming import bring, newest_of_tiers
+from verl.checkpoint.tiers.tier import Tier
 from verl.checkpoint.verify import Level, verified
-from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
+from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError, StorageError
+from verl.storage.options import Storage, is_address
 from verl.trainer.identity import DIGEST, differences
 from verl.trainer.lineage import Parent
 from verl.workers.state import as_tensor
@@ -62,23 +65,38 @@ class ResumePoint:
         return Parent(manifest.run_id, str(self.published.directory), self.step, found)
 
 
-def find(resume: str, save_dir: Path, strict: bool = False, verify: bool = True) -> ResumePoint | None:
+def find(
+    resume: str,
+    save_dir: Path,
+    strict: bool = False,
+    verify: bool = True,
+    tier: Tier | None = None,
+    storage: Storage | None = None,
+) -> ResumePoint | None:
     """The checkpoint that `resume` means; None where `latest` finds none.
 
     Every byte of it is read and hashed. Where a directory is searched and its newest checkpoint is damaged, that is
     told with the file and the tensor, and the one before it is taken.
 
     Args:
-        resume: `latest`, a checkpoint, a directory of checkpoints, or the directory of a run.
+        resume: `latest`, a checkpoint, a directory of checkpoints, the directory of a run, or an address of checkpoints
+            in object storage.
         save_dir: where this run saves, and where `latest` looks.
         strict: a damaged checkpoint is an error, instead of being passed over.
         verify: false looks at names, sizes and headers alone.
+        tier: where `latest` looks too; what is newer there is fetched.
+        storage: how an address of the same kind is asked.
     Raises:
         ConfigError: there is no such directory, it holds no checkpoint, or all of them are damaged.
         BadCheckpoint: it does not verify.
     """
+    if is_address(resume):
+        return _fetched(resume, save_dir, storage)
     if resume == LATEST:
         try:
+            if tier is not None:
+                published = newest_of_tiers(save_dir, tier, _level(verify), strict)
+                return _point(published, f"resume=latest looked in {save_dir} and {tier.address}")
             return _newest(save_dir, strict, verify, f"resume=latest looked in {save_dir}")
         except CheckpointNotFound:
             return None
@@ -88,8 +106,7 @@ def find(resume: str, save_dir: Path, strict: bool = False, verify: bool = True)
     if not path.is_dir():
         raise ConfigError(f"resume is {resume!r}: no such directory. Give a checkpoint, its parent, a run, or latest.")
     if (path / MANIFEST).exists() or path.name.startswith("global_step_"):
-        published = verified(Disk(), path, _level(verify))
-        return ResumePoint(published, read_state(Disk(), published), f"resume={resume} names it")
+        return _point(verified(Disk(), path, _level(verify)), f"resume={resume} names it")
     try:
         if (path / POINTER).is_file():
             pointer = json.loads((path / POINTER).read_text())
@@ -97,6 +114,18 @@ def find(resume: str, save_dir: Path, strict: bool = False, verify: bool = True)
         return _newest(path, strict, verify, f"resume={resume} holds checkpoints")
     except CheckpointNotFound as error:
         raise ConfigError(f"resume is {resume!r}: {error}. Give a checkpoint, its parent, a run, or latest.") from error
+
+
+def _point(published: Published, why: str) -> ResumePoint:
+    return ResumePoint(published, read_state(Disk(), published), why)
+
+
+def _fetched(address: str, save_dir: Path, storage: Storage | None) -> ResumePoint:
+    """The checkpoint that an address leads to, hashed while it was fetched."""
+    try:
+        return _point(bring(address, save_dir, storage), f"fetched from {address}")
+    except (CheckpointNotFound, StorageError) as error:
+        raise ConfigError(f"resume is {address!r}: {error}") from error
 
 
 def refuse_other_identity(point: ResumePoint, identity: Mapping[str, Any]) -> None:

@@ -26,13 +26,17 @@ from verl.checkpoint.locate import POINTER
 from verl.checkpoint.plan import SaveReport
 from verl.checkpoint.settings import Checkpointing
 from verl.checkpoint.store import TAG, CheckpointStore
+from verl.checkpoint.tiers.tier import Tier
+from verl.checkpoint.waiting import write_cold
 from verl.checkpoint.writer import CheckpointWriter, SaveOutcome
 from verl.trainer import generators
 from verl.trainer.contents import Contents
+from verl.trainer.joint import Parts
 from verl.trainer.lineage import Lineage, Parent, code_version
 from verl.trainer.resume import ResumePoint
+from verl.trainer.uploads import Uploads
 from verl.utils.redact import redact_tree
-from verl.workers.state import RoleState
+from verl.workers.state import RemoteState, SavedRole
 
 ASKED = "save"  # a file of this name in the run's directory asks for a checkpoint; it may hold a tag
 HISTORY = 200  # last values of the loss that a checkpoint keeps
@@ -51,10 +55,14 @@ class Saving:
         identity: see `verl.trainer.identity`; may be left empty where nothing is saved.
         loss_key: the metric that the loss curve is made of.
         uses: fields that the algorithm needs and a frozen model gives, such as `ref_log_probs`.
+        tier: object storage that checkpoints are uploaded to.
     Attributes:
         run_id: of this run; a continued run has one of its own.
         resumed: the checkpoint that the run goes on from, or None.
+        parts: the processes of the roles, where they write their own parts; None where the driver writes all.
     """
+
+    parts: Parts | None = None
 
     def __init__(
         self,
@@ -65,11 +73,13 @@ class Saving:
         loss_key: str,
         resumed: ResumePoint | None = None,
         uses: Collection[str] = (),
+        tier: Tier | None = None,
     ):
         self.settings, self.directory, self.loss_key, self.uses = settings, directory, loss_key, uses
         self.run_id = secrets.token_hex(4)
         self._config, self.identity = redact_tree(dict(config)), dict(identity)
         self._longest_step_s = 0.0
+        self._tier, self._uploads = tier, None
         self._writer: CheckpointWriter | None = None
         self._contents = Contents(settings, self._config, uses)
         self.lineage = Lineage(directory, self.run_id)
@@ -117,8 +127,19 @@ class Saving:
         pointer = {"save_dir": str(self.directory), "run_id": self.run_id}
         self._run_dir = run_dir
         (run_dir / POINTER).write_text(json.dumps(pointer, indent=2) + "\n")
+        if self.parts is not None and (fault := self.parts.look(store)) is not None:
+            _log.warning(
+                "%s: the driver gathers and writes every checkpoint. Put checkpoint.save_dir where all machines see "
+                "it, and every process writes its own part.",
+                fault,
+            )
+            self.parts = None
         facts = {"run_dir": str(run_dir), "code": self._code, "identity": self.identity}
         self.lineage.add("run", **self.facts, **facts)
+        if self._tier is None:
+            write_cold(store.disk, self.directory, None)
+        else:
+            self._uploads = Uploads(self._tier, self.directory, self.lineage, self.settings.upload_wait_s)
 
     def due(self, step: int, took_s: float, is_last: bool, is_stopping: bool) -> str | None:
         """Why a checkpoint is to be saved after this step, or None."""
@@ -177,7 +198,7 @@ class Saving:
             return None
         return self._jump([value for at, value in self._history if at > self.resumed.step])
 
-    def save(self, step: int, roles: Mapping[str, RoleState], state: Mapping[str, Any], **facts: Any) -> None:
+    def save(self, step: int, roles: Mapping[str, SavedRole], state: Mapping[str, Any], **facts: Any) -> None:
         """Begin a save; see `poll` for what becomes of it.
 
         Args:
@@ -188,10 +209,15 @@ class Saving:
         if self._writer is None:
             return
         self._saved_step, self._last_save = step, time.monotonic()
-        self._writer.save(self._request(self._contents, step, roles, state, facts))
+        self._save(self._writer, self._request(self._contents, step, roles, state, facts), roles)
 
     def save_aside(
-        self, directory: Path, step: int, roles: Mapping[str, RoleState], state: Mapping[str, Any], **facts: Any
+        self,
+        directory: Path,
+        step: int,
+        roles: Mapping[str, SavedRole],
+        state: Mapping[str, Any],
+        **facts: Any,
     ) -> SaveReport:
         """Save once in another directory, where nothing is pruned; see `save`.
 
@@ -202,16 +228,40 @@ class Saving:
         store = CheckpointStore(directory.absolute(), self.run_id)
         store.claim_directory()
         with CheckpointWriter(store, mode="sync") as writer:
-            writer.save(self._request(contents, step, roles, state, facts))
+            self._save(writer, self._request(contents, step, roles, state, facts), roles)
             (outcome,) = writer.drain()
         assert outcome.report is not None, "a save that failed raises"
         return outcome.report
+
+    def states_of(self, trained: Mapping[str, Any], shares_memory: bool) -> dict[str, SavedRole]:
+        """What a save is to be given of the roles: their state, or what is told of it where they write it themselves.
+
+        Args:
+            trained: component -> handle to the role.
+            shares_memory: the driver sees the roles' own tensors.
+        """
+        if self.parts is not None and self.is_on:
+            return dict(self.parts.states())
+        return {name: role.state(not shares_memory).result() for name, role in trained.items()}
+
+    def workers_lost(self, reason: str) -> None:
+        """Let saves end that wait for processes which are gone."""
+        if self.parts is not None:
+            self.parts.give_up(reason)
+
+    def _save(self, writer: CheckpointWriter, request: SaveRequest, roles: Mapping[str, SavedRole]) -> None:
+        remote = [role.num_bytes for role in roles.values() if isinstance(role, RemoteState)]
+        if not remote:
+            writer.save(request)
+            return
+        assert self.parts is not None
+        self.parts.save(writer, request, sum(remote))
 
     def _request(
         self,
         contents: Contents,
         step: int,
-        roles: Mapping[str, RoleState],
+        roles: Mapping[str, SavedRole],
         state: Mapping[str, Any],
         facts: dict[str, Any],
     ) -> SaveRequest:
@@ -225,6 +275,7 @@ class Saving:
             links=links,
             state=self._state(state, facts),
             metrics=metrics,
+            increment=None if self.settings is None else self.settings.increment,
         )
 
     @property
@@ -233,19 +284,28 @@ class Saving:
         return self._writer is not None
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._writer is not None and self._writer.num_under_way > 0
+
+    @property
     def is_async(self) -> bool:
         """Whether saves are written while training goes on."""
         return self._writer is not None and self._writer.mode == "async"
 
-    def prepare(self, roles: Mapping[str, RoleState], state: Mapping[str, Any]) -> None:
+    def prepare(self, roles: Mapping[str, SavedRole], state: Mapping[str, Any]) -> None:
         """Have the memory for saves of this size allocated in the background; the first one then stalls no longer."""
         assert self._writer is not None
+        if self.parts is not None:
+            self.parts.prepare(self._writer.store, self.is_async)
         self._writer.prepare(SaveRequest(step=0, components=self._contents.of(roles, state)[0]))
 
     def wait_copied(self) -> None:
         """Wait until weights and optimizer state may change again."""
         if self._writer is not None:
             self._writer.wait_copied()
+        if self.parts is not None:
+            self.parts.wait_copied()
 
     def poll(self) -> list[SaveOutcome]:
         """What became of saves since the last call; one that failed is among them, with its error."""
@@ -260,6 +320,9 @@ class Saving:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+            if self._uploads is not None:
+                self._uploads.close(waits=status is not None)
+                self._uploads = None
             if status is not None:
                 self.lineage.add("end", status=status, step=step)
 
@@ -269,6 +332,10 @@ class Saving:
                 self._contents.published()
                 name, pruned = outcome.report.name, list(outcome.report.pruned)
                 self.lineage.add("checkpoint", checkpoint=name, step=outcome.step, pruned=pruned)
+                if self._uploads is not None:
+                    self._uploads.published()
+        if self._uploads is not None:
+            self._uploads.hear()
         return outcomes
 
     def _state(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:

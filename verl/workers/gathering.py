@@ -1,4 +1,4 @@
-"""A divided model's tensors made whole on one process, one after the other, as a checkpoint of one process has them."""
+"""A divided model's tensors made whole, each on one process, one after the other, as a checkpoint's files have them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,29 @@ from verl.sync.reshard import resharded
 
 
 def whole_on_first(tensors: Mapping[str, Tensor], parallel: Parallel) -> dict[str, Tensor]:
-    """Copies in main memory on rank 0, nothing elsewhere; all processes take part.
+    """Copies in main memory on rank 0, nothing elsewhere; all processes take part."""
+    return whole_on_owners(tensors, dict.fromkeys(tensors, 0), parallel)
+
+
+def whole_on_owners(tensors: Mapping[str, Tensor], owner: Mapping[str, int], parallel: Parallel) -> dict[str, Tensor]:
+    """Copies in main memory of the tensors that this process owns; all processes take part.
 
     Beside the copies, a process needs memory for a few tensors at a time. A tensor under two names, such as an output
     head that is the embedding, is gathered once, and is one tensor again.
+
+    Args:
+        owner: of each tensor, under the first of its names.
     """
-    names: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), name)
+    names = first_names(tensors)
     once = {name: tensors[name] for name in names.values()}
     source = layout_of(once, parallel.mesh)
-    first = Mesh((("pp", parallel.world_size),))  # a pipeline whose first stage has everything
+    stages = Mesh((("pp", parallel.world_size),))  # a pipeline, each stage of which has some tensors whole
     target = Layout(
-        first, {name: TensorLayout(t.shape, stage=0, itemsize=t.itemsize) for name, t in source.tensors.items()}
+        stages,
+        {n: TensorLayout(t.shape, stage=owner[n], itemsize=t.itemsize) for n, t in source.tensors.items()},
     )
-    whole = {name: torch.empty(0, dtype=x.dtype).new_empty(x.shape) for name, x in once.items() if not x.numel()}
+    own = {name for name in once if owner[name] == parallel.rank}
+    whole = {name: torch.empty(once[name].shape, dtype=once[name].dtype) for name in own if not once[name].numel()}
     moves = resharded(
         plan(source, target),
         lambda name: local(once[name]).to(parallel.device),
@@ -39,6 +47,12 @@ def whole_on_first(tensors: Mapping[str, Tensor], parallel: Parallel) -> dict[st
     )
     for name, tensor in moves:
         whole[name] = tensor.cpu()
-    if parallel.rank != 0:
-        return {}
-    return {name: whole[names[id(tensor)]] for name, tensor in tensors.items()}
+    return {name: whole[first] for name, tensor in tensors.items() if (first := names[id(tensor)]) in own}
+
+
+def first_names(tensors: Mapping[str, Tensor]) -> dict[int, str]:
+    """Of each tensor, by its `id`, the first of its names."""
+    names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), name)
+    return names

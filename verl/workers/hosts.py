@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.algorithms.algorithm import Algorithm
 from verl.description import BuildContext, Description
-from verl.engines.sharding import Parallel, Sharding
+from verl.engines.sharding import NoSharding, Parallel, Sharding
 from verl.rewards.model import RewardModel
 from verl.rollout.base import Rollout
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor, ActorWorker
 from verl.workers.critic import Critic, CriticWorker
 from verl.workers.learner import Learner
+from verl.workers.parts import PartWriter
 from verl.workers.reference import Reference, ReferenceWorker
 from verl.workers.reward import RewardWorker
 from verl.workers.state import Restore
-from verl.workers.training import TrainedRole
+from verl.workers.training import TrainedRole, TrainedWorker
 
 
 @dataclass
@@ -26,23 +27,41 @@ class Host:
     """The roles of one process.
 
     Attributes:
-        parallel: this process among its siblings.
+        parallels: this process among its siblings, once for each sharding; the first one has opened the group.
         workers: role name -> the running role.
+        parts: writes what this process saves of its roles.
     """
 
-    parallel: Parallel
+    parallels: dict[Sharding, Parallel] = field(default_factory=dict)
     workers: dict[str, Any] = field(default_factory=dict)
+    parts: PartWriter | None = None
+
+    def saves(self, trained: Mapping[str, TrainedWorker]) -> None:
+        """Let roles, by the name of their component, write their part of checkpoints."""
+        self.parts = PartWriter(next(iter(self.parallels.values())), trained)
+        for worker in trained.values():
+            worker.parts = self.parts
+
+    def parallel(self, sharding: Sharding, context: BuildContext) -> Parallel:
+        """This process among its siblings; roles that are divided alike share it."""
+        if sharding not in self.parallels:
+            self.parallels[sharding] = sharding.build(context)
+        return self.parallels[sharding]
 
     def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
         return getattr(self.workers[role], method)(*args)
 
     def close(self) -> None:
         """Let go of the models, end what they started, and leave the group of processes."""
+        if self.parts is not None:
+            self.parts.close()
         for worker in self.workers.values():
             if hasattr(worker, "close"):
                 worker.close()
         self.workers.clear()
-        self.parallel.close()
+        for parallel in reversed(self.parallels.values()):
+            parallel.close()
+        self.parallels.clear()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +69,12 @@ class RLHost(Description):
     """Actor, and critic and reference where they are wanted, side by side in each process.
 
     Args:
+        sharding: of each role that has none of its own.
         total_updates: optimizer steps of the whole run, for the schedules of the learning rates.
         restore: the checkpoint that actor and critic go on from.
         reward: a reward that is a model, to live here as the role `rm`; None where the driver has it.
         chosen: the roles that live here; None for all.
+        is_alone: there is one process, so that nothing is divided.
     """
 
     actor: Actor
@@ -66,6 +87,7 @@ class RLHost(Description):
     restore: Restore | None = None
     reward: RewardModel | None = None
     chosen: tuple[str, ...] | None = None
+    is_alone: bool = False
 
     def worker_types(self) -> dict[str, type]:
         """Role name -> class of the running role, known before anything is built."""
@@ -78,15 +100,24 @@ class RLHost(Description):
             types["rm"] = RewardWorker
         return {role: kind for role, kind in types.items() if self.chosen is None or role in self.chosen}
 
-    def only(self, roles: Collection[str], sharding: Sharding) -> RLHost:
-        """Some of the roles, to live apart from the others."""
-        return replace(self, chosen=tuple(roles), sharding=sharding)
+    def shardings(self) -> dict[str, Sharding]:
+        """Role -> how it is divided."""
+        own = {"actor": self.actor.sharding}
+        own["critic"] = None if self.critic is None else self.critic.sharding
+        own["reference"] = None if self.reference is None else reference_sharding(self.reference, self.actor)
+        alone = NoSharding()
+        return {role: alone if self.is_alone else own.get(role) or self.sharding for role in self.worker_types()}
+
+    def only(self, roles: Collection[str], size: int) -> RLHost:
+        """Some of the roles, to live apart from the others in so many processes."""
+        return replace(self, chosen=tuple(roles), is_alone=size == 1)
 
     def build(self, context: BuildContext) -> Host:
         """Load every role. Each is seeded by its own name, so that what one draws never depends on another."""
-        host = Host(self.sharding.build(context))
+        host = Host()
         try:
             self._start_roles(host, with_tokenizer(context, self.actor))
+            host.saves({name: role for name, role in host.workers.items() if isinstance(role, TrainedWorker)})
         except BaseException:
             host.close()
             raise
@@ -94,19 +125,20 @@ class RLHost(Description):
 
     def _start_roles(self, host: Host, context: BuildContext) -> None:
         wanted, actor = self.worker_types(), None
+        parallels = {role: host.parallel(sharding, context) for role, sharding in self.shardings().items()}
         if "actor" in wanted:
             seed_everything(derive_seed(context.seed, "actor"))
             actor = host.workers["actor"] = self.actor.start(
-                context, host.parallel, self.algorithm, self.rollout, self.total_updates, self.restore
+                context, parallels["actor"], self.algorithm, self.rollout, self.total_updates, self.restore
             )
         if self.critic is not None and "critic" in wanted:
             seed_everything(derive_seed(context.seed, "critic"))
             host.workers["critic"] = self.critic.start(
-                context, host.parallel, self.algorithm, self.total_updates, self.restore
+                context, parallels["critic"], self.algorithm, self.total_updates, self.restore
             )
         if self.reference is not None and "reference" in wanted:
             host.workers["reference"] = self.reference.start(
-                context, host.parallel, self.actor, actor, self.rollout.temperature
+                context, parallels["reference"], self.actor, actor, self.rollout.temperature
             )
         if self.reward is not None and "rm" in wanted:
             host.workers["rm"] = RewardWorker.start(self.reward, context)
@@ -124,13 +156,25 @@ class SFTHost(Description):
     def worker_types(self) -> dict[str, type]:
         return {"learner": Learner}
 
+    def shardings(self) -> dict[str, Sharding]:
+        """Role -> how it is divided."""
+        return {"learner": self.learner.sharding or self.sharding}
+
     def build(self, context: BuildContext) -> Host:
         """Load the model."""
-        host = Host(self.sharding.build(context))
+        host = Host()
+        parallel = host.parallel(self.shardings()["learner"], context)
         seed_everything(derive_seed(context.seed, "learner"))
         context = with_tokenizer(context, self.learner)
-        host.workers["learner"] = Learner.start(self.learner, context, host.parallel, self.total_updates, self.restore)
+        host.workers["learner"] = Learner.start(self.learner, context, parallel, self.total_updates, self.restore)
+        host.saves({"actor": host.workers["learner"]})
         return host
+
+
+def reference_sharding(reference: Reference, actor: Actor) -> Sharding | None:
+    """The reference's own; that of the actor where it is the actor with its adapter off."""
+    is_the_actor = reference.model is None and actor.lora is not None
+    return reference.sharding or (actor.sharding if is_the_actor else None)
 
 
 def with_tokenizer(context: BuildContext, role: TrainedRole) -> BuildContext:

@@ -13,7 +13,7 @@ from verl.description import BuildContext, Description
 from verl.dispatch import by_rows
 from verl.engines.engine import TrainingEngine
 from verl.engines.micro import MicroBatch
-from verl.engines.sharding import Parallel
+from verl.engines.sharding import Parallel, Sharding
 from verl.engines.token_scores import score_tokens
 from verl.models.lora import adapter_off
 from verl.models.output_head import OutputHead
@@ -32,10 +32,12 @@ class Reference(Description):
         model: its weights; null takes the weights that the actor starts from. If the actor trains a LoRA adapter,
             null costs no memory: the reference is the actor with its adapter off.
         micro_batch_tokens: tokens of one forward pass, padding included.
+        sharding: of this role alone; null for that of the run. A reference that is the actor has the actor's.
     """
 
     model: ModelSource | None = None
     micro_batch_tokens: int = 16384
+    sharding: Sharding | None = None
 
     def faults(self) -> Iterator[str]:
         if self.micro_batch_tokens < 1:

@@ -11,13 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.checkpoint.loading import DeviceMap
+from verl.checkpoint.disk import Disk
+from verl.checkpoint.loading import DeviceMap, SavedTensor, saved_tensors
 from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.published import open_published
+from verl.checkpoint.reader import CheckpointReader
 from verl.engines.engine import TrainingEngine
+from verl.engines.layouts import Readable, local, own_part
+from verl.engines.parallel import Parallel
 from verl.errors import ConfigError
 from verl.models.heads import ValueModel
 from verl.models.pretrained import VALUE_HEAD_FILE, Pretrained
-from verl.models.saved_form import load_adapter, saved_form
+from verl.models.saved_form import ADAPTER_BIN, live_tensors, load_adapter, names_in_files, saved_form
 from verl.workers.state import Restore
 
 
@@ -29,7 +34,7 @@ class Reload:
         directory: of the checkpoint.
         weights, optimizer: which of them.
         mmap: copy from the mapped files, instead of reading them into memory first.
-        device_map: where tensors are put on their way; None is main memory.
+        device_map: where tensors are put on their way; None is main memory, and so it is for what is divided.
     """
 
     directory: Path
@@ -43,13 +48,22 @@ class Reload:
         manager = CheckpointManager(self.directory)
         return manager.load(component, mmap=self.mmap, device_map=self.device_map, strict=False, verify=False)
 
+    def saved(self, component: str) -> dict[str, SavedTensor]:
+        """The same, to be read where they are indexed."""
+        reader = CheckpointReader(open_published(Disk(), self.directory), verify=False, writable=True)
+        return saved_tensors(reader, component)
 
-def load_weights(model: Any, component: str, source: Reload) -> None:
-    """Copy the weights of a component into a live model, a value head included.
+
+def load_weights(model: Any, component: str, source: Reload, parallel: Parallel) -> None:
+    """Copy the weights of a component into a live model, a value head included; of a divided one, what is kept here.
 
     Raises:
         ConfigError: they are not those of this model.
     """
+    if parallel.divides_weights:
+        parallel.settle(model)
+        _load_parts(model, component, source)
+        return
     live, found = saved_form(model).tensors, source.tensors(component)
     if found and _are_own(live, model):
         _refuse_other(component, live, found)
@@ -64,10 +78,30 @@ def load_weights(model: Any, component: str, source: Reload) -> None:
         model.load_head(source.directory / component / VALUE_HEAD_FILE)
 
 
+def _load_parts(model: Any, component: str, source: Reload) -> None:
+    """Every process reads of each tensor what it keeps of it."""
+    live, names = live_tensors(model), names_in_files(model)
+    found: Mapping[str, Readable] = source.saved(component)
+    if not found and hasattr(model, "peft_config"):
+        found = torch.load(source.directory / component / ADAPTER_BIN, map_location="cpu", weights_only=True)
+    if not found or names is None:
+        backbone = isinstance(model, ValueModel)
+        loaded = _loaded(model, component, source).state_dict()
+        found = {f"backbone.{name}" if backbone else name: x for name, x in loaded.items()}
+        names = {name: name for name in live if name in found}
+    _refuse_other(component, {name: live[own] for name, own in names.items()}, found)
+    with torch.no_grad():
+        for name, own in names.items():
+            local(live[own]).copy_(own_part(live[own], found[name]))
+    if isinstance(model, ValueModel):
+        model.load_head(source.directory / component / VALUE_HEAD_FILE)
+
+
 def load_optimizer(engine: TrainingEngine, component: str, source: Reload) -> None:
     """Give an engine the moments of the optimizer and its place in the learning rate's schedule."""
     assert engine.optimizer is not None
-    prefix, found = f"{component}.", source.tensors("optimizer")
+    prefix, divided = f"{component}.", engine.parallel.divides_weights
+    found: Mapping[str, Readable] = source.saved("optimizer") if divided else source.tensors("optimizer")
     schedule = json.loads((source.directory / "scheduler/state.json").read_text())
     engine.optimizer.state.clear()
     own = {name.removeprefix(prefix): found[name] for name in found if name.startswith(prefix)}
@@ -80,7 +114,7 @@ def _are_own(live: Mapping[str, Tensor], model: Any) -> bool:
     return all(x.data_ptr() in places for x in live.values())
 
 
-def _refuse_other(component: str, live: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+def _refuse_other(component: str, live: Mapping[str, Tensor], found: Mapping[str, Readable]) -> None:
     faults = [f"{name} is not in the checkpoint" for name in live if name not in found]
     faults += [f"{name} is not in the model" for name in found if name not in live]
     faults += [
@@ -98,7 +132,11 @@ def _refuse_other(component: str, live: Mapping[str, Tensor], found: Mapping[str
 def _copy_whole(model: Any, component: str, source: Reload) -> None:
     """By way of a second model, where the file knows the weights under other names or in another form."""
     target = model.backbone if isinstance(model, ValueModel) else model
-    dtype: Any = str(next(target.parameters()).dtype).removeprefix("torch.")
-    described = Pretrained(path=str(source.directory / component), dtype=dtype)
-    loaded = described.load_backbone("cpu") if target is not model else described.load_causal_lm("cpu")
-    target.load_state_dict(loaded.state_dict())
+    target.load_state_dict(_loaded(model, component, source).state_dict())
+
+
+def _loaded(model: Any, component: str, source: Reload) -> Any:
+    """A second model, or backbone of one, in main memory."""
+    dtype: Any = str(next(model.parameters()).dtype).removeprefix("torch.")
+    described = Pretrained(path=str(Restore(source.directory, verify=False).plain(component)), dtype=dtype)
+    return described.load_backbone("cpu") if isinstance(model, ValueModel) else described.load_causal_lm("cpu")

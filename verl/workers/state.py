@@ -9,7 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from verl.checkpoint.disk import Disk
-from verl.checkpoint.loading import as_torch
+from verl.checkpoint.loading import as_torch, saved_tensors
+from verl.checkpoint.plain import plain_directory
 from verl.checkpoint.published import open_published
 from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.tensors import LogicalTensor
@@ -37,6 +38,23 @@ class RoleState:
 
 
 @dataclass(frozen=True)
+class RemoteState:
+    """What is told of a trained role whose processes write their tensors themselves.
+
+    Attributes:
+        updates: see `RoleState`.
+        num_bytes: of its weights and its optimizer's state.
+    """
+
+    updates: int
+    num_bytes: int
+
+
+SavedRole = RoleState | RemoteState
+"""What a save is given of a role."""
+
+
+@dataclass(frozen=True)
 class Restore:
     """The checkpoint that roles start from; travels to the processes where they live.
 
@@ -50,22 +68,27 @@ class Restore:
 
     def reader(self) -> CheckpointReader:
         disk = Disk()
-        return CheckpointReader(open_published(disk, self.directory), disk, self.verify)
+        return CheckpointReader(open_published(disk, self.directory), disk, self.verify, writable=True)
 
     def model(self, described: ModelSource, component: str) -> ModelSource:
         """Where a role's weights are now, once every byte of them is what was written."""
-        reader = self.reader()
-        for entry in reader.files(component):
-            reader.read(entry.path)
-        path = str(self.directory / component)
+        path = str(self.plain(component))
         if isinstance(described, Pretrained):
             return replace(described, path=path, revision=None)
         return Pretrained(path=path, dtype=described.dtype)
 
+    def plain(self, component: str) -> Path:
+        """A component as a directory that other libraries open, once every byte of it is what was written."""
+        reader = self.reader()
+        for entry in reader.files(component):
+            reader.check(entry.path)
+        return plain_directory(reader.published, component)
+
     def adapter(self, component: str) -> Path:
         """The weights of a component's adapter, in either form."""
-        names = [Path(entry.path).name for entry in self.reader().files(component)]
-        return self.file(component, ADAPTER_FILE if ADAPTER_FILE in names else ADAPTER_BIN)
+        directory = self.plain(component)
+        safe = directory / ADAPTER_FILE
+        return safe if safe.is_file() else directory / ADAPTER_BIN
 
     def file(self, component: str, name: str) -> Path:
         """A file of a component, once it is what was written."""
@@ -73,14 +96,12 @@ class Restore:
         return self.directory / component / name
 
     def optimizer(self, engine: TrainingEngine, role: str) -> None:
-        """Give an engine the optimizer's state and its place in the schedule."""
+        """Give an engine the optimizer's state, of which it reads what this process keeps, and its place in the
+        schedule."""
         reader = self.reader()
         prefix = f"{role}."
-        tensors = {
-            tensor.name.removeprefix(prefix): as_tensor(reader.tensor("optimizer", tensor.name), tensor)
-            for tensor in reader.tensors("optimizer")
-            if tensor.name.startswith(prefix)
-        }
+        found = saved_tensors(reader, "optimizer").items()
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in found if name.startswith(prefix)}
         schedule = json.loads(bytes(reader.read("scheduler/state.json")))
         engine.load_optimizer(tensors, schedule["updates"][role])
 

@@ -14,8 +14,7 @@ from verl.description import Description
 from verl.dispatch import on_all, on_each
 from verl.engines.engine import Packs, TrainingEngine
 from verl.engines.optim import AdamW
-from verl.engines.sharding import Parallel
-from verl.errors import ConfigError
+from verl.engines.sharding import Parallel, Sharding
 from verl.models.lora import LoRA
 from verl.models.precision import Autocast
 from verl.models.pretrained import quiet_transformers
@@ -23,8 +22,9 @@ from verl.models.saved_form import SavedForm, live_tensors, load_adapter, saved_
 from verl.models.source import ModelSource
 from verl.utils.seeding import RngState, derive_seed, rng_state, seed_everything, set_rng_state
 from verl.workers.gathering import whole_on_first
+from verl.workers.parts import Berth, PartOrder, PartSetting, PartWriter
 from verl.workers.reload import Reload, load_optimizer, load_weights
-from verl.workers.state import Restore, RoleState
+from verl.workers.state import RemoteState, Restore, RoleState
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class TrainedRole(Description):
         packing: `auto` runs rows as one line of tokens, a prompt shared by several of them once, where the model can
             and it leaves clearly fewer tokens; `off` pads. Changes no result but by rounding.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
+        sharding: of this role alone; null for that of the run.
     """
 
     model: ModelSource
@@ -53,6 +54,7 @@ class TrainedRole(Description):
     autocast: Autocast = None
     packing: Packs = "auto"
     gradient_checkpointing: bool = False
+    sharding: Sharding | None = None
 
     def faults(self) -> Iterator[str]:
         if self.micro_batch_tokens < 1:
@@ -118,10 +120,12 @@ class TrainedWorker:
     Attributes:
         engine: that trains the model.
         tokenizer: saved beside the weights.
+        parts: writes what this process saves of its roles; set by the host.
     """
 
     def __init__(self, engine: TrainingEngine, tokenizer: Any):
         self.engine, self.tokenizer = engine, tokenizer
+        self.parts: PartWriter | None = None
         self._tokenizer_files: dict[str, bytes] | None = None
 
     @on_all
@@ -139,15 +143,10 @@ class TrainedWorker:
         """Take weights, optimizer or both from a checkpoint into the live tensors, which stay where they are.
 
         Raises:
-            ConfigError: it holds another model, or each process has only parts of the weights.
+            ConfigError: it holds another model.
         """
-        if getattr(self.engine.parallel, "divides_weights", False):
-            raise ConfigError(
-                "sharding divides the weights over processes, and a checkpoint is loaded into a running trainer only "
-                "where each process holds all of them. Start another run with resume=PATH."
-            )
         if source.weights:
-            load_weights(self.engine.model, component, source)
+            load_weights(self.engine.model, component, source, self.engine.parallel)
         if source.optimizer:
             load_optimizer(self.engine, component, source)
 
@@ -163,13 +162,49 @@ class TrainedWorker:
             weights, optimizer = self._whole_weights(), whole_on_first(optimizer, self.engine.parallel)
         if self.engine.parallel.rank != 0:
             return None
-        if self._tokenizer_files is None:
-            self._tokenizer_files = tokenizer_files(self.tokenizer)
         form = saved_form(self.engine.model, weights)
         if copied and weights is None:
             form = SavedForm(_in_main_memory(form.tensors), form.file, form.files)
             optimizer = _in_main_memory(optimizer)
-        return RoleState(form, optimizer, self.engine.updates, self._tokenizer_files)
+        return RoleState(form, optimizer, self.engine.updates, self.constant_files())
+
+    def constant_files(self) -> dict[str, bytes]:
+        """The tokenizer's."""
+        if self._tokenizer_files is None:
+            self._tokenizer_files = tokenizer_files(self.tokenizer)
+        return self._tokenizer_files
+
+    # What every process writes of a checkpoint; each of these is asked of one role of a process, for all of them.
+
+    @on_each
+    def look(self, directory: Path, nonce: str) -> Berth:
+        """See `PartWriter.look`."""
+        return self._parts.look(directory, nonce)
+
+    @on_all
+    def remote_states(self) -> dict[str, RemoteState]:
+        """See `PartWriter.states`."""
+        return self._parts.states()
+
+    @on_all
+    def prepare_parts(self, setting: PartSetting) -> None:
+        """See `PartWriter.prepare`."""
+        self._parts.prepare(setting)
+
+    @on_each
+    def save_part(self, order: PartOrder) -> bool:
+        """See `PartWriter.save`."""
+        return self._parts.save(order)
+
+    @on_all
+    def wait_copied(self) -> None:
+        """See `PartWriter.wait_copied`."""
+        self._parts.wait_copied()
+
+    @property
+    def _parts(self) -> PartWriter:
+        assert self.parts is not None, "this role lives in no host"
+        return self.parts
 
     @on_each
     def rng_states(self) -> RngState:

@@ -1,0 +1,90 @@
+"""Write the table of memory and traffic at scale between the marks in docs/scaling.md, from the cost model.
+
+    python scripts/make_scaling_table.py                              the table of the document
+    python scripts/make_scaling_table.py --model PATH --devices 16    likewise for a model's config.json, printed
+
+`--check` exits 1 if the document is not up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from verl.engines.costs import cost_of, usual  # noqa: E402
+from verl.engines.sharding import DDP  # noqa: E402
+from verl.models.sizes import ModelSizes, sizes_of  # noqa: E402
+
+GIB = 2**30
+DEVICES = (8, 64, 512)
+TOKENS = 16384  # of a micro-batch
+MICRO_BATCHES = 8  # of an optimizer step, in each share of the rows
+HEAD = (
+    "| model | devices | `sharding=` | at rest | gathered meanwhile | activations | sent per optimizer step |\n"
+    "|---|---|---|---|---|---|---|\n"
+)
+
+
+def of_shape(hidden: int, mlp: int, layers: int, heads: int) -> ModelSizes:
+    """A model of the Llama 3 family."""
+    from transformers import LlamaConfig
+
+    shape: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
+    config = LlamaConfig(
+        vocab_size=128_256, num_attention_heads=heads, num_key_value_heads=8, tie_word_embeddings=False, **shape
+    )
+    return sizes_of(config)
+
+
+def lines(name: str, sizes: ModelSizes, devices: Sequence[int]) -> Iterator[str]:
+    """A line for each number of devices and each sharding."""
+    activations = sizes.activation_elements(TOKENS, recomputed=True) * 2
+    for count in devices:
+        for option, sharding in {"ddp": DDP(), **usual(count)}.items():
+            cost = cost_of(sharding, count, sizes, TOKENS, weight_bytes=4, compute_bytes=2)
+            cells = (cost.resting, cost.gathered, activations, cost.per_step(MICRO_BATCHES))
+            yield f"| {name} | {count} | {option} | " + " | ".join(f"{x / GIB:.1f}" for x in cells) + " |"
+
+
+def table() -> str:
+    """That of the document."""
+    models = {"8B": of_shape(4096, 14336, 32, 32), "70B": of_shape(8192, 28672, 80, 64)}
+    rows = [line for name, sizes in models.items() for line in lines(name, sizes, DEVICES)]
+    return HEAD + "\n".join(rows) + "\n"
+
+
+def between(text: str, mark: str, content: str) -> str:
+    """`text` with `content` between <!-- mark --> and <!-- /mark -->."""
+    start, end = f"<!-- {mark} -->\n", f"<!-- /{mark} -->"
+    head, rest = text.split(start)
+    return head + start + content + end + rest.split(end)[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--model", help="a directory with a config.json, or a name on the hub")
+    parser.add_argument("--devices", type=int, nargs="+", default=list(DEVICES))
+    args = parser.parse_args()
+    if args.model:
+        from transformers import AutoConfig
+
+        sizes = sizes_of(AutoConfig.from_pretrained(args.model))
+        print(HEAD + "\n".join(lines(Path(args.model).name, sizes, args.devices)))
+        return
+    document = ROOT / "docs/scaling.md"
+    old = document.read_text()
+    new = between(old, "scale", table())
+    if args.check and new != old:
+        sys.exit("docs/scaling.md is not up to date: run scripts/make_scaling_table.py")
+    document.write_text(new)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""A checkpoint that every process wrote a part of is the one that a single process writes, and loads anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from trainer.runs import PPO, ppo_run
+from trainer.saved_runs import course as saved_course
+from trainer.saved_runs import newest
+
+from verl.checkpoint.discovery import CheckpointDirectory
+from verl.checkpoint.disk import Disk
+from verl.checkpoint.published import open_published
+from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.verify import verified
+from verl.description import BuildContext, as_plain
+from verl.engines.sharding import DDP, FSDP, HSDP, TPFSDP
+from verl.models.lora import LoRA
+from verl.trainer.loop import Course
+from verl.trainer.reloading import load_checkpoint
+
+pytestmark = pytest.mark.xdist_group("two processes")
+
+OWN = ("rng",)  # each process has generators of its own
+
+
+def digest(checkpoint: Path) -> str:
+    return CheckpointReader(verified(Disk(), checkpoint, "full")).digest(OWN)
+
+
+def started(run, directory: Path):
+    return run.build(BuildContext(run_dir=directory))
+
+
+def under_way(trainer) -> Course:
+    course = Course(trainer, as_plain(trainer.description))
+    course.open()
+    return course
+
+
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [
+        ("fsdp", 2),
+        pytest.param("ddp", 3, marks=pytest.mark.exhaustive),
+        pytest.param("hsdp", 4, marks=pytest.mark.exhaustive),
+        pytest.param("tp_fsdp", 4, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_runs_loads_what_it_saved_and_repeats_the_step_bit_by_bit(name, processes, model64, tmp_path):
+    sharding = {"fsdp": FSDP(), "ddp": DDP(), "hsdp": HSDP(), "tp_fsdp": TPFSDP()}[name]
+    shared = {"sharding": sharding, "n_gpus_per_node": processes}
+    run = saved_course(model64, tmp_path, PPO, save={"save_async": True, "max_shard_gib": 2e-5}, **shared)
+    with started(run, tmp_path / "run") as trainer:
+        course = under_way(trainer)
+        course.step()
+        course.step()
+        course.settle()
+        first, second = (tmp_path / f"checkpoints/global_step_{step}" for step in (1, 2))
+        before = digest(first), digest(second)
+        load_checkpoint(course, first)
+        aside = course.save(directory=tmp_path / "aside")
+        assert digest(aside) == before[0]
+        course.step()
+        course.settle()
+        repeated = newest(tmp_path)
+        assert (repeated.name, digest(repeated.directory)) == ("global_step_2", before[1])  # the same: saved once
+        course.end()
+    manifest = open_published(Disk(), second).manifest
+    files = {entry.path for entry in manifest.files}
+    place = [f"_tp_rank_{rank % 2}_pp_rank_0" if name == "tp_fsdp" else "" for rank in range(processes)]
+    assert {f"optimizer/optim_state_rank_{rank}{place[rank]}.safetensors" for rank in range(processes)} <= files
+    assert len([path for path in files if path.startswith("actor/model-")]) > processes
+    assert_opens(second, tmp_path, model64)
+
+
+def assert_opens(checkpoint: Path, directory: Path, model) -> None:
+    """One process goes on from it, and saves the same; transformers opens it by itself."""
+    from transformers import AutoModelForCausalLM
+
+    _, told = AutoModelForCausalLM.from_pretrained(checkpoint / "actor", output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    alone = saved_course(model, directory / "alone", PPO, resume=str(checkpoint))
+    with started(alone, directory / "alone/run") as trainer:
+        assert digest(under_way(trainer).save(directory=directory / "alone/aside")) == digest(checkpoint)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("safetensors", [True, False])
+def test_an_adapter_and_files_for_older_tools_are_saved_and_loaded(safetensors, model64, tmp_path):
+    shared = {"sharding": FSDP(), "n_gpus_per_node": 2}
+    run = saved_course(model64, tmp_path, PPO, save={"use_safetensors": safetensors}, **shared)
+    run = dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=LoRA(rank=2)))
+    with started(run, tmp_path / "run") as trainer:
+        course = under_way(trainer)
+        course.step()
+        course.step()
+        load_checkpoint(course, tmp_path / "checkpoints/global_step_1")
+        course.step()
+        assert newest(tmp_path).name == "global_step_2"  # the same content again: saved once
+        course.end()
+
+
+def test_processes_that_see_another_directory_leave_the_saving_to_the_driver(model64, tmp_path, monkeypatch, caplog):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(there)  # where the workers are
+    run = ppo_run(model64, PPO, total_steps=1, save_final=False, sharding=DDP(), n_gpus_per_node=2)
+    saving = saved_course(model64, Path("/proc/self/cwd")).checkpoint  # a path that leads elsewhere in each process
+    with started(dataclasses.replace(run, checkpoint=saving), tmp_path / "run") as trainer:
+        monkeypatch.chdir(here)
+        trainer.fit()
+    assert "rank_0 (actor, critic) on " in caplog.text
+    assert "cannot see /proc/self/cwd/checkpoints as the driver does" in caplog.text
+    saved = CheckpointDirectory(here / "checkpoints").newest()
+    assert verified(Disk(), saved.directory, "full").step == 1
+    assert not (there / "checkpoints").exists()
+    assert {tensor.component for tensor in saved.manifest.tensors} == {"actor", "critic", "optimizer", "rng"}

@@ -1,0 +1,79 @@
+"""A sibling process that is lost at any stage of a step ends the run by name, and nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from cluster.processes_of import wait_until_gone, workers_of
+from random_models import save_random_classifier
+from rewards.rated import described
+from trainer.runs import PPO
+from trainer.saved_runs import course, fit, newest
+
+from verl.cluster.mesh import DeviceMesh
+from verl.cluster.processes import Processes
+from verl.engines.sharding import DDP
+from verl.errors import WorkerDied, WorkerHung
+
+pytestmark = pytest.mark.xdist_group("two processes")
+
+CALLS = ["actor.compute_log_probs", "actor.generate", "reference.compute_log_probs", "critic.compute_values"]
+CALLS += ["critic.update", "actor.update", "actor.sync"]
+SHARED = {"sharding": DDP(timeout_s=60.0), "n_gpus_per_node": 2}
+
+
+@pytest.fixture
+def striking(monkeypatch):
+    """Sends a signal to the last worker in the midst of a call of a name in a step."""
+
+    def strike(call: str, step: int, number: int):
+        submit = Processes.submit
+
+        def submit_and_strike(cluster, role, method, args):
+            future = submit(cluster, role, method, args)
+            if f"{role}.{method}" == call and cluster.step == step:
+                os.kill(cluster._crew._processes[-1].pid, number)
+            return future
+
+        monkeypatch.setattr(Processes, "submit", submit_and_strike)
+
+    return strike
+
+
+@pytest.mark.parametrize(
+    "call", [call if call == "critic.update" else pytest.param(call, marks=pytest.mark.exhaustive) for call in CALLS]
+)
+def test_a_worker_killed_in_any_stage_is_named_and_the_run_goes_on_from_its_checkpoint(
+    call, striking, model32, tmp_path, monkeypatch
+):
+    striking(call, 2, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=r"rank 1 failed in [\w.]+ at step 2[\s\S]*SIGKILL"):
+        fit(course(model32, tmp_path, PPO, **SHARED), tmp_path / "run")
+    assert wait_until_gone(workers_of(os.getpid())) == []
+    assert newest(tmp_path).step == 1
+    monkeypatch.undo()
+    if call == "critic.update":
+        result = fit(course(model32, tmp_path, PPO, resume="latest", **SHARED), tmp_path / "again")
+        assert result.status == "finished"
+
+
+@pytest.mark.exhaustive
+def test_a_worker_that_stops_in_a_step_is_named(striking, model32, tmp_path):
+    striking("actor.update", 2, signal.SIGSTOP)
+    shared = {**SHARED, "sharding": DDP(timeout_s=600.0, call_timeout_s=20.0)}
+    with pytest.raises(WorkerHung, match=r"rank 1 failed in actor\.update at step 2[\s\S]*does not react at all"):
+        fit(course(model32, tmp_path, PPO, **shared), tmp_path / "run")
+    assert wait_until_gone(workers_of(os.getpid())) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("call", ["rm.rate", "critic.update"])
+def test_the_worker_of_a_role_that_lives_apart_is_named_too(call, striking, model32, tmp_path):
+    judge = described(save_random_classifier(tmp_path / "judge", "llama"), normalize="running")
+    mesh = DeviceMesh(devices=["cpu:0", "cpu:1"], sub_meshes={"critic": ["cpu:1"], "rm": ["cpu:1"]})
+    striking(call, 2, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=r"rank 0 failed in [\w.]+ at step 2[\s\S]*SIGKILL"):
+        fit(course(model32, tmp_path, PPO, reward=judge, placement=mesh), tmp_path / "run")
+    assert wait_until_gone(workers_of(os.getpid())) == []

@@ -1,0 +1,36 @@
+"""A leg of `verl resume-check --topology`: the main script, but what was loaded is saved aside before the first step.
+
+Started by `topology_check.py` alone, with the overrides of the main script.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from verl.cli.topology_check import ASIDE, ROOT
+from verl.compose.check import check
+from verl.compose.entry import Job, entry_point
+from verl.compose.warm_start import resolve_warm_starts
+from verl.description import BuildContext, as_plain
+from verl.trainer.loop import Course, fit
+
+
+def leg(job: Job) -> None:
+    """Go on from a checkpoint if there is one, save what was loaded, and train."""
+    run = check(job.config, job.faults)
+    job.record()
+    run = resolve_warm_starts(run, job.console)
+    trainer = run.build(BuildContext(run_dir=job.run_dir, job=job.name))
+    try:
+        course = Course(trainer, as_plain(trainer.description))
+        course.open()
+        if trainer.saving.resumed is not None:
+            course.save(directory=Path(os.environ[ASIDE]))
+        fit(trainer, course.config, course)
+    finally:
+        trainer.close()
+
+
+if __name__ == "__main__":
+    entry_point(os.environ[ROOT])(leg)()

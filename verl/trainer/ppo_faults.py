@@ -1,0 +1,93 @@
+"""What is wrong between the components of a policy-gradient run, though each of them is sound alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from verl.trainer.ahead import ahead_faults
+from verl.trainer.setup import Divided, sharding_faults
+from verl.workers.training import TrainedRole
+
+
+def faults_between(run: Any) -> Iterator[str]:
+    """Each fault of a `verl.trainer.ppo.PPORun` by its full config path."""
+    settings, algorithm = run.trainer, run.algorithm
+    estimator = type(algorithm.advantage).__name__
+    if algorithm.needs_groups and settings.group_size < 2:
+        comparing = estimator if algorithm.advantage.needs_groups else type(algorithm.selection).__name__
+        yield (
+            f"trainer.group_size is {settings.group_size}: {comparing} compares a response with its siblings. "
+            "Set trainer.group_size >= 2, or algorithm=ppo."
+        )
+    if algorithm.needs_values and run.critic is None:
+        yield f"critic is null: {estimator} needs values. Set critic=tiny or another critic, or algorithm=grpo."
+    if algorithm.needs_reference and run.reference is None:
+        yield "reference is null: algorithm.kl needs one. Set reference=same_as_actor, or algorithm.kl.coef=0."
+    rows = settings.prompts_per_step * settings.group_size
+    if rows % algorithm.mini_batches:
+        fitting = [n for n in range(1, rows + 1) if rows % n == 0]
+        near = min(fitting, key=lambda n: abs(n - algorithm.mini_batches))
+        yield (
+            f"algorithm.mini_batches is {algorithm.mini_batches}: it does not divide the {rows} responses of a "
+            f"step (trainer.prompts_per_step {settings.prompts_per_step} x trainer.group_size "
+            f"{settings.group_size}); {near} would."
+        )
+    yield from _sharding_faults(run)
+    if settings.rollout_ahead:
+        yield from ahead_faults(run.rollout, algorithm)
+    yield from _replay_faults(run)
+    yield from _placement_faults(run)
+    yield from _context_faults(run)
+
+
+def _sharding_faults(run: Any) -> Iterator[str]:
+    shardings = run.shardings()
+    if run.reference is not None and run.reference.sharding is not None:
+        is_the_actor = run.reference.model is None and run.actor.lora is not None
+        if is_the_actor and "reference" in shardings and shardings["reference"] != shardings["actor"]:
+            yield (
+                "reference.sharding differs from that of the actor, and under actor.lora the reference is the "
+                "actor with its adapter off. Set reference.sharding=null, or give reference.model."
+            )
+    placement, count = run.trainer.placement, run.trainer.n_gpus_per_node * run.trainer.nnodes
+    counts = dict.fromkeys(shardings, count) if placement is None else placement.sizes(tuple(shardings), count)
+    roles = []
+    for role, sharding in shardings.items():
+        described = getattr(run, role, None)
+        path = "sharding" if getattr(described, "sharding", None) is None else f"{role}.sharding"
+        model = described.model if isinstance(described, TrainedRole) else None
+        roles.append(Divided(path, sharding, counts[role], model, f"{role}.model"))
+    yield from sharding_faults(roles, run.trainer, placement is not None)
+
+
+def _replay_faults(run: Any) -> Iterator[str]:
+    if run.algorithm.replay_fraction and run.replay is None:
+        yield (
+            f"algorithm.replay_fraction is {run.algorithm.replay_fraction}: there is no replay buffer to take old rows "
+            "from. Set replay=tiered, or algorithm.replay_fraction=0."
+        )
+
+
+def _placement_faults(run: Any) -> Iterator[str]:
+    placement, settings = run.trainer.placement, run.trainer
+    if placement is None:
+        return
+    size = settings.n_gpus_per_node * settings.nnodes
+    for fault in placement.faults_with(run.shardings(), size):
+        yield f"trainer.placement.{fault}"
+    if settings.profile is not None:
+        yield "trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set trainer=local."
+
+
+def _context_faults(run: Any) -> Iterator[str]:
+    prompt, response = getattr(run.data, "max_prompt_length", None), run.rollout.max_new_tokens
+    for role in ("actor", "critic"):
+        described = getattr(run, role)
+        limit = None if described is None else described.model.max_positions()
+        if limit is None or prompt is None or prompt + response <= limit:
+            continue
+        yield (
+            f"data.max_prompt_length is {prompt}: with rollout.max_new_tokens {response} that makes "
+            f"{prompt + response} tokens, and {role}.model holds {limit}. Lower one of them."
+        )
