@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from random_models import save_random_model
+from storage.gcs_server import gcs_server
+from storage.oss_server import oss_server
 from storage.s3_server import Proxy, proxy_before, s3_server
 
 from verl.models.pretrained import Pretrained
@@ -93,6 +95,20 @@ def prompts(tokenizer) -> Callable[..., DataProto]:
 def s3_url() -> Iterator[str]:
     """The address of an S3 server with a bucket."""
     with s3_server() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def gcs_url() -> Iterator[str]:
+    """The address of a server of Google Cloud Storage's protocol with a bucket."""
+    with gcs_server() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def oss_url(s3_url: str) -> Iterator[str]:
+    """The address of a server of OSS's protocol with a bucket."""
+    with oss_server(s3_url) as url:
         yield url
 
 

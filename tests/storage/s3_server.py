@@ -70,6 +70,7 @@ class Fault:
         delay_s: before the answer.
         body: replaces that of the answer.
         cut: ends the body of the answer after so many bytes.
+        translated: what becomes of the body of the answer.
     """
 
     status: int | None = None
@@ -78,6 +79,7 @@ class Fault:
     delay_s: float = 0.0
     body: bytes | None = None
     cut: int | None = None
+    translated: Callable[[bytes], bytes] = bytes
 
 
 class Proxy(ThreadingHTTPServer):
@@ -124,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Proxy
 
     def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self._body()
         with self.server.lock:
             request = Request(len(self.server.seen) + 1, self.command, self.path, dict(self.headers), b"")
             self.server.seen.append(request)
@@ -142,14 +144,25 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.hang_up or not (fault.passed_on or fault.body is not None or fault.cut is not None):
             self.close_connection = True
             return
-        self._answer(status, headers, answer if fault.body is None else fault.body, fault.cut)
+        self._answer(status, headers, fault.translated(answer) if fault.body is None else fault.body, fault.cut)
+
+    def _body(self) -> bytes:
+        """Of the request, by its length or in chunks."""
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b""
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
 
     def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         upstream = http.client.HTTPConnection(self.server.upstream, timeout=60)
-        headers = {name: value for name, value in self.headers.items() if name.lower() != "host"}
-        upstream.request(self.command, self.path, body, {**headers, "Host": self.headers["Host"]})
+        passed = {name: value for name, value in self.headers.items() if name.lower() != "transfer-encoding"}
+        upstream.request(self.command, self.path, body, passed)
         answer = upstream.getresponse()
         content = answer.read()
         kept = dict(answer.getheaders())

@@ -10,13 +10,13 @@ import pytest
 from storage.s3_server import BUCKET
 
 from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused
-from verl.storage.options import LocalStorage, MemoryStorage, S3Storage, Storage
+from verl.storage.options import GCSStorage, LocalStorage, MemoryStorage, OSSStorage, S3Storage, Storage
 from verl.storage.store import ObjectStore
 
 LONG = bytes(range(256)) * (11 * 4096)  # 11 MiB: three parts of 5
 
 
-@pytest.fixture(params=["local", "memory", "s3", "s3 without conditions"])
+@pytest.fixture(params=["local", "memory", "s3", "s3 without conditions", "gcs", "oss"])
 def store(request: pytest.FixtureRequest, tmp_path: Path):
     prefix = f"{request.node.name.replace('[', '-').replace(']', '').replace(' ', '-')}/here"
     made: dict[str, Storage] = {
@@ -28,6 +28,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path):
         made[request.param] = S3Storage(
             bucket=BUCKET, prefix=prefix, endpoint_url=url, part_mib=5, conditional_put=condition
         )
+    for name, kind in (("gcs", GCSStorage), ("oss", OSSStorage)):
+        if request.param == name:
+            url = request.getfixturevalue(f"{name}_url")
+            made[name] = kind(bucket=BUCKET, prefix=prefix, endpoint_url=url, part_mib=5)
     with made[request.param].connect() as connected:
         yield connected
 

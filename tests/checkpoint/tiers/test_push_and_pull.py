@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from storage.s3_server import BUCKET
 
 from verl.checkpoint.discovery import CheckpointDirectory
 from verl.checkpoint.published import Published
@@ -22,7 +23,7 @@ from verl.errors import (
     ConfigError,
     ObjectDamaged,
 )
-from verl.storage.options import LocalStorage, MemoryStorage
+from verl.storage.options import GCSStorage, LocalStorage, MemoryStorage, OSSStorage
 from verl.storage.store import ObjectStore
 
 TOKENIZER = b"tokens of a constant file" * 40
@@ -31,6 +32,14 @@ TOKENIZER = b"tokens of a constant file" * 40
 @pytest.fixture
 def objects(tmp_path: Path) -> ObjectStore:
     return LocalStorage(path=str(tmp_path / "bucket"), part_mib=5).connect()
+
+
+@pytest.fixture(params=["local", "gcs", "oss"])
+def any_objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    if request.param == "local":
+        return request.getfixturevalue("objects")
+    kind, url = {"gcs": GCSStorage, "oss": OSSStorage}[request.param], request.getfixturevalue(f"{request.param}_url")
+    return kind(bucket=BUCKET, prefix=tmp_path.name, endpoint_url=url, part_mib=5).connect()
 
 
 def save(directory: Path, step: int, weight: bytes = b"", tag: str | None = None) -> Published:
@@ -46,10 +55,10 @@ def push(objects: ObjectStore, published: Published, claim: str = ""):
     return Pusher(objects, RemoteLog(objects, claim)).push(published)
 
 
-def test_what_was_pushed_is_pulled_bit_by_bit(objects: ObjectStore, tmp_path: Path) -> None:
+def test_what_was_pushed_is_pulled_bit_by_bit(any_objects: ObjectStore, tmp_path: Path) -> None:
     published = save(tmp_path / "here", 3)
-    push(objects, published)
-    tier = RemoteCheckpoints(objects)
+    push(any_objects, published)
+    tier = RemoteCheckpoints(any_objects)
     assert tier.newest().step == 3
     pulled = pull(tier, tier.find(), CheckpointStore(tmp_path / "there"))
     files = [path.relative_to(published.directory) for path in published.directory.rglob("*") if path.is_file()]
@@ -157,19 +166,19 @@ def test_a_reader_fetches_what_is_asked_for_alone(objects: ObjectStore, tmp_path
     assert asked == [(1000, 2000), (2000, 3000)]
 
 
-def test_the_later_of_two_trainers_fences_the_earlier_one_out(objects: ObjectStore, tmp_path: Path) -> None:
-    one, two = RemoteLog(objects, "one"), RemoteLog(objects, "two")
+def test_the_later_of_two_trainers_fences_the_earlier_one_out(any_objects: ObjectStore, tmp_path: Path) -> None:
+    one, two = RemoteLog(any_objects, "one"), RemoteLog(any_objects, "two")
     one.take_claim()
-    Pusher(objects, one).push(save(tmp_path / "one", 1))
+    Pusher(any_objects, one).push(save(tmp_path / "one", 1))
     two.take_claim()
     with pytest.raises(CheckpointFenced, match="taken over"):
-        Pusher(objects, one).push(save(tmp_path / "one", 2))
-    Pusher(objects, two).push(save(tmp_path / "two", 3))
+        Pusher(any_objects, one).push(save(tmp_path / "one", 2))
+    Pusher(any_objects, two).push(save(tmp_path / "two", 3))
     with pytest.raises(CheckpointFenced):
-        RemoteLog(objects, "one").take_claim()
-    again = RemoteLog(objects, "two")
+        RemoteLog(any_objects, "one").take_claim()
+    again = RemoteLog(any_objects, "two")
     again.take_claim()  # the same trainer, whose uploader was started again
-    assert [record.step for record in RemoteCheckpoints(objects).records()] == [1, 3]
+    assert [record.step for record in RemoteCheckpoints(any_objects).records()] == [1, 3]
 
 
 def test_a_claim_between_the_last_look_and_the_commit_wins(objects: ObjectStore, tmp_path: Path) -> None:
