@@ -179,7 +179,6 @@ class FsspecBackend(Backend):
 
     def list(self, prefix: str) -> list[Stored]:
         inside = prefix.rpartition("/")[0]
-        self._fs.invalidate_cache()
         found = self._ask(inside, lambda path: self._fs.find(path, detail=True))
         keys = {path.lstrip("/")[len(self._root.strip("/")) :].lstrip("/"): info for path, info in found.items()}
         return sorted(Stored(key, info["size"]) for key, info in keys.items() if key.startswith(prefix))
@@ -196,6 +195,7 @@ class FsspecBackend(Backend):
 
     def _ask(self, key: str, request: Callable[[str], Any]) -> Any:
         path = f"{self._root}/{key}".rstrip("/")
+        self._fs.invalidate_cache()  # others write there too
         try:
             return request(path)
         except (VerlError, Passing, Taken):  # of whoever gives the pieces
