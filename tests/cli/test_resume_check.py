@@ -38,6 +38,7 @@ def test_a_flipped_bit_is_found_with_its_step_its_tensor_and_its_size(model32, t
     assert "at most by" in result.output
 
 
+@pytest.mark.exhaustive
 def test_another_layout_agrees_to_rounding_and_the_check_says_so(model32, tmp_path):
     result = check("--to-sharding", "ddp", "--processes", "2", "--steps", "2", model=model32, directory=tmp_path)
     assert result.exit_code == 0, result.output
