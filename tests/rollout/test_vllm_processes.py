@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
+from cluster.processes_of import workers_of
 from rollout.engines import agreement, save_family
 from trainer.runs import GRPO, ppo_run
 
@@ -72,3 +78,36 @@ def test_two_processes_and_their_engines_draw_as_one_does(case, model, alone, tm
     assert metrics["sync/probe_gap_nats"] < 1e-4
     assert metrics["sync/unproven_tensors"] == 0
     assert metrics["actor/loss"] == pytest.approx(alone[2]["actor/loss"], abs=1e-4)
+
+
+def engines_of(driver: int) -> list[int]:
+    """The processes of engines that the workers of a driver have started."""
+    environ = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in workers_of(driver)}
+    return [pid for pid, variables in environ.items() if b"VERL_ENGINE_PARENT=" in variables]
+
+
+def kill_soon(pid: int) -> None:
+    time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sharding", [FSDP(), TP()], ids=["fsdp", "tp"])
+def test_an_engine_that_is_killed_beside_a_divided_model_is_made_anew_and_draws_the_same(sharding, model, tmp_path):
+    run = ppo_run(model, GRPO, rollout=ROLLOUT, prompts_per_step=4, sharding=sharding, n_gpus_per_node=2)
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        batch = trainer.train_data.collate(trainer.sampler.next_batch())
+        prompts = batch.union(DataProto.from_dict({"group_ids": torch.arange(4)}))
+        expected = trainer.generate(prompts, Request(1, 2))
+        first = engines_of(os.getpid())
+        os.kill(first[0], signal.SIGKILL)  # while it waits
+        assert agreement(expected, trainer.generate(prompts, Request(1, 2)))[0] == 1
+        second = engines_of(os.getpid())
+        assert first[0] not in second
+        assert len(second) == len(first)
+        killer = threading.Thread(target=kill_soon, args=(second[-1],))  # while it draws, or thereabouts
+        killer.start()
+        assert agreement(expected, trainer.generate(prompts, Request(1, 2)))[0] == 1
+        killer.join()
+        assert agreement(expected, trainer.generate(prompts, Request(1, 2)))[0] == 1
+        assert engines_of(os.getpid()) != second

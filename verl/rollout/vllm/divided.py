@@ -10,8 +10,8 @@ sibling w puts into its stream, as far as the engine says which slices its worke
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import platform
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.models.precision import Autocast
 from verl.protocol import DataProto
 from verl.rollout.base import Request, RolloutEngine, Synced
-from verl.rollout.vllm.agreeing import Interrupted, agreed, from_first
+from verl.rollout.vllm.agreeing import Interrupted, agreed, among_siblings, from_first
 from verl.rollout.vllm.engine import MIB, rows_of
 from verl.rollout.vllm.leading import LeadingEngine
 from verl.rollout.vllm.options import VLLMRollout
@@ -31,6 +31,8 @@ from verl.rollout.vllm.stream import StreamBroken
 from verl.rollout.vllm.told import Drawn
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 30.0  # for responses of an engine, before its process tells the others that it still waits
 
 T = TypeVar("T")
 
@@ -54,12 +56,16 @@ class DividedEngine(RolloutEngine):
         self._pad_id = tokenizer.pad_token_id
         self._begun: tuple[DataProto, Request] | None = None
         self._drawn: Drawn | None = None
+        self._failure: Exception | None = None  # of beginning to draw
         self._times_broken = 0
+        is_one_machine = len(set(among_siblings(self.divided, platform.node()))) == 1
         self.engine: LeadingEngine | None = None
         if self.divided.rank == self.divided.siblings[0]:
             self.engine = LeadingEngine(options, model, tokenizer, seed, autocast, context)
         dtype, chunk_bytes = dtype_of(model, autocast), options.chunk_mib * MIB
-        self._planned = PlannedSync(model, self.engine, dtype, autocast, chunk_bytes, self._may_repeat)
+        self._planned = PlannedSync(
+            model, self.engine, dtype, autocast, chunk_bytes, may_slice=is_one_machine, may_repeat=self._may_repeat
+        )
 
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
         """See `RolloutEngine.generate`. Siblings have the same prompts, and get the same rows."""
@@ -72,21 +78,24 @@ class DividedEngine(RolloutEngine):
         if any(self._agreed(lambda: self.engine is not None and self.engine.needs_weights)):
             self.sync()
         self._begin(prompts, request)
+        self._begun = prompts, request
 
     def finish(self) -> DataProto:
         """What was begun. If an engine died of it, all is drawn again, from the weights that are there by now."""
         assert self._begun is not None
+        (prompts, request), self._begun = self._begun, None
         while True:
-            (prompts, request), self._begun = self._begun, None
             try:
+                while not all(self._agreed(self._has_ended)):  # no wait in an exchange is longer than a look
+                    pass
                 self._agreed(self._end)
+                break
             except Interrupted as failed:
                 self._mend(failed)
-                self.sync()
-                self._begin(prompts, request)
-            else:
-                drawn, self._drawn = from_first(self.divided, self._drawn), None
-                return rows_of(prompts, request, drawn, self.options.max_new_tokens, self._pad_id)
+            self.sync()
+            self._begin(prompts, request)
+        drawn, self._drawn = from_first(self.divided, self._drawn), None
+        return rows_of(prompts, request, drawn, self.options.max_new_tokens, self._pad_id)
 
     def sync(self) -> Synced:
         """Bring the present weights into all engines, along the plan, and prove them."""
@@ -94,11 +103,11 @@ class DividedEngine(RolloutEngine):
         while True:
             try:
                 synced = self._planned.run()
+                break
             except Interrupted as failed:
                 self._mend(failed)
-            else:
-                self._times_broken = 0
-                return synced
+        self._times_broken = 0
+        return synced
 
     def rest(self) -> None:
         """Give the GPU's memory back until the next call; on a CPU there is nothing to do."""
@@ -112,12 +121,20 @@ class DividedEngine(RolloutEngine):
         self._planned.close()
 
     def _begin(self, prompts: DataProto, request: Request) -> None:
-        self._begun = prompts, request
-        if self.engine is not None:
-            with contextlib.suppress(EngineDied):  # which shows again when the answer is waited for
+        """What fails is told when all come together, in `_end`."""
+        self._failure = None
+        try:
+            if self.engine is not None:
                 self.engine.begin_drawing(prompts, request)
+        except Exception as error:  # noqa: BLE001 - raised in `_end`
+            self._failure = error
+
+    def _has_ended(self) -> bool:
+        return self.engine is None or self._failure is not None or self.engine.has_drawn(LOOK_S)
 
     def _end(self) -> None:
+        if self._failure is not None:
+            raise self._failure
         if self.engine is not None:
             self._drawn = self.engine.end_drawing()
 

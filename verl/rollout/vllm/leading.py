@@ -124,9 +124,13 @@ class LeadingEngine(VLLMEngine):
     def begin_drawing(self, prompts: DataProto, request: Request) -> None:
         """Begin to draw with the weights that it has."""
         asked = self._question(prompts, request)
-        self._begun = prompts, request, asked
+        self._begun = prompts, request, asked  # before what may fail: `end_drawing` may follow in any case
         if asked:
             self._process.send("draw", *asked)
+
+    def has_drawn(self, within_s: float) -> bool:
+        """Whether `end_drawing` would not wait; waits a while for that."""
+        return self._begun is None or not self._begun[2] or self._process.has_answered(within_s)
 
     def end_drawing(self) -> Drawn | None:
         """What was begun; None for no rows."""

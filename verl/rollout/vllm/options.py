@@ -13,7 +13,7 @@ from verl.rollout.base import ALONE, Rollout, RolloutEngine
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMRollout(Rollout):
-    """Generate by vLLM, in a process of its own beside each process that trains.
+    """Generate by vLLM, in a process of its own beside each process that trains, or each group of tensor-parallel ones.
 
     It draws the very tokens that `rollout=hf` draws from the same weights, but for rounding, and computes in
     `actor.autocast` if that is set, in the model's type otherwise.

@@ -6,7 +6,6 @@ offers (what engines take) ── plan, kept ── moves ── streams ── 
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +34,7 @@ class PlannedSync:
         engine: that this process leads, if it leads one.
         dtype: that the engines compute in.
         chunk_bytes: of a stream.
+        may_slice: an engine may be fed by several processes.
         may_repeat: whether a failure of this process may be mended by another try.
     """
 
@@ -45,12 +45,14 @@ class PlannedSync:
         dtype: torch.dtype,
         autocast: Autocast,
         chunk_bytes: int,
+        *,
+        may_slice: bool,
         may_repeat: Callable[[Exception], bool],
     ):
         self.model, self.engine, self.dtype, self.autocast = model, engine, dtype, autocast
         self.divided, self._chunk_bytes, self._may_repeat = model.divided, chunk_bytes, may_repeat
         self._sideways = sideways_names(model)
-        self._is_one_machine = len(set(among_siblings(self.divided, platform.node()))) == 1
+        self._may_slice = may_slice
         self._stream: Stream | None = None
         self._known: tuple[list[Wanted], Delivery] | None = None
 
@@ -83,7 +85,7 @@ class PlannedSync:
     def _offer(self, weights: Sequence[Weight]) -> Offer | None:
         if self.engine is None:
             return None
-        in_slices = len(self.divided.siblings) > 1 and self._is_one_machine and may_be_sliced(weights)
+        in_slices = len(self.divided.siblings) > 1 and self._may_slice and may_be_sliced(weights)
         return self.engine.offer({w.name: tuple(w.shape) for w in weights} if in_slices else None)
 
     def _shares(self, offers: Sequence[Offer | None], weights: Sequence[Weight]) -> list[Share]:
