@@ -68,15 +68,20 @@ class TensorLayout:
             of equal size but the last ones, as `torch.chunk` cuts them. Along other dimensions it is repeated.
         stage: the one stage of pipeline (mesh dimension `pp`) that holds it; None: all of them.
         itemsize: bytes of one element.
+        boxes: what each rank holds, in place of `splits`, where no mesh says it; None for nothing.
     """
 
     shape: tuple[int, ...]
     splits: tuple[tuple[str, int], ...] = ()
     stage: int | None = None
     itemsize: int = 4
+    boxes: tuple[Box | None, ...] | None = None
 
     def box(self, mesh: Mesh, rank: int) -> Box | None:
         """What a rank holds; None if nothing."""
+        if self.boxes is not None:
+            own = self.boxes[rank]
+            return own if own is not None and volume(own) else None
         if self.stage is not None and mesh.coordinate(rank, "pp") != self.stage:
             return None
         box = [(0, size) for size in self.shape]

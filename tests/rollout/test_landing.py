@@ -130,3 +130,25 @@ def test_what_is_not_plain_is_refused(change, said):
     change(model, weights)
     with pytest.raises(NotPlain, match=said):
         land(model, weights)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_rank_that_is_given_what_it_wants_alone_holds_the_same(size, packs):
+    weights = full_weights()
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    moved = 0
+    for rank in range(size):
+        model = engine(rank, size, packs=packs)
+        boxes = Landing(model, shapes).wanted()
+        assert boxes.keys() == shapes.keys()
+        landing = Landing(model, shapes, {name: tuple(start for start, _ in box) for name, box in boxes.items()})
+        for name, box in boxes.items():
+            part = weights[name][tuple(slice(start, stop) for start, stop in box)].clone()
+            moved += part.numel()
+            landing.take(name, part)
+        landing.keep()
+        expected, found = wanted(rank, size), held(model)
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+    assert size == 1 or moved < 0.7 * size * sum(tensor.numel() for tensor in weights.values())

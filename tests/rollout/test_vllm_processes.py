@@ -1,16 +1,22 @@
-"""vLLM beside each of two processes: together they draw what one process draws, before an update and after it."""
+"""vLLM beside two processes: together they draw what one process draws, before an update and after it."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
+from cluster.processes_of import workers_of
 from rollout.engines import agreement, save_family
 from trainer.runs import GRPO, ppo_run
 
 from verl.description import BuildContext
-from verl.engines.sharding import DDP, FSDP
+from verl.engines.sharding import DDP, FSDP, TP
 from verl.protocol import DataProto
 from verl.rollout.base import Request
 from verl.rollout.vllm.options import VLLMRollout
@@ -19,10 +25,10 @@ pytestmark = pytest.mark.xdist_group("vllm")
 ROLLOUT = VLLMRollout(max_new_tokens=8, kv_cache_gib=0.05, max_num_seqs=16, num_threads=1)
 
 
-def drawn(model, directory, **parts):
+def drawn(model, directory, rollout=ROLLOUT, **parts):
     """The responses of two steps, an update between them."""
     algorithm = dataclasses.replace(GRPO, mini_batches=1)
-    run = ppo_run(model, algorithm, rollout=ROLLOUT, lr=1e-2, prompts_per_step=4, total_steps=4, **parts)
+    run = ppo_run(model, algorithm, rollout=rollout, lr=1e-2, prompts_per_step=4, total_steps=4, **parts)
     with run.build(BuildContext(run_dir=directory)) as trainer:
         batches = [trainer.train_data.collate(trainer.sampler.next_batch()) for _ in range(2)]
         grouped = [batch.union(DataProto.from_dict({"group_ids": torch.arange(4)})) for batch in batches]
@@ -42,9 +48,29 @@ def alone(model, tmp_path_factory):
     return drawn(model, tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("sharding", [FSDP(), pytest.param(DDP(), marks=pytest.mark.exhaustive)], ids=["fsdp", "ddp"])
-def test_two_processes_with_an_engine_each_draw_as_one_does(sharding, model, alone, tmp_path):
-    *found, metrics = drawn(model, tmp_path, sharding=sharding, n_gpus_per_node=2)
+def size_of(model) -> int:
+    """Bytes of its weights."""
+    return sum(p.nbytes for p in model.load_causal_lm("cpu").parameters())
+
+
+CASES = {  # sharding, workers of an engine, engines, the traffic of a sync over the bytes of the model, about
+    "fsdp": (FSDP(), 1, 2, 1.0),  # each of two processes lacks a half, and has an engine
+    "ddp": (DDP(), 1, 2, None),
+    "tp": (TP(), 1, 1, 0.5),  # one engine, whose process lacks a half
+    "tp, engine too": (TP(), 2, 1, 0.0),  # each worker takes what a process has already, but for some rows
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["fsdp", *(pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES if case != "fsdp")]
+)
+def test_two_processes_and_their_engines_draw_as_one_does(case, model, alone, tmp_path):
+    sharding, workers, engines, traffic = CASES[case]
+    rollout = dataclasses.replace(ROLLOUT, tensor_parallel_size=workers)
+    *found, metrics = drawn(model, tmp_path, rollout, sharding=sharding, n_gpus_per_node=2)
+    assert len(list((tmp_path / "workers").glob("vllm_*.log"))) == engines
+    if traffic is not None:
+        assert metrics["sync/traffic_mib"] * 2**20 == pytest.approx(traffic * size_of(model), abs=0.06 * size_of(model))
     for expected, rows in zip(alone, found, strict=False):
         same, gap = agreement(expected, rows)
         assert same == 1
@@ -52,3 +78,36 @@ def test_two_processes_with_an_engine_each_draw_as_one_does(sharding, model, alo
     assert metrics["sync/probe_gap_nats"] < 1e-4
     assert metrics["sync/unproven_tensors"] == 0
     assert metrics["actor/loss"] == pytest.approx(alone[2]["actor/loss"], abs=1e-4)
+
+
+def engines_of(driver: int) -> list[int]:
+    """The processes of engines that the workers of a driver have started."""
+    environ = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in workers_of(driver)}
+    return [pid for pid, variables in environ.items() if b"VERL_ENGINE_PARENT=" in variables]
+
+
+def kill_soon(pid: int) -> None:
+    time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sharding", [FSDP(), TP()], ids=["fsdp", "tp"])
+def test_an_engine_that_is_killed_beside_a_divided_model_is_made_anew_and_draws_the_same(sharding, model, tmp_path):
+    run = ppo_run(model, GRPO, rollout=ROLLOUT, prompts_per_step=4, sharding=sharding, n_gpus_per_node=2)
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        batch = trainer.train_data.collate(trainer.sampler.next_batch())
+        prompts = batch.union(DataProto.from_dict({"group_ids": torch.arange(4)}))
+        expected = trainer.generate(prompts, Request(1, 2))
+        first = engines_of(os.getpid())
+        os.kill(first[0], signal.SIGKILL)  # while it waits
+        assert agreement(expected, trainer.generate(prompts, Request(1, 2)))[0] == 1
+        second = engines_of(os.getpid())
+        assert first[0] not in second
+        assert len(second) == len(first)
+        killer = threading.Thread(target=kill_soon, args=(second[-1],))  # while it draws, or thereabouts
+        killer.start()
+        assert agreement(expected, trainer.generate(prompts, Request(1, 2)))[0] == 1
+        killer.join()
+        assert agreement(expected, trainer.generate(prompts, Request(1, 2)))[0] == 1
+        assert engines_of(os.getpid()) != second

@@ -12,7 +12,7 @@ from rollout.engines import save_family
 from verl.models.lora import LoRA
 from verl.models.saved_form import saved_form
 from verl.rollout.vllm.stream import Reader, Stream, StreamBroken, plan
-from verl.rollout.vllm.weights import Weight, weights_of
+from verl.rollout.vllm.weights import Source, Weight, weights_of
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def tensors(count=9, rows=50):
 
 
 def as_weights(named):
-    return [Weight(name, tensor.shape, lambda t=tensor: t) for name, tensor in named.items()]
+    return [Weight(name, tensor.shape, Source(name, tensor, lambda t=tensor: t)) for name, tensor in named.items()]
 
 
 def through(named, dtype=torch.float32, chunk_bytes=3000, readers=1):

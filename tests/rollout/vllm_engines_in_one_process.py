@@ -29,7 +29,7 @@ from verl.rollout.vllm.faults import as_config_error
 from verl.rollout.vllm.options import VLLMRollout
 from verl.rollout.vllm.process import EngineError
 from verl.rollout.vllm.setting import setting_of, write_model_directory
-from verl.rollout.vllm.stream import Loading, Stream, plan
+from verl.rollout.vllm.stream import Feed, Loading, Stream, plan
 from verl.rollout.vllm.weights import weights_of
 
 OPTIONS = VLLMRollout(max_new_tokens=10, kv_cache_gib=0.05, max_num_seqs=16, max_num_batched_tokens=128)
@@ -56,7 +56,7 @@ def load(engine: Any, model: Any) -> str | None:
     stream.begin()
     sender = threading.Thread(target=stream.send, args=(chunks, weights, model.dtype, lambda: True), daemon=True)
     sender.start()
-    _, anew = engine.load(stream.handle, chunks, model.dtype, Loading(1))
+    _, anew = engine.load([Feed(stream.handle, 0, chunks)], model.dtype, Loading(1))
     sender.join()
     stream.close()
     return anew

@@ -90,7 +90,19 @@ class ShardedParallel(TorchParallel):
         named = dict(core.named_parameters())
         self._partial_over_tensor |= {id(named[name]) for name in partial}
         whole = functools.partial(gathered, core, self.reshard) if self.fully else contextlib.nullcontext
-        model.divided = Divided(self.device, self.fully and autocast is not None, whole)  # type: ignore[assignment]
+        tensors = self.mesh.extent(TENSOR)
+        first = self.rank // tensors * tensors
+        model.divided = Divided(  # type: ignore[assignment]
+            self.device,
+            self.mesh,
+            self.rank,
+            tuple(range(first, first + tensors)),
+            self._device_mesh[TENSOR].get_group(),
+            tensor_layout,
+            local,
+            self.fully and autocast is not None,
+            whole,
+        )
 
     def settle(self, model: nn.Module) -> None:
         if self.fully:

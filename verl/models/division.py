@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from verl.layout import Mesh, TensorLayout
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,21 @@ class Divided:
         device: where it computes; weights may rest elsewhere.
         casts_weights: it computes in the narrower type that it was told, without being asked each time.
         gathered: a context in which its weights are whole in this process, so that a forward pass needs no sibling.
+        mesh: of all processes that hold it.
+        rank: of this process in the mesh.
+        siblings: the ranks that work on the same rows as this process, itself included, in order.
+        sibling_group: of torch.distributed, the siblings.
+        layout_of: how a tensor of the model is divided over the mesh.
+        local: what this process holds of such a tensor.
     """
 
     device: torch.device
+    mesh: Mesh
+    rank: int
+    siblings: tuple[int, ...]
+    sibling_group: Any
+    layout_of: Callable[[Tensor], TensorLayout]
+    local: Callable[[Tensor], Tensor]
     casts_weights: bool = False
     gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 

@@ -107,11 +107,15 @@ class Ledger:
         """Take the mark of one tensor."""
         began = time.perf_counter()
         upright = tensor.T if name in self.sideways else tensor
-        self.marks[name] = mark_of(upright, self.vectors, self.dtype, slack)
+        self.add(name, mark_of(upright, self.vectors, self.dtype, slack))
+        self.seconds += time.perf_counter() - began
+
+    def add(self, name: str, mark: Mark) -> None:
+        """Keep a mark, under all names that the tensor has."""
+        self.marks[name] = mark
         for alias, source in self.tied.items():
             if source == name:
-                self.marks[alias] = self.marks[name]
-        self.seconds += time.perf_counter() - began
+                self.marks[alias] = mark
 
 
 def tied_names(model: Any) -> dict[str, str]:

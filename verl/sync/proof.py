@@ -146,6 +146,13 @@ class Prover:
             # The engine multiplies B by its scale in its own type, after rounding B to it.
             self._ledger.note(name, tensor, slack=2 * torch.finfo(self.dtype).eps if name.endswith(B) else 0.0)
 
+    def adopt(self, marks: Marks, seconds: float = 0.0) -> None:
+        """Take marks that were put together of parts, in these seconds, in the place of noting whole tensors."""
+        assert self._ledger is not None, "question() begins a sync"
+        for name, mark in marks.items():
+            self._ledger.add(name, mark)
+        self._ledger.seconds += seconds
+
     def look(self) -> None:
         """Compute the log-probs of the probe, while the engine answers; `prove` does it otherwise."""
         assert self._ledger is not None, "question() begins a sync"

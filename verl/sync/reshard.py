@@ -23,6 +23,8 @@ def resharded(
     device: torch.device | str = "cpu",
     limit_bytes: int = LIMIT_BYTES,
     group: Any = None,
+    lend: bool = False,
+    received: Callable[[int], object] = lambda num_bytes: None,
 ) -> Iterator[tuple[str, Tensor]]:
     """This rank's slices under the plan's target, one tensor after the other. All ranks take part, to the end.
 
@@ -36,15 +38,18 @@ def resharded(
         dtypes: of all tensors, by name.
         device: where slices are put together and received.
         group: of torch.distributed; None for all processes.
+        lend: give what this rank holds already as it lies there, uncopied.
+        received: is told the bytes of each part that has arrived from another rank.
     Yields:
         (name, slice) in the order of the plan's target, tensors that this rank holds there only.
     """
     own = held if callable(held) else held.__getitem__
-    building = _Building(plan, own, rank, dtypes, torch.device(device))
+    building = _Building(plan, own, rank, dtypes, torch.device(device), lend)
     for moves in plan.rounds(limit_bytes):
         yield from building.up_to(moves[0].name)
         arrived = _exchange(moves, building, group)
         for move, part in arrived:
+            received(part.nbytes)
             building.put(move, part)
     yield from building.up_to(None)
 
@@ -59,8 +64,10 @@ class _Building:
         rank: int,
         dtypes: Mapping[str, torch.dtype],
         device: torch.device,
+        lend: bool,
     ):
         self.plan, self.own, self.rank, self.dtypes, self.device = plan, own, rank, dtypes, device
+        self._lend = lend
         self._waiting = list(plan.target.tensors)
         self._begun: dict[str, Tensor] = {}
 
@@ -94,6 +101,8 @@ class _Building:
         if name not in self._begun:
             box, before = (side.holds(self.rank, name) for side in (self.plan.target, self.plan.source))
             assert box is not None
+            if self._lend and before is not None and intersection(box, before) == box:
+                return self.own(name)[_within(box, before)].detach()
             shape = [stop - start for start, stop in box]
             self._begun[name] = torch.empty(shape, dtype=self.dtypes[name], device=self.device)
             if before is not None and (shared := intersection(box, before)) is not None:

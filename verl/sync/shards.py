@@ -1,11 +1,12 @@
-"""From the parts that the ranks of an engine hold to the marks of whole tensors.
+"""From the parts that the ranks of an engine or of the trainer hold to the marks of whole tensors.
 
 A layer cut by its outputs gives each rank some rows of W x; one cut by its inputs gives each rank a term of the sum.
+One that is cut both ways gives each a term for some rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +22,7 @@ class Shard:
         mark: of the rank's part.
         rows: of the whole tensor.
         offset: row at which the part begins.
-        is_term: the part has all rows, and the whole is the sum over ranks.
+        is_term: the rows are a sum over ranks, each with other columns of the tensor.
     """
 
     mark: Mark
@@ -50,7 +51,7 @@ def join(ranks: Sequence[Shards]) -> Marks:
 def _joined(shards: Sequence[Shard]) -> Mark:
     mark = shards[0].mark
     if shards[0].is_term:
-        return replace(mark, values=np.sum([s.mark.values for s in shards], axis=0, dtype=np.float32))
+        shards = list(_sums(shards))
     values = np.full((mark.values.shape[0], shards[0].rows), np.nan, dtype=np.float32)
     is_filled = np.zeros(shards[0].rows, dtype=bool)
     for shard in shards:
@@ -59,3 +60,13 @@ def _joined(shards: Sequence[Shard]) -> Mark:
         values[:, part] = np.where(both, np.nan, shard.mark.values)
         is_filled[part] = True
     return replace(mark, values=values)
+
+
+def _sums(shards: Sequence[Shard]) -> Iterator[Shard]:
+    """The terms of each range of rows added up."""
+    ranges: dict[tuple[int, int], list[Shard]] = {}
+    for shard in shards:
+        ranges.setdefault((shard.offset, shard.mark.values.shape[1]), []).append(shard)
+    for terms in ranges.values():
+        total = np.sum([term.mark.values for term in terms], axis=0, dtype=np.float32)
+        yield replace(terms[0], mark=replace(terms[0].mark, values=total))

@@ -30,7 +30,8 @@ from verl.rollout.vllm.faults import as_config_error
 from verl.rollout.vllm.options import VLLMRollout
 from verl.rollout.vllm.process import EngineDied, EngineError, EngineProcess
 from verl.rollout.vllm.setting import Setting, environment, setting_of, write_model_directory
-from verl.rollout.vllm.stream import Loading, Stream, StreamBroken, plan, using_threads
+from verl.rollout.vllm.stream import Feed, Loading, Stream, StreamBroken, plan, using_threads
+from verl.rollout.vllm.told import Drawn
 from verl.rollout.vllm.weights import weights_of
 from verl.sync.proof import Prover
 from verl.utils.env_check import num_cores
@@ -82,7 +83,7 @@ class VLLMEngine(RolloutEngine):
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
         asked = self._question(prompts, request)
         drawn = self._outliving_it(lambda: self._call("draw", *asked)) if asked else None
-        return self._rows(prompts, request, drawn)
+        return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id)
 
     def begin(self, prompts: DataProto, request: Request) -> None:
         """Begin to draw; the engine's weights stay as they are until `finish`."""
@@ -98,7 +99,7 @@ class VLLMEngine(RolloutEngine):
         (prompts, request, asked), self._begun = self._begun, None
         answers = iter([self._process.answer])  # to the question that was sent; later ones are asked anew
         drawn = self._outliving_it(lambda: next(answers, lambda: self._call("draw", *asked))()) if asked else None
-        return self._rows(prompts, request, drawn)
+        return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id)
 
     def _question(self, prompts: DataProto, request: Request) -> tuple[Any, ...]:
         """What the child is asked for; empty where there is nothing to draw."""
@@ -113,18 +114,6 @@ class VLLMEngine(RolloutEngine):
         if not self._is_synced:
             self._sync()
         self._process.send("draw", *asked)
-
-    def _rows(self, prompts: DataProto, request: Request, drawn: Any) -> DataProto:
-        """What was drawn as rows; None for no rows."""
-        rows, width = len(prompts) * request.num_samples, self.options.max_new_tokens
-        responses = torch.full((rows, width), self.pad_id)
-        mask = torch.zeros(rows, width, dtype=torch.bool)
-        log_probs = torch.zeros(rows, width)
-        if drawn is not None:
-            mask = torch.arange(width) < torch.from_numpy(drawn.lengths)[:, None]
-            responses[mask] = torch.from_numpy(drawn.tokens)
-            log_probs[:, : drawn.log_probs.shape[1]] = drawn.log_probs
-        return assemble(prompts, request.num_samples, responses, mask, log_probs, self.pad_id)
 
     def sync(self) -> Synced:
         """Stream the present weights into the engine."""
@@ -237,7 +226,8 @@ class VLLMEngine(RolloutEngine):
         stream = self._opened(chunk_bytes)
         self._wake("weights")
         stream.begin()
-        self._process.send("load", stream.handle, chunks, dtype, Loading(self._threads_beside, self._in_place))
+        feeds = [Feed(stream.handle, reader, chunks) for reader in range(self.told.num_workers)]
+        self._process.send("load", feeds, dtype, Loading(self._threads_beside, self._in_place))
         try:
             with using_threads(self._threads_beside):
                 copying = stream.send(chunks, weights, dtype, self._process.is_busy, self._prover.note)
@@ -279,6 +269,19 @@ class VLLMEngine(RolloutEngine):
                 f"rollout.max_new_tokens is {new}: with a prompt of {longest} tokens that makes {longest + new}, and "
                 f"the engine holds {limit} (rollout.max_model_len, or the model's own limit). Lower one of them."
             )
+
+
+def rows_of(prompts: DataProto, request: Request, drawn: Drawn | None, width: int, pad_id: int) -> DataProto:
+    """What was drawn as rows; None for no rows."""
+    rows = len(prompts) * request.num_samples
+    responses = torch.full((rows, width), pad_id)
+    mask = torch.zeros(rows, width, dtype=torch.bool)
+    log_probs = torch.zeros(rows, width)
+    if drawn is not None:
+        mask = torch.arange(width) < torch.from_numpy(drawn.lengths)[:, None]
+        responses[mask] = torch.from_numpy(drawn.tokens)
+        log_probs[:, : drawn.log_probs.shape[1]] = drawn.log_probs
+    return assemble(prompts, request.num_samples, responses, mask, log_probs, pad_id)
 
 
 def _log_file(context: BuildContext, directory: Path) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,21 +19,9 @@ from vllm.platforms import current_platform
 from verl.rollout.drawing import Drawing
 from verl.rollout.vllm.landing import Landing, NotPlain
 from verl.rollout.vllm.noise import CounterNoise, UnderWay
-from verl.rollout.vllm.stream import Handle, Loading, Place, Reader, using_threads
+from verl.rollout.vllm.stream import Feed, Loading, Place, Reader, using_threads
+from verl.rollout.vllm.told import Loaded, Wanted
 from verl.sync.engine_side import on_rank
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What became of a load.
-
-    Attributes:
-        seconds: that it took, waiting for tensors left out.
-        anew: why vLLM loaded its model anew; None where the tensors were put in their places.
-    """
-
-    seconds: float
-    anew: str | None
 
 
 class WorkerExtension:
@@ -43,7 +30,7 @@ class WorkerExtension:
     rank: int
     device: torch.device
     model_runner: Any
-    _found: tuple[dict[str, tuple[int, ...]], Landing | str] | None = None
+    _found: tuple[Any, Landing | str] | None = None  # with the shapes and slices that it was found for
 
     def verl_begin(self, drawing: Drawing, rows: int, width: int) -> None:
         """Get ready to draw responses."""
@@ -63,11 +50,20 @@ class WorkerExtension:
         """Part of the proof of a sync."""
         return on_rank(self, task, *args)
 
-    def verl_load(self, handle: Handle, chunks: list[list[Place]], dtype: torch.dtype, loading: Loading) -> Loaded:
+    def verl_wants(self, shapes: dict[str, tuple[int, ...]]) -> Wanted | None:
+        """The slices of tensors of these shapes that land here; None where vLLM has to load its model anew."""
+        try:
+            return Landing(self.model_runner.get_model(), shapes).wanted()
+        except NotPlain:
+            return None
+
+    def verl_load(self, feeds: list[Feed], dtype: torch.dtype, loading: Loading) -> Loaded:
         """Take new weights."""
         start = time.perf_counter()
-        landing = self._landing(chunks) if loading.in_place else "it is asked for"
-        reader = Reader(handle, self.rank)
+        feed = feeds[self.rank]
+        chunks = feed.chunks
+        landing = self._landing(feed) if loading.in_place else "it is asked for"
+        reader = Reader(feed.handle, feed.reader)
         try:
             with using_threads(loading.num_threads):
                 if isinstance(landing, Landing):
@@ -75,19 +71,25 @@ class WorkerExtension:
                     self.model_runner.reset_encoder_cache()
                 else:
                     self._load_anew(reader, chunks, dtype)
+        except BaseException:
+            reader.abandon()
+            raise
         finally:
             reader.close()
         seconds = time.perf_counter() - start - reader.waited_s
         return Loaded(seconds, landing if isinstance(landing, str) else None)
 
-    def _landing(self, chunks: list[list[Place]]) -> Landing | str:
+    def _landing(self, feed: Feed) -> Landing | str:
         """The places of these tensors, found with the first sync; or why vLLM has to load its model anew."""
-        shapes = {place.name: place.shape for places in chunks for place in places}
-        if self._found is None or self._found[0] != shapes:
+        coming = {place.name: place.shape for places in feed.chunks for place in places}
+        if self._found is None or self._found[0] != (coming, feed.slices):
+            shapes = coming | {name: part.shape for name, part in feed.slices.items()}
+            starts = {name: part.start for name, part in feed.slices.items()}
             try:
-                self._found = shapes, Landing(self.model_runner.get_model(), shapes)
+                landing: Landing | str = Landing(self.model_runner.get_model(), shapes, starts)
             except NotPlain as reason:
-                self._found = shapes, str(reason)
+                landing = str(reason)
+            self._found = (coming, feed.slices), landing
         return self._found[1]
 
     def _load_anew(self, reader: Reader, chunks: list[list[Place]], dtype: torch.dtype) -> None:

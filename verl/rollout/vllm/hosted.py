@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,10 @@ from verl.rollout.drawing import Drawing
 from verl.rollout.vllm.noise import WHOSE
 from verl.rollout.vllm.process import SHARED_VARIABLE
 from verl.rollout.vllm.setting import Setting
-from verl.rollout.vllm.stream import Handle, Loading, Plan
+from verl.rollout.vllm.stream import Feed, Loading
+from verl.rollout.vllm.told import Drawn, Told, Wanted
 from verl.sync.engine_side import answer
 from verl.sync.questions import Question
-
-
-@dataclass(frozen=True)
-class Told:
-    """What the engine tells of itself once it is there.
-
-    Attributes:
-        max_model_len: prompt and response together, in tokens.
-        num_workers: processes that read the weights.
-    """
-
-    max_model_len: int
-    num_workers: int
 
 
 def _inspect_here(directory: str) -> None:
@@ -43,15 +30,6 @@ def _inspect_here(directory: str) -> None:
     found = ModelRegistry.models.get(name)
     if hasattr(found, "load_model_cls"):
         ModelRegistry.register_model(name, found.load_model_cls())
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Responses: their lengths [B], their tokens one after another, and log-probs [B T]."""
-
-    lengths: np.ndarray
-    tokens: np.ndarray
-    log_probs: torch.Tensor
 
 
 class HostedEngine:
@@ -80,12 +58,17 @@ class HostedEngine:
         """What the trainer has to know."""
         return Told(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers)
 
-    def load(self, handle: Handle, chunks: Plan, dtype: torch.dtype, loading: Loading) -> tuple[float, str | None]:
-        """Take the weights that come through a stream.
+    def wants(self, shapes: dict[str, tuple[int, ...]]) -> list[Wanted] | None:
+        """The slices of tensors of these shapes that each worker takes; None where one takes them in vLLM's own way."""
+        found = self.llm.collective_rpc("verl_wants", args=(shapes,))
+        return None if None in found else found
+
+    def load(self, feeds: list[Feed], dtype: torch.dtype, loading: Loading) -> tuple[float, str | None]:
+        """Take the weights that come through streams, one for each worker; or through one, for all of them.
 
         Returns seconds, waiting left out, and why vLLM loaded its model anew, where it did.
         """
-        found = self.llm.collective_rpc("verl_load", args=(handle, chunks, dtype, loading))
+        found = self.llm.collective_rpc("verl_load", args=(feeds, dtype, loading))
         self._forget_keys_and_values()
         return max(loaded.seconds for loaded in found), next((loaded.anew for loaded in found if loaded.anew), None)
 

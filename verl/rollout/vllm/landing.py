@@ -10,12 +10,13 @@ the names of their classes, as in the proof of a sync, which reads all of them a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from verl.layout import Box
 from verl.sync.engine_layers import EXPERTS, PACKED, kinds_of, layer_parts
 from verl.sync.marks import plain_name
 
@@ -30,11 +31,12 @@ class NotPlain(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a tensor of the stream, and the rows that it fills in its layer."""
+    """Part of a tensor of the stream, where that lies in what comes of it, and the rows that it fills in its layer."""
 
     name: str
     source: tuple[slice, ...]
     rows: slice
+    read: tuple[slice, ...] = ()
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Packing:
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Take what is this layer's of a tensor; with the last one the layer is packed."""
-        self.taken |= {i: tensor[piece.source] for i, piece in enumerate(self.pieces) if piece.name == name}
+        self.taken |= {i: tensor[piece.read] for i, piece in enumerate(self.pieces) if piece.name == name}
         if len(self.taken) == len(self.pieces):
             pack(self.layer, adjoined([self.taken.pop(i) for i in range(len(self.pieces))]))
 
@@ -62,11 +64,13 @@ class Landing:
     Args:
         model: vLLM's, with weights or without.
         shapes: of the tensors by name.
+        starts: of each tensor that comes as a slice: where that begins in the whole one.
     Raises:
         NotPlain: not all of the model's layers are of kinds whose places are known, or a tensor has none.
     """
 
-    def __init__(self, model: nn.Module, shapes: Mapping[str, Shape]):
+    def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], starts: Mapping[str, Shape] | None = None):
+        self._starts, self._slices = starts or {}, dict[str, list[tuple[slice, ...]]]()
         self._packed_names = PACKED | dict(getattr(model, "packed_modules_mapping", None) or {})
         self._shapes = shapes
         self._takers: dict[str, list[Callable[[str, Tensor], None]]] = {name: [] for name in shapes}
@@ -78,6 +82,10 @@ class Landing:
         self._mind_heads(modules.values(), getattr(model, "lm_head", None))
         if homeless := [name for name, takers in self._takers.items() if not takers]:
             raise NotPlain(f"{homeless[0]} has no place")
+
+    def wanted(self) -> dict[str, Box]:
+        """Of each tensor the slice that has all that lands; what is read of it in between lies in it too."""
+        return {name: _hull(slices, self._shapes[name]) for name, slices in self._slices.items()}
 
     @torch.no_grad()
     def take(self, name: str, tensor: Tensor) -> None:
@@ -114,6 +122,7 @@ class Landing:
             if layer.bias is not None:
                 self._expect(bias, (part.rows,))
                 self._copied(bias, (rows,), layer.bias.data[part.local])
+        pieces = [replace(piece, read=self._moved(piece.name, piece.source)) for piece in pieces]
         pieces.sort(key=lambda piece: piece.rows.start)
         self._matrix(layer, pieces)
         self._nothing_else(name, layer, "weight", "bias")
@@ -127,6 +136,8 @@ class Landing:
         self._packings.append(packing)
         for name in dict.fromkeys(piece.name for piece in pieces):
             self._takers[name].append(packing.take)
+        for piece in packing.pieces:
+            self._slices.setdefault(piece.name, []).append(piece.source)
 
     def _vocabulary(self, name: str, layer: Any, kinds: set[str]) -> None:
         """Rows of tokens; those that only fill up stay as they are."""
@@ -165,7 +176,16 @@ class Landing:
             raise NotPlain(f"{name} does not come as {list(shape)}")
 
     def _copied(self, name: str, source: tuple[slice, ...], target: Tensor) -> None:
-        self._takers[name].append(lambda _, tensor: target.copy_(tensor[source]))
+        read = self._moved(name, source)
+        self._slices.setdefault(name, []).append(source)
+        self._takers[name].append(lambda _, tensor: target.copy_(tensor[read]))
+
+    def _moved(self, name: str, source: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Where a slice of the whole tensor lies in what comes of it."""
+        if name not in self._starts:
+            return source
+        moved = zip(source, self._starts[name], strict=False)
+        return tuple(slice(part.start - start, part.stop - start) for part, start in moved)
 
 
 def pack(layer: Any, weight: Tensor) -> None:
@@ -195,6 +215,14 @@ def adjoined(parts: Sequence[Tensor]) -> Tensor:
 
 def _shares_memory(part: Tensor, other: Tensor) -> bool:
     return part.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _hull(slices: Sequence[tuple[slice, ...]], shape: Shape) -> Box:
+    """The smallest slice that has all of these."""
+    box = [(0, size) for size in shape]
+    for axis in range(min(map(len, slices))):
+        box[axis] = min(s[axis].start for s in slices), max(s[axis].stop for s in slices)
+    return tuple(box)
 
 
 def _part(number: int, size: int) -> slice:

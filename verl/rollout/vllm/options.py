@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from verl.description import BuildContext
 from verl.models.precision import Autocast
-from verl.rollout.base import ALONE, Rollout
-
-if TYPE_CHECKING:
-    from verl.rollout.vllm.engine import VLLMEngine
+from verl.rollout.base import ALONE, Rollout, RolloutEngine
 
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMRollout(Rollout):
-    """Generate by vLLM, in a process of its own beside each process that trains.
+    """Generate by vLLM, in a process of its own beside each process that trains, or each group of tensor-parallel ones.
 
     It draws the very tokens that `rollout=hf` draws from the same weights, but for rounding, and computes in
     `actor.autocast` if that is set, in the model's type otherwise.
@@ -76,7 +73,11 @@ class VLLMRollout(Rollout):
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
-    ) -> VLLMEngine:
+    ) -> RolloutEngine:
         from verl.rollout.vllm.engine import VLLMEngine  # brings the process and its memory
 
+        if hasattr(model, "divided"):
+            from verl.rollout.vllm.divided import DividedEngine
+
+            return DividedEngine(self, model, tokenizer, seed, autocast, context)
         return VLLMEngine(self, model, tokenizer, seed, autocast, context)

@@ -109,6 +109,10 @@ class EngineProcess:
         """Whether the process runs and has not answered yet."""
         return self.is_alive() and self._connection is not None and not self._connection.poll(0)
 
+    def has_answered(self, within_s: float) -> bool:
+        """Whether `answer` would not wait, since the answer is there or none will come; waits a while for that."""
+        return self._connection is None or self._connection.poll(within_s)
+
     def start(self, timeout_s: float) -> Any:
         """Start the process and the engine in it; returns what the engine tells of itself.
 

@@ -78,12 +78,12 @@ def setting_of(options: VLLMRollout, model: Any, autocast: Autocast, directory: 
             f"actor.lora.rank is {rank}: vLLM takes adapters of at most rank {LORA_RANKS[-1]}. Set rollout.lora=merged."
         )
     threads = options.num_threads or torch.get_num_threads()
-    return Setting(options, str(directory), _dtype(model, autocast), threads, is_on_gpu, rank)
+    return Setting(options, str(directory), dtype_of(model, autocast), threads, is_on_gpu, rank)
 
 
 def unfit(model: Any, autocast: Autocast) -> str | None:
     """Why vLLM cannot run a model whose architecture it has; None where it can."""
-    dtype, config = _dtype(model, autocast), model.config.get_text_config()
+    dtype, config = dtype_of(model, autocast), model.config.get_text_config()
     if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
         return f"actor.model.dtype is {name}: vLLM computes in {', '.join(DTYPES.values())}."
@@ -125,7 +125,8 @@ def write_model_directory(model: Any, directory: Path) -> None:
     file.write_text(json.dumps(config))
 
 
-def _dtype(model: Any, autocast: Autocast) -> torch.dtype:
+def dtype_of(model: Any, autocast: Autocast) -> torch.dtype:
+    """The type that the engine of a model computes in."""
     return model.dtype if autocast is None else getattr(torch, autocast)
 
 

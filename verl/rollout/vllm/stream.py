@@ -15,11 +15,11 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,41 @@ Plan = list[list[Place]]  # of each chunk in turn
 
 
 @dataclass(frozen=True)
+class Handle:
+    """What a reader needs to open the stream: a path that leads to the memory while the trainer lives."""
+
+    path: str
+    num_bytes: int
+    chunk_bytes: int
+    on_device: tuple[Any, ...] | None
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Of a tensor that comes as a slice: the shape of the whole one, and where the slice begins in it."""
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What one process of an engine reads.
+
+    Attributes:
+        handle: of the stream.
+        reader: its number among those who read the same stream.
+        chunks: of the stream.
+        slices: by name, the tensors that do not come whole.
+    """
+
+    handle: Handle
+    reader: int
+    chunks: Plan
+    slices: Mapping[str, Slice] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Loading:
     """How a stream is to be read.
 
@@ -63,17 +98,17 @@ class Loading:
     in_place: bool = True
 
 
-@dataclass(frozen=True)
-class Handle:
-    """What a reader needs to open the stream: a path that leads to the memory while the trainer lives."""
+class Sized(Protocol):
+    """A tensor that will come."""
 
-    path: str
-    num_bytes: int
-    chunk_bytes: int
-    on_device: tuple[Any, ...] | None
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
 
 
-def plan(weights: Iterable[Weight], dtype: torch.dtype, chunk_bytes: int) -> tuple[Plan, int]:
+def plan(weights: Iterable[Sized], dtype: torch.dtype, chunk_bytes: int) -> tuple[Plan, int]:
     """Spread tensors over chunks, none of them cut in two, and no block of them that would fit in one chunk.
 
     Also gives the bytes of the largest chunk.
@@ -134,9 +169,11 @@ class Stream:
             on_device = _ipc_handle(self._chunks)
         self.handle = Handle(f"/proc/{os.getpid()}/fd/{self._fd}", size, chunk_bytes, on_device)
 
-    def begin(self) -> None:
-        """Forget what was sent before; readers may open the stream from now on."""
+    def begin(self, num_readers: int | None = None) -> None:
+        """Forget what was sent before; readers may open the stream from now on, fewer of them if that is said."""
         self._head.zero_()
+        if num_readers is not None:
+            self._num_readers = num_readers
 
     def send(
         self,
@@ -153,16 +190,28 @@ class Stream:
         Raises:
             StreamBroken: a reader is gone.
         """
-        coming, copying = iter(weights), 0.0
+        made = ((weight.name, weight.make()) for weight in weights)
+        return self.fill(chunks, made, dtype, is_reader_alive, note)
+
+    def fill(
+        self,
+        chunks: Plan,
+        tensors: Iterator[tuple[str, Tensor]],
+        dtype: torch.dtype,
+        is_reader_alive: Callable[[], bool],
+        note: Callable[[str, Tensor], object] = lambda name, tensor: None,
+    ) -> float:
+        """The same with tensors that come by name, in the order of the plan."""
+        copying = 0.0
         for number, places in enumerate(chunks):
             self._wait_until_left(number - 1, is_reader_alive)
             for place in places:
-                weight, start = next(coming), time.perf_counter()
-                assert weight.name == place.name
-                tensor = weight.make()
+                start = time.perf_counter()
+                name, tensor = next(tensors)
+                assert name == place.name
                 view(self._chunks[number % 2], place, dtype).copy_(tensor)
                 copying += time.perf_counter() - start
-                note(weight.name, tensor)
+                note(name, tensor)
             if self._chunks.is_cuda:
                 torch.cuda.synchronize(self._chunks.device)
             self._head[FILLED] = number + 1
@@ -171,6 +220,11 @@ class Stream:
     def abandon(self) -> None:
         """Let no reader wait any longer."""
         self._head[ABANDONED] = 1
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether one side has given up."""
+        return bool(self._head[ABANDONED])
 
     def close(self) -> None:
         """Give the memory back."""
@@ -221,6 +275,10 @@ class Reader:
         if self._chunks.is_cuda:
             torch.cuda.synchronize(self._chunks.device)
         self._head[FIRST_READER + self._number] = number + 1
+
+    def abandon(self) -> None:
+        """Let the trainer wait no longer."""
+        self._head[ABANDONED] = 1
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -15,17 +15,44 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
+class Source:
+    """A tensor of the running model that something sent is made of.
+
+    Attributes:
+        name: there.
+        tensor: as it lies there; a part that stands for the whole, where the model is divided over processes.
+        present: gives what is sent of it, laid out as `tensor` is: itself, or with its adapter merged. All processes
+            that hold the model ask for it together.
+    """
+
+    name: str
+    tensor: Tensor
+    present: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
 class Weight:
     """One tensor, not made yet.
 
     Attributes:
         name: as in the model's checkpoint.
-        make: gives the tensor, in the trainer's type and on its device; live wherever nothing has to be computed.
+        source: the tensor of the running model that it is made of.
+        form: makes it of that tensor, whole; None where it is that very tensor.
     """
 
     name: str
     shape: torch.Size
-    make: Callable[[], Tensor]
+    source: Source
+    form: Callable[[Tensor], Tensor] | None = None
+
+    def make(self) -> Tensor:
+        """The tensor, in the trainer's type and on its device; live wherever nothing has to be computed.
+
+        A tensor that is divided over processes is put together: all of them ask for it, in the same order.
+        """
+        present = self.source.present()
+        whole = present.full_tensor() if hasattr(present, "full_tensor") else present  # type: ignore[attr-defined]
+        return whole if self.form is None else self.form(whole)
 
 
 def weights_of(model: Any, *, merge: bool = True) -> Iterator[Weight]:
@@ -41,8 +68,8 @@ def weights_of(model: Any, *, merge: bool = True) -> Iterator[Weight]:
     for name, target, shape in _forms(base, live):
         source = live[name]
         is_itself = name == target and shape == source.tensor.shape
-        make = lambda n=name, s=source, t=target: _as_saved(base, n, s.make())[t]  # noqa: E731
-        yield Weight(target, shape, source.make if is_itself else make)
+        form = lambda whole, n=name, t=target: _as_saved(base, n, whole)[t]  # noqa: E731
+        yield Weight(target, shape, source, None if is_itself else form)
 
 
 def block_of(name: str) -> str:
@@ -54,7 +81,7 @@ Form = tuple[str, str, torch.Size]  # a tensor's name in the running model; one 
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, list[Form]]] = WeakKeyDictionary()  # finding them takes milliseconds
 
 
-def _forms(base: nn.Module, live: Mapping[str, _Source]) -> list[Form]:
+def _forms(base: nn.Module, live: Mapping[str, Source]) -> list[Form]:
     """What the tensors of a model become in a checkpoint, in the order of `weights_of`."""
     shapes = [(name, source.tensor.shape) for name, source in live.items()]
     known = _KNOWN.get(base)
@@ -70,42 +97,34 @@ def _forms(base: nn.Module, live: Mapping[str, _Source]) -> list[Form]:
     return known[1]
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A tensor of the running model as it lies there, and how what is sent is made of it."""
-
-    tensor: Tensor
-    make: Callable[[], Tensor]
-
-
-def _live(base: nn.Module, merge: bool) -> Iterator[tuple[str, _Source]]:
+def _live(base: nn.Module, merge: bool) -> Iterator[tuple[str, Source]]:
     """The state of a model by name."""
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
     for name, tensor in base.state_dict().items():
         owner = next((path for path in adapted if name.startswith(f"{path}.")), None)
         if owner is None:
-            yield name, _Source(tensor, lambda t=tensor: _whole(t))
+            yield name, Source(name, tensor, lambda t=tensor: t)
         elif name.startswith(f"{owner}.base_layer."):
             last = name.removeprefix(f"{owner}.base_layer.")
             is_changed = merge and last == "weight"
-            make = (lambda m=adapted[owner]: merged(m)) if is_changed else (lambda t=tensor: _whole(t))
-            yield f"{owner}.{last}", _Source(tensor, make)
+            present = (lambda m=adapted[owner]: merged(m)) if is_changed else (lambda t=tensor: t)
+            yield f"{owner}.{last}", Source(f"{owner}.{last}", tensor, present)
 
 
 @torch.no_grad()
 def merged(layer: Any) -> Tensor:
-    """W + scale B A of one adapted layer, computed in the wider of both types."""
-    weight = _whole(layer.base_layer.weight)
+    """W + scale B A of one adapted layer, computed in the wider of both types.
+
+    A layer that is divided over processes stays so: each has the rows of B A that belong to its rows of W.
+    """
+    weight = layer.base_layer.weight
     deltas = [layer.get_delta_weight(name) for name in layer.active_adapters if name in layer.lora_A]
     total = weight.to(torch.promote_types(weight.dtype, torch.float32))
     for delta in deltas:
-        total = total + _whole(delta)
+        if hasattr(weight, "placements"):
+            delta = delta.redistribute(placements=weight.placements)
+        total = total + delta
     return total
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A tensor that is divided over processes, put together: all of them ask for it, in the same order."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _saved_names(base: Any, state: Mapping[str, Tensor]) -> list[str]:

@@ -1,0 +1,88 @@
+"""What the processes of a divided model do together around engines that may fail: go on, or stop, all of them.
+
+Each does its part, which may fail; then all know of all, so that none waits in an exchange for one that has given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from verl.models.division import Divided
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Of one process's part.
+
+    Attributes:
+        rank: of the process.
+        error: what was raised there.
+        may_repeat: whether it may be tried once more.
+    """
+
+    rank: int
+    error: Exception
+    may_repeat: bool
+
+
+class Interrupted(Exception):
+    """A part failed somewhere; raised by all processes."""
+
+    def __init__(self, failures: list[Failure]):
+        self.failures = failures
+        super().__init__("; ".join(f"rank {failure.rank}: {failure.error}" for failure in failures))
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether all of them may."""
+        return all(failure.may_repeat for failure in self.failures)
+
+    @property
+    def error(self) -> Exception:
+        """What is to be told of it: that which cannot be mended, if there is such."""
+        return min(self.failures, key=lambda failure: failure.may_repeat).error
+
+
+def agreed(divided: Divided, part: Callable[[], T], may_repeat: Callable[[Exception], bool]) -> list[T]:
+    """What each process has come to, by rank. All processes of the model take part.
+
+    Raises:
+        Interrupted: one of them failed.
+    """
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * divided.mesh.size
+    try:
+        own: Any = part()
+    except Exception as error:  # noqa: BLE001 - told to all
+        own = Failure(divided.rank, error, may_repeat(error))
+    dist.all_gather_object(found, own)
+    if failures := [value for value in found if isinstance(value, Failure)]:
+        raise Interrupted(failures)
+    return found
+
+
+def among_siblings(divided: Divided, value: T) -> list[T]:
+    """What each sibling gives, in their order."""
+    if len(divided.siblings) == 1:
+        return [value]
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * len(divided.siblings)
+    dist.all_gather_object(found, value, group=divided.sibling_group)
+    return found
+
+
+def from_first(divided: Divided, value: T) -> T:
+    """What the first of the siblings gives, to all of them."""
+    if len(divided.siblings) == 1:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    dist.broadcast_object_list(box, src=divided.siblings[0], group=divided.sibling_group)
+    return box[0]
