@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -46,3 +47,8 @@ def weights_gathered(model: Any) -> AbstractContextManager[None]:
     """
     divided = getattr(model, "divided", None)
     return contextlib.nullcontext() if divided is None else divided.gathered()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that is divided over processes, put together: all of them ask for it, in the same order."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -13,6 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from verl.models.division import whole
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -84,28 +86,33 @@ def _live(base: nn.Module, merge: bool) -> Iterator[tuple[str, _Source]]:
     for name, tensor in base.state_dict().items():
         owner = next((path for path in adapted if name.startswith(f"{path}.")), None)
         if owner is None:
-            yield name, _Source(tensor, lambda t=tensor: _whole(t))
+            yield name, _Source(tensor, lambda t=tensor: whole(t))
         elif name.startswith(f"{owner}.base_layer."):
             last = name.removeprefix(f"{owner}.base_layer.")
             is_changed = merge and last == "weight"
-            make = (lambda m=adapted[owner]: merged(m)) if is_changed else (lambda t=tensor: _whole(t))
+            make = (lambda m=adapted[owner]: merged(m)) if is_changed else (lambda t=tensor: whole(t))
             yield f"{owner}.{last}", _Source(tensor, make)
 
 
 @torch.no_grad()
 def merged(layer: Any) -> Tensor:
     """W + scale B A of one adapted layer, computed in the wider of both types."""
-    weight = _whole(layer.base_layer.weight)
-    deltas = [layer.get_delta_weight(name) for name in layer.active_adapters if name in layer.lora_A]
+    weight = whole(layer.base_layer.weight)
     total = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    for delta in deltas:
-        total = total + _whole(delta)
+    for name in layer.active_adapters:
+        if name in layer.lora_A:
+            total = total + _delta(layer, name)
     return total
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """A tensor that is divided over processes, put together: all of them ask for it, in the same order."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def _delta(layer: Any, adapter: str) -> Tensor:
+    """scale B A; the factors of a divided layer may be divided each in its own way, or not at all."""
+    a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    factors = whole(a), whole(b)
+    if factors[0] is a and factors[1] is b:
+        return layer.get_delta_weight(adapter)
+    delta = factors[1] @ factors[0] * layer.scaling[adapter]
+    return delta.T if layer.fan_in_fan_out else delta
 
 
 def _saved_names(base: Any, state: Mapping[str, Tensor]) -> list[str]:
