@@ -37,9 +37,10 @@ def test_heads_and_widths_that_do_not_divide_are_refused(tmp_path):
         refuse_unfit(model, 2)
 
 
-def test_an_adapter_is_refused(model32):
-    with pytest.raises(ConfigError, match="lora is set: tensor parallelism does not divide adapters"):
-        refuse_unfit(LoRA(rank=2).apply(model32.load_causal_lm("cpu"), causal_lm=True), 2)
+def test_an_adapted_end_stays_whole_with_the_other_one(tmp_path):
+    model = model_of("qwen2", tmp_path, tie_word_embeddings=True)
+    adapted = LoRA(rank=2, target_modules=("embed_tokens", "q_proj")).apply(model, causal_lm=True)
+    assert not {"lm_head", "model.embed_tokens"} & set(plan_of(adapted.get_base_model(), 2))
 
 
 @pytest.mark.parametrize("tied", [False, True])
