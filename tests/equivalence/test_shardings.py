@@ -123,6 +123,30 @@ def test_an_adapter_learns_the_same_and_its_frozen_model_is_the_reference(name, 
     assert_same(run_course(run(), prompts, tmp_path / "one"), bench.course(together, prompts, tmp_path).result())
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen3_moe", "tp"),
+        pytest.param("qwen3_moe", "tp_fsdp", marks=pytest.mark.exhaustive),
+        pytest.param("qwen2_moe", "tp", marks=pytest.mark.exhaustive),  # with an expert that all tokens go to
+        pytest.param("mixtral", "tp", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_mixture_of_experts_is_divided_expert_by_expert_and_learns_the_same(family, name, bench, tmp_path):
+    path = save_random_model(tmp_path / "model", family, torch.float64)
+    model = Pretrained(path=str(path), dtype="float64")
+    alone = run_course(ppo_run(model, PPO, group_size=1), PROMPTS, tmp_path / "one")
+    together = ppo_run(model, PPO, group_size=1, sharding=SHARDINGS[name], n_gpus_per_node=4, micro_batch_tokens=40)
+    assert_same(alone, bench.course(together, PROMPTS, tmp_path / "four").result())
+    assert_moved(alone, model)
+
+
+def assert_moved(course, model):
+    """Experts and routers have learned."""
+    start = model.load_causal_lm("cpu").state_dict()
+    assert any("experts" in name for name in start)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["tp", "tp_fsdp"])
 def test_adapters_of_some_layers_of_actor_and_critic_learn_the_same(name, bench, tmp_path):

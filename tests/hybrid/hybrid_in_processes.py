@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from verl import HybridActor, check_process_groups
 from verl.errors import ConfigError
@@ -39,12 +40,11 @@ def course(path: str, config: dict, lora: dict | None, directory: Path, *, loade
     for step, halves in enumerate(batches(actor)):
         for half in halves:
             own = {name: x.chunk(groups)[group] for name, x in half.items()}
-            each = own["attention_mask"].sum()
-            labels = own["input_ids"].masked_fill(own["attention_mask"] == 0, -100)
-            loss = actor(**own, labels=labels, num_items_in_batch=1).loss  # a sum over tokens
-            assert each > 0
+            labels = own["input_ids"].masked_fill(own["attention_mask"] == 0, -100)[:, 1:]
+            logits = actor(**own).logits[:, :-1]  # transformers' own loss is computed in float32
+            loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
             loss.backward()
-            found["losses"].append(float(loss))
+            found["losses"].append(loss.item())
             drawn = actor.generate(**own, do_sample=True, top_k=0, max_new_tokens=5, seed=step)
             found["texts"].append(actor.tokenizer.batch_decode(drawn, skip_special_tokens=True))
         found["norms"].append(float(actor.clip_grad_norm_(1.0)))

@@ -14,12 +14,13 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from verl.engines.expert_plan import EXPERT_STYLES, general, with_experts
 from verl.errors import ConfigError
 
 COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
 ROWS = {"rowwise", "rowwise_rep"}
-# What each style of a plan does to weights is known here; others (packed and expert layers) have no simple slices.
-DIVIDING = COLUMNS | ROWS | {"embedding_rowwise"}
+# What each style of a plan does to weights is known here; others (packed layers) have no simple slices.
+DIVIDING = COLUMNS | ROWS | EXPERT_STYLES | {"embedding_rowwise"}
 PARTIAL = "replicated_with_grad_allreduce"  # a norm over this process's heads: whole weights, a part of the gradient
 
 _log = logging.getLogger(__name__)
@@ -41,16 +42,16 @@ def split_over(model: Any, mesh: Any) -> list[str]:
     refuse_unfit(base, mesh.size())
     plan = plan_of(base, mesh.size())
     partial = {name for name, style in plan.items() if style == PARTIAL}
-    adapted = {_general(name) for name, _ in _adapted(base)} & set(plan)
+    adapted = {general(name) for name, _ in _adapted(base)} & set(plan)
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
     apply_tensor_parallelism(base, mesh, {n: style for n, style in plan.items() if n not in partial | adapted})
     for name, layer in list(base.named_modules()):
-        if (place := _general(name)) in adapted:
+        if (place := general(name)) in adapted:
             apply_tensor_parallelism(layer, mesh, _plan_of_layer(layer, plan[place]))
     if tied and head.weight is not embedding.weight:
         head.weight = embedding.weight
-    summed = {id(p) for name, p in base.named_parameters() if _general(name.rpartition(".")[0]) in partial}
+    summed = {id(p) for name, p in base.named_parameters() if general(name.rpartition(".")[0]) in partial}
     return [name for name, p in model.named_parameters() if id(p) in summed]
 
 
@@ -63,7 +64,7 @@ def refuse_unfit(model: Any, size: int) -> None:
     name = type(model).__name__
     if not model.tp_plan:
         raise ConfigError(f"model is a {name}: transformers has no tensor-parallel plan for it. Set sharding=fsdp.")
-    odd = sorted({style for style in model.tp_plan.values() if style not in DIVIDING and style != PARTIAL})
+    odd = sorted({style for style in plan_of(model, size).values() if style not in DIVIDING and style != PARTIAL})
     if odd:
         raise ConfigError(
             f"model is a {name}: its tensor-parallel plan has layers of kind {', '.join(odd)}, which this version does "
@@ -90,8 +91,8 @@ def heads_fault(heads: int, kv_heads: int, size: int) -> str | None:
 
 
 def plan_of(model: Any, size: int) -> dict[str, str]:
-    """The plan of transformers, with embedding and output head left whole where they cannot be divided, or adapted."""
-    plan = dict(model.tp_plan)
+    """The plan of transformers, with experts one by one; ends that cannot be divided, or are adapted, stay whole."""
+    plan = with_experts(model, dict(model.tp_plan), size)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     ends = {name for name, module in model.named_modules() if module is head or module is embedding} & set(plan)
     tied = head is not None and head.weight is embedding.weight
@@ -118,8 +119,3 @@ def _plan_of_layer(layer: Any, style: str) -> dict[str, str]:
         return {"": style, **dict.fromkeys(layer._parameters, style)}
     factor = "lora_B" if style in COLUMNS else "lora_A"
     return {"base_layer": style, **{f"{factor}.{name}": style for name in getattr(layer, factor)}}
-
-
-def _general(name: str) -> str:
-    """`layers.3.q_norm` as `layers.*.q_norm`."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
