@@ -43,7 +43,7 @@ def course(path: str, config: dict, lora: dict | None, directory: Path, *, loade
             labels = own["input_ids"].masked_fill(own["attention_mask"] == 0, -100)[:, 1:]
             logits = actor(**own).logits[:, :-1]  # transformers' own loss is computed in float32
             loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-            loss.backward()
+            (loss * groups).backward()  # gradients are those of the mean over groups
             found["losses"].append(loss.item())
             drawn = actor.generate(**own, do_sample=True, top_k=0, max_new_tokens=5, seed=step)
             found["texts"].append(actor.tokenizer.batch_decode(drawn, skip_special_tokens=True))
@@ -61,7 +61,7 @@ def main() -> None:
     found = course(path, settings, json.loads(lora), Path(directory), loaded=loaded == "loaded")
     if settings.get("tp_size", 1) > 1:
         found |= refused(path, settings)
-    print("FOUND", json.dumps(found))
+    Path(directory).with_name(f"found_{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 

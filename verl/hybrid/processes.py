@@ -68,7 +68,9 @@ def company_of(config: HybridConfig, device: str) -> Company | None:
     if config.is_alone:
         return None
     if config.shards and config.tp_size == 1 and config.dp_size in (None, 1) and num_processes() == 1:
-        _log.warning("hybrid_config.fsdp_sharding is %s: there is 1 process, so it divides nothing", config.fsdp_sharding)
+        _log.warning(
+            "hybrid_config.fsdp_sharding is %s: there is 1 process, so it divides nothing", config.fsdp_sharding
+        )
         return None
     return Company(config, device)
 
