@@ -18,6 +18,13 @@ FAMILIES = {
     "gptj": {"rotary_dim": 4},
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 

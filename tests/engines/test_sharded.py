@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from verl.description import BuildContext
-from verl.engines.layouts import local, tensor_layout
+from verl.engines.layouts import local, own_part, tensor_layout
 from verl.engines.sharded import ShardedParallel
 from verl.models.heads import ValueModel
+from verl.models.lora import LoRA
 from verl.models.weight_files import WeightFiles
 
 MESHES = {"fsdp": (1, 4, 1), "hsdp": (2, 2, 1), "tp": (2, 1, 2), "tp_fsdp": (1, 2, 2)}
@@ -63,3 +64,19 @@ def test_whole_or_in_slices_a_process_comes_to_the_same_part(parallel, model64):
     assert tensor_layout(sliced.head.weight).splits == ()  # small, and called apart from the backbone
     buffers = dict(loaded.named_buffers())
     assert all(torch.equal(x, buffers[name]) for name, x in sliced.named_buffers())
+
+
+def test_the_factors_of_an_adapter_are_divided_as_the_layers_that_they_adapt(parallel, model64):
+    model = LoRA(rank=2).apply(model64.load_causal_lm("cpu"), causal_lm=True)
+    whole = {name: x.detach().clone() for name, x in model.named_parameters()}
+    parallel.divide(model)
+    divided, tensors = dict(model.named_parameters()), dict[str, list[int]]()
+    for name, x in divided.items():
+        tensors[name] = [axis for dim, axis in tensor_layout(x).splits if dim == "tensor"]
+        assert x.requires_grad == ("lora_" in name)
+        assert torch.equal(local(x), own_part(x, whole[name])), name
+    if parallel.mesh.extent("tensor") > 1:
+        columns, rows = (f"base_model.model.model.layers.0.self_attn.{layer}_proj" for layer in "qo")
+        assert tensors[f"{columns}.base_layer.weight"] == tensors[f"{columns}.lora_B.default.weight"] == [0]
+        assert tensors[f"{rows}.base_layer.weight"] == tensors[f"{rows}.lora_A.default.weight"] == [1]
+        assert tensors[f"{columns}.lora_A.default.weight"] == tensors[f"{rows}.lora_B.default.weight"] == []

@@ -37,9 +37,10 @@ def test_heads_and_widths_that_do_not_divide_are_refused(tmp_path):
         refuse_unfit(model, 2)
 
 
-def test_an_adapter_is_refused(model32):
-    with pytest.raises(ConfigError, match="lora is set: tensor parallelism does not divide adapters"):
-        refuse_unfit(LoRA(rank=2).apply(model32.load_causal_lm("cpu"), causal_lm=True), 2)
+def test_an_adapted_end_stays_whole_with_the_other_one(tmp_path):
+    model = model_of("qwen2", tmp_path, tie_word_embeddings=True)
+    adapted = LoRA(rank=2, target_modules=("embed_tokens", "q_proj")).apply(model, causal_lm=True)
+    assert not {"lm_head", "model.embed_tokens"} & set(plan_of(adapted.get_base_model(), 2))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -51,3 +52,23 @@ def test_a_vocabulary_that_does_not_divide_leaves_head_and_embedding_whole(tied,
 
 def test_each_process_has_a_slice_of_each_layer_of_the_plan(tmp_path):
     assert plan_of(model_of("qwen2", tmp_path), 2)["lm_head"] == "colwise_gather_output"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral"])
+def test_experts_are_divided_one_by_one(family, tmp_path):
+    model = model_of(family, tmp_path)
+    refuse_unfit(model, 2)
+    experts = {name: style for name, style in plan_of(model, 2).items() if "experts" in name or "gate" in name}
+    assert {
+        name.removeprefix("model.layers.*.mlp."): style for name, style in experts.items() if "_proj" not in name
+    } == {
+        "experts": "moe_tp_experts",
+        "gate": "ep_router",
+    }
+    assert experts["model.layers.*.mlp.experts.gate_up_proj"] == "grouped_gemm"
+
+
+def test_experts_that_do_not_divide_stay_whole(tmp_path):
+    model = model_of("qwen3_moe", tmp_path, num_experts=3)
+    refuse_unfit(model, 2)
+    assert not any("experts" in name or name.endswith("gate") for name in plan_of(model, 2))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from equivalence.courses import Course, run_course
+from torch import Tensor
 
 import verl.trainer.ppo as ppo
 from verl.cluster.base import role_handles
@@ -27,6 +28,8 @@ from verl.dispatch import dispatch_of, on_all, on_each
 from verl.engines.layouts import local
 from verl.engines.parallel import TorchParallel
 from verl.engines.sharding import DDP, Sharding
+from verl.rollout.vllm.weights import weights_of
+from verl.sync.adapters import adapter_tensors
 from verl.trainer.ppo import PPORun
 from verl.workers.hosts import RLHost
 from verl.workers.state import Restore, RoleState
@@ -92,6 +95,22 @@ class Bench:
                 engine = trainer._cluster.host.workers["actor"].engine
                 tensors = {"weights": engine.parameters, "optimizer": engine.optimizer_tensors()}
                 return {kind: sum(local(x).nbytes for x in held.values()) for kind, held in tensors.items()}
+        finally:
+            ppo.start_cluster = before
+
+    @on_all
+    def sent(self, run: PPORun, prompts: Sequence[int], directory: Path) -> dict[str, Tensor]:
+        """What an engine in a process of its own is given of an actor that has been updated, and is saved then."""
+        before, ppo.start_cluster = ppo.start_cluster, self._start
+        try:
+            (own := directory / str(self.context.rank)).mkdir(parents=True)
+            with run.build(BuildContext(run_dir=own)) as trainer:
+                trainer.step(trainer.train_data.collate(prompts), 1)
+                model = trainer._cluster.host.workers["actor"].model
+                given = {weight.name: weight.make().detach() for weight in weights_of(model)}
+                given |= {name: x.detach() for name, x in adapter_tensors(model)}
+                trainer.save(own)
+                return given
         finally:
             ppo.start_cluster = before
 

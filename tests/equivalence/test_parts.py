@@ -16,7 +16,7 @@ from verl.checkpoint.published import open_published
 from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.verify import verified
 from verl.description import BuildContext, as_plain
-from verl.engines.sharding import DDP, FSDP, HSDP, TPFSDP
+from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP
 from verl.models.lora import LoRA
 from verl.trainer.loop import Course
 from verl.trainer.reloading import load_checkpoint
@@ -90,8 +90,9 @@ def assert_opens(checkpoint: Path, directory: Path, model) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("safetensors", [True, False])
-def test_an_adapter_and_files_for_older_tools_are_saved_and_loaded(safetensors, model64, tmp_path):
-    shared = {"sharding": FSDP(), "n_gpus_per_node": 2}
+@pytest.mark.parametrize("sharding", [FSDP(), TP()], ids=["fsdp", "tp"])
+def test_an_adapter_and_files_for_older_tools_are_saved_and_loaded(sharding, safetensors, model64, tmp_path):
+    shared = {"sharding": sharding, "n_gpus_per_node": 2}
     run = saved_course(model64, tmp_path, PPO, save={"use_safetensors": safetensors}, **shared)
     run = dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=LoRA(rank=2)))
     with started(run, tmp_path / "run") as trainer:

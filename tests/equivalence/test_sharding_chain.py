@@ -18,6 +18,7 @@ from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.settings import Checkpointing
 from verl.description import BuildContext
 from verl.engines.sharding import DDP, FSDP, TP, TPFSDP, NoSharding, Sharding
+from verl.models.lora import LoRA
 from verl.workers.state import as_tensor
 
 pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive]
@@ -33,12 +34,13 @@ CHAIN: list[tuple[Sharding, int, bool]] = [  # the last: in Ray
 ]
 
 
-def step_of(model, directory: Path, step: int, sharding: Sharding, processes: int, in_ray: bool):
+def step_of(model, directory: Path, step: int, sharding: Sharding, processes: int, in_ray: bool, lora: LoRA | None):
     """Go on from the newest checkpoint up to a step, and save it."""
     layout = {"sharding": sharding, "n_gpus_per_node": processes, "placement": placed() if in_ray else None}
     run = ppo_run(model, PPO, total_steps=len(CHAIN), stop_after=step, **layout)
     checkpoint = Checkpointing(save_dir=str(directory / "checkpoints"), save_interval=1, keep_last_n=None)
-    run = dataclasses.replace(run, checkpoint=checkpoint, resume=None if step == 1 else "latest")
+    roles = {name: dataclasses.replace(getattr(run, name), lora=lora) for name in ("actor", "critic")}
+    run = dataclasses.replace(run, **roles, checkpoint=checkpoint, resume=None if step == 1 else "latest")
     with run.build(BuildContext(run_dir=directory / f"run_{step}")) as trainer:
         assert trainer.fit().steps == step
 
@@ -53,10 +55,11 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_chain_of_shardings_ends_where_one_process_does(model64, tmp_path, caplog):
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["whole", "adapter"])
+def test_a_chain_of_shardings_ends_where_one_process_does(lora, model64, tmp_path, caplog):
     for step, (sharding, processes, in_ray) in enumerate(CHAIN, start=1):
-        step_of(model64, tmp_path / "chain", step, sharding, processes, in_ray)
-        step_of(model64, tmp_path / "alone", step, NoSharding(), 1, False)
+        step_of(model64, tmp_path / "chain", step, sharding, processes, in_ray, lora)
+        step_of(model64, tmp_path / "alone", step, NoSharding(), 1, False, lora)
         of_chain, alone = (
             tensors_of(tmp_path / name / f"checkpoints/global_step_{step}") for name in ("chain", "alone")
         )

@@ -9,6 +9,7 @@ import torch
 from equivalence.courses import assert_rounding_alone, assert_same, run_course
 from equivalence.laboratory import laboratory
 from random_models import save_random_model
+from safetensors.torch import load_file
 from trainer.runs import GRPO, PPO, ppo_run
 
 from verl.checkpoint.disk import Disk
@@ -113,7 +114,7 @@ def with_actor(run, **options):
     return dataclasses.replace(run, actor=dataclasses.replace(run.actor, **options))
 
 
-@pytest.mark.parametrize("name", ["fsdp", pytest.param("hsdp", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["fsdp", "tp", "tp_fsdp", pytest.param("hsdp", marks=pytest.mark.exhaustive)])
 def test_an_adapter_learns_the_same_and_its_frozen_model_is_the_reference(name, bench, model64, tmp_path):
     def run(**parts):
         return with_actor(ppo_run(model64, GRPO, group_size=3, **parts), lora=LoRA(rank=2))
@@ -121,6 +122,67 @@ def test_an_adapter_learns_the_same_and_its_frozen_model_is_the_reference(name, 
     prompts = [[2, 0, 5], [1]]
     together = run(sharding=SHARDINGS[name], n_gpus_per_node=4)
     assert_same(run_course(run(), prompts, tmp_path / "one"), bench.course(together, prompts, tmp_path).result())
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "experts"),
+    [
+        ("qwen3_moe", "tp", 4),
+        pytest.param("qwen3_moe", "tp_fsdp", 4, marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_moe", "tp", 3, marks=pytest.mark.exhaustive),  # each process has all of them
+        pytest.param("qwen2_moe", "tp", 4, marks=pytest.mark.exhaustive),  # beside an expert that all tokens go to
+        pytest.param("mixtral", "tp", 4, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_mixture_of_experts_is_divided_expert_by_expert_and_learns_the_same(family, name, experts, bench, tmp_path):
+    number = {"num_local_experts" if family == "mixtral" else "num_experts": experts}
+    path = save_random_model(tmp_path / "model", family, torch.float64, **number)
+    model = Pretrained(path=str(path), dtype="float64")
+    alone = run_course(ppo_run(model, PPO, group_size=1), PROMPTS, tmp_path / "one")
+    together = ppo_run(model, PPO, group_size=1, sharding=SHARDINGS[name], n_gpus_per_node=4, micro_batch_tokens=40)
+    assert_same(alone, bench.course(together, PROMPTS, tmp_path / "four").result())
+    for key, x in load_file(path / "model.safetensors").items():
+        moved = (alone.weights[f"actor/model.safetensors:{key}"] - x).abs().max()
+        assert moved > 1e-3 or "experts" not in key, key
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["tp", "tp_fsdp"])
+def test_adapters_of_some_layers_of_actor_and_critic_learn_the_same(name, bench, tmp_path):
+    """Also on heads whose norms each process has whole, on an output head, and in the first layer alone."""
+    path = save_random_model(tmp_path / "model", "qwen3", torch.float64)
+    model = Pretrained(path=str(path), dtype="float64")
+
+    def run(**parts):
+        made = ppo_run(model, PPO, group_size=1, **parts)
+        layers = ("0.self_attn.q_proj", "o_proj", "down_proj")
+        critic = dataclasses.replace(made.critic, lora=LoRA(rank=3, target_modules=layers))
+        actor = dataclasses.replace(made.actor, lora=LoRA(rank=3, target_modules=(*layers, "lm_head")))
+        return dataclasses.replace(made, actor=actor, critic=critic)
+
+    together = run(sharding=SHARDINGS[name], n_gpus_per_node=4, micro_batch_tokens=40)
+    alone = run_course(run(), PROMPTS, tmp_path / "one")
+    found = bench.course(together, PROMPTS, tmp_path / "four").result()
+    for course in (alone, found):  # peft may add the frozen weights under an adapted head
+        course.weights = {key: x for key, x in course.weights.items() if ".base_layer." not in key}
+    assert any("lm_head.lora_B" in key for key in alone.weights)
+    assert_same(alone, found)
+
+
+@pytest.mark.parametrize("name", ["tp", pytest.param("tp_fsdp", marks=pytest.mark.exhaustive)])
+def test_an_engine_is_given_a_divided_adapter_as_peft_merges_it_and_as_it_is(name, bench, model64, tmp_path):
+    made = ppo_run(model64, GRPO, group_size=3, sharding=SHARDINGS[name], n_gpus_per_node=4, lr=0.1)
+    run = with_actor(made, lora=LoRA(rank=2))
+    given = bench.sent(run, [2, 0, 5], tmp_path).result()
+    saved = Pretrained(path=str(tmp_path / "0/actor"), dtype="float64").load_causal_lm("cpu").state_dict()
+    start = model64.load_causal_lm("cpu").state_dict()
+    for key, x in saved.items():
+        torch.testing.assert_close(given.pop(key), x, rtol=0, atol=1e-12)
+        is_adapted = f"{key.removesuffix('.weight')}.lora_B" in given
+        assert torch.equal(x, start[key]) != is_adapted, key
+    for path, b in ((key.removesuffix(".lora_B"), x) for key, x in given.items() if key.endswith("lora_B")):
+        delta = saved[f"{path}.weight"] - start[f"{path}.weight"]
+        torch.testing.assert_close(b @ given[f"{path}.lora_A"], delta, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "tp", pytest.param("tp_fsdp", marks=pytest.mark.exhaustive)])
@@ -166,12 +228,14 @@ def test_computing_in_bfloat16_means_the_same(name, bench, model32, tmp_path):
     assert all(x.dtype == torch.float32 for x in found.weights.values())
 
 
-@pytest.fixture(scope="module")
-def saved(model64, tmp_path_factory):
+@pytest.fixture(scope="module", params=["whole", "adapter"])
+def saved(request, model64, tmp_path_factory):
     """A run of one process, and its checkpoint after two steps."""
     directory = tmp_path_factory.mktemp("saved")
     checkpoint = Checkpointing(save_dir=str(directory / "checkpoints"), save_interval=2, save_async=False)
     run = dataclasses.replace(ppo_run(model64, PPO, total_steps=2, save_final=False), checkpoint=checkpoint)
+    if request.param == "adapter":
+        run = dataclasses.replace(with_actor(run, lora=LoRA()), critic=dataclasses.replace(run.critic, lora=LoRA()))
     with run.build(BuildContext(run_dir=directory / "run")) as trainer:
         trainer.fit()
     return run, directory / "checkpoints/global_step_2"

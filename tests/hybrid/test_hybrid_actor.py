@@ -14,6 +14,8 @@ from roles import start_actor
 import verl
 from verl import HybridActor
 from verl.errors import ConfigError
+from verl.hybrid.processes import sizes_of
+from verl.hybrid.settings import HybridConfig
 from verl.models.pretrained import Pretrained
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
@@ -216,31 +218,48 @@ def test_keys_values_and_all_else_that_generating_took_are_gone_when_it_is_done(
 # Settings
 
 
-def test_the_settings_that_this_version_lacks_are_refused_by_their_keys(dir32):
+def test_settings_that_cannot_be_are_refused_by_their_keys(dir32):
     def load(**config):
         return faults_of(HybridActor.from_pretrained, dir32, hybrid_config=config)
 
-    assert load(tp_size=4).startswith(
-        "hybrid_config.tp_size is 4: this version keeps a HybridActor whole in one process."
+    assert load(tp_size=4) == (
+        "hybrid_config.tp_size is 4: there is 1 process, and it takes a multiple of 4. Start them with `torchrun "
+        "--nproc_per_node=4`, or leave it out."
     )
-    assert "fsdp_sharding is 'HYBRID_SHARD'" in load(fsdp_sharding="HYBRID_SHARD")
-    assert "set NO_SHARD" in load(fsdp_sharding="FULL_SHARD")
+    assert load(dp_size=2).startswith("hybrid_config.dp_size is 2: there is 1 process, and it takes 2.")
+    assert load(tp_size=0) == "hybrid_config.tp_size is 0: must be at least 1."
+    assert "fsdp_sharding is 'HALF': expected" in load(fsdp_sharding="HALF")
     assert load(contigous=True) == "hybrid_config.contigous is not a known key. Did you mean contiguous?"
     assert "expected a whole number" in load(dp_size="2")
     assert "expected a mapping" in faults_of(HybridActor.from_pretrained, dir32, hybrid_config="NO_SHARD")
-    assert (
-        HybridActor.from_pretrained(
-            dir32, {"fsdp_sharding": "NO_SHARD", "tp_size": 1}, device="cpu"
-        ).hybrid_config.tp_size
-        == 1
-    )
+
+
+@pytest.mark.parametrize("sharding", ["NO_SHARD", "FULL_SHARD"])
+def test_in_one_process_nothing_is_divided(sharding, dir32, caplog):
+    actor = HybridActor.from_pretrained(dir32, {"fsdp_sharding": sharding, "tp_size": 1}, device="cpu")
+    assert actor.process_group is None
+    assert ("it divides nothing" in caplog.text) == (sharding == "FULL_SHARD")
+
+
+@pytest.mark.parametrize(
+    ("config", "processes", "sizes"),
+    [
+        ({"tp_size": 2}, 4, (2, 1, 2)),
+        ({"dp_size": 4}, 4, (4, 1, 1)),
+        ({"tp_size": 2, "fsdp_sharding": "FULL_SHARD"}, 8, (1, 4, 2)),
+        ({"tp_size": 2, "fsdp_sharding": "HYBRID_SHARD"}, 8, (2, 2, 2)),  # of two machines
+    ],
+)
+def test_processes_are_replicas_shards_and_siblings(config, processes, sizes, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert sizes_of(HybridConfig(**config), processes) == sizes
 
 
 def test_the_cache_setting_of_the_process_holds_where_the_actor_has_none(loaded, monkeypatch):
     assert not loaded.hybrid_config.clears_cache
     monkeypatch.setattr(verl.config, "auto_cache_clear", True)
     assert loaded.hybrid_config.clears_cache
-    assert not verl.hybrid.settings.HybridConfig(auto_cache_clear=False).clears_cache
+    assert not HybridConfig(auto_cache_clear=False).clears_cache
 
 
 def test_parameters_that_are_views_are_refused_or_laid_out_anew(model32, encoded, caplog):

@@ -1,24 +1,33 @@
 """Linear layers divided over processes that work on the same rows, by the plan that transformers has for a model.
 
 x ──> columns of W, one part each ──> heads, one part each ──> rows of W, one part each ──> add up ──> x
+
+The factors of an adapter follow the layer that they adapt:
+
+    columns of W   x ──> A, whole ──> rows of B, one part each           as the outputs of W are
+    rows of W      x ──> columns of A, one part each ──> add up ──> B, whole
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
+from verl.engines.expert_plan import EXPERT_STYLES, general, with_experts
 from verl.errors import ConfigError
 
-# What each style of a plan does to weights is known here; others (packed and expert layers) have no simple slices.
-DIVIDING = {"colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_rep", "embedding_rowwise"}
+COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
+ROWS = {"rowwise", "rowwise_rep"}
+# What each style of a plan does to weights is known here; others (packed layers) have no simple slices.
+DIVIDING = COLUMNS | ROWS | EXPERT_STYLES | {"embedding_rowwise"}
 PARTIAL = "replicated_with_grad_allreduce"  # a norm over this process's heads: whole weights, a part of the gradient
 
 _log = logging.getLogger(__name__)
 
 
 def split_over(model: Any, mesh: Any) -> list[str]:
-    """Divide a Hugging Face model over the processes of a one-dimensional mesh, in place.
+    """Divide a Hugging Face model, its peft adapter too, over the processes of a one-dimensional mesh, in place.
 
     Every process has loaded it whole, or on the meta device, and keeps its own part.
 
@@ -29,15 +38,21 @@ def split_over(model: Any, mesh: Any) -> list[str]:
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    refuse_unfit(model, mesh.size())
-    plan = plan_of(model, mesh.size())
+    base = _base(model)
+    refuse_unfit(base, mesh.size())
+    plan = plan_of(base, mesh.size())
     partial = {name for name, style in plan.items() if style == PARTIAL}
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    adapted = {general(name) for name, _ in _adapted(base)} & set(plan)
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if name not in partial})
-    if tied:
+    apply_tensor_parallelism(base, mesh, {n: style for n, style in plan.items() if n not in partial | adapted})
+    for name, layer in list(base.named_modules()):
+        if (place := general(name)) in adapted:
+            apply_tensor_parallelism(layer, mesh, _plan_of_layer(layer, plan[place]))
+    if tied and head.weight is not embedding.weight:
         head.weight = embedding.weight
-    return [name for name, _ in model.named_parameters() if _general(name.rpartition(".")[0]) in partial]
+    summed = {id(p) for name, p in base.named_parameters() if general(name.rpartition(".")[0]) in partial}
+    return [name for name, p in model.named_parameters() if id(p) in summed]
 
 
 def refuse_unfit(model: Any, size: int) -> None:
@@ -47,11 +62,9 @@ def refuse_unfit(model: Any, size: int) -> None:
         ConfigError: with what would fit.
     """
     name = type(model).__name__
-    if hasattr(model, "peft_config"):
-        raise ConfigError("lora is set: tensor parallelism does not divide adapters. Set sharding=fsdp, or lora=null.")
     if not model.tp_plan:
         raise ConfigError(f"model is a {name}: transformers has no tensor-parallel plan for it. Set sharding=fsdp.")
-    odd = sorted({style for style in model.tp_plan.values() if style not in DIVIDING and style != PARTIAL})
+    odd = sorted({style for style in plan_of(model, size).values() if style not in DIVIDING and style != PARTIAL})
     if odd:
         raise ConfigError(
             f"model is a {name}: its tensor-parallel plan has layers of kind {', '.join(odd)}, which this version does "
@@ -78,17 +91,31 @@ def heads_fault(heads: int, kv_heads: int, size: int) -> str | None:
 
 
 def plan_of(model: Any, size: int) -> dict[str, str]:
-    """The plan of transformers, with embedding and output head left whole where they cannot be divided."""
-    plan = dict(model.tp_plan)
+    """The plan of transformers, with experts one by one; ends that cannot be divided, or are adapted, stay whole."""
+    plan = with_experts(model, dict(model.tp_plan), size)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     ends = {name for name, module in model.named_modules() if module is head or module is embedding} & set(plan)
     tied = head is not None and head.weight is embedding.weight
-    if ends and (model.config.get_text_config().vocab_size % size or (tied and len(ends) == 1)):
+    uneven = model.config.get_text_config().vocab_size % size != 0
+    if ends and (uneven or (tied and len(ends) == 1) or ends & {name for name, _ in _adapted(model)}):
         _log.info("tensor parallelism: %s stay whole", ", ".join(sorted(ends)))
         plan = {name: style for name, style in plan.items() if name not in ends}
     return plan
 
 
-def _general(name: str) -> str:
-    """`layers.3.q_norm` as `layers.*.q_norm`."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+def _base(model: Any) -> Any:
+    """The Hugging Face model under a peft adapter, or the model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def _adapted(model: Any) -> Iterator[tuple[str, Any]]:
+    """The layers that have an adapter, by name."""
+    return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
+
+
+def _plan_of_layer(layer: Any, style: str) -> dict[str, str]:
+    """A plan for one layer alone: for its weights and their adapter, or for its own tensors where it has none."""
+    if not hasattr(layer, "lora_A"):  # a sibling of adapted ones
+        return {"": style, **dict.fromkeys(layer._parameters, style)}
+    factor = "lora_B" if style in COLUMNS else "lora_A"
+    return {"base_layer": style, **{f"{factor}.{name}": style for name in getattr(layer, factor)}}

@@ -21,6 +21,7 @@ from verl.compose.option import named_rollout
 from verl.errors import ConfigError
 from verl.hybrid.call import Call, prompt_rows, read_call, warn_of_settings_left_out
 from verl.hybrid.ends import naming_ends
+from verl.hybrid.processes import Company, company_of, own_device
 from verl.hybrid.settings import HybridConfig
 from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA
@@ -29,6 +30,7 @@ from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.rollout.base import SAME_TENSORS, Request, Rollout, RolloutEngine, Synced
 from verl.rollout.scripted import Scripted
 from verl.utils.device_memory import release_cached
+from verl.workers.training import undivided
 
 _log = logging.getLogger(__name__)
 
@@ -78,13 +80,19 @@ class HybridActor:
                 f"model is {str(model)!r}: expected a loaded model. HybridActor.from_pretrained loads one."
             )
         check_interface("actor", model, "model")
+        company = company_of(self.hybrid_config, str(model.device))
+        self._start(model, tokenizer, rollout, lora, seed, company)
+
+    def _start(self, model: Any, tokenizer: Any, rollout: Any, lora: Any, seed: int, company: Company | None) -> None:
         self.rollout = named_rollout(rollout)
         adapter = None if lora is None else described(LoRA, "lora", lora)
         self.model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
-        self.tokenizer, self.seed = tokenizer, seed
+        self.tokenizer, self.seed, self._company = tokenizer, seed, company
         self._engine: tuple[Any, Any] | None = None  # with what it was attached for
         self._is_padding_tried = False
         self._refuse_scattered()
+        if company is not None:
+            company.take(self.model)
         warn_of_settings_left_out(self.model)
 
     @classmethod
@@ -105,10 +113,17 @@ class HybridActor:
             device: `auto` takes a GPU where there is one.
             source: further keys of `Pretrained`, such as `dtype`, `attention`, `revision`.
         """
-        described(HybridConfig, "hybrid_config", hybrid_config)  # before weights are loaded
+        config = described(HybridConfig, "hybrid_config", hybrid_config)  # before weights are loaded
         chosen = described(Pretrained, "from_pretrained", {"path": str(name_or_path), **source})
-        place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        return cls(chosen.load_causal_lm(place), chosen.load_tokenizer(), hybrid_config, rollout, lora, seed)
+        place = own_device() if device == "auto" else device
+        company, actor = company_of(config, place), cls.__new__(cls)
+        actor.hybrid_config = config
+        if company is None:
+            model = chosen.load_causal_lm(place)
+        else:
+            model = undivided(chosen, "causal_lm", place, company, sliced=lora is None)
+        actor._start(model, chosen.load_tokenizer(), rollout, lora, seed, company)
+        return actor
 
     # Training
 
@@ -116,6 +131,8 @@ class HybridActor:
         """The model's own forward: `actor(input_ids=..., attention_mask=..., labels=...).loss`."""
         if self._engine is not None and hasattr(self._engine[1], "rest"):
             self._engine[1].rest()  # an engine with weights of its own leaves the memory to training
+        if self._company is not None:
+            self._company.refuse_other_rows(kwargs.get("input_ids", args[0] if args else None))
         return self.model(*args, **kwargs)
 
     forward = __call__
@@ -141,21 +158,45 @@ class HybridActor:
     def device(self) -> torch.device:
         return self.model.device
 
+    @property
+    def process_group(self) -> Any:
+        """All processes that hold this actor, for `check_process_groups`; None where it is whole in one."""
+        return None if self._company is None else torch.distributed.group.WORLD
+
+    # Weights; of an actor that is divided, this process's part, as DTensors
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return self.model.parameters(recurse)
+        return self._settled().parameters(recurse)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.model.named_parameters(*args, **kwargs)
+        return self._settled().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self.model.state_dict(*args, **kwargs)
+        return self._settled().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.load_state_dict(*args, **kwargs)
+        return self._settled().load_state_dict(*args, **kwargs)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale gradients down to a norm of `max_norm` over all weights of all processes; gives the norm before."""
+        if self._company is not None:
+            return self._company.clip(self.parameters(), max_norm)
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+
+    def _settled(self) -> Any:
+        if self._company is not None:
+            self._company.settle(self.model)
+        return self.model
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write a Hugging Face directory (with LoRA: a peft adapter directory), with the tokenizer if there is one."""
+        """Write a Hugging Face directory (with LoRA: a peft adapter directory), with the tokenizer if there is one.
+
+        Of a divided actor the first process writes it; all of them call this.
+        """
         with quiet_transformers():
+            if self._company is not None:
+                self._company.save(self.model, self.tokenizer, directory)
+                return
             self.model.save_pretrained(directory)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(directory)
@@ -190,9 +231,13 @@ class HybridActor:
         width = input_ids.shape[-1] if isinstance(input_ids, Tensor) else 0
         call = read_call(options, self.model, self.tokenizer, width)
         prompts = prompt_rows(input_ids, attention_mask, call)
-        request = Request(_number(call, seed, generator), call.num_samples, call.greedy)
+        number, company = _number(call, seed, generator), self._company
+        if company is not None:
+            company.refuse_other_rows(input_ids)
+            number = company.agreed(number)
+        request = Request(number, call.num_samples, call.greedy)
         with self.sampling():
-            if not self._is_padding_tried and not bool(prompts["prompt_mask"].all()):
+            if not self._is_padding_tried and (company is not None or not bool(prompts["prompt_mask"].all())):
                 refuse_padding_blind(self.model, "model")
                 self._is_padding_tried = True
             engine = self._engine_for(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from verl import config
 from verl.description import Description
@@ -13,30 +14,40 @@ from verl.description import Description
 class HybridConfig(Description):
     """Settings of a `HybridActor`.
 
+    Where all of the first three are left out, the actor is whole in its process and knows of no other.
+
     Args:
-        tp_size, dp_size: processes that share the layers, and that share the rows. This version keeps an actor whole in
-            one process: both are 1. Data parallelism over the roles of a run is `sharding=ddp`.
-        fsdp_sharding: null or NO_SHARD, for the same reason.
+        tp_size: processes that share the layers, next to each other, and work on the same rows.
+        dp_size: groups of such processes, each with rows of its own; gradients are averaged over them. Null: as many as
+            the processes that there are make.
+        fsdp_sharding: divide weights, gradients and optimizer state over those groups too: FULL_SHARD, SHARD_GRAD_OP
+            (weights stay gathered from the forward to the backward pass), HYBRID_SHARD (within a machine, repeated on
+            each). Null or NO_SHARD: they are not.
         contiguous: lay parameters that are views of other tensors out in memory anew, instead of refusing them.
         auto_cache_clear: give back what generating has cached once it is done. The keys and values go in any case; on a
             GPU this is the memory that torch keeps for later. Null follows `verl.config.auto_cache_clear`.
     """
 
     tp_size: int = 1
-    dp_size: int = 1
-    fsdp_sharding: str | None = None
+    dp_size: int | None = None
+    fsdp_sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] | None = None
     contiguous: bool = False
     auto_cache_clear: bool | None = None
 
     def faults(self) -> Iterator[str]:
         for name in ("tp_size", "dp_size"):
-            if (size := getattr(self, name)) != 1:
-                yield f"{name} is {size}: this version keeps a HybridActor whole in one process. Leave it out or set 1."
-        if self.fsdp_sharding not in (None, "NO_SHARD"):
-            yield (
-                f"fsdp_sharding is {self.fsdp_sharding!r}: this version keeps all weights in one process. Leave it out "
-                "or set NO_SHARD."
-            )
+            if (size := getattr(self, name)) is not None and size < 1:
+                yield f"{name} is {size}: must be at least 1."
+
+    @property
+    def shards(self) -> bool:
+        """Whether weights are divided over the processes with other rows."""
+        return self.fsdp_sharding not in (None, "NO_SHARD")
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the actor is whole in its process."""
+        return self.tp_size == 1 and self.dp_size in (None, 1) and not self.shards
 
     @property
     def clears_cache(self) -> bool:

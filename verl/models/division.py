@@ -61,3 +61,17 @@ def weights_gathered(model: Any) -> AbstractContextManager[None]:
     """
     divided = getattr(model, "divided", None)
     return contextlib.nullcontext() if divided is None else divided.gathered()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that is divided over processes, put together: all of them ask for it, in the same order."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def laid_out_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor that every process has whole, divided as another is; nothing is sent."""
+    if not hasattr(like, "placements"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]

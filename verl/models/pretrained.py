@@ -74,7 +74,7 @@ class Pretrained(ModelSource):
         auto_class = AutoModelForCausalLM if kind == "causal_lm" else AutoModel
         with quiet_transformers(), without_weights():
             try:
-                model = auto_class.from_config(config, dtype=self._torch_dtype(), attn_implementation=self.attention)
+                model = auto_class.from_config(config, dtype=self._torch_dtype(), **self._implementations())
             except (ValueError, ImportError):
                 return None  # loading all of it says what is wrong
         model.tie_weights()
@@ -184,9 +184,9 @@ class Pretrained(ModelSource):
                 model, report = auto_class.from_pretrained(
                     self.path,
                     dtype=self._torch_dtype(),
-                    attn_implementation=self.attention,
                     revision=self.revision,
                     trust_remote_code=self.trust_remote_code,
+                    **self._implementations(),
                     ignore_mismatched_sizes=True,  # so that they are reported, and refused below by name
                     output_loading_info=True,
                 )
@@ -197,6 +197,13 @@ class Pretrained(ModelSource):
         self._refuse_holes(report)
         self._refuse_lost_caps(model.config.get_text_config())
         return _in_own_memory(without_dropout(model)).to(device).eval()
+
+    def _implementations(self) -> dict[str, str]:
+        """How transformers is to compute what it can compute in several ways."""
+        chosen = {"attn_implementation": self.attention}
+        if self.dtype == "float64":  # the usual way to run experts has no kernel for it
+            chosen["experts_implementation"] = "batched_mm"
+        return chosen
 
     def _torch_dtype(self) -> Any:
         import torch

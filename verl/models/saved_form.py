@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -97,7 +98,7 @@ def small_files(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as directory, quiet_transformers():
         if hasattr(model, "peft_config"):
             model.peft_config[model.active_adapter].save_pretrained(directory)
-            return files_in(Path(directory))
+            return {name: _in_order(data) for name, data in files_in(Path(directory)).items()}
         model.save_pretrained(directory, state_dict={})  # all but the weights
         return {name: data for name, data in files_in(Path(directory)).items() if not name.endswith(".safetensors")}
 
@@ -134,6 +135,14 @@ def files_in(directory: Path) -> dict[str, bytes]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
+
+
+def _in_order(adapter_config: bytes) -> bytes:
+    """The same with the names of its layers in order: peft has them in a set, which each process orders anew."""
+    config = json.loads(adapter_config)
+    if isinstance(names := config["target_modules"], list):
+        config["target_modules"] = sorted(names)
+    return json.dumps(config, indent=2, sort_keys=True).encode()
 
 
 def _core(model: Any) -> Any:

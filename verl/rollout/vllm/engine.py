@@ -22,7 +22,9 @@ import torch
 
 from verl.description import BuildContext
 from verl.errors import ConfigError, RolloutError, WeightSyncError
+from verl.models.division import whole
 from verl.models.precision import Autocast
+from verl.models.saved_form import live_tensors
 from verl.protocol import DataProto
 from verl.rollout.base import Request, RolloutEngine, Synced, assemble, stop_tokens
 from verl.rollout.drawing import Drawing
@@ -209,7 +211,8 @@ class VLLMEngine(RolloutEngine):
         self._adapters += 1
         directory = self._directory / f"adapter_{self._adapters}"
         start = time.perf_counter()
-        self.model.save_pretrained(directory)
+        tensors = {name: whole(x.detach()) for name, x in live_tensors(self.model).items()}
+        self.model.save_pretrained(directory, state_dict=tensors)
         copying = time.perf_counter() - start
         try:
             loading = self._process.call("adopt", str(directory), self._adapters)

@@ -13,6 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from verl.models.division import laid_out_as, whole
+
 
 @dataclass(frozen=True)
 class Source:
@@ -115,16 +117,24 @@ def _live(base: nn.Module, merge: bool) -> Iterator[tuple[str, Source]]:
 def merged(layer: Any) -> Tensor:
     """W + scale B A of one adapted layer, computed in the wider of both types.
 
-    A layer that is divided over processes stays so: each has the rows of B A that belong to its rows of W.
+    A layer that is divided over processes stays so: each has the part of B A that belongs to its part of W.
     """
     weight = layer.base_layer.weight
-    deltas = [layer.get_delta_weight(name) for name in layer.active_adapters if name in layer.lora_A]
     total = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    for delta in deltas:
-        if hasattr(weight, "placements"):
-            delta = delta.redistribute(placements=weight.placements)
-        total = total + delta
+    for name in layer.active_adapters:
+        if name in layer.lora_A:
+            total = total + _delta(layer, name, weight)
     return total
+
+
+def _delta(layer: Any, adapter: str, like: Tensor) -> Tensor:
+    """scale B A, laid out as W; the factors of a divided layer may be divided each in its own way, or not at all."""
+    a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    factors = whole(a), whole(b)
+    if factors[0] is a and factors[1] is b:
+        return layer.get_delta_weight(adapter)
+    delta = factors[1] @ factors[0] * layer.scaling[adapter]
+    return laid_out_as(delta.T if layer.fan_in_fan_out else delta, like)
 
 
 def _saved_names(base: Any, state: Mapping[str, Tensor]) -> list[str]:

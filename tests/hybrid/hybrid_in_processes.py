@@ -1,0 +1,80 @@
+"""One of several processes of a HybridActor, as a user's own script would be: trains, samples, saves, and tells."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from verl import HybridActor, check_process_groups
+from verl.errors import ConfigError
+
+STEPS, ROWS = 3, 4  # rows of all groups together
+
+
+def batches(actor):
+    """Of each step, two halves, each with rows for all groups: prompts of different lengths."""
+    texts = ["1+2=", "34+5=", "what is 6*7? ", "9-", "77+1=", "a", "0*0*0*0=", "12+"]
+    encoded = actor.tokenizer(texts, padding=True, return_tensors="pt")
+    for step in range(STEPS):
+        order = torch.arange(2 * ROWS).roll(step)
+        yield [{name: x[rows] for name, x in encoded.items()} for rows in order.split(ROWS)]
+
+
+def course(path: str, config: dict, lora: dict | None, directory: Path, *, loaded: bool = False) -> dict:
+    """Steps of a loop in which gradients wait for a second half of the batch, with text drawn in between."""
+    if loaded:
+        source = HybridActor.from_pretrained(path, dtype="float64", device="cpu")
+        torch.manual_seed(3)
+        actor = HybridActor(source.model, source.tokenizer, hybrid_config=config, lora=lora)
+    else:
+        torch.manual_seed(3)
+        actor = HybridActor.from_pretrained(path, hybrid_config=config, lora=lora, dtype="float64", device="cpu")
+    groups = 1 if actor.process_group is None else torch.distributed.get_world_size() // config.get("tp_size", 1)
+    group = 0 if actor.process_group is None else torch.distributed.get_rank() // config.get("tp_size", 1)
+    optimizer = torch.optim.AdamW([p for p in actor.parameters() if p.requires_grad], lr=1e-2)
+    found: dict = {"losses": [], "norms": [], "texts": []}
+    for step, halves in enumerate(batches(actor)):
+        for half in halves:
+            own = {name: x.chunk(groups)[group] for name, x in half.items()}
+            labels = own["input_ids"].masked_fill(own["attention_mask"] == 0, -100)[:, 1:]
+            logits = actor(**own).logits[:, :-1]  # transformers' own loss is computed in float32
+            loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            (loss * groups).backward()  # gradients are those of the mean over groups
+            found["losses"].append(loss.item())
+            drawn = actor.generate(**own, do_sample=True, top_k=0, max_new_tokens=5, seed=step)
+            found["texts"].append(actor.tokenizer.batch_decode(drawn, skip_special_tokens=True))
+        found["norms"].append(float(actor.clip_grad_norm_(1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    found["greedy"] = actor.generate(**halves[0], max_new_tokens=6).tolist()
+    actor.save_pretrained(directory)
+    return found | {"group": group, "groups": groups, "processes": str(check_process_groups(actor=actor))}
+
+
+def main() -> None:
+    path, config, lora, directory, loaded = sys.argv[1:6]
+    settings = json.loads(config)
+    found = course(path, settings, json.loads(lora), Path(directory), loaded=loaded == "loaded")
+    if settings.get("tp_size", 1) > 1:
+        found |= refused(path, settings)
+    Path(directory).with_name(f"found_{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def refused(path: str, config: dict) -> dict:
+    """What siblings are told who were given different rows."""
+    actor = HybridActor.from_pretrained(path, hybrid_config=config, dtype="float64", device="cpu")
+    ids = torch.full((1, 4), 5 + torch.distributed.get_rank())
+    try:
+        actor(input_ids=ids)
+    except ConfigError as error:
+        return {"refused": str(error)}
+    return {}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""A HybridActor in several processes, which torchrun or the user has started.
+
+rank = group * tp_size + sibling        siblings share the layers and get the same rows; each group has rows of its own
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.description import BuildContext
+from verl.engines.fully_sharded import units_of
+from verl.engines.layouts import is_divided, local
+from verl.engines.parallel import TENSOR
+from verl.engines.sharded import ShardedParallel
+from verl.engines.tensor_parallel import heads_fault
+from verl.errors import ConfigError
+from verl.hybrid.settings import HybridConfig
+from verl.models.saved_form import live_tensors
+from verl.workers.gathering import whole_on_first
+
+TIMEOUT_S = 600.0
+
+_log = logging.getLogger(__name__)
+
+
+def num_processes() -> int:
+    """Those of the user's group; without one, those that torchrun says it has started."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def sizes_of(config: HybridConfig, processes: int) -> tuple[int, int, int]:
+    """Replicas, shards of each, and processes that share the layers.
+
+    Raises:
+        ConfigError: there are not so many processes.
+    """
+    tensors, groups = config.tp_size, config.dp_size or max(1, processes // config.tp_size)
+    if tensors * groups != processes:
+        told = "1 process" if processes == 1 else f"{processes} processes"
+        wanted = f"a multiple of {tensors}" if config.dp_size is None else str(tensors * groups)
+        name, size = ("tp_size", tensors) if tensors > 1 else ("dp_size", groups)
+        raise ConfigError(
+            f"hybrid_config.{name} is {size}: there {'is' if processes == 1 else 'are'} {told}, and it takes {wanted}. "
+            f"Start them with `torchrun --nproc_per_node={tensors * groups}`, or leave it out."
+        )
+    if not config.shards:
+        return groups, 1, tensors
+    machines = processes // int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    replicas = machines if config.fsdp_sharding == "HYBRID_SHARD" and groups % max(1, machines) == 0 else 1
+    return replicas, groups // replicas, tensors
+
+
+def company_of(config: HybridConfig, device: str) -> Company | None:
+    """The processes that hold an actor together; None where it is whole in this one.
+
+    Raises:
+        ConfigError: there are others than the settings take.
+    """
+    if config.is_alone:
+        return None
+    if config.shards and config.tp_size == 1 and config.dp_size in (None, 1) and num_processes() == 1:
+        _log.warning(
+            "hybrid_config.fsdp_sharding is %s: there is 1 process, so it divides nothing", config.fsdp_sharding
+        )
+        return None
+    return Company(config, device)
+
+
+def own_device() -> str:
+    """Of this process: a GPU of its own where there are some."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+
+
+class Company(ShardedParallel):
+    """The processes that hold one actor together. Opens their group where the user has not."""
+
+    def __init__(self, config: HybridConfig, device: str):
+        import torch.distributed as dist
+
+        world = num_processes()
+        sizes = sizes_of(config, world)
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        context = BuildContext(device=device, rank=rank, world_size=world)
+        reshard = config.fsdp_sharding != "SHARD_GRAD_OP"
+        super().__init__(context, TIMEOUT_S, sizes, fully=config.shards and world > sizes[2], reshard=reshard)
+        self.groups, self.tensors = sizes[0] * sizes[1], sizes[2]
+
+    def take(self, model: Any) -> None:
+        """Leave this process its part of a model, in place, and let every backward pass come to whole gradients.
+
+        They are those of the mean of the groups' losses, as of any data-parallel model of torch.
+
+        Raises:
+            ConfigError: the model cannot be divided so.
+        """
+        config = model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", 1)
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        if self.tensors > 1 and (fault := heads_fault(heads, kv_heads, self.tensors)) is not None:
+            raise ConfigError(f"hybrid_config.tp_size {fault}")
+        self.divide(model)
+        if self.tensors > 1:
+            self._complete_over_siblings(model)
+        for unit in units_of(model):
+            unit.set_gradient_divide_factor(float(self.groups))
+        if not self.fully:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(functools.partial(self._mean_over_groups, parameter))
+
+    def _complete_over_siblings(self, model: nn.Module) -> None:
+        """Weights of which each sibling sees its own heads alone: add up what they come to, in each backward pass."""
+        group = self._device_mesh[TENSOR].get_group()
+        for module in model.modules():
+            names = [name for name, p in module._parameters.items() if id(p) in self._partial_over_tensor]
+            if names:
+                module.forward = _completing(module, names, group)
+
+    def _mean_over_groups(self, parameter: Any, grad: Any) -> Tensor:
+        if is_divided(grad) and grad.placements != parameter.placements:
+            grad = grad.redistribute(placements=parameter.placements)
+        if self.groups == 1:
+            return grad
+        mean = local(grad).clone(memory_format=torch.contiguous_format)
+        self.dist.all_reduce(mean, group=self.data_group)
+        mean /= self.groups
+        if not is_divided(grad):
+            return mean
+        from torch.distributed.tensor import DTensor
+
+        layout = {"device_mesh": grad.device_mesh, "placements": grad.placements}
+        return DTensor.from_local(mean, run_check=False, shape=grad.shape, stride=grad.stride(), **layout)
+
+    def refuse_other_rows(self, ids: Any) -> None:
+        """Siblings must have been given the same tokens, or they would compute nonsense together.
+
+        Raises:
+            ConfigError: in all of them, if they were not.
+        """
+        if isinstance(ids, Tensor) and not self.siblings_agree(ids):
+            raise ConfigError(
+                f"input_ids differ between processes that share the layers (hybrid_config.tp_size is {self.tensors}). "
+                f"Give rows by the number of the group, which is rank // {self.tensors}."
+            )
+
+    def agreed(self, number: int) -> int:
+        """The number that the first of the siblings has."""
+        if self.tensors == 1:
+            return number
+        told = torch.tensor([number], device=self.device)
+        self.dist.broadcast(told, group=self._device_mesh[TENSOR].get_group(), group_src=0)
+        return int(told)
+
+    def save(self, model: Any, tokenizer: Any, directory: str | Path) -> None:
+        """What `save_pretrained` of the whole model writes; the first process does, and all wait until it is there."""
+        self.settle(model)
+        whole = whole_on_first(live_tensors(model), self)
+        if self.rank == 0:
+            model.save_pretrained(directory, state_dict=whole)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(directory)
+        self.dist.barrier()
+
+
+def _completing(module: nn.Module, names: list[str], group: Any) -> Any:
+    forward = module.forward
+
+    def completed(*args: Any, **kwargs: Any) -> Any:
+        own = {name: module._parameters[name] for name in names}
+        try:
+            for name, parameter in own.items():
+                module._parameters[name] = _Completed.apply(parameter, group)  # type: ignore[assignment]
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(own)
+
+    return completed
+
+
+class _Completed(torch.autograd.Function):
+    """A weight as it is, whose gradient is added up over a group."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].contiguous().clone()
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total, None
