@@ -25,8 +25,8 @@ from verl.cluster.crew import _short_directory
 from verl.errors import ConfigError, VerlError
 
 KNOCK_TIMEOUT_S = 10.0
-# Ray gives memory back by the hundred objects, or once a second. Until then the next batch goes to memory that nobody has
-# touched yet, and that takes several times what copying it does.
+# Ray gives memory back by the hundred objects, or once a second. Until then the next batch goes to memory that nobody
+# has touched yet, and that takes several times what copying it does.
 AT_ONCE = {"free_objects_batch_size": 1}
 
 
