@@ -3,7 +3,9 @@
 python benchmarks/driver_overhead.py [--small]
 
 Two sibling processes, and two workers in Ray, answer with the rows that they were given. A copy is what copying the
-same fields takes, from memory to memory that are both in use already. The sides take turns.
+same fields takes, from memory to memory that are both in use already. The sides take turns. A batch is divided for the
+first call of a step, and the others ask about the same rows: so dividing stands by itself. The first rounds are left out,
+in which memory is touched for the first time.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +28,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import torch
 
 from verl.cluster.base import role_handles
+from verl.cluster.dividing import Division
 from verl.cluster.pending import PendingCall
 from verl.cluster.processes import Processes
 from verl.description import BuildContext, Description
@@ -34,6 +38,7 @@ from verl.protocol import DataProto
 
 WORKERS = 2
 PROMPT, RESPONSE = 512, 1024  # tokens
+WARM_UP = 4  # rounds
 
 
 class Echo:
@@ -123,6 +128,10 @@ class Joining:
 
 def one_round(echo: Any, batch: DataProto, joining: Joining) -> dict[str, float]:
     """Seconds of the driver's own work for rows that go out and come back, and of the calls as a whole."""
+    batch, faults = batch[:], resource.getrusage(resource.RUSAGE_SELF).ru_minflt  # the same rows, as of a new step
+    start = time.perf_counter()
+    Division(batch, WORKERS)
+    dividing_s = time.perf_counter() - start
     start = time.perf_counter()
     echo.swallow(batch).result()
     out_s = time.perf_counter() - start
@@ -130,7 +139,10 @@ def one_round(echo: Any, batch: DataProto, joining: Joining) -> dict[str, float]
     future = echo.back(batch)
     sent_s = time.perf_counter() - start
     future.result()
-    return {"driver": sent_s + joining.seconds, "out": out_s, "out_and_back": time.perf_counter() - start}
+    took_s = time.perf_counter() - start
+    seconds = {"driver": sent_s + joining.seconds, "sent": sent_s, "joined": joining.seconds, "dividing": dividing_s}
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    return seconds | {"out": out_s, "out_and_back": took_s, "page_faults": faults}
 
 
 def copying(batch: DataProto) -> Callable[[], float]:
@@ -152,7 +164,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def measured(mib: int, rounds: int) -> tuple[list[float], dict[str, list[dict[str, float]]]]:
-    """Seconds of a copy, and of a round of each side, by turns; the first rounds are left out."""
+    """Seconds of a copy, and of a round of each side, by turns."""
     batch, copies, found = experience(mib), [], {"processes": [], "ray": []}
     copy = copying(batch)
     clusters = {}
@@ -161,14 +173,14 @@ def measured(mib: int, rounds: int) -> tuple[list[float], dict[str, list[dict[st
             clusters[name] = start(mib)
         echoes = {name: role_handles(cluster, EchoHost())["echo"] for name, cluster in clusters.items()}
         with Joining() as joining:
-            for _ in range(rounds + 2):
+            for _ in range(rounds + WARM_UP):
                 copies.append(copy())
                 for name, echo in echoes.items():
                     found[name].append(one_round(echo, batch, joining))
     finally:
         for cluster in clusters.values():
             cluster.close()
-    return copies[2:], {name: rounds[2:] for name, rounds in found.items()}
+    return copies[WARM_UP:], {name: rounds[WARM_UP:] for name, rounds in found.items()}
 
 
 def main() -> None:
@@ -180,14 +192,16 @@ def main() -> None:
     copy_s = median(copies)
     result: dict[str, Any] = {"batch_mb": mib, "workers": WORKERS, "copy_s": spread(copies), "rows": []}
     for name, target, what in (("processes", 2, "sibling processes"), ("ray", 3, "Ray")):
+        counts = [one.pop("page_faults") for one in found[name]]
         took = {key: spread([one[key] / copy_s for one in found[name]]) for key in found[name][0]}
-        result[f"{name}_copies"] = took
+        result[f"{name}_copies"], result[f"{name}_page_faults"] = took, spread(counts)
         result["rows"].append(
             [
-                f"call of two workers ({what}) with {mib} MB of rows that come back: dividing, sending and joining in "
-                "the driver, in copies at memory bandwidth",
-                f"{took['driver']['median']:.1f} (until sent and read {took['out']['median']:.1f}, until answered and "
-                f"joined {took['out_and_back']['median']:.1f})",
+                f"call of two workers ({what}) with {mib} MB of rows that come back: sending and joining in the "
+                "driver, in copies at memory bandwidth",
+                f"{took['driver']['median']:.1f}, and {took['dividing']['median']:.1f} once a step to divide the rows "
+                f"(until sent and read {took['out']['median']:.1f}, until answered and joined "
+                f"{took['out_and_back']['median']:.1f})",
                 f"target: at most {target}",
             ]
         )

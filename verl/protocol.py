@@ -10,6 +10,7 @@ Shape letters: B responses, P prompt length, T response length, S = P + T. A bat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,15 @@ import torch
 from verl import config
 from verl.contract.columns import Indices, ReadOnlyFields, absent_error, object_array, only, row_indices
 from verl.contract.content import check_content
-from verl.contract.joining import join_arrays, join_tensors, lengths_of, merged_meta, same_tensor, same_value
+from verl.contract.joining import (
+    in_threads,
+    join_arrays,
+    join_tensors,
+    lengths_of,
+    merged_meta,
+    same_tensor,
+    same_value,
+)
 from verl.contract.source import Source, contract_error, source_of, source_of_caller
 from verl.contract.storing import pack, read, unpack, write
 from verl.errors import DataProtoValidationError
@@ -302,11 +311,14 @@ class DataProto:
         at = None if places is None else [rows for rows in places if len(rows)]
         assert at is None or [*map(len, at)] == [*map(len, filled)], "places are not those of the parts"
         lengths = [lengths_of(part._bound) for part in filled]
-        tensors, bound = {}, {}
+        jobs = []
         for name in first._tensors:
             columns = [(part._tensors[name], part._sources.get(name)) for part in filled]
-            tensors[name] = join_tensors(name, columns, lengths, meta_info, at, empty)
-            check_tensor(name, tensors[name], bound, first._sources)
+            jobs.append(partial(join_tensors, name, columns, lengths, meta_info, at, empty))
+        num_bytes = sum(tensor.nbytes for part in filled for tensor in part._tensors.values())
+        tensors, bound = dict(zip(first._tensors, in_threads(jobs, 0 if at is None else num_bytes))), {}
+        for name, tensor in tensors.items():
+            check_tensor(name, tensor, bound, first._sources)
         arrays = {name: join_arrays([part._arrays[name] for part in filled], at) for name in first._arrays}
         for name, array in arrays.items():
             check_rows(name, len(array), bound, first._sources)

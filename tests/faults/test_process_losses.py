@@ -20,7 +20,7 @@ from verl.errors import WorkerDied, WorkerHung
 pytestmark = pytest.mark.xdist_group("two processes")
 
 CALLS = ["actor.compute_log_probs", "actor.generate", "reference.compute_log_probs", "critic.compute_values"]
-CALLS += ["critic.update", "actor.update", "actor.sync"]
+CALLS += ["critic.update", "actor.update", "actor.sync", "actor.save_part"]
 SHARED = {"sharding": DDP(timeout_s=60.0), "n_gpus_per_node": 2}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ class Division:
     """
 
     def __init__(self, batch: DataProto, parts: int):
-        self.rows: list[Tensor] = balance(_lengths(batch), parts)
+        self.rows: list[Tensor] = _last.rows(batch, parts)
 
     def divide(self, batch: DataProto) -> list[DataProto]:
         return [batch[rows] for rows in self.rows]
@@ -38,12 +39,35 @@ class Division:
         if not given:
             return answers[0]
         each = len(given[0][1]) // len(given[0][0])
-        places = [(rows[:, None] * each + torch.arange(each)).flatten() for rows, _ in given]
+        places = [spread(rows, each) for rows, _ in given]
         return DataProto.concat([answer for _, answer in given], places, empty)
 
 
-def _lengths(batch: Any) -> Tensor:
-    for name in ("attention_mask", "prompt_mask"):
-        if name in batch.batch:
-            return batch.batch[name].sum(dim=1)
-    return torch.ones(len(batch), dtype=torch.int64)
+def spread(rows: Tensor, each: int) -> Tensor:
+    """Which rows of a whole answer belong to some rows of a batch, where each is answered with so many."""
+    return (rows[:, None] * each + torch.arange(each)).flatten()
+
+
+class _LastMask:
+    """Divisions by the mask that came last: a step asks all of its roles about the same rows."""
+
+    def __init__(self):
+        self._seen: tuple[Any, int] = (lambda: None, 0)  # the mask, unless it is gone, and how often it was written
+        self._rows: dict[int, list[Tensor]] = {}
+
+    def rows(self, batch: Any, parts: int) -> list[Tensor]:
+        mask = next((batch.batch[name] for name in ("attention_mask", "prompt_mask") if name in batch.batch), None)
+        if mask is None:
+            return balance(torch.ones(len(batch), dtype=torch.int64), parts)
+        if mask.is_inference():  # nobody counts how often it is written
+            return balance(mask.sum(dim=1), parts)
+        (last, written), known = self._seen, self._rows
+        if last() is not mask or written != mask._version:
+            known = {}
+            self._seen, self._rows = (weakref.ref(mask), mask._version), known
+        if parts not in known:
+            known[parts] = balance(mask.sum(dim=1), parts)
+        return known[parts]
+
+
+_last = _LastMask()

@@ -35,24 +35,26 @@ class Letter:
         head: see `Parcel`.
         inline: the bytes of tensors, where they are few.
         block, spans: where else they lie, and there from where to where.
+        room: memory that the receivers may write to.
     """
 
     head: bytes
     inline: list[bytes]
     block: Block | None = None
     spans: tuple[tuple[int, int], ...] = ()
+    room: Block | None = None
 
 
 @dataclass(frozen=True)
 class _Envelope:
-    """What goes through the socket; an open file follows where the block is new to the receiver."""
+    """What goes through the socket; an open file follows for each block that is new to the receiver."""
 
     head: bytes
     inline: list[bytes]
     block: int | None
-    size: int
     spans: tuple[tuple[int, int], ...]
-    is_new: bool
+    room: int | None
+    new: tuple[tuple[int, int], ...]  # numbers and sizes
     done_with: tuple[int, ...]  # blocks of the receiver's
     gone: tuple[int, ...]  # blocks of the sender's
 
@@ -63,11 +65,11 @@ class Post:
     def __init__(self):
         self.blocks = Blocks(shared=True)
 
-    def pack(self, value: Any, receivers: int = 1) -> Letter:
+    def pack(self, value: Any, receivers: int = 1, room: Block | None = None) -> Letter:
         """A letter to be sent to exactly so many; what it was made of may change from then on."""
         head, buffers = wrap(value)
         if sum(buffer.nbytes for buffer in buffers) < SMALL:
-            return Letter(head, [_bytes(buffer) for buffer in buffers])
+            return Letter(head, [_bytes(buffer) for buffer in buffers], room=room)
         spans, end = [], 0
         for buffer in buffers:
             start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -77,7 +79,7 @@ class Post:
         area = np.frombuffer(block.memory, np.uint8)
         for buffer, (start, stop) in zip(buffers, spans, strict=True):
             _write(buffer, area[start:stop])
-        return Letter(head, [], block, tuple(spans))
+        return Letter(head, [], block, tuple(spans), room)
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -91,7 +93,11 @@ class Mailbox:
 
     Args:
         post: packs what is sent here.
+    Attributes:
+        room: that came with the letter received last, to be let go of before the answer is sent; None if none did.
     """
+
+    room: np.ndarray | None = None
 
     def __init__(self, connection: Connection, post: Post):
         self._connection, self._blocks = connection, post.blocks
@@ -106,21 +112,21 @@ class Mailbox:
         Raises:
             OSError: the other side is gone.
         """
-        block, known = letter.block, self._known
+        known = self._known
         gone = tuple(known - self._blocks.numbers())
         known.difference_update(gone)
-        number, size = (None, 0) if block is None else (block.number, block.size)
-        is_new = number is not None and number not in known
+        block, room = (None if one is None else one.number for one in (letter.block, letter.room))
+        new = [one for one in (letter.block, letter.room) if one is not None and one.number not in known]
+        sizes = tuple((one.number, one.size) for one in new)
         done_with = tuple(self._done_with.popleft() for _ in range(len(self._done_with)))
         self._connection.send_bytes(
-            pickle.dumps(_Envelope(letter.head, letter.inline, number, size, letter.spans, is_new, done_with, gone))
+            pickle.dumps(_Envelope(letter.head, letter.inline, block, letter.spans, room, sizes, done_with, gone))
         )
-        if is_new:
-            assert block is not None
-            if block.descriptor is None:
+        for one in new:
+            if one.descriptor is None:
                 raise OSError("the memory of a letter was let go of: the run is being closed")
-            socket.send_fds(self._socket, [b"."], [block.descriptor])
-            known.add(block.number)
+            socket.send_fds(self._socket, [b"."], [one.descriptor])
+            known.add(one.number)
 
     def receive(self) -> Any:
         """The value of the next letter; its tensors may be kept as long as one likes.
@@ -133,12 +139,12 @@ class Mailbox:
             self._blocks.give_back(number)
         for number in envelope.gone:
             self._theirs.pop(number, None)
-        if envelope.is_new:
-            self._open(envelope)
+        for number, size in envelope.new:
+            self._theirs[number] = self._opened(size)
+        self.room = None if envelope.room is None else self._lease(envelope.room)
         if envelope.block is None:
             return unwrap((envelope.head, list(map(bytearray, envelope.inline))))
-        number = envelope.block
-        area = lease(self._theirs[number], lambda: self._done_with.append(number))
+        area = self._lease(envelope.block)
         return unwrap((envelope.head, [area[start:end] for start, end in envelope.spans]))
 
     def close(self) -> None:
@@ -146,13 +152,17 @@ class Mailbox:
         self._socket.close()
         self._connection.close()
 
-    def _open(self, envelope: _Envelope) -> None:
+    def _lease(self, number: int) -> np.ndarray:
+        """One of the sender's blocks, which he is told of once nothing that lies on it is left."""
+        return lease(self._theirs[number], lambda: self._done_with.append(number))
+
+    def _opened(self, size: int) -> mmap.mmap:
+        """The memory of a file that comes next."""
         _, files, _, _ = socket.recv_fds(self._socket, 1, 1)
         if not files:
             raise EOFError("the other side hung up in the midst of a letter")
-        assert envelope.block is not None
         try:
-            self._theirs[envelope.block] = mapped(files[0], envelope.size)
+            return mapped(files[0], size)
         finally:
             for file in files:
                 os.close(file)

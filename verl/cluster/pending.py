@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from verl.cluster.dividing import Division
+from verl.cluster.rooms import Room
 from verl.dispatch import Dispatch
 from verl.engines.sharding import Sharding
 
@@ -48,6 +49,7 @@ class PendingCall:
     Attributes:
         future: what the caller waits for.
         division: which rows go where; None where all processes receive the same.
+        room: where the answer is put together by those who give it; None where the driver does so.
     """
 
     name: str
@@ -57,14 +59,29 @@ class PendingCall:
     shares: Shares
     future: Future[Any] = field(default_factory=Future)
     division: Division | None = None
+    room: Room | None = None
 
     def __post_init__(self):
         if self.dispatch.divides and len(self.shares.speakers) > 1:
             self.division = Division(self.args[0], len(self.shares.speakers))
 
+    @property
+    def joins(self) -> bool:
+        """The answers are rows, to be put together in the order of those that were sent."""
+        return self.dispatch.joins and self.division is not None
+
+    @property
+    def heard(self) -> list[int]:
+        """The ranks whose answers matter."""
+        if self.dispatch.gathers:
+            return list(range(len(self.shares.of_rank)))
+        return self.shares.speakers if self.joins else self.shares.speakers[:1]
+
     def result(self, answers: Mapping[int, Any], empty: Callable[..., Tensor]) -> Any:
         """One answer from those of all ranks; `empty` gives memory for fields that are joined, by shape and dtype."""
         if self.dispatch.gathers:
             return [answers[rank] for rank in sorted(answers)]
-        spoken = [answers[rank] for rank in self.shares.speakers]
-        return self.division.join(spoken, empty) if self.dispatch.joins and self.division is not None else spoken[0]
+        heard = [answers[rank] for rank in self.heard]
+        if self.division is None or not self.joins:
+            return heard[0]
+        return self.division.join(heard, empty) if self.room is None else self.room.join(heard, self.division, empty)

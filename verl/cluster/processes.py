@@ -21,15 +21,17 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from verl.cluster.base import Deadline, HostDescription
 from verl.cluster.crew import END_TIMEOUT_S, Crew
 from verl.cluster.mailbox import Letter, Mailbox, Post, quietly_send
-from verl.cluster.memory import Blocks
+from verl.cluster.memory import Block, Blocks, lease
 from verl.cluster.parcel import Rows
 from verl.cluster.pending import PendingCall, Shares, shares_of
+from verl.cluster.rooms import Expectations, Layout, Room
 from verl.cluster.versions import refuse_mixed
 from verl.cluster.worker import READY, Answer, Call, Start
 from verl.description import BuildContext
@@ -75,7 +77,7 @@ class Processes:
         self._next_number = 0
         self._failure: VerlError | None = None
         self._outbox: SimpleQueue[list[Letter] | None] = SimpleQueue()
-        self._post, self._joined = Post(), Blocks(shared=False)
+        self._post, self._joined, self._expected = Post(), Blocks(shared=False), Expectations()
         self._mailboxes: list[Mailbox] = []
         self._sender = threading.Thread(target=self._send_calls, daemon=True)
         self._call_timeout_s, self._is_closed = call_timeout_s, threading.Event()
@@ -105,16 +107,28 @@ class Processes:
             self._outbox.put(letters)
         return pending.future
 
+    def _room(self, pending: PendingCall) -> tuple[Layout | None, Block | None]:
+        """Memory in which the answer is put together, where it is known what it will look like."""
+        layout = self._expected.layout(pending.name, pending.args[0]) if pending.joins else None
+        if layout is None:
+            return None, None
+        block = self._post.blocks.take(layout.size, self.world_size + 1)
+        release = partial(self._post.blocks.give_back, block.number)
+        pending.room = Room(layout, partial(lease, block.memory, release))
+        return layout, block
+
     def _letters(self, number: int, role: str, method: str, pending: PendingCall) -> list[Letter]:
         """What each rank is sent; those that share their rows are sent one letter."""
         args, division = pending.args, pending.division
+        heard = pending.heard
         if division is None:
-            return [self._post.pack(Call(number, role, method, args), self.world_size)] * self.world_size
-        shares = [(Rows(args[0], rows), *args[1:]) for rows in division.rows]
-        of_rank = pending.shares.of_rank
-        packed = [
-            self._post.pack(Call(number, role, method, share), of_rank.count(part)) for part, share in enumerate(shares)
-        ]
+            return [self._post.pack(Call(number, role, method, args, heard), self.world_size)] * self.world_size
+        layout, room = self._room(pending)
+        of_rank, packed = pending.shares.of_rank, []
+        for part, rows in enumerate(division.rows):
+            own = None if layout is None else rows
+            call = Call(number, role, method, (Rows(args[0], rows), *args[1:]), heard, own, layout)
+            packed.append(self._post.pack(call, of_rank.count(part), room))
         return [packed[part] for part in of_rank]
 
     def close(self) -> None:
@@ -190,6 +204,8 @@ class Processes:
             del self._pending[answer.number], self._answers[answer.number]
         try:
             result = pending.result(answers, self._joined.empty)
+            if pending.joins and (pending.room is None or not pending.room.was_used):
+                self._expected.note(pending.name, pending.args[0], result)
         except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future
             pending.future.set_exception(error)
         else:

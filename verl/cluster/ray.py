@@ -78,7 +78,7 @@ class RayActors:
                 pending.future.set_exception(self._failure)
                 return pending.future
             try:
-                refs = self._crew.call(role, method, *self._sent(pending))
+                refs = self._crew.call(role, method, *self._sent(pending), pending.heard)
             except (RayError, OSError, ValueError) as error:
                 pending.future.set_exception(_refusal(error, pending.name, self.step))
                 return pending.future

@@ -68,13 +68,19 @@ class RoleActor:
             return Told(None, traceback.format_exc())
         return Told(wrap(None))
 
-    def call(self, role: str, method: str, args: Parcel, rows: Any = None) -> Told:
-        """Carry out a method of a role; `rows` are the indices of those of the batch that this process works on."""
+    def call(self, role: str, method: str, args: Parcel, rows: Any = None, is_heard: bool = True) -> Told:
+        """Carry out a method of a role.
+
+        Args:
+            rows: indices of those of the batch that this process works on; None for all that it is sent.
+            is_heard: the result is sent back.
+        """
         try:
             given = unwrap(args)
             if rows is not None:
                 given = (given[0][rows], *given[1:])
-            return Told(wrap(self._host.call(role, method, given)))
+            result = self._host.call(role, method, given)
+            return Told(wrap(result if is_heard else None))
         except Exception:  # noqa: BLE001 - the driver's to handle
             return Told(None, traceback.format_exc())
 

@@ -119,20 +119,23 @@ class RayCrew:
         wanted = {"CPU": self._group.num_cpus, "GPU": self._group.num_gpus}
         return {name: count for name, count in wanted.items() if count} or {"CPU": 0.001}
 
-    def call(self, role: str, method: str, shares: Sequence[Parcel], rows: Sequence[Any]) -> list[Any]:
+    def call(
+        self, role: str, method: str, shares: Sequence[Parcel], rows: Sequence[Any], heard: Sequence[int]
+    ) -> list[Any]:
         """Call every actor.
 
         Args:
             shares: what each is sent; one object may be the share of all.
             rows: of the batch that each is sent, those that are for it; None for all.
+            heard: the ranks that are to send their results.
         Returns:
             References to the answers.
         """
         stored = {id(share): ray.put(tuple(share)) for share in {id(share): share for share in shares}.values()}
         sent = [stored[id(share)] for share in shares]
         return [
-            actor.call.remote(role, method, share, None if own is None else own.numpy())
-            for actor, share, own in zip(self._actors, sent, rows, strict=True)
+            actor.call.remote(role, method, share, None if own is None else own.numpy(), rank in heard)
+            for rank, (actor, share, own) in enumerate(zip(self._actors, sent, rows, strict=True))
         ]
 
     def answers(self, name: str, step: int | None, refs: Sequence[Any], timeout_s: float | None) -> list[Any]:

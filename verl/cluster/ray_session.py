@@ -25,6 +25,9 @@ from verl.cluster.crew import _short_directory
 from verl.errors import ConfigError, VerlError
 
 KNOCK_TIMEOUT_S = 10.0
+# Ray gives memory back by the hundred objects, or once a second. Until then the next batch goes to memory that nobody
+# has touched yet, and that takes several times what copying it does.
+AT_ONCE = {"free_objects_batch_size": 1}
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class Session:
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, int(wanted.num_cpus + 0.999)),
                 include_dashboard=False,
+                _system_config=AT_ONCE,
                 _temp_dir=str(Session._directory),
                 **memory,
                 **quiet,

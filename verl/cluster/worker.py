@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -40,12 +41,21 @@ class Start:
 
 @dataclass(frozen=True)
 class Call:
-    """A method of a role, to be carried out."""
+    """A method of a role, to be carried out.
+
+    Attributes:
+        heard: the ranks that are to answer with the result; others say that they have done it.
+        rows, layout: of the whole batch, those that are sent here; how the rows of the answer are to lie in the memory
+            that comes with the call. None where they are sent back.
+    """
 
     number: int
     role: str
     method: str
     args: tuple[Any, ...]
+    heard: Sequence[int]
+    rows: Any = None
+    layout: Any = None
 
 
 @dataclass(frozen=True)
@@ -78,8 +88,8 @@ def serve(connection: Connection) -> None:
         mailbox = Mailbox(connection, post := Post())
         mailbox.send(post.pack(Answer(READY, versions())))
         while (call := mailbox.receive()) is not None:
-            answer = _packed(post, _carry_out(host, call))
-            del call  # what it lies on is used again, unless the role has kept something
+            answer = _packed(post, _carry_out(host, call, mailbox.room))
+            call = mailbox.room = None  # what it lies on is used again, unless the role has kept something
             mailbox.send(answer)
     except (EOFError, ConnectionError):
         _sweep()  # the driver is gone: nobody else is left to tidy up
@@ -106,9 +116,16 @@ def _build(start: Start) -> Any:
     return host.build(context)
 
 
-def _carry_out(host: Any, call: Call) -> Answer:
+def _carry_out(host: Any, call: Call, room: Any) -> Answer:
     try:
-        return Answer(call.number, host.call(call.role, call.method, call.args))
+        result = host.call(call.role, call.method, call.args)
+        if int(os.environ["RANK"]) not in call.heard:
+            return Answer(call.number)
+        if room is not None:
+            from verl.cluster.rooms import place
+
+            result = place(result, call.rows, call.layout, room)
+        return Answer(call.number, result)
     except Exception:  # noqa: BLE001 - the driver's to handle
         return Answer(call.number, error=traceback.format_exc())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import torch
 from verl.contract.source import Source, contract_error
 from verl.errors import DataProtoValidationError
 from verl.fields import FIELDS, Bound, Field
+
+WORTH_THREADS = 2**22  # bytes
 
 # a dim of an unregistered field, the same in every part
 _FREE = ""
@@ -116,18 +119,27 @@ def join_tensors(
         if places is None:
             area[row : row + len(tensor)] = tensor
         else:
-            _set_rows(area, places[part], tensor)
+            set_rows(area, places[part], tensor)
         row += len(tensor)
     return joined
 
 
-def _set_rows(whole: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+def set_rows(whole: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
     """whole[places] = rows, for rows without gradient; numpy copies a row at a time, torch a number at a time."""
     if whole.device.type != "cpu" or not rows.numel():
         whole.index_copy_(0, places.to(whole.device), rows)
         return
     same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[whole.itemsize]
     whole.view(same_size).numpy()[places.numpy()] = rows.detach().view(same_size).numpy()
+
+
+def in_threads(jobs: Sequence[Callable[[], Any]], num_bytes: int) -> list[Any]:
+    """What the jobs, which copy so many bytes together, return: in as many threads as torch may use, if it matters."""
+    threads = min(torch.get_num_threads(), len(jobs))
+    if threads < 2 or num_bytes < WORTH_THREADS:
+        return [job() for job in jobs]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(lambda job: job(), jobs))
 
 
 def _differs(letter: str, lengths: Sequence[tuple[int, int]]) -> bool:
