@@ -272,7 +272,9 @@ class TieredBuffer:
         groups = index["group"]
         index.drop_before(index.first + int(np.searchsorted(groups, groups[surplus - 1], side="right")))
         self._hot.drop_before(index.first)
-        self.released += [shard.name for shard in self.shelf.drop_before(index.first)]
+        stored = self.shelf.drop_before(index.first)
+        self.released += [shard.name for shard in stored]
+        self.shelf.doomed += [self.directory / index_name(shard) for shard in stored]
 
     def _demote(self, cold: Cold) -> None:
         """Bring the oldest shards to the store; their files go once it has confirmed them."""
