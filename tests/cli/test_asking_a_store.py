@@ -1,4 +1,4 @@
-"""Commands that take a checkpoint take its address in an S3 store, and tell the same; those that cannot say what to do."""
+"""Commands that take a checkpoint take its address in an S3 store, and tell the same; others say what to do."""
 
 from __future__ import annotations
 
