@@ -274,20 +274,20 @@ def test_written_out_it_is_what_a_whole_save_would_have_been(tmp_path):
         writer.save(request(2, trained(weights(), 2)))
         (outcome,) = writer.drain()
     assert outcome.report is not None
-    out = materialize(newest, tmp_path / "out")
+    out = materialize(CheckpointReader(newest), tmp_path / "out")
     assert verify(Disk(), out.directory, "full") == []
     for path in (WEIGHTS, "actor/config.json", "optimizer/optimizer.safetensors"):
         assert out.path(path).read_bytes() == (outcome.report.directory / path).read_bytes()
     assert compare(newest, out) == []
     with pytest.raises(ConfigError, match="there is something already"):
-        materialize(newest, tmp_path / "out")
+        materialize(CheckpointReader(newest), tmp_path / "out")
 
 
 def test_nothing_is_left_of_a_damaged_one_that_is_written_out(tmp_path):
     *_, newest = save_all(tmp_path / "increments", 2)
     flip_bit(newest.path(BASE), 5000)
     with pytest.raises(CheckpointCorrupt):
-        materialize(newest, tmp_path / "out")
+        materialize(CheckpointReader(newest), tmp_path / "out")
     assert names(tmp_path) == ["increments"]
 
 

@@ -27,6 +27,11 @@ from verl.checkpoint.retention import Retention, collect_garbage, pin, prune
 from verl.checkpoint.safetensors_bytes import TensorBytes, lay_out
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.tensors import LogicalTensor, Slice
+from verl.checkpoint.tiers.log import RemoteLog
+from verl.checkpoint.tiers.pull import pull
+from verl.checkpoint.tiers.push import Pusher
+from verl.checkpoint.tiers.remote import RemoteCheckpoints
+from verl.storage.options import LocalStorage
 
 WEIGHT = np.arange(24, dtype=np.float32).reshape(4, 6) + 1
 FROZEN = bytes(range(200))
@@ -105,6 +110,25 @@ def save_increment(store: CheckpointStore, step: int, version: int) -> Published
         choices.FEWEST_BYTES = least
 
 
+def save_before_a_pull(store: CheckpointStore, step: int, version: int) -> Published:
+    """Save; and have the version after it, saved on another machine, lie in a tier beside the directory."""
+    published = save(store, step, version)
+    elsewhere, bucket = store.directory.parent / "elsewhere", store.directory.parent / "bucket"
+    for left in (elsewhere, bucket):
+        shutil.rmtree(left, ignore_errors=True)
+    shutil.copytree(store.directory, elsewhere, symlinks=True)
+    with LocalStorage(path=str(bucket)).connect() as objects:
+        Pusher(objects, RemoteLog(objects)).push(save(CheckpointStore(elsewhere, "first"), step + 100, version + 1))
+    return published
+
+
+def pull_newest(store: CheckpointStore) -> Published:
+    """Fetch it from there."""
+    with LocalStorage(path=str(store.directory.parent / "bucket")).connect() as objects:
+        tier = RemoteCheckpoints(objects)
+        return pull(tier, tier.find(), store)
+
+
 def page_aligned_view(content: bytes) -> Source:
     memory = mmap.mmap(-1, len(content))
     memory[:] = bytes(content)
@@ -174,6 +198,7 @@ SCENARIOS = [
         saves=False,
         prepared_with=save_increment,
     ),
+    Scenario("pull from a store", 2, pull_newest, 3, prepared_with=save_before_a_pull),
     Scenario("garbage", 2, collect_garbage, 2, saves=False),
     Scenario("pin", 2, lambda store: pin(store, "global_step_100", "a milestone"), 2, saves=False),
 ]

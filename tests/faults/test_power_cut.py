@@ -86,6 +86,7 @@ NEEDED = {
     "weights": ("save with links", of_file("model-00002-of-00002.safetensors")),
     "weights past the page cache": ("save from memory", of_file("model.safetensors")),
     "a difference": ("save of an increment", of_file("model.safetensors.delta")),
+    "fetched weights": ("pull from a store", of_file("model-00002-of-00002.safetensors")),
     "slices": ("save with links", of_file("optim_state_rank_1.safetensors")),
     "trainer_state.json": ("same step again", of_file("trainer_state.json.tmp")),
     "manifest.json": ("first save", of_file("manifest.json.tmp")),

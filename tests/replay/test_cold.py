@@ -132,3 +132,36 @@ def test_what_the_store_does_not_take_stays_here(tmp_path, monkeypatch):
     assert found is not None
     assert len(found) == 288
     buffer.close()
+
+
+@pytest.mark.parametrize("is_swept", [False, True], ids=["its file is there", "its file is gone"])
+def test_a_shard_that_expires_on_its_way_to_the_store_stays_nowhere(is_swept, tmp_path, monkeypatch):
+    buffer = tiered(tmp_path / "here", tmp_path / "store")
+    assert buffer.cold is not None
+    put_file, begins = buffer.cold._store.put_file, threading.Event()
+    monkeypatch.setattr(buffer.cold._store, "put_file", lambda *args: (begins.wait(30), put_file(*args))[1])
+    for step in range(1, 15):  # the first 24 rows are to go to the store after 12 steps, and expire after 14
+        buffer.append(scored_rows(24, seed=step, version=step), step)
+        state_of(buffer)
+    first = f"replay/{next(iter(buffer.cold._uploads))}"
+    if is_swept:
+        buffer.shelf.sweep()
+    begins.set()
+    buffer.cold.settle()
+    buffer.settle()
+    assert buffer.cold.is_reachable, "the store has done nothing wrong"
+    assert [f"replay/{name}" for name in buffer.released] == ([] if is_swept else [first])
+    assert (buffer.cold._store.find(first) is None) is is_swept
+    buffer.close()
+
+
+def test_rows_that_expire_in_the_store_leave_no_file_here(tmp_path):
+    buffer = with_cold_rows(tmp_path / "here", tmp_path / "store")
+    assert len([*(tmp_path / "here").glob("*.index.arrow")]) == 1
+    for step in (13, 14):
+        buffer.append(scored_rows(24, seed=step, version=step), step)
+    assert len(buffer.released) == 1
+    assert len([*(tmp_path / "here").glob("rows_000000000000_*")]) == 1, "a save under way may link it"
+    buffer.shelf.sweep()
+    assert not [*(tmp_path / "here").glob("rows_000000000000_*")]
+    buffer.close()

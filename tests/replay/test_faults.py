@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import pytest
+from faults.disks import KILLED
 from replay.rows_here import scored_rows
 from replay.test_buffer import SMALL, texts
 
 from verl.checkpoint.disk import Disk
 from verl.replay.buffer import TieredBuffer
+from verl.replay.cold import Cold
 from verl.replay.sampling import Wanted
+from verl.replay.saved import SharedShard
+from verl.replay.shards import described
 from verl.replay.state import attach, state_of
+from verl.storage.options import LocalStorage
 
 ALL = Wanted(num_rows=1000, step=9, version=9)
 
@@ -70,43 +75,96 @@ def test_a_full_disk_and_full_memory_cost_the_oldest_rows_and_are_counted(tmp_pa
     buffer.close()
 
 
-DIES = """
-import os, sys
-from pathlib import Path
-from replay.rows_here import scored_rows
-from replay.test_buffer import SMALL
-from verl.checkpoint.disk import Disk
-from verl.replay.buffer import TieredBuffer
-from verl.replay.state import state_of
+def test_a_full_disk_keeps_a_shard_that_the_store_has_without_sending_it_again(tmp_path, monkeypatch):
+    cold = Cold(LocalStorage(path=str(tmp_path / "store")).connect(), tmp_path / "cold", timeout_s=30.0, retry_s=1.0)
+    put_file, sent = cold._store.put_file, []
+    monkeypatch.setattr(cold._store, "put_file", lambda key, path: (sent.append(key), put_file(key, path))[1])
+    disk = FullDisk()
+    disk.is_full = False
+    settings = dataclasses.replace(SMALL, max_rows=30, warm_share=0.3, cold_share=0.6)
+    buffer = TieredBuffer(settings, tmp_path / "here", seed=7, cold=cold, disk=disk)
+    for step in (1, 2):
+        buffer.append(scored_rows(14, seed=step, version=step), step)
+        state_of(buffer)
+    disk.is_full = True
+    for _ in range(3):
+        cold.settle()
+        buffer.settle()
+    assert buffer.stats()["replay/rows_cold"] == 0
+    found = buffer.sample(ALL)
+    assert found is not None
+    assert len(found) == 28
+    disk.is_full = False
+    buffer.settle()
+    assert buffer.stats()["replay/rows_cold"] == 14
+    assert len(sent) == 1
+    buffer.close()
 
-class Deadly(Disk):
-    left = int(sys.argv[2])
+
+class DeadlyDisk(Disk):
+    """Ends the process, as SIGKILL does, at the n-th operation."""
+
+    def __init__(self, at: int):
+        self._left = at
+
     def perform(self, operation, call, *args):
-        if self.left == 0:
-            os._exit(9)
-        type(self).left -= 1
+        if self._left == 0:
+            os._exit(KILLED)
+        self._left -= 1
         return super().perform(operation, call, *args)
 
-buffer = TieredBuffer(SMALL, Path(sys.argv[1]), seed=7, disk=Deadly())
-buffer.append(scored_rows(24, seed=1, version=1), 1)
-state_of(buffer)
-os._exit(0)
-"""
+
+def is_killed(act: Callable[[], object]) -> bool:
+    """Do it in a child process; whether that was killed, and not done before."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, KILLED), "the child failed by itself"
+    return code == KILLED
 
 
-@pytest.mark.parametrize("calls", [pytest.param(0, marks=pytest.mark.exhaustive), 4, *(
-    pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 3, 5, 6, 7)
-)])  # fmt: skip
-def test_a_process_killed_while_it_seals_leaves_a_whole_shard_or_none(calls, tmp_path):
-    here = tmp_path / "here"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path("tests").absolute()), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", DIES, here, str(calls)], env=env, timeout=120)
-    assert done.returncode in (0, 9)
-    shards = list(here.glob("rows_*.arrow"))
-    assert len(shards) <= 1
-    reference = TieredBuffer(SMALL, tmp_path / "reference", seed=7)
-    reference.append(scored_rows(24, seed=1, version=1), 1)
-    whole = state_of(reference)
-    for shard in shards:
-        assert shard.read_bytes() == whole.shared[shard.name].path.read_bytes()
-    reference.close()
+def sealed(directory: Path, disk: Disk | None = None) -> dict[str, SharedShard]:
+    """The shard of 24 rows."""
+    buffer = TieredBuffer(SMALL, directory, seed=7, disk=disk)
+    buffer.append(scored_rows(24, seed=1, version=1), 1)
+    state = state_of(buffer)
+    buffer.close()
+    return dict(state.shared)
+
+
+def test_a_process_killed_while_it_seals_leaves_a_whole_shard_or_none(tmp_path):
+    (whole,) = sealed(tmp_path / "whole").values()
+    calls = 0
+    while is_killed(partial(sealed, tmp_path / str(calls), DeadlyDisk(calls))):
+        left = [*(tmp_path / str(calls)).glob("rows_*.arrow")]
+        assert [path.read_bytes() for path in left] in ([], [whole.path.read_bytes()])
+        assert [*sealed(tmp_path / str(calls))] == [whole.path.name], "the next one makes it anew"
+        calls += 1
+    assert calls > 5
+
+
+def test_a_process_killed_while_it_fetches_leaves_nothing_that_is_taken_for_a_shard(tmp_path):
+    (whole,) = sealed(tmp_path / "whole").values()
+    shard = described(whole.path.read_bytes(), 0, 24)
+    storage, here = LocalStorage(path=str(tmp_path / "store")), tmp_path / "here"
+
+    def fetch(disk: Disk) -> None:
+        cold = Cold(storage.connect(), here, timeout_s=30.0, retry_s=1.0)
+        cold._disk = disk
+        assert cold.fetch([shard])[shard.name].read_bytes() == whole.path.read_bytes()
+
+    with storage.connect() as store:
+        store.put_file(f"replay/{shard.name}", whole.path)
+    calls = 0
+    while is_killed(partial(fetch, DeadlyDisk(calls))):
+        calls += 1
+    assert calls > 3
+    assert [path.name for path in here.iterdir()] == [shard.name]
+    Cold(storage.connect(), here, timeout_s=30.0, retry_s=1.0).close()
+    assert not [*here.iterdir()], "what another process fetched is fetched anew"

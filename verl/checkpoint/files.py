@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.checkpoint.disk import NO_CLONE, NO_LINK, Disk, Handle
 from verl.checkpoint.hashing import Leaf, LeafHasher, blocks, flat_view
-from verl.errors import CheckpointError, CheckpointReadFailed, CheckpointWriteFailed, NoSpaceForCheckpoint
+from verl.errors import CheckpointReadFailed, CheckpointWriteFailed, NoSpaceForCheckpoint, VerlError
 
 
 def write_file(disk: Disk, path: Path, buffers: Iterable[Any]) -> tuple[Leaf, ...]:
@@ -84,7 +84,7 @@ def write_errors(doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except CheckpointError:
+    except VerlError:  # of a checkpoint, or of a store
         raise
     except OSError as error:
         kind = NoSpaceForCheckpoint if error.errno in (errno.ENOSPC, errno.EDQUOT) else CheckpointWriteFailed
@@ -101,7 +101,7 @@ def read_errors(doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except CheckpointError:
+    except VerlError:  # of a checkpoint, or of a store
         raise
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""

@@ -12,10 +12,12 @@ from verl.checkpoint.disk import Disk
 from verl.checkpoint.files import is_directory, read_errors
 from verl.checkpoint.ownership import FORMAT
 from verl.errors import CheckpointNotFound
+from verl.storage.options import is_address
 
 OF_A_RUN = "checkpoints"
 POINTER = "checkpoints.json"  # in a run's directory: where it saves (`save_dir`), and under which `run_id`
 POINTER_LIMIT_BYTES = 65_536
+PULL_FIRST = "this works on a disk. Fetch it with `verl checkpoint pull {} DIR`, and give DIR"
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,11 @@ def locate(path: str | Path, disk: Disk | None = None) -> Location:
     Location(directory=PosixPath('/home/me/checkpoints'), name='latest')
 
     Raises:
-        CheckpointNotFound: there are no checkpoints.
+        CheckpointNotFound: there are no checkpoints, or they are in object storage.
         CheckpointReadFailed: the file system refused.
     """
+    if is_address(str(path)):
+        raise CheckpointNotFound(f"{path} lies in object storage: {PULL_FIRST.format(path)}")
     disk = disk or Disk()
     given = Path(path).expanduser().absolute()
     with read_errors(f"looking at {path}"):

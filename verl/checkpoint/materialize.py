@@ -14,12 +14,13 @@ from verl.checkpoint.verify import verified
 from verl.checkpoint.written_out import unused, written_out
 
 
-def materialize(published: Published, out: Path, disk: Disk | None = None) -> Published:
+def materialize(reader: CheckpointReader, out: Path, disk: Disk | None = None) -> Published:
     """Write a checkpoint out. It appears whole or not at all, and its `manifest_checksum` is that of the original.
 
-    >>> materialize(CheckpointManager("checkpoints/latest").published, Path("whole"))  # doctest: +SKIP
+    >>> materialize(CheckpointManager("checkpoints/latest").reader(), Path("whole"))  # doctest: +SKIP
 
     Args:
+        reader: of the checkpoint, on a disk or in object storage.
         out: must not exist, or be an empty directory.
     Raises:
         ConfigError: `out` is in use.
@@ -27,20 +28,19 @@ def materialize(published: Published, out: Path, disk: Disk | None = None) -> Pu
         CheckpointWriteFailed: the file system refused.
     """
     disk = disk or Disk()
-    out = unused(disk, out)
+    out, published = unused(disk, out), reader.published
     with written_out(disk, out, f"writing {published.name} out to {out}") as staged:
-        _write(published, staged, disk)
+        _write(reader, staged, disk)
         verified(disk, staged, "full")
     return Published(out, _whole(published.manifest))
 
 
-def _write(published: Published, staged: Path, disk: Disk) -> None:
-    reader = CheckpointReader(published, disk)
+def _write(reader: CheckpointReader, staged: Path, disk: Disk) -> None:
     for entry in reader.files():
         target = staged / entry.path
         make_directories(disk, target.parent, staged)
         write_file(disk, target, reader.pieces(entry.path))
-    data = _whole(published.manifest).to_bytes()
+    data = _whole(reader.published.manifest).to_bytes()
     write_by_rename(disk, staged / MANIFEST, data)
     write_by_rename(disk, staged / COMMIT, commit_line(data))
 

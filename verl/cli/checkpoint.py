@@ -59,8 +59,12 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show what a checkpoint holds: sizes by component, tensors, and what the trainer recorded."""
-    where = locate(path)
-    summary = _summaries(Location(where.directory, where.name or LATEST))[0]
+    if is_address(path):
+        found = remote_summaries(path)
+        summary = next((one for one in reversed(found) if one.status == "complete"), found[-1])
+    else:
+        where = locate(path)
+        summary = _summaries(Location(where.directory, where.name or LATEST))[0]
     if json:
         print_json(as_json(summary, component))
     else:
@@ -104,7 +108,7 @@ def diff(
 ) -> None:
     """Compare two checkpoints: tensors and files by digest, settings by key. The exit status is 1 if they differ."""
     try:
-        one, two = (CheckpointManager(path).published for path in (first, second))
+        one, two = (CheckpointManager(_on_disk(path)).published for path in (first, second))
         differences = compare(one, two, numbers=tensors)
     except BadCheckpoint as error:  # not the status of a difference
         fail(str(error))
@@ -153,6 +157,13 @@ def _summaries(where: Location, level: Level = "quick") -> list[Summary]:
     if where.name == LATEST:
         return summaries(store, store.newest().name, level)
     return summaries(store, where.name, level) or [summary_of(store.disk, where.directory / where.name, level)]
+
+
+def _on_disk(path: str) -> str:
+    """The path, unless it is an address."""
+    if is_address(path):
+        locate(path)  # which says what to do
+    return path
 
 
 def _telling(metrics: Mapping[str, float]) -> dict[str, float]:

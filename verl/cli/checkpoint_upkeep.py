@@ -20,6 +20,7 @@ from verl.checkpoint.upkeep import clean, plan
 from verl.cli.checkpoint import Json, Path_, app
 from verl.cli.output import command, counted, print_json, size
 from verl.errors import CheckpointNotFound, ConfigError
+from verl.storage.options import is_address
 
 
 @command(app, "pin")
@@ -41,6 +42,8 @@ def unpin(path: Path_) -> None:
     try:
         where = locate(path)
     except CheckpointNotFound:  # the checkpoint may be gone and its pin not
+        if is_address(path):
+            raise
         given = Path(path).absolute()
         where = Location(given.parent, given.name)
     store = CheckpointStore(where.directory)
@@ -101,6 +104,6 @@ def materialize(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that does not exist yet.")],
 ) -> None:
     """Write an incremental checkpoint with every file whole, as it would have been saved; every byte is hashed."""
-    published = CheckpointManager(path).published
-    whole = write_out(published, out)
-    typer.echo(f"{published.name} is in {out}: {counted(len(whole.manifest.files), 'file')}, {size(whole.num_bytes)}")
+    manager = CheckpointManager(path)
+    whole = write_out(manager.reader(), out)
+    typer.echo(f"{manager.name} is in {out}: {counted(len(whole.manifest.files), 'file')}, {size(whole.num_bytes)}")

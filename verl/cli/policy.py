@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl.errors import CheckpointError, ConfigError, RewardError
+from verl.errors import CheckpointError, ConfigError, RewardError, StorageError
+from verl.storage.options import is_address
 
 if TYPE_CHECKING:
     from verl.compose.saved_policy import SavedPolicy
 
-PATH = typer.Argument(help="A checkpoint, a directory of them, a run, a Hugging Face directory, or latest.")
+PATH = typer.Argument(
+    help="A checkpoint, a directory of them, a run, a Hugging Face directory, or latest; or s3://... in a store."
+)
 OVERRIDES = typer.Argument(help="Of the configuration that trained it, such as reward=math or rollout.top_p=0.9.")
 DATA = typer.Option(exists=True, dir_okay=False, help="A parquet or JSONL file in place of the run's own data.")
 
@@ -33,17 +36,16 @@ def evaluate(
     """
     from verl.compose.saved_policy import root_of
 
-    with _faults_told():
-        saved = _located(path)
-        with _running(saved, root_of(saved), overrides or [], data) as trainer:
-            if trainer.eval_data is None:
-                raise ConfigError("data has no rows that are held out. Give --data FILE, or data.eval_files=[...].")
-            metrics, rows = trainer.evaluate(saved.step), len(trainer.eval_data)
+    with _faults_told(), _located(path) as saved, _running(saved, root_of(saved), overrides or [], data) as trainer:
+        if trainer.eval_data is None:
+            raise ConfigError("data has no rows that are held out. Give --data FILE, or data.eval_files=[...].")
+        metrics, rows = trainer.evaluate(saved.step), len(trainer.eval_data)
     if as_json:
-        source = {"actor": str(saved.origin), "step": saved.step, "rows": rows}
+        origin = path if is_address(path) else str(saved.origin)
+        source = {"actor": origin, "step": saved.step, "rows": rows}
         typer.echo(json.dumps({**source, "metrics": metrics}, indent=2))
         return
-    typer.echo(f"{saved.told}, on {rows} rows")
+    typer.echo(f"{f'{path}, step {saved.step}' if is_address(path) else saved.told}, on {rows} rows")
     _print_table(metrics)
 
 
@@ -64,14 +66,14 @@ def generate(
         raise typer.BadParameter("give --prompt or --data, not both", param_hint="--prompt")
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     settings = [f"rollout.{key}={value}" for key, value in given.items() if value is not None]
-    with _faults_told(), tempfile.TemporaryDirectory(prefix="verl-prompts-") as directory:
+    with _faults_told(), tempfile.TemporaryDirectory(prefix="verl-prompts-") as directory, _located(path) as saved:
         if prompt:
             data = Path(directory) / "prompts.jsonl"
             asked = [[{"role": "user", "content": text}] if chat else text for text in prompt]
             data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
             settings.append("data.prompt_key=prompt")
         unrated = ["reward=length"]  # any that costs nothing: no response is rated
-        with _running(_located(path), "ppo", [*unrated, *(overrides or []), *settings], data) as trainer:
+        with _running(saved, "ppo", [*unrated, *(overrides or []), *settings], data) as trainer:
             rows = _responses(trainer, samples, greedy)
     for row in rows:
         typer.echo(json.dumps(row) if as_json else f"{row['prompt']}\n  -> {row['response']}")
@@ -90,10 +92,18 @@ def _responses(trainer: Any, samples: int, greedy: bool) -> list[dict[str, Any]]
     return [{"prompt": prompt, "response": response, "tokens": tokens} for prompt, response, tokens in texts]
 
 
-def _located(path: str) -> SavedPolicy:
+@contextmanager
+def _located(path: str) -> Iterator[SavedPolicy]:
+    """The policy that a path means; of an address, a copy that is fetched for as long as it is asked."""
     from verl.compose.saved_policy import locate
 
-    return locate(path)
+    if not is_address(path):
+        yield locate(path)
+        return
+    from verl.checkpoint.tiers.resuming import bring
+
+    with tempfile.TemporaryDirectory(prefix="verl-fetched-") as directory:
+        yield locate(str(bring(path, Path(directory)).directory))
 
 
 @contextmanager
@@ -118,7 +128,7 @@ def _faults_told() -> Iterator[None]:
     """What is wrong with the question, or with what was saved, is a message and status 2."""
     try:
         yield
-    except (ConfigError, CheckpointError, RewardError) as error:
+    except (ConfigError, CheckpointError, RewardError, StorageError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
 

@@ -22,7 +22,7 @@ SORTS: dict[str, Callable[[Sample], float]] = {
 
 
 def samples(
-    run: Annotated[Path, typer.Argument(help="The directory of a run, or a checkpoint.")],
+    run: Annotated[str, typer.Argument(help="The directory of a run, or a checkpoint, or one's address in a store.")],
     reward: Annotated[str | None, typer.Option(help="Range of scores: 0.5:1, 0.5: or :0.5.")] = None,
     length: Annotated[str | None, typer.Option(help="Range of tokens of the response.")] = None,
     step: Annotated[str | None, typer.Option(help="Range of steps: 10:20, or 10.")] = None,

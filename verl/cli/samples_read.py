@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError
+from verl.storage.options import is_address
 
 BUFFER = "buffer"
 
@@ -36,20 +37,28 @@ class Sample:
         return asdict(self)
 
 
-def read_samples(path: Path) -> list[Sample]:
+def read_samples(run: str | Path) -> list[Sample]:
     """All of them, by step.
 
     Args:
-        path: the directory of a run, or a checkpoint with a replay buffer.
+        run: its directory, or a checkpoint with a replay buffer, on the disk or by its address in object storage.
     Raises:
         ConfigError: there is nothing to show.
     """
+    if is_address(str(run)):
+        found = [sample for name, data in _stored_shards(str(run)) for sample in _of_shard(name, data)]
+        if not found:
+            raise ConfigError(f"{run} has no rows of a replay buffer. Runs keep them with replay=tiered.")
+        return sorted(found, key=lambda sample: sample.step)
+    path = Path(run)
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory. Give the directory of a run, or a checkpoint.")
+    import pyarrow as pa
+
     found = [*_of_dumps(path / "samples")]
     for directory in (path / "replay", path / "replay_buffer", path):
         shards = sorted(file for file in directory.glob("rows_*.arrow") if not file.name.endswith(".index.arrow"))
-        found += [sample for shard in shards for sample in _of_shard(shard)]
+        found += [sample for shard in shards for sample in _of_shard(str(shard), pa.memory_map(str(shard)))]
     if not found:
         raise ConfigError(
             f"{path} has neither samples/step_N.jsonl nor rows of a replay buffer. Runs dump samples with each "
@@ -88,14 +97,27 @@ def _of_dumps(directory: Path) -> Iterator[Sample]:
             yield Sample(source, step, *texts, score=None if score is None else float(score), others=row)
 
 
-def _of_shard(file: Path) -> Iterator[Sample]:
+def _stored_shards(address: str) -> Iterator[tuple[str, Any]]:
+    """The shards of a checkpoint in object storage, of which nothing else is fetched."""
+    import pyarrow as pa
+
+    from verl.checkpoint.manager import REPLAY_BUFFER, CheckpointManager
+
+    manager = CheckpointManager(address)
+    for entry in manager.files(REPLAY_BUFFER):
+        if entry.path.endswith(".arrow") and not entry.path.endswith(".index.arrow"):
+            yield f"{address}/{entry.path}", pa.py_buffer(manager.read(entry.path))
+
+
+def _of_shard(name: str, data: Any) -> Iterator[Sample]:
+    """The rows of an Arrow file."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     try:
-        opened = pa.ipc.open_file(pa.memory_map(str(file)))
+        opened = pa.ipc.open_file(data)
     except pa.ArrowInvalid as error:
-        raise ConfigError(f"{file} is no whole shard of a replay buffer: {error}") from error
+        raise ConfigError(f"{name} is no whole shard of a replay buffer: {error}") from error
     names = ["step", "score", "prompt_ids", "sample_ids", "policy_version", "advantage", "columns"]
     for number in range(opened.num_record_batches):
         batch = opened.get_batch(number)

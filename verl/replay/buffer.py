@@ -61,6 +61,7 @@ class TieredBuffer:
         self._hot_bytes = memory // 4  # what is left is for the file being made, the index, and a batch that is drawn
         self.num_groups = self.num_steps = self.num_lost = 0
         self.released: list[str] = []
+        self._confirmed: set[str] = set()  # shards that the store has, and whose files are still needed here
 
     def __len__(self) -> int:
         return int(self.index["is_there"].sum())
@@ -272,25 +273,30 @@ class TieredBuffer:
         groups = index["group"]
         index.drop_before(index.first + int(np.searchsorted(groups, groups[surplus - 1], side="right")))
         self._hot.drop_before(index.first)
-        self.released += [shard.name for shard in self.shelf.drop_before(index.first)]
+        stored = self.shelf.drop_before(index.first)
+        self.released += [shard.name for shard in stored]
+        self.shelf.doomed += [self.directory / index_name(shard) for shard in stored]
 
     def _demote(self, cold: Cold) -> None:
         """Bring the oldest shards to the store; their files go once it has confirmed them."""
-        confirmed = {shard.name for shard in cold.uploaded()}
-        self.released += sorted(confirmed - {placed.shard.name for placed in self.shelf})  # expired on their way there
+        self._confirmed |= {shard.name for shard in cold.uploaded()}
+        expired = self._confirmed - {placed.shard.name for placed in self.shelf}  # on their way there
+        self.released += sorted(expired)
+        self._confirmed -= expired
         for placed in self.shelf:
             if placed.shard.end > self.index.end - self.settings.near_rows:
                 break
             if placed.path is None or placed.is_stored:
                 continue
-            if placed.shard.name not in confirmed:
+            if placed.shard.name not in self._confirmed:
                 cold.upload(placed.shard, placed.path)
                 continue
             index = index_file(self.shelf.opened(placed).index())
             try:
                 write_bytes(self.disk, self.directory / index_name(placed.shard), index)
             except OSError:
-                continue  # it is uploaded again when there is room
+                continue  # until there is room
+            self._confirmed.remove(placed.shard.name)
             placed.is_stored = True
             self.shelf.leave(placed)
 

@@ -45,7 +45,7 @@ class Cold:
         self._store, self._directory, self._disk = store, directory, Disk()
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="replay_cold")
-        self._uploads: dict[str, tuple[Shard, Future[int]]] = {}
+        self._uploads: dict[str, tuple[Shard, Path, Future[int]]] = {}
         self._fetches: dict[str, tuple[Shard, Future[Path]]] = {}
         self._here: dict[str, Path] = {}  # fetched, the one asked for last at the end
         self._silent_until = 0.0
@@ -58,12 +58,12 @@ class Cold:
         """Begin to bring a file there, unless it is on its way or the store does not answer."""
         if shard.name not in self._uploads and self.is_reachable:
             future = self._threads.submit(self._store.put_file, _key(shard.name), path)
-            self._uploads[shard.name] = shard, future
+            self._uploads[shard.name] = shard, path, future
 
     def uploaded(self) -> list[Shard]:
         """Shards that the store has confirmed since the last call; what it refused is forgotten, to be begun again."""
         done = []
-        for name, (shard, future) in list(self._uploads.items()):
+        for name, (shard, path, future) in list(self._uploads.items()):
             if not future.done():
                 continue
             del self._uploads[name]
@@ -71,7 +71,8 @@ class Cold:
                 future.result()
                 done.append(shard)
             except (StorageError, OSError) as error:
-                self._fell_silent("does not take", shard, error)
+                if isinstance(error, StorageError) or path.exists():  # else it expired before its turn came
+                    self._fell_silent("does not take", shard, error)
         return done
 
     @property
@@ -111,7 +112,7 @@ class Cold:
 
     def settle(self) -> None:
         """Wait for uploads under way, as long as for a fetch."""
-        wait([future for _, future in self._uploads.values()], timeout=self._timeout_s)
+        wait([future for *_, future in self._uploads.values()], timeout=self._timeout_s)
 
     def close(self) -> None:
         """Give up what is under way."""

@@ -8,7 +8,15 @@ from pathlib import Path
 
 from verl.checkpoint.discovery import CheckpointDirectory
 from verl.checkpoint.disk import Disk
-from verl.checkpoint.files import duplicate, files_below, make_directories, write_by_rename, write_errors, write_file
+from verl.checkpoint.files import (
+    duplicate,
+    files_below,
+    make_directories,
+    read_errors,
+    write_by_rename,
+    write_errors,
+    write_file,
+)
 from verl.checkpoint.hashing import digest_of
 from verl.checkpoint.manifest import COMMIT, MANIFEST, FileEntry
 from verl.checkpoint.published import Published
@@ -30,15 +38,17 @@ def pull(tier: RemoteCheckpoints, record: Record, store: CheckpointStore, anew: 
     Raises:
         BadCheckpoint: something of it is missing in the store, or is not what was written.
         NoSpaceForCheckpoint, CheckpointWriteFailed: the directory does not take it; nothing was published.
+        CheckpointReadFailed: the directory cannot be looked at.
         StorageError: the store does not answer.
     """
-    here = None if anew else local_copy(store, record.manifest)
-    if here is not None:
-        return here
-    published = tier.open(record)
-    known = _files_by_content(store)
+    with read_errors(f"looking at {store.directory}"):
+        here = None if anew else local_copy(store, record.manifest)
+        if here is not None:
+            return here
+        published = tier.open(record)
+        known = _files_by_content(store)
+        store.ownership.borrow()  # a trainer that is saving there stays the owner
     needed = sum(entry.size for entry in published.manifest.files if (entry.blake3, entry.size) not in known)
-    store.ownership.borrow()  # a trainer that is saving there stays the owner
     begun = store.begin(published.step, needed_bytes=needed, needed_files=len(published.manifest.files))
     with begun as staging, write_errors(f"fetching {record.name}"):
         for entry in published.manifest.files:

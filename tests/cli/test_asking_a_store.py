@@ -1,0 +1,103 @@
+"""Commands that take a checkpoint take its address in an S3 store, and tell the same; others say what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from storage.s3_server import BUCKET
+from trainer.runs import GRPO, Prompts, ppo_run
+from typer.testing import CliRunner
+
+from verl.checkpoint import CheckpointManager
+from verl.checkpoint.settings import Checkpointing
+from verl.cli.main import app
+from verl.description import BuildContext
+from verl.replay.settings import TieredReplay
+
+PREFIX = "asked/checkpoints/verl/grpo"
+ADDRESS = f"s3://{BUCKET}/{PREFIX}"
+
+
+def run_of(model, directory: Path, total_steps: int, resume: str | None = None):
+    """A run with a replay buffer that saves increments at every step."""
+    replay = TieredReplay(memory_mib=8, shard_mib=1)
+    algorithm = dataclasses.replace(GRPO, replay_fraction=0.5)
+    saving = Checkpointing(save_dir=str(directory / "checkpoints"), save_interval=1, incremental_save=True)
+    run = ppo_run(model, algorithm, total_steps=total_steps, lr=0.02, replay=replay)
+    data = Prompts(eval=("5+5=", "7", "what is 6*7? "))
+    return dataclasses.replace(run, checkpoint=saving, data=data, resume=resume)
+
+
+def fit(run, directory: Path) -> None:
+    with run.build(BuildContext(run_dir=directory / "run")) as trainer:
+        trainer.fit()
+
+
+@pytest.fixture(scope="module")
+def here(model32, tmp_path_factory, s3_url) -> Iterator[Path]:
+    """The newest checkpoint of a run of two steps, which lies at ADDRESS too."""
+    directory = tmp_path_factory.mktemp("asked")
+    fit(run_of(model32, directory, 2), directory)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("AWS_ENDPOINT_URL", s3_url)
+        told("checkpoint", "push", directory / "checkpoints", ADDRESS, "--all")
+        yield directory / "checkpoints/global_step_2"
+
+
+def told(*arguments, status: int = 0) -> str:
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_a_policy_in_a_store_answers_as_the_one_on_the_disk(here):
+    on_disk, in_store = (json.loads(told("eval", place, "--json")) for place in (here, f"{ADDRESS}/global_step_2"))
+    assert in_store == {**on_disk, "actor": f"{ADDRESS}/global_step_2"}
+    assert told("generate", ADDRESS, "--prompt", "5+5=") == told("generate", here, "--prompt", "5+5=")
+    assert not [*Path().iterdir()], "what was fetched is gone"
+
+
+def test_what_is_taken_out_of_a_store_is_what_is_taken_out_of_the_disk(here, tmp_path):
+    for verb, checked in (("export", "model.safetensors"), ("materialize", "actor/model.safetensors")):
+        found = []
+        for name, place in (("disk", here), ("store", ADDRESS)):
+            told("checkpoint", verb, place, tmp_path / f"{verb}_{name}")
+            found.append((tmp_path / f"{verb}_{name}" / checked).read_bytes())
+        assert found[0] == found[1]
+    assert CheckpointManager(tmp_path / "materialize_store").is_valid("full")
+    on_disk, in_store = (json.loads(told("checkpoint", "inspect", place, "--json")) for place in (here, ADDRESS))
+    assert on_disk["tensors"] == in_store["tensors"]
+    assert "global_step_2: complete" in told("checkpoint", "verify", ADDRESS, "--full")
+
+
+def test_rows_of_a_buffer_in_a_store_are_browsed(here):
+    rows = [json.loads(told("samples", place, "--json", "--limit", "0")) for place in (here, ADDRESS)]
+    assert rows[0] == rows[1]
+    assert {row["step"] for row in rows[0]} == {1, 2}
+
+
+def test_a_run_goes_on_from_an_address(here, model32, tmp_path):
+    digests = []
+    for name, place in (("disk", here), ("store", ADDRESS)):
+        directory = tmp_path / name
+        fit(run_of(model32, directory, 3, resume=str(place)), directory)
+        manager = CheckpointManager(directory / "checkpoints")
+        assert manager.step == 3
+        digests.append(manager.reader().digest())
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("command", ["pin", "unpin", "gc", "health", "diff"])
+def test_what_only_works_on_a_disk_says_how_to_get_it_there(command, here):
+    places = [ADDRESS, here] if command == "diff" else [ADDRESS]
+    assert f"Fetch it with `verl checkpoint pull {ADDRESS} DIR`" in told("checkpoint", command, *places, status=2)
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "samples", "checkpoint ls", "checkpoint export"])
+def test_an_address_where_nothing_is_says_so(command, here, tmp_path):
+    extra = [tmp_path / "out"] if command == "checkpoint export" else []
+    assert "holds no checkpoints" in told(*command.split(), f"s3://{BUCKET}/nothing/here", *extra, status=2)
