@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.platforms import current_platform
 
 from verl.rollout.drawing import Drawing
-from verl.rollout.vllm.landing import Landing, NotPlain
+from verl.rollout.vllm.landing import Landing, NotPlain, give_back_free_memory
 from verl.rollout.vllm.noise import CounterNoise, UnderWay
 from verl.rollout.vllm.stream import Handle, Loading, Place, Reader, using_threads
 from verl.sync.engine_side import on_rank
@@ -77,6 +77,7 @@ class WorkerExtension:
                     self._load_anew(reader, chunks, dtype)
         finally:
             reader.close()
+            give_back_free_memory()
         seconds = time.perf_counter() - start - reader.waited_s
         return Loaded(seconds, landing if isinstance(landing, str) else None)
 
