@@ -27,8 +27,15 @@ def response_lengths(rule: str, count: int, longest: int) -> list[int]:
     return [min(128, max(4, round(drawn.lognormvariate(math.log(24), 0.9)))) for _ in range(count)]
 
 
-def write_model(directory: Path, hidden: int, layers: int, context: int = 2048) -> int:
-    """Save a Qwen2 with random weights and a tokenizer of characters; returns its number of parameters."""
+def write_model(
+    directory: Path, hidden: int, layers: int, context: int = 2048, *, mlp: int | None = None, kv_heads: int = 2
+) -> int:
+    """Save a Qwen2 with random weights and a tokenizer of characters; returns its number of parameters.
+
+    Args:
+        mlp: width of the MLPs; 4 times `hidden` by default.
+        kv_heads: of the 4 heads of attention.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -47,10 +54,10 @@ def write_model(directory: Path, hidden: int, layers: int, context: int = 2048) 
     config = Qwen2Config(
         vocab_size=len(vocabulary),
         hidden_size=hidden,
-        intermediate_size=4 * hidden,
+        intermediate_size=mlp or 4 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=context,
         tie_word_embeddings=True,
         bos_token_id=END,

@@ -5,7 +5,8 @@
 Each side lives in a process of its own; they take turns step by step, so that a busy machine slows both. A step draws
 the responses, scores them by a function, and makes one optimizer step (token-mean clipped loss, no reference). TRL
 generates by transformers' `generate` and runs at each of the micro-batch sizes given; its fastest one counts. TRL comes
-with `pip install -r requirements-bench.txt`. Prints one JSON line with seconds per step, medians and quartiles.
+with `pip install -r requirements-bench.txt`. Prints a JSON line after each case, the last one with all of them: seconds
+per step, medians and quartiles. A case that takes longer than its time is measured in fewer steps.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import _workload as work
 import torch
+from _progress import Progress
 
 CASES = {
     "fixed": {"lengths": "fixed", "prompt_length": 16, "micro": 1280, "target": 1.25},
@@ -34,6 +36,7 @@ CASES = {
     "longtail_vllm": {"lengths": "longtail", "prompt_length": 64, "micro": 2048, "target": 3.0, "vllm": True},
     "long_prompt": {"lengths": "fixed", "prompt_length": 128, "micro": 1280, "target": 2.5},
 }
+PLAIN_CASES = tuple(name for name, case in CASES.items() if not case.get("vllm"))
 
 
 class Turns:
@@ -115,7 +118,9 @@ def verl_side(options: argparse.Namespace, turns: Turns) -> None:
             took = time.perf_counter() - start
             assert metrics["perf/tokens"] == sum(counted), (metrics["perf/tokens"], sum(counted))
             stages = trainer.stages.take()
-            turns.tell(step_s=took, generate_s=stages["timing/gen_s"], update_s=stages["timing/update_actor_s"])
+            weights = {key: value for key, value in metrics.items() if key.startswith("importance/")}
+            generate, update = stages["timing/gen_s"], stages["timing/update_actor_s"]
+            turns.tell(step_s=took, generate_s=generate, update_s=update, tokens=sum(counted), **weights)
         turns.tell(peak_mib=peak_mib())
 
 
@@ -210,7 +215,10 @@ class Side:
 
     def end(self) -> None:
         self.peak_mib = self._ask("stop")["peak_mib"]
-        self.process.wait(30)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:  # it has told all that was asked
+            self.process.kill()
 
     def column(self, key: str) -> list[float]:
         return [step[key] for step in self.steps[1:]]  # the first one warms up
@@ -227,26 +235,44 @@ class Side:
         return json.loads(line)
 
 
-def measure(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds per step and memory of both sides in one case."""
+def take_turns(sides: Sequence[Side], rounds: Iterable[int]) -> None:
+    """A step of each side in every round; then all of them end."""
+    for _ in rounds:
+        for side in sides:
+            side.take_a_step()
+    for side in sides:
+        side.end()
+
+
+def shared_arguments(case: dict[str, Any], options: argparse.Namespace) -> list[str]:
+    """What all sides of a case are told."""
+    shared = ["--lengths", case["lengths"], "--prompt-length", str(case["prompt_length"])]
+    shared += ["--bf16"] * case.get("bf16", False)
+    shared += ["--micro-batch-tokens", str(options.micro_batch_tokens or case["micro"])]
+    for name in ("prompts", "samples", "response", "threads"):
+        shared += [f"--{name}", str(getattr(options, name))]
+    return shared
+
+
+def contenders(case: dict[str, Any], options: argparse.Namespace) -> dict[str, list[str]]:
+    """The sides of a case by name, and what each is told beside that."""
+    engines = ("vllm", "ahead", "hf") if case.get("vllm") else ("hf",)
+    found = {f"verl_{engine}" if engine != engines[0] else "verl": ["--engine", engine] for engine in engines}
+    peers = [] if options.alone else options.trl_micro.split(",")
+    return found | {f"trl_{micro}": ["--micro", micro] for micro in peers}
+
+
+def measure(name: str, options: argparse.Namespace, progress: Progress, cases_left: int = 1) -> dict[str, Any]:
+    """Seconds per step and memory of all sides in one case."""
+    case = CASES[name]
     with tempfile.TemporaryDirectory() as directory:
         parameters = work.write_model(Path(directory), options.hidden, options.layers)
-        shared = ["--lengths", case["lengths"], "--prompt-length", str(case["prompt_length"])]
-        shared += ["--bf16"] * case.get("bf16", False)
-        shared += ["--micro-batch-tokens", str(options.micro_batch_tokens or case["micro"])]
-        for name in ("prompts", "samples", "response", "threads"):
-            shared += [f"--{name}", str(getattr(options, name))]
-        sides = [Side("verl", directory, [*shared, "--engine", "vllm" if case.get("vllm") else "hf"])]
-        if case.get("vllm"):
-            sides += [Side(f"verl_{engine}", directory, [*shared, "--engine", engine]) for engine in ("ahead", "hf")]
-        if not options.alone:
-            sides += [Side(f"trl_{m}", directory, [*shared, "--micro", m]) for m in options.trl_micro.split(",")]
-        for _ in range(options.steps + 1):
-            for side in sides:
-                side.take_a_step()
-        for side in sides:
-            side.end()
-    result: dict[str, Any] = {"parameters": parameters}
+        shared, sides = shared_arguments(case, options), []
+        for who, own in contenders(case, options).items():
+            progress.say(f"{name}: starting {who}")
+            sides.append(Side(who, directory, [*shared, *own]))
+        take_turns(sides, progress.rounds(name, options.steps, cases_left))
+    result: dict[str, Any] = {"parameters": parameters, "steps": len(sides[0].steps) - 1}
     for side in sides:
         result[side.name] = {key: work.spread(side.column(key)) for key in ("step_s", "generate_s", "update_s")}
         result[side.name] |= {"peak_mib": round(side.peak_mib), "ready_mib": round(side.ready_mib)}
@@ -283,7 +309,7 @@ def table_row(name: str, found: dict[str, Any], options: argparse.Namespace) -> 
 def main() -> None:
     """Measure and print; or be one of the sides."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES), help="which to measure (default: all)")
+    parser.add_argument("--cases", default=",".join(PLAIN_CASES), help=f"of {', '.join(CASES)} (default: without vLLM)")
     parser.add_argument("--prompts", type=int, default=16, help="different prompts of a step (default 16)")
     parser.add_argument("--samples", type=int, default=8, help="responses to each (default 8)")
     parser.add_argument("--response", type=int, default=64, help="tokens of a response of fixed length (default 64)")
@@ -293,6 +319,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of torch, on each side (default 2)")
     parser.add_argument("--trl-micro", default="16", help="responses in a micro-batch of TRL (default 16)")
     parser.add_argument("--micro-batch-tokens", type=int, default=0, help="of ours (default: of each case)")
+    parser.add_argument("--budget-s", type=float, default=0, help="for all cases (default: 240 seconds for each)")
     parser.add_argument("--alone", action="store_true", help="measure our side only")
     parser.add_argument("--engine", default="hf", help=argparse.SUPPRESS)
     for hidden in ("--side", "--model", "--lengths"):
@@ -306,12 +333,16 @@ def main() -> None:
         torch.set_num_threads(options.threads)
         sides[options.side](options, Turns())
         return
-    found = {name: measure(CASES[name], options) for name in options.cases.split(",")}
-    rows = [table_row(name, case, options) for name, case in found.items() if "ratio" in case]
+    names = options.cases.split(",")
     settings = {
         key: value for key, value in vars(options).items() if key not in ("side", "model", "lengths", "micro", "engine")
     }
-    print(json.dumps({"benchmark": "grpo_step", **settings, "cases": found, "rows": rows}))
+    progress = Progress("grpo_step", settings, options.budget_s or 240 * len(names))
+    found: dict[str, Any] = {}
+    for name in names:
+        found[name] = measure(name, options, progress, len(names) - len(found))
+        rows = [table_row(known, case, options) for known, case in found.items() if "ratio" in case]
+        progress.publish(found, rows, is_complete=len(found) == len(names))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
 """`rollout=vllm` beside vLLM alone, on the same requests in the same settings, and beside `rollout=hf`.
 
-    python benchmarks/vllm_rollout.py               some minutes; --small for a look
+    python benchmarks/vllm_rollout.py                       a few minutes; --small for a look
+    python benchmarks/vllm_rollout.py --models 100M         a larger model
 
-Two models, responses of equal and of long-tailed lengths. vLLM alone draws by its own generator, once with the
-log-probs of the tokens and once without; ours has them, and its own noise, whose cost is also measured by itself. All
-take turns. Prints one JSON line: response tokens per second, medians with quartiles.
+Responses of equal and of long-tailed lengths. vLLM alone draws by its own generator, once with the log-probs of the
+tokens and once without; ours has them, and its own noise, whose cost is also measured by itself. All take turns. Prints
+a JSON line after each leg, the last one with all of them: response tokens per second, medians with quartiles.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _workload as work
 import torch
 from _bare_vllm import BareEngine
+from _progress import Progress
 
 from verl.description import BuildContext
 from verl.models.pretrained import Pretrained
@@ -33,7 +36,12 @@ from verl.rollout.vllm.engine import VLLMEngine
 from verl.rollout.vllm.options import VLLMRollout
 from verl.rollout.vllm.setting import environment
 
-SHAPES = {"2.6M": (256, 4), "100M": (768, 11)}  # hidden, layers
+SHAPES: dict[str, dict[str, int]] = {
+    "2.6M": {"hidden": 256, "layers": 4, "mlp": 512, "kv_heads": 4},
+    "100M": {"hidden": 768, "layers": 11},
+}
+SMALL = {"small": {"hidden": 128, "layers": 2}}
+RULES = ("fixed", "longtail")
 PROMPT_TOKENS, SAMPLES, CONTEXT, TARGET = 8, 8, 512, 0.9
 
 
@@ -53,110 +61,125 @@ def prompts_of(count: int) -> DataProto:
     return DataProto.from_dict({"prompts": tokens, "prompt_mask": mask, "prompt_ids": numbers, "group_ids": numbers})
 
 
-def noise_us(vocabulary: int, rows: int) -> float:
+def noise_us(vocabulary: int, rows: int) -> tuple[float, list[float]]:
     """Microseconds per token of drawing by our noise and recording the log-prob."""
     drawing, numbers = Drawing(Request(0), 0, (1,)), torch.arange(rows)
     logits = torch.randn(rows, vocabulary)
     spent = []
-    for position in range(20):
+    for position in range(50):
         start = time.perf_counter()
         tokens = drawing.choose(logits, numbers, numbers, torch.full_like(numbers, position))
         drawing.log_probs(logits, tokens)
         spent.append((time.perf_counter() - start) / rows * 1e6)
-    return round(sorted(spent)[len(spent) // 2], 2)
+    return work.spread(spent[10:], 2)
 
 
-def measure(directory: Path, shape: tuple[int, int], options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of each way, by rule of lengths."""
-    parameters = work.write_model(directory, *shape, context=CONTEXT)
-    source = Pretrained(path=str(directory))
-    model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
-    rows = options.prompts * SAMPLES
-    longest = max(options.new_tokens, 128)
-    described = VLLMRollout(max_new_tokens=longest, min_new_tokens=longest, kv_cache_gib=1.0, max_num_seqs=rows)
-    prompts = prompts_of(options.prompts)
-    ours = PrescribedEngine(described, model, tokenizer, 0, None, BuildContext())
-    variables = environment(described, BuildContext(), ours.setting.num_threads)
-    bare = BareEngine(str(directory), ours.setting.engine_arguments(), variables)
-    found: dict[str, Any] = {"parameters": parameters, "noise_us_per_token": noise_us(len(tokenizer), rows)}
-    try:
-        for rule in ("fixed", "longtail"):
-            lengths = work.response_lengths(rule, rows, options.new_tokens)
-            found[rule] = turns(ours, bare, model, tokenizer, prompts, lengths, options)
-    finally:
-        ours.close()
-        bare.close()
-    return found
+class Contest:
+    """All ways to generate with one model.
 
+    Args:
+        directory: that the model is written to.
+        shape: of the model.
+    """
 
-def turns(
-    ours: PrescribedEngine,
-    bare: BareEngine,
-    model: Any,
-    tokenizer: Any,
-    prompts: DataProto,
-    lengths: list[int],
-    options: argparse.Namespace,
-) -> dict[str, Any]:
-    """Each way in turn, after one round to warm up."""
-    ours.lengths = lengths
-    asked = [row for row in prompts["prompts"].tolist() for _ in range(SAMPLES)]
-    described = work.forced_rollout(lengths, len(set(lengths)) > 1, SAMPLES)
-    loop = described.attach(model, tokenizer, 0)
-    ways = {
-        "verl": lambda step: ours.generate(prompts, Request(step, SAMPLES)),
-        "bare_with_log_probs": lambda step: bare.ask(do="generate", prompts=asked, lengths=lengths, log_probs=True),
-        "bare": lambda step: bare.ask(do="generate", prompts=asked, lengths=lengths, log_probs=False),
-        "hf": lambda step: loop.generate(prompts, Request(step, SAMPLES)),
-    }
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    for step in range(options.rounds + 1):
-        for name, run in ways.items():
-            start = time.perf_counter()
-            answer = run(step)
-            seconds = time.perf_counter() - start
-            tokens = answer["tokens"] if isinstance(answer, dict) else int(answer["response_mask"].sum())
-            assert tokens == sum(lengths), (name, tokens, sum(lengths))
-            if step:
-                rates[name].append(tokens / seconds)
-    found: dict[str, Any] = {name: work.spread(values, 0) for name, values in rates.items()}
-    for name in ("bare_with_log_probs", "bare", "hf"):
-        ratios = [a / b for a, b in zip(rates["verl"], rates[name], strict=True)]
-        found[f"to_{name}"] = work.spread(ratios, 2)
-    return found
+    def __init__(self, directory: Path, shape: dict[str, int], options: argparse.Namespace):
+        self.options, rows = options, options.prompts * SAMPLES
+        self.parameters = work.write_model(directory, **shape, context=CONTEXT)
+        source = Pretrained(path=str(directory))
+        self.model, self.tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
+        self.prompts = prompts_of(options.prompts)
+        longest = max(options.new_tokens, 128)
+        described = VLLMRollout(max_new_tokens=longest, min_new_tokens=longest, kv_cache_gib=1.0, max_num_seqs=rows)
+        self.ours = PrescribedEngine(described, self.model, self.tokenizer, 0, None, BuildContext())
+        variables = environment(described, BuildContext(), self.ours.setting.num_threads)
+        self.bare = BareEngine(str(directory), self.ours.setting.engine_arguments(), variables)
+
+    def close(self) -> None:
+        """End the engines."""
+        self.ours.close()
+        self.bare.close()
+
+    def leg(self, rule: str, rounds: Iterable[int]) -> dict[str, Any]:
+        """Each way in turn, round by round, of which the first one warms up."""
+        lengths = work.response_lengths(rule, self.options.prompts * SAMPLES, self.options.new_tokens)
+        ways = self._ways(lengths)
+        rates: dict[str, list[float]] = {name: [] for name in ways}
+        for number in rounds:
+            for name, run in ways.items():
+                start = time.perf_counter()
+                answer = run(number)
+                seconds = time.perf_counter() - start
+                tokens = answer["tokens"] if isinstance(answer, dict) else int(answer["response_mask"].sum())
+                assert tokens == sum(lengths), (name, tokens, sum(lengths))
+                if number:
+                    rates[name].append(tokens / seconds)
+        found: dict[str, Any] = {name: work.spread(values, 0) for name, values in rates.items()}
+        for name in ("bare_with_log_probs", "bare", "hf"):
+            ratios = [a / b for a, b in zip(rates["verl"], rates[name], strict=True)]
+            found[f"to_{name}"] = work.spread(ratios, 2)
+        return found | {"rounds": len(rates["verl"])}
+
+    def _ways(self, lengths: list[int]) -> dict[str, Callable[[int], Any]]:
+        self.ours.lengths = lengths
+        asked = [row for row in self.prompts["prompts"].tolist() for _ in range(SAMPLES)]
+        described = work.forced_rollout(lengths, len(set(lengths)) > 1, SAMPLES)
+        loop = described.attach(self.model, self.tokenizer, 0)
+        plain = {"do": "generate", "prompts": asked, "lengths": lengths}
+        return {
+            "verl": lambda step: self.ours.generate(self.prompts, Request(step, SAMPLES)),
+            "bare_with_log_probs": lambda step: self.bare.ask(**plain, log_probs=True),
+            "bare": lambda step: self.bare.ask(**plain, log_probs=False),
+            "hf": lambda step: loop.generate(self.prompts, Request(step, SAMPLES)),
+        }
 
 
 def table_row(name: str, rule: str, found: dict[str, Any], options: argparse.Namespace) -> list[str]:
     case, lengths = found[rule], f"{options.new_tokens} tokens" if rule == "fixed" else "long-tailed lengths"
-    (rate, rates), (ratio, ratios), (plain, _) = case["verl"], case["to_bare_with_log_probs"], case["to_bare"]
+    (rate, rates), (ratio, ratios), (plain, plains) = case["verl"], case["to_bare_with_log_probs"], case["to_bare"]
+    noise, noises = found["noise_us_per_token"]
     return [
         f"`rollout=vllm`, {name}, {options.prompts} prompts x {SAMPLES}, {lengths}",
-        f"{rate:.0f} [{rates[0]:.0f}, {rates[1]:.0f}] tokens/s; noise {found['noise_us_per_token']} us a token",
-        f"{ratio}x {ratios} vLLM alone with log-probs, {plain}x without, {case['to_hf'][0]}x `rollout=hf`; "
+        f"{rate:.0f} [{rates[0]:.0f}, {rates[1]:.0f}] tokens/s; noise {noise} {noises} us a token, "
+        f"{noise * rate / 1e4:.1f}% of it",
+        f"{ratio}x {ratios} vLLM alone with log-probs, {plain}x {plains} without, {case['to_hf'][0]}x `rollout=hf`; "
         f"target: {TARGET}x",
     ]
+
+
+def measure(shapes: dict[str, dict[str, int]], options: argparse.Namespace) -> None:
+    """All legs, one after another, each one printed with those before it."""
+    progress = Progress("vllm_rollout", vars(options), options.budget_s)
+    legs, rows, found = len(shapes) * len(RULES), [], {}
+    for name, shape in shapes.items():
+        with tempfile.TemporaryDirectory() as directory:
+            progress.say(f"{name}: starting both engines")
+            contest = Contest(Path(directory), shape, options)
+            with contextlib.closing(contest):
+                noise = noise_us(len(contest.tokenizer), options.prompts * SAMPLES)
+                found[name] = {"parameters": contest.parameters, "noise_us_per_token": noise}
+                for rule in RULES:
+                    rounds = progress.rounds(f"{name}, {rule}", options.rounds, legs - len(rows))
+                    found[name][rule] = contest.leg(rule, rounds)
+                    rows.append(table_row(name, rule, found[name], options))
+                    progress.publish(found, rows, is_complete=len(rows) == legs)
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(SHAPES), help="which to measure (default: all)")
+    parser.add_argument("--models", default="2.6M", help=f"which to measure, of {', '.join(SHAPES)} (default 2.6M)")
     parser.add_argument("--small", action="store_true", help="one tiny model, few repeats: to see that it works")
     parser.add_argument("--prompts", type=int, default=32, help="each with 8 samples (default 32)")
     parser.add_argument("--new-tokens", type=int, default=64, help="of responses of fixed length (default 64)")
-    parser.add_argument("--rounds", type=int, default=5, help="samples of each way (default 5)")
+    parser.add_argument("--rounds", type=int, default=7, help="samples of each way (default 7)")
     parser.add_argument("--threads", type=int, default=2, help="of both engines (default 2)")
+    parser.add_argument("--budget-s", type=float, default=360, help="after which rounds are left out (default 360)")
     options = parser.parse_args()
-    shapes = {name: SHAPES[name] for name in options.models.split(",")}
+    shapes = SMALL if options.small else {name: SHAPES[name] for name in options.models.split(",")}
     if options.small:
-        shapes, options.prompts, options.new_tokens, options.rounds = {"small": (128, 2)}, 2, 4, 2
+        options.prompts, options.new_tokens, options.rounds = 2, 4, 3
     torch.set_num_threads(options.threads)
-    found = {}
-    for name, shape in shapes.items():
-        with tempfile.TemporaryDirectory() as directory:
-            found[name] = measure(Path(directory), shape, options)
-    rows = [table_row(name, rule, case, options) for name, case in found.items() for rule in ("fixed", "longtail")]
-    print(json.dumps({"benchmark": "vllm_rollout", **vars(options), "found": found, "rows": rows}))
+    measure(shapes, options)
 
 
 if __name__ == "__main__":

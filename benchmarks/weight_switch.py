@@ -32,7 +32,10 @@ from verl.rollout.vllm.engine import VLLMEngine
 from verl.rollout.vllm.options import VLLMRollout
 from verl.rollout.vllm.setting import environment
 
-SHAPES = {"2.6M": (256, 4), "100M": (768, 11)}  # hidden, layers
+SHAPES: dict[str, dict[str, int]] = {
+    "2.6M": {"hidden": 256, "layers": 4, "mlp": 512, "kv_heads": 4},
+    "100M": {"hidden": 768, "layers": 11},
+}
 TARGETS = {"2.6M": 100, "100M": 10, "small": 1}  # times faster than building the engine again
 CONTEXT = 256
 
@@ -81,9 +84,9 @@ def streamed(engine: VLLMEngine, repeats: int) -> dict[str, Any]:
     return found
 
 
-def measure(directory: Path, shape: tuple[int, int], repeats: int) -> dict[str, Any]:
+def measure(directory: Path, shape: dict[str, int], repeats: int) -> dict[str, Any]:
     """All ways, one after another, on one model."""
-    parameters = work.write_model(directory, *shape, context=CONTEXT)
+    parameters = work.write_model(directory, **shape, context=CONTEXT)
     source = Pretrained(path=str(directory))
     model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
     described = VLLMRollout(max_new_tokens=8, kv_cache_gib=0.25, max_num_seqs=64)
@@ -138,7 +141,7 @@ def main() -> None:
     options = parser.parse_args()
     shapes = {name: SHAPES[name] for name in options.models.split(",")}
     if options.small:
-        shapes, options.repeats = {"small": (128, 2)}, 2
+        shapes, options.repeats = {"small": {"hidden": 128, "layers": 2}}, 2
     torch.set_num_threads(options.threads)
     found = {}
     for name, shape in shapes.items():

@@ -48,6 +48,7 @@ def test_metrics_speak_of_the_weights_before_the_cut():
     assert metrics == {
         "importance/weight_mean": pytest.approx((0.5 + 3 + 1.5 + 2 + 1) / 5),
         "importance/weight_max": pytest.approx(3.0),
+        "importance/effective_share": pytest.approx(8**2 / (5 * (0.25 + 9 + 2.25 + 4 + 1))),
         "importance/cut_share": pytest.approx(2 / 5),
     }
 
@@ -58,6 +59,7 @@ def test_an_engine_that_agrees_with_the_trainer_has_weights_of_exactly_one(level
     weights, metrics = TruncatedIS(level=level, mode=mode, cap=1.0)(batch_of([[1.0] * 3] * 2, MASK))
     assert weights.tolist() == [[1, 1, 0], [1, 1, 1]]
     assert metrics["importance/cut_share"] == 0
+    assert metrics["importance/effective_share"] == 1
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 from sync.rank_models import Unquantized, full_weights, rank_model
 from torch import nn
 
-from verl.rollout.vllm.landing import Landing, NotPlain, adjoined
+from verl.rollout.vllm.landing import Landing, NotPlain, adjoined, give_back_free_memory
 
 
 class UnquantizedLinearMethod(Unquantized):
@@ -99,6 +102,21 @@ def test_a_head_is_packed_anew_after_the_embedding_that_it_is_tied_to():
     land(model, full_weights())
     assert torch.equal(model.lm_head.packed, model.embed_tokens.weight)
     assert torch.equal(model.lm_head.packed[:51], full_weights()["embed_tokens.weight"])
+
+
+def resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+def test_holes_between_tensors_in_use_go_back_to_the_system():
+    tensors = [torch.ones(25_000) for _ in range(800)]  # 100 kB each: on the heap, not in a mapping of its own
+    last = tensors.pop()
+    tensors.clear()
+    before = resident_mib()
+    give_back_free_memory()
+    assert resident_mib() < before - 40
+    assert float(last.sum()) == 25_000
 
 
 def test_matrices_side_by_side_are_one_without_a_copy():

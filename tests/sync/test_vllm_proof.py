@@ -23,10 +23,11 @@ pytestmark = [
 ENGINES = {
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}, "float32", "weights"),
     "qwen3 bfloat16": ("qwen3", {"head_dim": 32}, "bfloat16", "weights"),
+    "experts": ("qwen3_moe", {"head_dim": 32, "moe_intermediate_size": 64}, "float32", "experts"),
     "adapter": ("qwen2", {}, "float32", "adapter"),
 }
 WHOLE = ["qwen2 tied", "qwen3 bfloat16"]
-ATTENTION, LATE = "model.layers.0.self_attn", "model.layers.1"
+ATTENTION, LATE, EXPERTS = "model.layers.0.self_attn", "model.layers.1", "model.layers.1.mlp.experts"
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,35 @@ def test_an_engine_that_computes_in_a_narrower_type_is_named(found):
 @pytest.mark.parametrize("fault", ["left out", "old"])
 def test_a_vector_that_stays_behind_is_named(found, engine, name, fault):
     assert found[engine][f"{fault} {name}"]["names"] == [f"{LATE}.{name}"]
+
+
+@pytest.mark.parametrize("scenario", ["first", "clean", "last"])
+def test_a_clean_sync_of_experts_is_proven_expert_by_expert(found, scenario):
+    outcome = found["experts"][scenario]
+    assert outcome["names"] == []
+    assert outcome["metrics"]["sync/probe_gap_nats"] < 1e-4
+    assert outcome["metrics"]["sync/unproven_tensors"] == 0
+
+
+@pytest.mark.parametrize(
+    ("scenario", "named"),
+    [
+        ("stale", ["2.down_proj"]),
+        ("swapped", ["0.gate_proj", "0.up_proj"]),
+        ("exchanged", ["1.up_proj", "3.up_proj"]),
+        ("not packed again", [f"{e}.{p}_proj" for e in range(4) for p in ("gate", "up", "down")]),
+    ],
+)
+def test_an_expert_that_is_not_the_trainers_is_named(found, scenario, named):
+    names = found["experts"][scenario]["names"]
+    assert sorted(name for name in names if ".layers.1." in name) == sorted(f"{EXPERTS}.{n}.weight" for n in named)
+    assert all(".mlp.experts." in name for name in names)
+    assert scenario == "not packed again" or len(names) == len(named)
+
+
+def test_every_packing_of_experts_of_this_machine_can_be_read(found):
+    assert found["experts"]["packing"]["names"] == []
+    assert "vec" in found["experts"]["packing"]["text"]
 
 
 @pytest.mark.parametrize("scenario", ["first", "clean", "last"])

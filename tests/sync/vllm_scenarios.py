@@ -2,8 +2,8 @@
 
     python tests/sync/vllm_scenarios.py MODEL_DIR:DTYPE:KIND ...
 
-KIND is `weights` or `adapter`. The last line is JSON: for each argument, scenario -> {"names": of tensors at fault,
-"text": of the error, "metrics": of a proof}.
+KIND is `weights`, `experts` or `adapter`. The last line is JSON: for each argument, scenario -> {"names": of tensors at
+fault, "text": of the error, "metrics": of a proof}.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from verl.errors import WeightSyncError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.models.saved_form import saved_form
+from verl.sync.engine_experts import packed, unpacked
 from verl.sync.engine_side import answer
 from verl.sync.marks import plain_name
 from verl.sync.proof import Prover
@@ -43,6 +44,9 @@ class Pair:
     def __init__(self, path: str, dtype: str, **options: Any):
         from vllm import LLM
 
+        from verl.rollout.vllm.hosted import inspect_here
+
+        inspect_here(path)
         self.dtype = getattr(torch, dtype)
         source = Pretrained(path=path)
         self.model = source.load_causal_lm("cpu")
@@ -75,6 +79,8 @@ class Pair:
         """Send all weights, `change` them on the way, and prove."""
         question = self.prover.question()
         stream = change(self.prover.watch(saved_form(self.model).tensors.items()))
+        if mend:
+            self.llm.apply_model(renew_experts)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})
         if mend:
             self.llm.apply_model(mend_tied_head)
@@ -96,6 +102,13 @@ class Pair:
 def mend_tied_head(model: Any) -> None:
     """vLLM leaves the packed copy of a tied head as it was."""
     model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+
+def renew_experts(model: Any) -> None:
+    """vLLM packs experts for the CPU with the first load alone, unless their kernel has to be made anew."""
+    for module in model.modules():
+        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+            module.quant_method.moe_kernel = None
 
 
 def swapped(first: str, second: str) -> Callable[[Stream], Iterator[tuple[str, Tensor]]]:
@@ -147,6 +160,36 @@ def weight_scenarios(pair: Pair) -> Iterator[tuple[str, dict[str, Any]]]:
     pair.prover = prover
 
 
+def expert_scenarios(pair: Pair) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Syncs of a mixture of experts."""
+    experts = "model.layers.1.mlp.experts"
+    stale = f"{experts}.2.down_proj.weight"
+    yield "first", pair.sync()
+    held = saved_form(pair.model).tensors[stale].clone()
+    pair.train(1e-5)
+    yield "clean", pair.sync()
+    yield "stale", pair.sync(replaced(stale, held))
+    yield "swapped", pair.sync(swapped(f"{experts}.0.gate_proj.weight", f"{experts}.0.up_proj.weight"))
+    yield "exchanged", pair.sync(swapped(f"{experts}.1.up_proj.weight", f"{experts}.3.up_proj.weight"))
+    pair.train(1e-5)
+    yield "not packed again", pair.sync(mend=False)
+    yield "last", pair.sync()
+    yield "packing", packing_outcome()
+
+
+def packing_outcome() -> dict[str, Any]:
+    """The kinds of packing of this machine that were not put in order again, and those that were tried."""
+    kinds = [("vec", torch.float32), ("vec", torch.bfloat16)]
+    kinds += [("amx", torch.bfloat16)] if torch.cpu._is_amx_tile_supported() else []
+    wrong = []
+    for kind, dtype in kinds:
+        weight = torch.randn(96, 64).to(dtype)
+        kept = packed(weight, kind)
+        if torch.equal(kept, weight) or not torch.equal(unpacked(kept, kind), weight):
+            wrong.append(f"{kind} {dtype}")
+    return {"names": wrong, "text": str(kinds)}
+
+
 def adapter_scenarios(pair: Pair) -> Iterator[tuple[str, dict[str, Any]]]:
     """Syncs of an adapter alone, after one of the weights."""
     from vllm.lora.request import LoRARequest
@@ -191,13 +234,16 @@ def unbound(request: Any, only: str = "") -> Any:
     return request
 
 
+SCENARIOS = {"weights": weight_scenarios, "experts": expert_scenarios, "adapter": adapter_scenarios}
+
+
 def outcomes(path: str, dtype: str, kind: str) -> dict[str, Any]:
     """Every scenario with an engine of its own."""
     torch.manual_seed(0)
     options = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1} if kind == "adapter" else {}
     pair = Pair(path, dtype, **options)
     try:
-        return dict((adapter_scenarios if kind == "adapter" else weight_scenarios)(pair))
+        return dict(SCENARIOS[kind](pair))
     finally:
         pair.close()
 

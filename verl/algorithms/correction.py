@@ -37,8 +37,9 @@ class TruncatedIS(Description):
     Differs: log w is held within +-20. What is masked still counts in the denominators of the loss.
     Degenerate: equal log-probs give weights of exactly 1. A row with an empty mask is left as it is, at 0.
 
-    Metrics: `importance/weight_mean` and `importance/weight_max` before the cut, over tokens; `importance/cut_share`,
-    the share of tokens whose weight was capped or masked.
+    Metrics: `importance/weight_mean` and `importance/weight_max` before the cut, over tokens;
+    `importance/effective_share`, (sum w)^2 / (n sum w^2) of them, the effective sample size as a share of the tokens;
+    `importance/cut_share`, the share of tokens whose weight was capped or masked.
 
     Args:
         level: a weight per token, or one for the whole response: unbiased, but of much higher variance.
@@ -78,9 +79,11 @@ class TruncatedIS(Description):
         weights = torch.where(mask, log_weights.clamp(-_MAX_LOG_WEIGHT, _MAX_LOG_WEIGHT).exp(), 0.0)
         is_cut = mask & ((weights > self.cap) | (weights < self.floor))
         kept = weights.clamp(max=self.cap) if self.mode == "truncate" else weights.masked_fill(is_cut, 0.0)
+        mean, square = (float(masked_mean(weights.double() ** power, mask)) for power in (1, 2))
         metrics = {
-            "importance/weight_mean": float(masked_mean(weights.double(), mask)),
+            "importance/weight_mean": mean,
             "importance/weight_max": float(weights.max()) if weights.numel() else 0.0,
+            "importance/effective_share": mean**2 / square if square else 0.0,
             "importance/cut_share": float(masked_mean(is_cut.double(), mask)),
         }
         return kept, metrics

@@ -4,6 +4,7 @@
     gate_proj, up_proj      <── gate_up_proj
     lm_head                 <── lm_head, or the embedding where the two are tied: as the sampler reads it
     norms, biases           <── themselves
+    experts                 <── engine_experts.py
 
 Runs in the engine's processes, one rank at a time. Layers are known by the names of their classes, so that vLLM is
 imported nowhere here.
@@ -18,13 +19,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from verl.sync.engine_experts import reader_of
 from verl.sync.marks import Mark, as_array, dtype_name, mark_of, plain_name
 from verl.sync.shards import Shard, Shards, whole
 from verl.sync.vectors import Vectors, full_precision
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 HEAD = "lm_head.weight"
-EXPERTS = ("FusedMoE", "MoERunner")  # packed in many ways, and no product of one matrix: the probe alone proves them
+EXPERTS = ("FusedMoE", "MoERunner")
 
 
 class Part:
@@ -58,14 +60,15 @@ class LayerReader:
         self.packed = PACKED | dict(getattr(model, "packed_modules_mapping", None) or {})
         self.unproven: list[str] = []
         self._readings: list[Reading] = []
-        embedding = None
+        embedding, experts = None, "\0"
         for path, module in model.named_modules():
             layer: Any = module
             kinds, name = kinds_of(module), plain_name(path)
-            if any(name.startswith(beginning) for beginning in self.unproven):
+            if name.startswith(experts):
                 continue
             if kinds & set(EXPERTS):
-                self.unproven.append(f"{name}.")
+                experts = f"{name}."
+                self._experts(module, name)
             elif "ParallelLMHead" in kinds:
                 self._add(self._vocabulary, module, f"{name}.weight", True)
                 self._add(self._own, module, name, ("weight",))
@@ -97,6 +100,13 @@ class LayerReader:
         if hasattr(self.model, "lm_head"):
             return self.model.lm_head is embedding
         return not any("ParallelLMHead" in kinds_of(module) for module in self.model.modules())
+
+    def _experts(self, runner: nn.Module, name: str) -> None:
+        reader = reader_of(runner, name)
+        if reader is None:
+            self.unproven.append(f"{name}.")
+        else:
+            self._readings.append(reader.marks)
 
     def _linear(self, vectors: Vectors, layer: Any, parts: list[Part], is_term: bool) -> Iterator[tuple[str, Shard]]:
         width = layer.input_size

@@ -1,7 +1,7 @@
 """Log-probs of a few fixed rows on both sides of a sync: whether the engine computes the trainer's function.
 
-Marks prove each tensor alone. What they cannot see (rotary positions, scales, how layers are joined, experts, an
-adapter that requests do not ask for) shows here.
+Marks prove each tensor alone. What they cannot see (rotary positions, scales, how layers are joined, experts in kernels
+that cannot be read, an adapter that requests do not ask for) shows here.
 """
 
 from __future__ import annotations

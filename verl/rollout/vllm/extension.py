@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.platforms import current_platform
 
 from verl.rollout.drawing import Drawing
-from verl.rollout.vllm.landing import Landing, NotPlain
+from verl.rollout.vllm.landing import Landing, NotPlain, give_back_free_memory
 from verl.rollout.vllm.noise import CounterNoise, UnderWay
 from verl.rollout.vllm.stream import Feed, Loading, Place, Reader, using_threads
 from verl.rollout.vllm.told import Loaded, Wanted
@@ -76,6 +76,7 @@ class WorkerExtension:
             raise
         finally:
             reader.close()
+            give_back_free_memory()
         seconds = time.perf_counter() - start - reader.waited_s
         return Loaded(seconds, landing if isinstance(landing, str) else None)
 

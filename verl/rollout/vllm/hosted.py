@@ -24,7 +24,7 @@ from verl.sync.engine_side import answer
 from verl.sync.questions import Question
 
 
-def _inspect_here(directory: str) -> None:
+def inspect_here(directory: str) -> None:
     """Have vLLM look at the model's class in this process: by itself it starts another Python for that, for seconds."""
     (name,) = json.loads((Path(directory) / "config.json").read_text())["architectures"]
     found = ModelRegistry.models.get(name)
@@ -38,7 +38,7 @@ class HostedEngine:
     def __init__(self, setting: Setting):
         torch.set_num_threads(setting.num_threads)
         if setting.options.tensor_parallel_size == 1:
-            _inspect_here(setting.directory)
+            inspect_here(setting.directory)
         self.llm = LLM(
             setting.directory,
             load_format="dummy",

@@ -3,12 +3,14 @@
     q_proj, k_proj, v_proj ──> rows of qkv_proj ──┬── a parameter that is there (on a GPU, embeddings, norms): copied
     gate_proj, up_proj     ──> rows of gate_up    └── packed for the CPU: packed anew from the chunk, where they adjoin
 
-A layer that is packed gives its former memory back before it takes new. Layers are known by
-the names of their classes, as in the proof of a sync, which reads all of them after each landing.
+A layer that is packed gives its former memory back before it takes new, and the holes that this leaves go back to the
+system after each landing. Layers are known by the names of their classes, as in the proof of a sync, which reads all of
+them after each landing.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -200,6 +202,16 @@ def repack(layer: Any) -> None:
     """Pack the copy of a weight that is there."""
     layer.cpu_linear = None
     layer.quant_method.process_weights_after_loading(layer)
+
+
+def give_back_free_memory() -> None:
+    """Let the system have the holes between what is in use.
+
+    glibc keeps them, and packed weights, which want aligned memory, do not fit into those that they left themselves: an
+    engine would grow by several of its layers over the first syncs. Other C libraries are left to themselves.
+    """
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def adjoined(parts: Sequence[Tensor]) -> Tensor:
