@@ -72,3 +72,12 @@ def test_shapes_and_dtypes_are_kept(dtype, shape):
 def test_a_clip_not_above_zero_is_refused(clip):
     with pytest.raises(ConfigError, match="clip is .*: must be a finite number above 0, or null"):
         ClippedValueLoss(clip=clip)
+
+
+def test_a_value_that_moved_less_than_the_clip_is_never_counted_as_clipped():
+    """Old + (new - old) may come out above new by rounding, which clips nothing."""
+    old = torch.linspace(-1, 1, 1000)[None]
+    new = old + 0.1 * torch.linspace(-1, 1, 1000).sin()
+    mask = torch.ones_like(old, dtype=torch.bool)
+    batch = {"values": old, "returns": torch.zeros_like(old), "response_mask": mask}
+    assert ClippedValueLoss(clip=0.2)(new, batch)[1]["clip_fraction"].sum() == 0

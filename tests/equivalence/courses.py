@@ -51,7 +51,7 @@ def assert_same(left: Course, right: Course, tolerance: float = 1e-9) -> None:
     for step, (one, other) in enumerate(zip(left.metrics, right.metrics, strict=True), start=1):
         assert one.keys() == other.keys()
         differing = {name: (one[name], other[name]) for name in one if not abs(one[name] - other[name]) <= tolerance}
-        assert differing == {}, f"step {step}"
+        assert differing == {}, f"step {step}: {differing}"
     assert left.weights.keys() == right.weights.keys()
     gaps = {name: float((x - right.weights[name]).abs().max()) for name, x in left.weights.items()}
     assert {name: gap for name, gap in gaps.items() if not gap <= tolerance} == {}

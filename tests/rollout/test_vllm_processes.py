@@ -17,6 +17,7 @@ from trainer.runs import GRPO, ppo_run
 
 from verl.description import BuildContext
 from verl.engines.sharding import DDP, FSDP, TP
+from verl.models.lora import LoRA
 from verl.protocol import DataProto
 from verl.rollout.base import Request
 from verl.rollout.vllm.options import VLLMRollout
@@ -25,10 +26,11 @@ pytestmark = pytest.mark.xdist_group("vllm")
 ROLLOUT = VLLMRollout(max_new_tokens=8, kv_cache_gib=0.05, max_num_seqs=16, num_threads=1)
 
 
-def drawn(model, directory, rollout=ROLLOUT, **parts):
+def drawn(model, directory, rollout=ROLLOUT, lora=None, **parts):
     """The responses of two steps, an update between them."""
     algorithm = dataclasses.replace(GRPO, mini_batches=1)
     run = ppo_run(model, algorithm, rollout=rollout, lr=1e-2, prompts_per_step=4, total_steps=4, **parts)
+    run = dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=lora))
     with run.build(BuildContext(run_dir=directory)) as trainer:
         batches = [trainer.train_data.collate(trainer.sampler.next_batch()) for _ in range(2)]
         grouped = [batch.union(DataProto.from_dict({"group_ids": torch.arange(4)})) for batch in batches]
@@ -111,3 +113,17 @@ def test_an_engine_that_is_killed_beside_a_divided_model_is_made_anew_and_draws_
         killer.join()
         assert agreement(expected, trainer.generate(prompts, Request(1, 2)))[0] == 1
         assert engines_of(os.getpid()) != second
+
+
+@pytest.mark.exhaustive
+def test_an_adapter_divided_over_two_processes_reaches_their_engine(model, tmp_path):
+    def run(directory, **parts):
+        return drawn(model, tmp_path / directory, lora=LoRA(rank=8), **parts)
+
+    expected, found = run("one"), run("two", sharding=TP(), n_gpus_per_node=2)
+    for rows, others in zip(expected[:2], found[:2], strict=True):
+        same, gap = agreement(rows, others)
+        assert same == 1
+        assert gap < 1e-3
+    assert found[2]["sync/probe_gap_nats"] < 1e-4
+    assert found[2]["sync/unproven_tensors"] == 0

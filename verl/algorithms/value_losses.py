@@ -63,9 +63,10 @@ class ClippedValueLoss(ValueLoss):
         squared = error.square()
         is_clipped = torch.zeros_like(mask)
         if self.clip is not None:
-            held = old_values + (values - old_values).clamp(-self.clip, self.clip)
+            moved = values - old_values
+            held = old_values + moved.clamp(-self.clip, self.clip)
             held_squared = torch.where(mask, held - returns, 0.0).square()
-            is_clipped = held_squared > squared
+            is_clipped = (moved.abs() > self.clip) & (held_squared > squared)  # V_old + (V - V_old) may round above V
             squared = torch.maximum(squared, held_squared)
         stats = {"clip_fraction": is_clipped.to(squared.dtype), "error": error.detach()}
         return 0.5 * squared, stats

@@ -49,7 +49,7 @@ def split_over(model: Any, mesh: Any) -> list[str]:
     for name, layer in list(base.named_modules()):
         if (place := general(name)) in adapted:
             apply_tensor_parallelism(layer, mesh, _plan_of_layer(layer, plan[place]))
-    if tied and head.weight is not embedding.weight:
+    if tied and head is not None and head.weight is not embedding.weight:
         head.weight = embedding.weight
     summed = {id(p) for name, p in base.named_parameters() if general(name.rpartition(".")[0]) in partial}
     return [name for name, p in model.named_parameters() if id(p) in summed]

@@ -39,6 +39,8 @@ def measure_switch_overhead(actor: HybridActor, mode: Mode = "train_to_generate"
         raise ConfigError(f"mode is {mode!r}: must be one of {', '.join(known)}.{hint(nearest(str(mode), known))}")
     if repeats < 1:
         raise ConfigError(f"repeats is {repeats}: must be at least 1.")
+    if mode == "reload" and actor.process_group is not None:
+        raise ConfigError("mode is 'reload': it loads the model into one process. Measure it with an actor in one.")
     was_training = [module for module in actor.model.modules() if module.training]
     once = _Reload(actor) if mode == "reload" else _Switch(actor, mode)
     try:

@@ -65,7 +65,8 @@ def weights_gathered(model: Any) -> AbstractContextManager[None]:
 
 def whole(tensor: Tensor) -> Tensor:
     """A tensor that is divided over processes, put together: all of them ask for it, in the same order."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
 
 
 def laid_out_as(tensor: Tensor, like: Tensor) -> Tensor:

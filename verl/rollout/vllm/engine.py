@@ -22,9 +22,7 @@ import torch
 
 from verl.description import BuildContext
 from verl.errors import ConfigError, RolloutError, WeightSyncError
-from verl.models.division import whole
 from verl.models.precision import Autocast
-from verl.models.saved_form import live_tensors
 from verl.protocol import DataProto
 from verl.rollout.base import Request, RolloutEngine, Synced, assemble, stop_tokens
 from verl.rollout.drawing import Drawing
@@ -211,8 +209,7 @@ class VLLMEngine(RolloutEngine):
         self._adapters += 1
         directory = self._directory / f"adapter_{self._adapters}"
         start = time.perf_counter()
-        tensors = {name: whole(x.detach()) for name, x in live_tensors(self.model).items()}
-        self.model.save_pretrained(directory, state_dict=tensors)
+        self.model.save_pretrained(directory)
         copying = time.perf_counter() - start
         try:
             loading = self._process.call("adopt", str(directory), self._adapters)
