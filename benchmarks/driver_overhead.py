@@ -4,8 +4,8 @@ python benchmarks/driver_overhead.py [--small]
 
 Two sibling processes, and two workers in Ray, answer with the rows that they were given. A copy is what copying the
 same fields takes, from memory to memory that are both in use already. The sides take turns. A batch is divided for the
-first call of a step, and the others ask about the same rows: so dividing stands by itself. The first rounds, in which
-memory is touched for the first time, are left out.
+first call of a step, and the others ask about the same rows: so dividing stands by itself. The first rounds are left
+out, in which memory is touched for the first time.
 """
 
 from __future__ import annotations

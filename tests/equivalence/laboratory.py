@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from equivalence.courses import Course, run_course
-from torch import Tensor
+from torch import Tensor, nn
 
 import verl.trainer.ppo as ppo
 from verl.cluster.base import role_handles
@@ -97,6 +98,15 @@ class Bench:
                 return {kind: sum(local(x).nbytes for x in held.values()) for kind, held in tensors.items()}
         finally:
             ppo.start_cluster = before
+
+    @on_each
+    def summed(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Gradients of these shapes, added up: each process gives its rank, and every second one none for the last."""
+        parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        for parameter in parameters[: len(parameters) - self.context.rank % 2]:
+            parameter.grad = torch.full(parameter.shape[::-1], float(self.context.rank)).T
+        self.group.sum_gradients(parameters)
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     @on_all
     def sent(self, run: PPORun, prompts: Sequence[int], directory: Path) -> dict[str, Tensor]:

@@ -109,6 +109,13 @@ def test_in_float32_losses_and_gradients_differ_by_rounding_alone(name, bench, m
     assert_rounding_alone(alone, found)
 
 
+def test_gradients_are_added_up_whatever_their_size(bench):
+    shapes = [(3,), (400, 500), (300_000,), (1, 300_000), (2, 2), (500_000,)]  # alone, together, not in one piece
+    for found in bench.summed(shapes).result(timeout=120):
+        assert [tuple(grad.shape) for grad in found] == shapes
+        assert [set(grad.unique().tolist()) for grad in found] == [{6.0}] * 5 + [{2.0}]  # 0 + 1 + 2 + 3; 0 + 2
+
+
 def with_actor(run, **options):
     """The run with another actor."""
     return dataclasses.replace(run, actor=dataclasses.replace(run.actor, **options))

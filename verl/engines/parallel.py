@@ -73,6 +73,7 @@ class TorchParallel(Parallel):
     """
 
     bucket_bytes = 25 * 2**20
+    alone_bytes = 2**19  # a gradient of so much is added up where it lies; smaller ones are put together first
 
     def __init__(self, context: BuildContext, timeout_s: float):
         import torch.distributed as dist
@@ -110,20 +111,29 @@ class TorchParallel(Parallel):
 
     def sum_over(self, parameters: Iterable[nn.Parameter], group: Any) -> None:
         """Add up the gradients of what this process holds of some parameters over a group of processes."""
-        for bucket in self._buckets(parameters):
+        large, small = [], []
+        for grad in self._gradients(parameters):
+            (large if grad.nbytes >= self.alone_bytes and grad.is_contiguous() else small).append(grad)
+        under_way = [self.dist.all_reduce(grad, group=group, async_op=True) for grad in large]
+        for bucket in self._buckets(small):
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             self.dist.all_reduce(flat, group=group)
             for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
                 grad.copy_(total.view_as(grad))
+        for work in under_way:
+            work.wait()
 
-    def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[Tensor]]:
-        bucket, size = [], 0
+    def _gradients(self, parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
+        """Of what this process holds of all that is trained; zeros where it has none."""
         for parameter in parameters:
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            grad = local(parameter.grad)
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                yield local(parameter.grad)
+
+    def _buckets(self, grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+        bucket, size = [], 0
+        for grad in grads:
             if bucket and (bucket[0].dtype != grad.dtype or size >= self.bucket_bytes):
                 yield bucket
                 bucket, size = [], 0
