@@ -9,11 +9,12 @@ import pytest
 from storage.s3_server import BUCKET
 
 from verl.checkpoint.discovery import CheckpointDirectory
+from verl.checkpoint.disk import Disk
 from verl.checkpoint.published import Published
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.tiers.log import RemoteLog
 from verl.checkpoint.tiers.pull import pull
-from verl.checkpoint.tiers.push import Pusher
+from verl.checkpoint.tiers.push import Pusher, checked_pieces
 from verl.checkpoint.tiers.remote import RemoteCheckpoints, object_key
 from verl.errors import (
     CheckpointCorrupt,
@@ -241,3 +242,15 @@ def test_a_pull_that_was_cut_off_leaves_nothing(objects: ObjectStore, tmp_path: 
         shutil.copytree(staging.directory, tmp_path / "there/staging/1-killed")
     assert pull(tier, tier.find(), there).step == 1
     assert list((tmp_path / "there/staging").iterdir()) == []
+
+
+@pytest.mark.parametrize("length", [1, 700, 5000, 5011, 10_000])
+def test_pieces_of_any_length_are_the_file(tmp_path: Path, length: int) -> None:
+    published = save(tmp_path, 1)
+    entry = published.manifest.file("actor/weights.bin")
+    assert entry is not None
+    assert [leaf.size for leaf in entry.leaves] == [5000, 11]
+    pieces = [*checked_pieces(Disk(), published, entry, length)]
+    assert b"".join(pieces) == published.path(entry.path).read_bytes()
+    assert {len(piece) for piece in pieces[:-1]} <= {length}
+    assert len(pieces) == -(-entry.size // length)

@@ -99,16 +99,23 @@ class Pusher:
 
 
 def checked_pieces(disk: Disk, published: Published, entry: FileEntry, length: int) -> Iterator[bytes]:
-    """A file in pieces, each given once it is known to be what was written."""
-    path, at, held = published.path(entry.path), 0, bytearray()
+    """A file in pieces, each given once it is known to be what was written; a leaf that is a piece is not copied."""
+    path, at, missing = published.path(entry.path), 0, length  # bytes up to the end of the piece
+    held: list[memoryview] = []
     for leaf in entry.leaves:
-        held += _leaf(disk, published, entry, path, at, leaf.size, leaf.blake3)
+        data = _leaf(disk, published, entry, path, at, leaf.size, leaf.blake3)
         at += leaf.size
-        while len(held) >= length:
-            yield bytes(memoryview(held)[:length])
-            del held[:length]
-    if held:
-        yield bytes(held)
+        if missing == length == len(data):
+            yield data
+            continue
+        rest = memoryview(data)
+        while len(rest) >= missing:
+            yield b"".join([*held, rest[:missing]])
+            rest, held, missing = rest[missing:], [], length
+        held.append(rest)
+        missing -= len(rest)
+    if missing < length:
+        yield b"".join(held)
 
 
 def _leaf(disk: Disk, published: Published, entry: FileEntry, path: Path, begin: int, size: int, blake3: str) -> bytes:
