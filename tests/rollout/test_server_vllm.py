@@ -54,11 +54,11 @@ def address(model, tmp_path_factory):
         chosen.bind(("127.0.0.1", 0))
         port = chosen.getsockname()[1]
     log = tmp_path_factory.mktemp("served") / "server.log"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model.path]
+    command = [sys.executable, str(Path(__file__).with_name("vllm_server.py")), "--model", model.path]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "64", "--max-num-seqs", "32", "--max-num-batched-tokens", "2048"]
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-    variables |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    variables |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT)}
     with log.open("w") as out:
         process = subprocess.Popen(
             command, env=os.environ | variables, stdout=out, stderr=out, cwd=ROOT, start_new_session=True

@@ -16,32 +16,42 @@ pytestmark = pytest.mark.xdist_group("vllm")
 ROOT = Path(verl.__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What the one process with all the engines tells."""
+def outcomes(directory: Path, *cases: str) -> dict[str, dict]:
+    """What one process with the engines of all these cases tells."""
     script = Path(__file__).with_name("vllm_engines_in_one_process.py")
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    command = [sys.executable, str(script), str(tmp_path_factory.mktemp("engines"))]
-    ended = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
+    variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, script, directory, *cases], env=variables, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", ["qwen2_tied", "llama", "qwen3_tied", "qwen3_moe"])
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    cases = ("no room", "little room", "room", "strange", "lora", "qwen2_tied", "qwen3_moe")
+    return outcomes(tmp_path_factory.mktemp("engines"), *cases)
+
+
+def draws_the_same(outcome: dict, *, is_anew: bool = False) -> None:
+    assert "error" not in outcome, outcome
+    assert min(outcome["same"]) >= 0.96  # of 32 rows; rounding may turn one
+    assert max(outcome["gap"]) < 5e-4
+    assert (outcome["anew"] is not None) == is_anew  # vLLM loads its model itself where it makes more of a tensor
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3_moe"])
 def test_a_family_draws_the_same_before_and_after_every_weight_has_changed(found, name):
-    assert "error" not in found[name], found[name]
-    assert min(found[name]["same"]) >= 0.96  # of 32 rows; rounding may turn one
-    assert max(found[name]["gap"]) < 5e-4
-    is_anew = found[name]["anew"] is not None  # vLLM loads its model itself where it makes more of a tensor
-    assert is_anew == (name == "qwen3_moe")
+    draws_the_same(found[name], is_anew=name == "qwen3_moe")
+
+
+@pytest.mark.exhaustive
+def test_further_families_draw_the_same_before_and_after_every_weight_has_changed(tmp_path):
+    for outcome in outcomes(tmp_path, "llama", "qwen3_tied").values():
+        draws_the_same(outcome)
 
 
 def test_an_adapter_is_merged_on_the_way(found):
-    assert "error" not in found["lora"], found["lora"]
-    assert min(found["lora"]["same"]) >= 0.96
-    assert max(found["lora"]["gap"]) < 5e-4
+    draws_the_same(found["lora"])
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused_with_the_size_that_fits(found):

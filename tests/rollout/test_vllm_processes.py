@@ -1,4 +1,4 @@
-"""vLLM beside two processes: together they draw what one process draws, before an update and after it."""
+"""vLLM beside two processes: together they draw what our own loop draws in one, before and after an update."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from verl.engines.sharding import DDP, FSDP, TP
 from verl.models.lora import LoRA
 from verl.protocol import DataProto
 from verl.rollout.base import Request
+from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.options import VLLMRollout
 
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -46,8 +47,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(model, tmp_path_factory):
-    """What one process draws."""
-    return drawn(model, tmp_path_factory.mktemp("one"))
+    """What one process draws with the very weights that it trains."""
+    return drawn(model, tmp_path_factory.mktemp("one"), HFRollout(max_new_tokens=8))
 
 
 def size_of(model) -> int:

@@ -1,5 +1,7 @@
 """Run by test_vllm_families.py: many vLLM engines one after another in one process, since importing vLLM takes seconds.
 
+    python tests/rollout/vllm_engines_in_one_process.py DIRECTORY CASE ...
+
 Prints one JSON object: for each case the share of rows with the same tokens as our own loop and the largest difference
 of log-probs, or the error. Weights go through the stream that they go through between two processes.
 """
@@ -7,6 +9,7 @@ of log-probs, or the error. Weights go through the stream that they go through b
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -32,6 +35,7 @@ from verl.rollout.vllm.setting import setting_of, write_model_directory
 from verl.rollout.vllm.stream import Feed, Loading, Stream, plan
 from verl.rollout.vllm.weights import weights_of
 
+ROOMS = {"no room": 0.0001, "little room": 0.0002, "room": 0.0004}  # of the cache, in GiB
 OPTIONS = VLLMRollout(max_new_tokens=10, kv_cache_gib=0.05, max_num_seqs=16, max_num_batched_tokens=128)
 
 
@@ -110,26 +114,32 @@ def refused(options: VLLMRollout, directory: Path, **changes: Any) -> dict[str, 
     return {"error": None}
 
 
+def case(name: str, directory: Path) -> dict[str, Any]:
+    """One case by its name, in a new directory."""
+    directory.mkdir()
+    if name == "lora":
+        return family("qwen2", directory, LoRA(rank=4, alpha=8.0))
+    if name == "strange":
+        return refused(OPTIONS, directory, model_type="strange")
+    if name in ROOMS:
+        return refused(dataclasses.replace(OPTIONS, kv_cache_gib=ROOMS[name]), directory)
+    return family(name, directory)
+
+
 def main() -> None:
-    directory = Path(sys.argv[1])
+    from verl.rollout.vllm import hosted  # noqa: F401 - all of vLLM
+
+    gc.freeze()  # vLLM collects garbage at each end of an engine: not among all that was imported
     torch.set_num_threads(1)
-    cases: dict[str, Any] = {
-        "no room": lambda at: refused(dataclasses.replace(OPTIONS, kv_cache_gib=0.0001), at),
-        "little room": lambda at: refused(dataclasses.replace(OPTIONS, kv_cache_gib=0.0002), at),
-        "room": lambda at: refused(dataclasses.replace(OPTIONS, kv_cache_gib=0.0004), at),
-        "strange": lambda at: refused(OPTIONS, at, model_type="strange"),
-        "lora": lambda at: family("qwen2", at, LoRA(rank=4, alpha=8.0)),
-    }
-    cases |= {name: lambda at, n=name: family(n, at) for name in ("qwen2_tied", "llama", "qwen3_tied", "qwen3_moe")}
     found = {}
-    for number, (name, run) in enumerate(cases.items()):
-        place = directory / str(number)
-        place.mkdir()
+    for number, name in enumerate(sys.argv[2:]):
         try:
-            found[name] = run(place)
+            found[name] = case(name, Path(sys.argv[1]) / str(number))
         except Exception as error:  # noqa: BLE001 - told to the test
             found[name] = {"error": f"{type(error).__name__}: {error}"}
     sys.stdout.write(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's own shutdown takes seconds
 
 
 if __name__ == "__main__":

@@ -250,6 +250,9 @@ def outcomes(path: str, dtype: str, kind: str) -> dict[str, Any]:
 
 def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
+        from verl.rollout.vllm import hosted  # noqa: F401 - all of vLLM
+
+        gc.freeze()  # what was imported is no garbage of an engine
         found = {argument: outcomes(*argument.split(":")) for argument in sys.argv[1:]}
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()

@@ -37,7 +37,9 @@ class HostedEngine:
 
     def __init__(self, setting: Setting):
         torch.set_num_threads(setting.num_threads)
-        if setting.options.tensor_parallel_size == 1:
+        if (
+            setting.options.tensor_parallel_size == 1 or not setting.is_on_gpu
+        ):  # forked workers want no CUDA before them
             inspect_here(setting.directory)
         self.llm = LLM(
             setting.directory,
