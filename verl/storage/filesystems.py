@@ -244,8 +244,9 @@ def oss_backend(storage: OSSStorage) -> Backend:
 
     def create(path: str, data: bytes) -> None:
         bucket, key = fs.split_path(path)
+        timeout_s = max(1, round(storage.connect_timeout_s))
         try:
-            fs._call_oss("put_object", key, data, bucket=bucket, headers=OSS_CREATE, timeout=storage.connect_timeout_s)
+            fs._call_oss("put_object", key, data, bucket=bucket, headers=OSS_CREATE, timeout=timeout_s)
         except Exception as error:
             if "FileAlreadyExists" in f"{error!r} {error.__cause__!r}":
                 raise FileExistsError(path) from error
