@@ -97,7 +97,8 @@ def kill_soon(pid: int) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sharding", [FSDP(), TP()], ids=["fsdp", "tp"])
 def test_an_engine_that_is_killed_beside_a_divided_model_is_made_anew_and_draws_the_same(sharding, model, tmp_path):
-    run = ppo_run(model, GRPO, rollout=ROLLOUT, prompts_per_step=4, sharding=sharding, n_gpus_per_node=2)
+    algorithm = dataclasses.replace(GRPO, mini_batches=1)
+    run = ppo_run(model, algorithm, rollout=ROLLOUT, prompts_per_step=4, sharding=sharding, n_gpus_per_node=2)
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         batch = trainer.train_data.collate(trainer.sampler.next_batch())
         prompts = batch.union(DataProto.from_dict({"group_ids": torch.arange(4)}))

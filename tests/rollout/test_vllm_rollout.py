@@ -220,9 +220,10 @@ def cross_keys_and_values(vllm, monkeypatch) -> tuple[str, str]:
     send, crossed = vllm._process.send, {first: second, second: first}
 
     def misleading(method, *args):
-        if method == "load" and args[3].in_place:
-            chunks = [[dataclasses.replace(p, name=crossed.get(p.name, p.name)) for p in ps] for ps in args[1]]
-            args = (args[0], chunks, *args[2:])
+        if method == "load" and args[2].in_place:
+            (feed,) = args[0]
+            chunks = [[dataclasses.replace(p, name=crossed.get(p.name, p.name)) for p in ps] for ps in feed.chunks]
+            args = ([dataclasses.replace(feed, chunks=chunks)], *args[1:])
         send(method, *args)
 
     monkeypatch.setattr(vllm._process, "send", misleading)

@@ -44,7 +44,7 @@ class LeadingEngine(VLLMEngine):
     """The running engine of a group of processes that share a model."""
 
     _wants: tuple[dict[str, tuple[int, ...]], tuple[Wanted, ...] | None] | None = None
-    _deaths = 0  # one after another
+    _deaths = 0  # since it drew last
 
     @property
     def needs_weights(self) -> bool:
@@ -114,7 +114,6 @@ class LeadingEngine(VLLMEngine):
         self._prover.adopt(join(parts), seconds)
         proof = self._prover.prove(self._process.answer())
         self._is_synced = self._was_proven = True
-        self._deaths = 0
         return proof
 
     def note(self, name: str, tensor: Any) -> None:
@@ -139,11 +138,13 @@ class LeadingEngine(VLLMEngine):
         if not asked:
             return None
         try:
-            return self._process.answer()
+            drawn = self._process.answer()
         except Exception:  # requests may be left in it: the next call gets a new one
             self._process.kill()
             self._is_synced = False
             raise
+        self._deaths = 0
+        return drawn
 
     def _slices(self, shapes: dict[str, tuple[int, ...]]) -> tuple[Wanted, ...] | None:
         """Found once for an engine."""
