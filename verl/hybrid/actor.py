@@ -47,6 +47,8 @@ class HybridActor:
     States are switched by need: `generate` puts the model into the state that sampling wants, gives the engine the
     present weights, and leaves the model as it found it, gradients that wait for their step included.
 
+    In several processes, all of which make the same calls, it is divided as `hybrid_config` says: docs/library.md.
+
     Args:
         model: a loaded model. See `from_pretrained` for one that has to be loaded.
         tokenizer: saved with the weights; its pad token fills rows that have ended.
