@@ -31,6 +31,7 @@ from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.summary import Summary, summaries
 
 AFTER = (1, 3, 10)  # steps after the base
+OF_DENSE = 0.6  # of the time
 RANK = 8
 ADAPTED = ("q_proj", "v_proj")
 MI, GI = 2**20, 2**30
@@ -62,20 +63,24 @@ def trainer(model: Path, directory: Path, lr: float, lora: bool) -> Trainer:
     )
 
 
-def trained(
-    model: Path, directory: Path, lr: float, lora: bool, after: tuple[int, ...]
-) -> tuple[list[Summary], list[float]]:
-    """Train, save after the first step and after some more; the checkpoints, and the seconds that each save took."""
-    took = []
+def trained(model: Path, directory: Path, lr: float, lora: bool, end: float) -> tuple[list[Summary], list[float]]:
+    """Train, save after the first step and after some more; the checkpoints, and the seconds that each save took.
+
+    Args:
+        end: of the time for it, by `time.perf_counter`; at least one increment is saved.
+    """
+    took: list[float] = []
     with trainer(model, directory, lr, lora) as training:
-        for step in range(1, 2 + max(after)):
+        for step in range(1, 2 + max(AFTER)):
+            if len(took) > 1 and time.perf_counter() > end:
+                break
             training.step()
-            if step - 1 in (0, *after):
+            if step - 1 in (0, *AFTER):
                 began = time.perf_counter()
                 training.save_checkpoint()
                 took.append(time.perf_counter() - began)
     found = {summary.published.step: summary for summary in summaries(CheckpointStore(directory)) if summary.published}
-    return [found[1 + n] for n in (0, *after)], took
+    return [found[1 + n] for n in (0, *AFTER) if 1 + n in found], took
 
 
 def component(published: Published, name: str, is_stored: bool) -> int:
@@ -102,8 +107,8 @@ def of_8b() -> dict[str, float]:
     return {"adapter": adapter, "with_optimizer": 3 * adapter, "bf16_model": 2 * weights, "fp32_moments": 8 * weights}
 
 
-def rows_of_lora(model: Path, root: Path, full_bytes: int) -> tuple[dict, list[list[str]]]:
-    (_, *others), took = trained(model, root / "lora", 1e-4, True, AFTER)
+def rows_of_lora(model: Path, root: Path, full_bytes: int, end: float) -> tuple[dict, list[list[str]]]:
+    (_, *others), took = trained(model, root / "lora", 1e-4, True, end)
     found = []
     for summary in others:
         assert summary.published is not None
@@ -129,11 +134,11 @@ def rows_of_lora(model: Path, root: Path, full_bytes: int) -> tuple[dict, list[l
     return {"increments": found, "save_s": took, "8b": eight}, [row]
 
 
-def rows_of_dense(model: Path, root: Path) -> tuple[dict, list[list[str]], int]:
-    (base, *others), took = trained(model, root / "dense", 1e-6, False, AFTER)
+def rows_of_dense(model: Path, root: Path, end: float) -> tuple[dict, list[list[str]], int]:
+    (base, *others), took = trained(model, root / "dense", 1e-6, False, end)
     assert base.published is not None
     found = {}
-    for after, summary in zip(AFTER, others, strict=True):
+    for after, summary in zip(AFTER, others):  # fewer where the time was over
         assert summary.published is not None
         whole, stored = (component(summary.published, "actor", is_stored) for is_stored in (False, True))
         half, half_stored = in_bfloat16(base.published, summary.published)
@@ -141,7 +146,7 @@ def rows_of_dense(model: Path, root: Path) -> tuple[dict, list[list[str]], int]:
             "fp32": whole / stored, "bf16": half / half_stored, "all": base.added_bytes / summary.added_bytes,
         }  # fmt: skip
     row = [
-        "incremental checkpoint, all weights of 107M at lr 1e-6: actor smaller by, " + ", ".join(f"{n}" for n in AFTER)
+        "incremental checkpoint, all weights of 107M at lr 1e-6: actor smaller by, " + ", ".join(f"{n}" for n in found)
         + " steps after its base",
         "bfloat16 " + ", ".join(f"{one['bf16']:.1f}x" for one in found.values())
         + "; float32 " + ", ".join(f"{one['fp32']:.1f}x" for one in found.values()),
@@ -156,12 +161,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a model of 1M parameters")
     parser.add_argument("--directory", help="on a disk with 10 GB free; else where temporary files go")
+    parser.add_argument("--limit-s", type=float, default=360.0, help="begin no further step after so many seconds")
     args = parser.parse_args()
+    began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="incremental_checkpoint_", dir=args.directory) as made:
         root = Path(made)
         workload.write_model(root / "model", *((128, 4) if args.small else (768, 12)))
-        dense, rows, full_bytes = rows_of_dense(root / "model", root)
-        lora, more = rows_of_lora(root / "model", root, full_bytes)
+        dense, rows, full_bytes = rows_of_dense(root / "model", root, began + args.limit_s * OF_DENSE)
+        lora, more = rows_of_lora(root / "model", root, full_bytes, began + args.limit_s)
     print(json.dumps({"name": "incremental_checkpoint", "dense": dense, "lora": lora, "rows": [*more, *rows]}))
 
 

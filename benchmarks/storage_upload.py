@@ -3,7 +3,7 @@
 The server is moto's, in a process of its own, and it, not the network, sets the pace; the two take turns in one run,
 each under a new key. Prints one JSON line. Needs requirements-storage.txt and moto.
 
-python benchmarks/storage_upload.py [--mib 1024] [--rounds 5]
+python benchmarks/storage_upload.py [--mib 1024] [--rounds 5] [--part-mib 16] [--concurrency 8] [--limit-s 360]
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ def server() -> tuple[subprocess.Popen[str], str]:
 
 def quartiles(values: list[float]) -> list[float]:
     """First, second and third."""
+    if len(values) == 1:
+        return [round(values[0], 3)] * 3
     return [round(value, 3) for value in statistics.quantiles(values, n=4, method="inclusive")]
 
 
@@ -59,12 +61,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--part-mib", type=int, default=S3Storage.part_mib, help="storage.part_mib")
+    parser.add_argument("--concurrency", type=int, default=S3Storage.concurrency, help="storage.concurrency")
+    parser.add_argument("--limit-s", type=float, default=360.0, help="begin no further round after so many seconds")
     chosen = parser.parse_args()
+    end = time.perf_counter() + chosen.limit_s
     os.environ |= CREDENTIALS
     process, url = server()
     try:
         with tempfile.TemporaryDirectory() as place:
-            times = measure(url, Path(place), chosen.mib, chosen.rounds)
+            storage = S3Storage(
+                bucket=BUCKET, endpoint_url=url, part_mib=chosen.part_mib, concurrency=chosen.concurrency
+            )
+            times = measure(storage, Path(place), chosen.mib, chosen.rounds, end)
     finally:
         process.kill()
         process.wait()
@@ -82,7 +91,9 @@ def main() -> None:
                 "rows": [row],
                 "name": "storage_upload",
                 "mib": chosen.mib,
-                "rounds": chosen.rounds,
+                "rounds": len(ratios),
+                "part_mib": chosen.part_mib,
+                "concurrency": chosen.concurrency,
                 "gib_per_s": {side: round(statistics.median(values), 3) for side, values in speeds.items()},
                 "gib_per_s_quartiles": {side: quartiles(values) for side, values in speeds.items()},
                 "speed_relative_to_s3fs": round(statistics.median(ratios), 3),
@@ -92,8 +103,12 @@ def main() -> None:
     )
 
 
-def measure(url: str, place: Path, mib: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each put, by side. The first round warms both up and is not counted."""
+def measure(storage: S3Storage, place: Path, mib: int, rounds: int, end: float) -> dict[str, list[float]]:
+    """Seconds of each put, by side. The first round warms both up and is not counted; at least one more is made.
+
+    Args:
+        end: of the time for it, by `time.perf_counter`.
+    """
     import s3fs
 
     with CheckpointStore(place / "checkpoints").begin(1) as staging:
@@ -101,8 +116,8 @@ def measure(url: str, place: Path, mib: int, rounds: int) -> dict[str, list[floa
         staging.main.write("actor/model.safetensors", [block * min(64, mib)] * max(1, mib // 64))
         published = staging.commit()
     (entry,) = [one for one in published.manifest.files if one.path.startswith("actor/")]
-    path, disk, theirs = published.path(entry.path), Disk(), s3fs.S3FileSystem(endpoint_url=url)
-    with S3Storage(bucket=BUCKET, endpoint_url=url).connect() as store:
+    path, disk, theirs = published.path(entry.path), Disk(), s3fs.S3FileSystem(endpoint_url=storage.endpoint_url)
+    with storage.connect() as store:
         length = store.part_bytes(entry.size)
 
         def ours(key: str) -> None:
@@ -114,6 +129,8 @@ def measure(url: str, place: Path, mib: int, rounds: int) -> dict[str, list[floa
         }
         times: dict[str, list[float]] = {name: [] for name in sides}
         for number in range(rounds + 1):
+            if number > 1 and time.perf_counter() > end:
+                break
             for name in list(sides)[:: 1 if number % 2 else -1]:
                 began = time.perf_counter()
                 sides[name](f"{name}-{number}")
