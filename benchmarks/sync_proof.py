@@ -2,14 +2,13 @@
 
     python benchmarks/sync_proof.py               some minutes; --small for a look
 
-Prints one JSON line: seconds, medians with the quartiles, of each part of a proof and of the whole, all parts taking
-turns. The step is our trainer's with `rollout=hf`, without the proof.
+Prints a JSON line after each model, the last one with all: seconds, medians with the quartiles, of each part of a proof
+and of the whole, all parts taking turns. The step is our trainer's with `rollout=hf`, without the proof.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _workload as work
 import grpo_step
 import torch
+from _progress import Progress
 
 from verl.models.pretrained import Pretrained
 from verl.models.saved_form import saved_form
@@ -125,6 +125,14 @@ def measure(options: argparse.Namespace, hidden: int, layers: int) -> dict[str, 
     }
 
 
+def table_row(case: dict[str, Any]) -> list[str]:
+    return [
+        f"proof of a sync to vLLM, {case['parameters'] / 1e6:.1f}M parameters, share of a GRPO step",
+        f"{case['of_step'][0]:.2%} ({1e3 * case['proof_s'][0]:.1f} ms)",
+        f"a step of {case['step_s'][0]:.2f} s; {case['of_copy'][0]} times one copy of the weights; target {TARGET:.0%}",
+    ]
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,17 +151,12 @@ def main() -> None:
         shapes = {"small": (128, 2)}
         options.prompts, options.samples, options.response, options.steps, options.repeats = 2, 2, 8, 2, 3
     torch.set_num_threads(options.threads)
-    found = {name: measure(options, *shape) for name, shape in shapes.items()}
-    rows = [
-        [
-            f"proof of a sync to vLLM, {case['parameters'] / 1e6:.1f}M parameters, share of a GRPO step",
-            f"{case['of_step'][0]:.2%} ({1e3 * case['proof_s'][0]:.1f} ms)",
-            f"a step of {case['step_s'][0]:.2f} s; {case['of_copy'][0]} times one copy of the weights; "
-            f"target {TARGET:.0%}",
-        ]
-        for case in found.values()
-    ]
-    print(json.dumps({"benchmark": "sync_proof", **vars(options), "found": found, "rows": rows}), flush=True)
+    progress = Progress("sync_proof", vars(options), 0)
+    found: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        progress.say(f"{name}: steps, then proofs")
+        found[name] = measure(options, *shape)
+        progress.publish(found, [table_row(case) for case in found.values()], is_complete=len(found) == len(shapes))
     os._exit(0)  # vLLM's own shutdown takes seconds
 
 

@@ -1,0 +1,68 @@
+"""A benchmark that is cut short keeps the legs that it has finished."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def module(name):
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name.strip('_')}", BENCHMARKS / f"{name}.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.fixture
+def progress():
+    return module("_progress")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    found = module("run")
+    monkeypatch.setattr(found, "HERE", tmp_path)
+    return found
+
+
+def script(directory, *lines):
+    (directory / "legs.py").write_text("\n".join(["import sys, time", *lines]))
+
+
+def test_a_benchmark_beyond_its_time_is_ended_and_its_last_line_kept(run, tmp_path):
+    script(tmp_path, """print('{"rows": [1]}')""", """print('{"rows": [1, 2]}', flush=True)""", "time.sleep(60)")
+    assert run.measured("legs", limit_s=1) == {"rows": [1, 2], "is_complete": False}
+
+
+def test_one_that_ends_in_time_is_kept_as_it_is_and_is_told_its_case(run, tmp_path):
+    script(tmp_path, "import json", "print(json.dumps({'asked': sys.argv[1:]}))")
+    assert run.measured("legs:one", limit_s=60) == {"asked": ["--cases", "one"]}
+
+
+def test_one_that_fails_before_its_first_leg_gives_nothing(run, tmp_path):
+    script(tmp_path, "sys.exit(3)")
+    assert run.measured("legs", limit_s=60) is None
+
+
+def test_rounds_end_when_the_time_of_their_leg_is_up_but_three_are_measured(progress, capsys):
+    assert list(progress.Progress("legs", {}, 0).rounds("first", 9)) == [0, 1, 2, 3]
+    assert list(progress.Progress("legs", {}, 3600).rounds("first", 9, legs_left=2)) == list(range(10))
+    assert "first: its time is up after 3 rounds" in capsys.readouterr().err
+
+
+def test_each_line_says_whether_it_is_the_last(progress, capsys):
+    told = progress.Progress("legs", {"threads": 2}, 1)
+    told.publish({"a": 1}, [["x", "y", "z"]], is_complete=False)
+    line = json.loads(capsys.readouterr().out)
+    assert line == {
+        "benchmark": "legs",
+        "threads": 2,
+        "is_complete": False,
+        "found": {"a": 1},
+        "rows": [["x", "y", "z"]],
+    }
