@@ -13,7 +13,6 @@ from verl.trainer.comparing import steps_of
 ROOT = Path(__file__).resolve().parents[2]
 OLD_ROWS = ["replay=tiered", "replay.memory_mib=8", "replay.shard_mib=1", "algorithm.replay_fraction=0.5"]
 SIZES = [
-    "actor=tiny_scratch",
     "trainer.prompts_per_step=4",
     "trainer.group_size=2",
     "rollout.max_new_tokens=6",
