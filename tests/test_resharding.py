@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.layout import Layout, Mesh, TensorLayout
@@ -77,6 +77,7 @@ def test_every_pair_of_layouts_ends_right_and_moves_the_least(source, target):
     assert made.num_bytes == lower_bound(source, target) == sum(made.sent.values()) == sum(made.received.values())
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_two_layouts_with_any_order_of_ranks(data):
     def drawn() -> Layout:
