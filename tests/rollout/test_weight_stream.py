@@ -11,7 +11,8 @@ from rollout.engines import save_family
 
 from verl.models.lora import LoRA
 from verl.models.saved_form import saved_form
-from verl.rollout.vllm.stream import Reader, Stream, StreamBroken, plan
+from verl.rollout.vllm.feeds import plan
+from verl.rollout.vllm.stream import Reader, Stream, StreamBroken
 from verl.rollout.vllm.weights import Source, Weight, weights_of
 
 CPU = torch.device("cpu")

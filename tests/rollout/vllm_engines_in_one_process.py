@@ -29,10 +29,11 @@ from verl.rollout.base import Request, assemble
 from verl.rollout.drawing import Drawing
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.faults import as_config_error
+from verl.rollout.vllm.feeds import Feed, Loading, plan
 from verl.rollout.vllm.options import VLLMRollout
 from verl.rollout.vllm.process import EngineError
 from verl.rollout.vllm.setting import setting_of, write_model_directory
-from verl.rollout.vllm.stream import Feed, Loading, Stream, plan
+from verl.rollout.vllm.stream import Stream
 from verl.rollout.vllm.weights import weights_of
 
 ROOMS = {"no room": 0.0001, "little room": 0.0002, "room": 0.0004}  # of the cache, in GiB

@@ -27,10 +27,11 @@ from verl.protocol import DataProto
 from verl.rollout.base import Request, RolloutEngine, Synced, assemble, stop_tokens
 from verl.rollout.drawing import Drawing
 from verl.rollout.vllm.faults import as_config_error
+from verl.rollout.vllm.feeds import Feed, Loading, plan
 from verl.rollout.vllm.options import VLLMRollout
 from verl.rollout.vllm.process import EngineDied, EngineError, EngineProcess
 from verl.rollout.vllm.setting import Setting, environment, setting_of, write_model_directory
-from verl.rollout.vllm.stream import Feed, Loading, Stream, StreamBroken, plan, using_threads
+from verl.rollout.vllm.stream import Stream, StreamBroken, using_threads
 from verl.rollout.vllm.told import Drawn
 from verl.rollout.vllm.weights import weights_of
 from verl.sync.proof import Prover

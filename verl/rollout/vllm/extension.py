@@ -17,9 +17,10 @@ from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.platforms import current_platform
 
 from verl.rollout.drawing import Drawing
+from verl.rollout.vllm.feeds import Feed, Loading, Place
 from verl.rollout.vllm.landing import Landing, NotPlain, give_back_free_memory
 from verl.rollout.vllm.noise import CounterNoise, UnderWay
-from verl.rollout.vllm.stream import Feed, Loading, Place, Reader, using_threads
+from verl.rollout.vllm.stream import Reader, using_threads
 from verl.rollout.vllm.told import Loaded, Wanted
 from verl.sync.engine_side import on_rank
 

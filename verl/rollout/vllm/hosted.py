@@ -15,10 +15,10 @@ from vllm.lora.request import LoRARequest
 
 from verl.errors import RolloutError
 from verl.rollout.drawing import Drawing
+from verl.rollout.vllm.feeds import Feed, Loading
 from verl.rollout.vllm.noise import WHOSE
 from verl.rollout.vllm.process import SHARED_VARIABLE
 from verl.rollout.vllm.setting import Setting
-from verl.rollout.vllm.stream import Feed, Loading
 from verl.rollout.vllm.told import Drawn, Told, Wanted
 from verl.sync.engine_side import answer
 from verl.sync.questions import Question

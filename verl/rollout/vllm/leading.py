@@ -13,8 +13,8 @@ from verl.errors import WeightSyncError
 from verl.protocol import DataProto
 from verl.rollout.base import Request
 from verl.rollout.vllm.engine import VLLMEngine
+from verl.rollout.vllm.feeds import Feed, Loading
 from verl.rollout.vllm.process import EngineDied
-from verl.rollout.vllm.stream import Feed, Loading
 from verl.rollout.vllm.told import Drawn, Wanted
 from verl.sync.proof import Proof
 from verl.sync.questions import Question

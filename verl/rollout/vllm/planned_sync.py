@@ -15,9 +15,10 @@ from verl.models.precision import Autocast
 from verl.rollout.base import Synced
 from verl.rollout.vllm.agreeing import agreed, among_siblings
 from verl.rollout.vllm.delivery import Delivery
+from verl.rollout.vllm.feeds import Feed
 from verl.rollout.vllm.leading import LeadingEngine, Offer
 from verl.rollout.vllm.shares import Share, may_be_sliced, shares_of
-from verl.rollout.vllm.stream import Feed, Stream
+from verl.rollout.vllm.stream import Stream
 from verl.rollout.vllm.sync_part import Moved, SyncPart
 from verl.rollout.vllm.told import Wanted
 from verl.rollout.vllm.weights import Weight, weights_of

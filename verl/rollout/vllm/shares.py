@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from verl.layout import Box
+from verl.rollout.vllm.feeds import Plan, Slice, plan
 from verl.rollout.vllm.leading import Offer
-from verl.rollout.vllm.stream import Plan, Slice, plan
 from verl.rollout.vllm.told import Wanted
 from verl.rollout.vllm.weights import Weight
 

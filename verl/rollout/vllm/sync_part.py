@@ -14,10 +14,11 @@ from torch import Tensor
 
 from verl.models.precision import Autocast
 from verl.rollout.vllm.delivery import Delivery, UnderWay
+from verl.rollout.vllm.feeds import Feed
 from verl.rollout.vllm.leading import LeadingEngine, Offer
 from verl.rollout.vllm.process import EngineDied
 from verl.rollout.vllm.shares import Share
-from verl.rollout.vllm.stream import Feed, Stream, StreamBroken, using_threads
+from verl.rollout.vllm.stream import Stream, StreamBroken, using_threads
 from verl.rollout.vllm.weights import Weight
 from verl.sync.probe import trainer_log_probs
 from verl.sync.proof import Proof
