@@ -42,7 +42,7 @@ def measured(name: str, limit_s: float) -> dict[str, Any] | None:
     """The last JSON line of a benchmark, or of as much of it as ran; None if there is none."""
     script, _, case = name.partition(":")
     command = [sys.executable, str(HERE / f"{script}.py"), *(["--cases", case] if case else [])]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=_heeding_interrupts)
     clock = threading.Timer(limit_s, process.send_signal, (signal.SIGINT,))
     clock.start()
     last = None
@@ -61,6 +61,11 @@ def measured(name: str, limit_s: float) -> dict[str, Any] | None:
         return json.loads(last)
     print(f"{name}: cut short; what it had finished is kept", flush=True)
     return {**json.loads(last), "is_complete": False}
+
+
+def _heeding_interrupts() -> None:
+    """Whoever started us in the background may have told us to ignore them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -18,6 +18,7 @@ def check(*arguments, **small):
     return runner.invoke(app, ["resume-check", *arguments, *small_run(**small)])
 
 
+@pytest.mark.exhaustive
 def test_a_sound_run_passes_bit_by_bit_and_its_directory_is_kept_if_asked(model32, tmp_path):
     result = check("--steps", "3", "--at", "1", "--keep", str(tmp_path / "kept"), model=model32, directory=tmp_path)
     assert result.exit_code == 0, result.output

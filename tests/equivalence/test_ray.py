@@ -43,6 +43,7 @@ def test_one_worker_trains_bit_by_bit_and_two_to_rounding_and_roles_may_live_apa
     assert_same(alone, run_course(own, PROMPTS, tmp_path / "two"))
 
 
+@pytest.mark.exhaustive
 def test_in_float32_losses_and_gradients_differ_by_rounding_alone(model32, tmp_path):
     def run(**parts):
         rollout = Scripted(max_new_tokens=7, texts=("12", "7*7=49", "0"))
@@ -67,6 +68,7 @@ def test_a_checkpoint_made_under_ray_resumes_without_it_and_the_reverse(model32,
     assert made[0] | made[1] | made[2] == numbers(tmp_path / "whole/run")
 
 
+@pytest.mark.exhaustive
 def test_two_workers_take_over_a_checkpoint_and_save_the_same(model32, tmp_path):
     fit(course(model32, tmp_path, stop_after=1), tmp_path / "run")
     saved = newest(tmp_path)

@@ -55,6 +55,7 @@ def test_a_run_with_old_rows_ends_as_the_uninterrupted_one(algorithm, model32, t
     assert final_digest(tmp_path / "whole")
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_old_rows_goes_on_with_more_processes(model32, tmp_path):
     fit(course(GRPO, model32, tmp_path / "whole"), tmp_path / "whole")
     directory = tmp_path / "from_2"
@@ -81,7 +82,7 @@ def test_rows_in_the_store_stay_where_checkpoints_are_uploaded_too(upload_interv
     uploaded = Cold.uploaded
     monkeypatch.setattr(Cold, "uploaded", lambda cold: (cold.settle(), uploaded(cold))[1])  # however slow the machine
     run = course(GRPO, model32, tmp_path / "run")
-    checkpoint = dataclasses.replace(run.checkpoint, upload_interval=upload_interval, keep_last_n=1)
+    checkpoint = dataclasses.replace(run.checkpoint, upload_interval=upload_interval, keep_last_n=1, save_async=False)
     settings = dataclasses.replace(run.trainer, total_steps=10)
     fit(dataclasses.replace(run, checkpoint=checkpoint, trainer=settings), tmp_path / "run")
     assert bool(deleted) is (upload_interval is None)

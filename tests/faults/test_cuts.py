@@ -120,8 +120,14 @@ def further_step(whole: Path) -> int:
     return found[0]
 
 
+IN_SHORT = ("ppo", "grpo, lora", "grpo, files", "dapo", "sft")
 CASES = [
-    pytest.param(course, cuts, id=f"{course}, {which}", marks=[pytest.mark.exhaustive] if which == "all" else [])
+    pytest.param(
+        course,
+        cuts,
+        id=f"{course}, {which}",
+        marks=[] if which == "some" and course in IN_SHORT else [pytest.mark.exhaustive],
+    )
     for course in COURSES
     for which, cuts in (("some", some_of(course)), ("all", CUTS[course]))
 ]

@@ -53,6 +53,7 @@ def test_without_a_fault_every_tool_goes_on_with_every_bit(tool, tmp_path):
     assert tool.resume(tmp_path) == live.resumed()
 
 
+@pytest.mark.exhaustive
 def test_some_faults_leave_ours_whole_and_every_peer_classified(library, record_property):
     done = subprocess.run([sys.executable, ROOT / "benchmarks/checkpoint_faults.py", "--small"], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

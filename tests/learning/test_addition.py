@@ -57,8 +57,17 @@ def drawn_reward(trainer: PPOTrainer) -> float:
     return float(trainer.reward.score(rows)["score"].astype(float).mean())
 
 
+KIN = {"ppo_adaptive_kl", "dr_grpo", "gspo", "opo", "reinforce_pp_baseline"}  # whose parts others here have too
+
+
+def options():
+    """Of the group `algorithm`."""
+    for name in group_options(conf_dir())["algorithm"]:
+        yield pytest.param(name, marks=[pytest.mark.exhaustive] if name in KIN else [])
+
+
 @pytest.mark.learning
-@pytest.mark.parametrize("name", group_options(conf_dir())["algorithm"])
+@pytest.mark.parametrize("name", options())
 def test_an_algorithm_raises_the_reward_of_addition(name, cache, tmp_path):
     with started([f"algorithm={name}"], cache).build(BuildContext(run_dir=tmp_path)) as trainer:
         before = drawn_reward(trainer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -77,8 +78,14 @@ def test_a_full_disk_and_full_memory_cost_the_oldest_rows_and_are_counted(tmp_pa
 
 def test_a_full_disk_keeps_a_shard_that_the_store_has_without_sending_it_again(tmp_path, monkeypatch):
     cold = Cold(LocalStorage(path=str(tmp_path / "store")).connect(), tmp_path / "cold", timeout_s=30.0, retry_s=1.0)
-    put_file, sent = cold._store.put_file, []
-    monkeypatch.setattr(cold._store, "put_file", lambda key, path: (sent.append(key), put_file(key, path))[1])
+    put_file, sent, may_send = cold._store.put_file, [], threading.Event()
+
+    def send(key, path):
+        sent.append(key)
+        assert may_send.wait(30)
+        return put_file(key, path)
+
+    monkeypatch.setattr(cold._store, "put_file", send)
     disk = FullDisk()
     disk.is_full = False
     settings = dataclasses.replace(SMALL, max_rows=30, warm_share=0.3, cold_share=0.6)
@@ -87,6 +94,7 @@ def test_a_full_disk_keeps_a_shard_that_the_store_has_without_sending_it_again(t
         buffer.append(scored_rows(14, seed=step, version=step), step)
         state_of(buffer)
     disk.is_full = True
+    may_send.set()
     for _ in range(3):
         cold.settle()
         buffer.settle()

@@ -12,7 +12,7 @@ from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.options import VLLMRollout
 
-pytestmark = pytest.mark.xdist_group("vllm")
+pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.exhaustive]
 
 
 def test_two_workers_draw_what_our_own_loop_draws_and_leave_no_shared_memory(tmp_path):
