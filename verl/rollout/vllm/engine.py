@@ -8,6 +8,7 @@ An engine that dies is made anew: it gets the weights, and the same samples are 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -61,6 +62,7 @@ class VLLMEngine(RolloutEngine):
         self._adapters, self._chunk_bytes = 0, options.chunk_mib * MIB
         self._begun: tuple[DataProto, Request, tuple[Any, ...]] | None = None
         self._stream: Stream | None = None
+        self._while_drawing = contextlib.ExitStack()
         self._directory = Path(tempfile.mkdtemp(prefix="verl_engine_", dir=_memory_directory()))
         try:
             self.setting = setting_of(options, model, autocast, self._directory)
@@ -87,17 +89,19 @@ class VLLMEngine(RolloutEngine):
         return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id)
 
     def begin(self, prompts: DataProto, request: Request) -> None:
-        """Begin to draw; the engine's weights stay as they are until `finish`."""
+        """Begin to draw; until `finish` the engine keeps its weights, and both use fewer threads if need be."""
         assert self._begun is None
         asked = self._question(prompts, request)
         if asked:
             self._outliving_it(lambda: self._ask(asked))
+            self._while_drawing.enter_context(using_threads(self._threads_beside))
         self._begun = prompts, request, asked
 
     def finish(self) -> DataProto:
         """What was begun. If the engine died of it, it is drawn again, from the weights that are there by now."""
         assert self._begun is not None
         (prompts, request, asked), self._begun = self._begun, None
+        self._while_drawing.close()
         answers = iter([self._process.answer])  # to the question that was sent; later ones are asked anew
         drawn = self._outliving_it(lambda: next(answers, lambda: self._call("draw", *asked))()) if asked else None
         return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id)
@@ -114,7 +118,7 @@ class VLLMEngine(RolloutEngine):
     def _ask(self, asked: tuple[Any, ...]) -> None:
         if not self._is_synced:
             self._sync()
-        self._process.send("draw", *asked)
+        self._process.send("draw", *asked, self._threads_beside)
 
     def sync(self) -> Synced:
         """Stream the present weights into the engine."""
@@ -130,6 +134,7 @@ class VLLMEngine(RolloutEngine):
 
     def close(self) -> None:
         """End the child, and leave nothing of it."""
+        self._while_drawing.close()
         if hasattr(self, "_process"):
             self._process.end()
         if self._stream is not None:

@@ -5,6 +5,7 @@ vLLM mixes the class into its worker, so that an engine of several workers (tens
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -32,13 +33,17 @@ class WorkerExtension:
     device: torch.device
     model_runner: Any
     _found: tuple[Any, Landing | str] | None = None  # with the shapes and slices that it was found for
+    _threads = contextlib.ExitStack()  # while responses are drawn; of this process, whose only worker this is
 
-    def verl_begin(self, drawing: Drawing, rows: int, width: int) -> None:
-        """Get ready to draw responses."""
+    def verl_begin(self, drawing: Drawing, rows: int, width: int, num_threads: int | None) -> None:
+        """Get ready to draw responses, with so many threads of the CPU if that is said."""
         CounterNoise.under_way = UnderWay.begin(drawing, rows, width, self.device)
+        if num_threads is not None:
+            self._threads.enter_context(using_threads(num_threads))
 
     def verl_log_probs(self) -> Tensor:
         """The log-probs [B T] of what was drawn."""
+        self._threads.close()
         under_way, CounterNoise.under_way = CounterNoise.under_way, None
         assert under_way is not None
         return under_way.log_probs.cpu()

@@ -90,11 +90,22 @@ class HostedEngine:
         """What the trainer compares with its own weights; see `verl.sync.proof`."""
         return answer(self.llm, question, self._lora_request, rpc="prove_on_rank")
 
-    def draw(self, drawing: Drawing, limits: list[int], prompts: list[list[int]], prompt_ids: list[int]) -> Drawn:
-        """Draw `num_samples` responses to each prompt, side by side, each of so many tokens at most."""
+    def draw(
+        self,
+        drawing: Drawing,
+        limits: list[int],
+        prompts: list[list[int]],
+        prompt_ids: list[int],
+        num_threads: int | None = None,
+    ) -> Drawn:
+        """Draw `num_samples` responses to each prompt, side by side, each of so many tokens at most.
+
+        Args:
+            num_threads: of each worker meanwhile, on a CPU where the trainer works too; None: all.
+        """
         n = drawing.request.num_samples
         rows = len(prompts) * n
-        self.llm.collective_rpc("verl_begin", args=(drawing, rows, max(limits)))
+        self.llm.collective_rpc("verl_begin", args=(drawing, rows, max(limits), num_threads))
         asked = [prompt for prompt in prompts for _ in range(n)]
         whose = [(i, prompt_ids[i // n], i % n) for i in range(rows)]
         params = [
