@@ -131,14 +131,15 @@ def test_an_adapter_learns_the_same_and_its_frozen_model_is_the_reference(name, 
     assert_same(run_course(run(), prompts, tmp_path / "one"), bench.course(together, prompts, tmp_path).result())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "name", "experts"),
     [
         ("qwen3_moe", "tp", 4),
-        pytest.param("qwen3_moe", "tp_fsdp", 4, marks=pytest.mark.exhaustive),
-        pytest.param("qwen3_moe", "tp", 3, marks=pytest.mark.exhaustive),  # each process has all of them
-        pytest.param("qwen2_moe", "tp", 4, marks=pytest.mark.exhaustive),  # beside an expert that all tokens go to
-        pytest.param("mixtral", "tp", 4, marks=pytest.mark.exhaustive),
+        ("qwen3_moe", "tp_fsdp", 4),
+        ("qwen3_moe", "tp", 3),  # each process has all of them
+        ("qwen2_moe", "tp", 4),  # beside an expert that all tokens go to
+        ("mixtral", "tp", 4),
     ],
 )
 def test_a_mixture_of_experts_is_divided_expert_by_expert_and_learns_the_same(family, name, experts, bench, tmp_path):

@@ -113,15 +113,18 @@ class TorchParallel(Parallel):
         """Add up the gradients of what this process holds of some parameters over a group of processes."""
         large, small = [], []
         for grad in self._gradients(parameters):
-            (large if grad.nbytes >= self.alone_bytes and grad.is_contiguous() else small).append(grad)
-        under_way = [self.dist.all_reduce(grad, group=group, async_op=True) for grad in large]
+            (large if grad.nbytes >= self.alone_bytes else small).append(grad)  # by size alone: all must agree
+        sums = [grad.contiguous() for grad in large]
+        under_way: list[Any] = [self.dist.all_reduce(total, group=group, async_op=True) for total in sums]
         for bucket in self._buckets(small):
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             self.dist.all_reduce(flat, group=group)
             for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
                 grad.copy_(total.view_as(grad))
-        for work in under_way:
+        for work, grad, total in zip(under_way, large, sums, strict=True):
             work.wait()
+            if total is not grad:
+                grad.copy_(total)
 
     def _gradients(self, parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
         """Of what this process holds of all that is trained; zeros where it has none."""
