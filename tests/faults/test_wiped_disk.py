@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from cli.small_runs import small_run
 from storage.s3_server import BUCKET
@@ -81,8 +83,7 @@ def test_a_run_whose_disk_is_lost_goes_on_from_the_store(store, model32, tmp_pat
             assert time.monotonic() < end, "nothing was uploaded"
             time.sleep(0.02)
     finally:
-        process.kill()
-        process.wait()
+        _power_off(process)
     shutil.rmtree(lost.directory)
 
     told = lost.finish("again")
@@ -96,6 +97,18 @@ def test_a_run_whose_disk_is_lost_goes_on_from_the_store(store, model32, tmp_pat
     shutil.rmtree(lost.directory)  # and another machine, with two processes
     lost.finish("elsewhere", *TWO, f"trainer.total_steps={STEPS + 2}")
     assert sorted(steps_of(lost.directory / "elsewhere")) == [STEPS + 1, STEPS + 2]
+
+
+def _power_off(process: subprocess.Popen) -> None:
+    """Kill a run with the processes that save and upload for it, which else end a moment later than it does."""
+    run = psutil.Process(process.pid)
+    run.suspend()  # so that it starts no more of them
+    family = [run, *run.children(recursive=True)]
+    for one in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+    psutil.wait_procs(family, timeout=10)  # those that nobody waits for stay as names
 
 
 def _numbers(run_dir: Path) -> dict[int, dict[str, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import logging
 import os
 import threading
 import time
@@ -27,6 +28,7 @@ def s3_server() -> Iterator[str]:
     """The address of a server with the bucket BUCKET; credentials are in the environment meanwhile."""
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # else a failing test tells of requests and little else
     before = {name: os.environ.get(name) for name in CREDENTIALS}
     os.environ |= CREDENTIALS
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
