@@ -73,6 +73,19 @@ def test_several_readers_get_all_of_it():
         assert all(torch.equal(own[name], tensor) for name, tensor in tensors().items())
 
 
+def test_a_reader_that_was_kept_knows_another_stream_at_the_path_of_its_own():
+    stream = Stream(100, 1, CPU)
+    reader, first = Reader(stream.handle), stream.handle
+    stream.close()
+    stream = Stream(100, 1, CPU)
+    assert stream.handle.path == first.path
+    assert reader.is_of(first, 0)
+    assert not reader.is_of(first, 1)
+    assert not reader.is_of(stream.handle, 0)
+    reader.close()
+    stream.close()
+
+
 def test_a_reader_that_is_gone_ends_the_sending():
     weights = as_weights(tensors())
     chunks, size = plan(weights, torch.float32, 1)

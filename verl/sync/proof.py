@@ -154,7 +154,7 @@ class Prover:
         self._ledger.seconds += seconds
 
     def look(self) -> None:
-        """Compute the log-probs of the probe, while the engine answers; `prove` does it otherwise."""
+        """Compute the log-probs of the probe, while weights travel or the engine answers; `prove` does it otherwise."""
         assert self._ledger is not None, "question() begins a sync"
         began = time.perf_counter()
         log_probs = trainer_log_probs(self.model, self.rows, self.autocast)

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -193,21 +194,17 @@ class VLLMEngine(RolloutEngine):
     def _send_and_prove(self) -> Synced:
         rank, all_weights = self.setting.lora_rank, self.setting.lora_rank is None or not self._has_base
         question = self._prover.question(weights=all_weights, adapter_rank=rank)
-        if rank is None:
-            synced = self._send_weights()
-        else:
-            if all_weights:
-                self._send_weights(merge=False)
-            synced = self._send_adapter()
-            self._prover.note_adapter()
-        self._process.send("prove", question)
-        try:
-            with using_threads(self._threads_beside):
-                self._prover.look()
-        except BaseException:  # nobody would wait for the answer, and the next call would take it for its own
-            self._process.kill()
-            raise
-        proof = self._prover.prove(self._process.answer())
+        with using_threads(self._threads_beside), ThreadPoolExecutor(1) as aside:
+            looking = aside.submit(self._prover.look)  # while the weights travel: it only reads them too
+            if rank is None:
+                synced = self._send_weights()
+            else:
+                if all_weights:
+                    self._send_weights(merge=False)
+                synced = self._send_adapter()
+                self._prover.note_adapter()
+            looking.result()
+        proof = self._prover.prove(self._process.call("prove", question))
         return replace(synced, metrics=synced.metrics | proof.metrics)
 
     def _send_adapter(self) -> Synced:
@@ -235,8 +232,7 @@ class VLLMEngine(RolloutEngine):
         feeds = [Feed(stream.handle, reader, chunks) for reader in range(self.told.num_workers)]
         self._process.send("load", feeds, dtype, Loading(self._threads_beside, self._in_place))
         try:
-            with using_threads(self._threads_beside):
-                copying = stream.send(chunks, weights, dtype, self._process.is_busy, self._prover.note)
+            copying = stream.send(chunks, weights, dtype, self._process.is_busy, self._prover.note)
         except StreamBroken:
             copying = 0.0  # the answer tells why
         except BaseException:

@@ -33,6 +33,7 @@ class WorkerExtension:
     device: torch.device
     model_runner: Any
     _found: tuple[Any, Landing | str] | None = None  # with the shapes and slices that it was found for
+    _reader: Reader | None = None
     _threads = contextlib.ExitStack()  # while responses are drawn; of this process, whose only worker this is
 
     def verl_begin(self, drawing: Drawing, rows: int, width: int, num_threads: int | None) -> None:
@@ -69,7 +70,8 @@ class WorkerExtension:
         feed = feeds[self.rank]
         chunks = feed.chunks
         landing = self._landing(feed) if loading.in_place else "it is asked for"
-        reader = Reader(feed.handle, feed.reader)
+        reader = self._opened(feed)
+        waited = reader.waited_s
         try:
             with using_threads(loading.num_threads):
                 if isinstance(landing, Landing):
@@ -81,10 +83,17 @@ class WorkerExtension:
             reader.abandon()
             raise
         finally:
-            reader.close()
             give_back_free_memory()
-        seconds = time.perf_counter() - start - reader.waited_s
+        seconds = time.perf_counter() - start - (reader.waited_s - waited)
         return Loaded(seconds, landing if isinstance(landing, str) else None)
+
+    def _opened(self, feed: Feed) -> Reader:
+        """The reader of a stream, kept from sync to sync: memory that is mapped anew is slow at first."""
+        if self._reader is None or not self._reader.is_of(feed.handle, feed.reader):
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = Reader(feed.handle, feed.reader)
+        return self._reader
 
     def _landing(self, feed: Feed) -> Landing | str:
         """The places of these tensors, found with the first sync; or why vLLM has to load its model anew."""

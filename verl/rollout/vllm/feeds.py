@@ -30,9 +30,15 @@ Plan = list[list[Place]]  # of each chunk in turn
 
 @dataclass(frozen=True)
 class Handle:
-    """What a reader needs to open the stream: a path that leads to the memory while the trainer lives."""
+    """What a reader needs to open the stream.
+
+    Attributes:
+        path: leads to the memory while the trainer lives.
+        name: of this memory alone; a path may come to lead to another.
+    """
 
     path: str
+    name: str
     num_bytes: int
     chunk_bytes: int
     on_device: tuple[Any, ...] | None

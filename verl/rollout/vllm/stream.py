@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ class Stream:
         if device.type == "cuda":
             self._chunks = torch.empty(2, chunk_bytes, dtype=torch.uint8, device=device)
             on_device = _ipc_handle(self._chunks)
-        self.handle = Handle(f"/proc/{os.getpid()}/fd/{self._fd}", size, chunk_bytes, on_device)
+        self.handle = Handle(f"/proc/{os.getpid()}/fd/{self._fd}", uuid4().hex, size, chunk_bytes, on_device)
 
     def begin(self, num_readers: int | None = None) -> None:
         """Forget what was sent before; readers may open the stream from now on, fewer of them if that is said."""
@@ -145,6 +146,8 @@ class Reader:
 
     Args:
         number: of this reader, from 0.
+    Attributes:
+        waited_s: that it waited for chunks so far.
     """
 
     def __init__(self, handle: Handle, number: int = 0):
@@ -153,12 +156,16 @@ class Reader:
             self._memory = mmap.mmap(fd, handle.num_bytes)
         finally:
             os.close(fd)
-        self._head, self._number = _head(self._memory), number
+        self._head, self._number, self._is_of = _head(self._memory), number, (handle.name, number)
         if handle.on_device is None:
             self._chunks = _chunks(self._memory, handle.chunk_bytes)
         else:
             self._chunks = _opened(handle.on_device)
         self.waited_s = 0.0
+
+    def is_of(self, handle: Handle, number: int) -> bool:
+        """Whether it is this reader of that stream."""
+        return self._is_of == (handle.name, number)
 
     def chunk(self, number: int, places: Sequence[Place], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a chunk by name, views of it that last until `leave`.
