@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MIB = 1 << 20
+CHUNKS = 8  # at least, of any but the smallest models: an engine begins when it has the first
 
 
 class VLLMEngine(RolloutEngine):
@@ -225,7 +226,8 @@ class VLLMEngine(RolloutEngine):
     def _send_weights(self, *, merge: bool = True) -> Synced:
         dtype = self.setting.dtype
         weights = list(weights_of(self.model, merge=merge))
-        chunks, chunk_bytes = plan(weights, dtype, self._chunk_bytes)
+        size = sum(weight.shape.numel() for weight in weights) * dtype.itemsize
+        chunks, chunk_bytes = plan(weights, dtype, min(self._chunk_bytes, max(MIB, size // CHUNKS)))
         stream = self._opened(chunk_bytes)
         self._wake("weights")
         stream.begin()
@@ -244,7 +246,6 @@ class VLLMEngine(RolloutEngine):
             log.info("vLLM loads its model anew with each sync: %s", anew)
         self._wake("kv_cache")
         self._is_asleep = False
-        size = sum(weight.shape.numel() for weight in weights) * dtype.itemsize
         metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
         return Synced(f"{len(weights)} tensors, {size / MIB:.1f} MiB to vLLM", metrics)
 

@@ -29,7 +29,7 @@ class VLLMRollout(Rollout):
         lora: what reaches the engine of an adapter: `merged` into the model's weights, or the `adapter` itself.
         sleep: give the engine's GPU memory back while training; nothing on a CPU.
         num_threads: of the engine, on a CPU; null for as many as the trainer has.
-        chunk_mib: weights travel in two chunks of this size, or of the largest tensor if that is larger.
+        chunk_mib: weights travel in two chunks of at most this size, or of the largest tensor if that is larger.
         start_timeout_s: an engine that is not ready by then counts as dead.
     """
 

@@ -109,7 +109,10 @@ def environment(options: VLLMRollout, context: BuildContext, num_threads: int) -
     }
     if context.device.startswith("cuda"):
         found["CUDA_VISIBLE_DEVICES"] = _gpus(context.device, options.tensor_parallel_size)
-    elif cores := _cores(context, num_threads):
+        return found
+    # Weights are packed into new memory with every sync, which is slow to get in small pages
+    found["GLIBC_TUNABLES"] = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1"]))
+    if cores := _cores(context, num_threads):
         found[CORES_VARIABLE] = ",".join(map(str, cores))
     return found
 
