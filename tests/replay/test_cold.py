@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,16 @@ from verl.replay.sampling import Wanted
 from verl.replay.state import attach, state_of
 from verl.storage.options import LocalStorage
 
-TIERED = dataclasses.replace(SMALL, max_rows=290, fetch_timeout_s=5.0)
+TIERED = dataclasses.replace(SMALL, max_rows=290, fetch_timeout_s=60.0)
 ALL = Wanted(num_rows=1000, step=20, version=20)
 
 
-def tiered(directory: Path, store: Path, timeout_s: float = 5.0) -> TieredBuffer:
+def tiered(directory: Path, store: Path, timeout_s: float = 60.0) -> TieredBuffer:
     cold = Cold(LocalStorage(path=str(store)).connect(), directory / "cold", timeout_s, retry_s=1e6)
     return TieredBuffer(TIERED, directory, seed=7, cold=cold)
 
 
-def with_cold_rows(directory: Path, store: Path, timeout_s: float = 5.0) -> TieredBuffer:
+def with_cold_rows(directory: Path, store: Path, timeout_s: float = 60.0) -> TieredBuffer:
     """A buffer with shards of 24 rows, of which the oldest are in the store alone."""
     buffer = tiered(directory, store, timeout_s)
     for step in range(1, 13):
@@ -93,25 +92,26 @@ def test_an_object_that_is_not_what_was_written_costs_its_rows_and_is_told(what,
 
 
 def test_a_store_that_does_not_answer_costs_a_moment_and_a_warning(tmp_path, monkeypatch, caplog):
-    buffer = with_cold_rows(tmp_path / "here", tmp_path / "store", timeout_s=0.2)
+    buffer = with_cold_rows(tmp_path / "here", tmp_path / "store", timeout_s=60.0)
     assert buffer.cold is not None
-    over = threading.Event()
+    buffer.cold._timeout_s = 0.2
+    over, ended = threading.Event(), threading.Event()
 
     def stalls(*_):
-        over.wait(30)
+        over.wait(300)
+        ended.set()
         raise StorageUnreachable("no answer")
 
     monkeypatch.setattr(buffer.cold._store, "get", stalls)
-    began = time.monotonic()
     with caplog.at_level(logging.WARNING):
         found = buffer.sample(ALL)
         again = buffer.sample(ALL)
+    assert not ended.is_set(), "nobody waited until the store gave up"
     over.set()
     assert found is not None
     assert len(found) == 288 - 24
     assert texts(again) == texts(found)
     assert caplog.text.count("The storage does not give") == 1
-    assert time.monotonic() - began < 20  # no hang: the store would have taken 30 s
     assert buffer.stats()["replay/lost_rows"] == 0
     buffer.close()
 
