@@ -91,6 +91,30 @@ def test_an_object_that_is_not_what_was_written_costs_its_rows_and_is_told(what,
     buffer.close()
 
 
+def test_rows_in_place_of_lost_ones_may_be_in_the_store_too(tmp_path):
+    settings = dataclasses.replace(TIERED, warm_share=0.2, cold_share=0.7)
+    cold = Cold(LocalStorage(path=str(tmp_path / "store")).connect(), tmp_path / "cold", timeout_s=60.0, retry_s=1e6)
+    buffer = TieredBuffer(settings, tmp_path / "here", seed=7, cold=cold)
+    for step in range(1, 13):
+        buffer.append(scored_rows(24, seed=step, version=step), step)
+        state_of(buffer)
+    cold.settle()
+    buffer.settle()
+    buffer.shelf.sweep()
+    stored = sorted((tmp_path / "store").rglob("rows_*.arrow"))
+    assert len(stored) == 8
+    for path in stored[::2]:
+        path.unlink()
+    gone = set(range(1, 9, 2))
+    for step in range(20, 30):
+        found = buffer.sample(Wanted(num_rows=20, step=step, version=20))
+        assert found is not None
+        assert len(found) == 20
+        assert not gone & set(found["policy_version"].tolist())
+    assert buffer.stats()["replay/lost_rows"] == 4 * 24
+    buffer.close()
+
+
 def test_a_store_that_does_not_answer_costs_a_moment_and_a_warning(tmp_path, monkeypatch, caplog):
     buffer = with_cold_rows(tmp_path / "here", tmp_path / "store", timeout_s=60.0)
     assert buffer.cold is not None
