@@ -56,14 +56,38 @@ def test_rows_in_the_store_are_drawn_like_all_others(tmp_path):
     buffer.close()
 
 
+def saved(buffer: TieredBuffer, directory: Path) -> Path:
+    """A directory with what a checkpoint holds of a buffer."""
+    state = state_of(buffer)
+    directory.mkdir()
+    for name, data in state.files.items():
+        (directory / name).write_bytes(data)
+    for name, shard in state.shared.items():
+        (directory / name).hardlink_to(shard.path)
+    return directory
+
+
+def test_rows_in_a_store_that_a_run_no_longer_has_are_lost_and_told(tmp_path, caplog):
+    buffer = with_cold_rows(tmp_path / "here", tmp_path / "store")
+    other = TieredBuffer(TIERED, tmp_path / "next", seed=7)
+    attach(other, saved(buffer, tmp_path / "saved"), verify=True)
+    assert len(other) == 288 - 24
+    assert other.stats()["replay/lost_rows"] == 24
+    assert "24 replay rows are lost" in caplog.text
+    found = other.sample(ALL)
+    assert found is not None
+    assert set(found["policy_version"].tolist()) == set(range(2, 13))
+    again = TieredBuffer(TIERED, tmp_path / "again", seed=7)
+    attach(again, saved(other, tmp_path / "saved_again"), verify=True)
+    assert texts(again.sample(ALL)) == texts(found)
+    assert again.stats()["replay/lost_rows"] == 24
+    for one in (buffer, other, again):
+        one.close()
+
+
 def test_a_buffer_goes_on_with_rows_in_the_store_from_a_checkpoint(tmp_path):
     buffer = with_cold_rows(tmp_path / "here", tmp_path / "store")
-    state = state_of(buffer)
-    (tmp_path / "saved").mkdir()
-    for name, data in state.files.items():
-        (tmp_path / "saved" / name).write_bytes(data)
-    for name, shard in state.shared.items():
-        (tmp_path / "saved" / name).hardlink_to(shard.path)
+    saved(buffer, tmp_path / "saved")
     other = tiered(tmp_path / "next", tmp_path / "store")
     attach(other, tmp_path / "saved", verify=True)
     wanted = dataclasses.replace(ALL, num_rows=100)
