@@ -127,6 +127,12 @@ def test_the_page_sorts_and_filters_in_a_browser_and_shows_responses_as_text(tmp
     assert [row[5] for row in shown(one)] == ["p1"] * 4
 
 
+def test_a_page_takes_scores_that_json_does_not_know():
+    html = page([Sample("eval", 1, "p", "r", float("nan"), others={"reward_raw": float("-inf")})], "run")
+    (row,) = json.loads(html.split('type="application/json">')[1].split("</script>")[0])
+    assert (row["score"], row["others"]) == ("nan", {"reward_raw": "-inf"})
+
+
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium, chromium-browser or google-chrome")
 def test_the_command_writes_a_page_of_the_run(finished, tmp_path):
     told(finished, "--html", str(tmp_path / "samples.html"), "--source", "buffer")

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli.small_runs import small_run
+from cli.small_runs import hold_once, small_run
 from cluster.processes_of import wait_until_gone
 
 from verl.checkpoint.discovery import CheckpointDirectory
@@ -45,7 +46,7 @@ def digest(directory: Path) -> str:
 
 def wait_for_training(process: subprocess.Popen, run_dir: Path) -> None:
     """Until the first line of metrics; or the end of the run."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + 240
     while process.poll() is None and not (run_dir / "metrics.jsonl").is_file():
         assert time.monotonic() < end, "no step was made"
         time.sleep(0.01)
@@ -56,7 +57,7 @@ def uninterrupted(model32, tmp_path_factory) -> str:
     """Digest of the last checkpoint of a run that nobody disturbs."""
     directory = tmp_path_factory.mktemp("uninterrupted")
     process = started(model32, directory, "run", "checkpoint=sync")
-    assert process.wait(timeout=120) == 0, (directory / "run.log").read_text()
+    assert process.wait(timeout=240) == 0, (directory / "run.log").read_text()
     return digest(directory)
 
 
@@ -78,7 +79,7 @@ def test_a_training_killed_at_random_moments_until_it_ends_has_the_digest_of_one
             process.kill()
             process.wait()
     last = started(model32, tmp_path, "last", f"checkpoint={mode}")
-    assert last.wait(timeout=120) == 0, (tmp_path / "last.log").read_text()
+    assert last.wait(timeout=240) == 0, (tmp_path / "last.log").read_text()
     assert digest(tmp_path) == uninterrupted
     events = read(tmp_path / "checkpoints")
     assert sum(event["event"] == "end" and event["status"] == "finished" for event in events) >= 1
@@ -86,14 +87,18 @@ def test_a_training_killed_at_random_moments_until_it_ends_has_the_digest_of_one
 
 @pytest.mark.parametrize("when", [pytest.param("at once", marks=pytest.mark.exhaustive), "while it trains"])
 def test_a_termination_ends_with_143_and_all_processes_and_loses_no_step(when, uninterrupted, model32, tmp_path):
+    hold = hold_once(tmp_path / "checkpoints/global_step_2", tmp_path) if when == "while it trains" else None
     process = started(model32, tmp_path, "first", "checkpoint=async")
     try:
         wait_for_training(process, tmp_path / "first")
-        if when == "while it trains":
-            wait_for_checkpoints(tmp_path, 2)
+        if hold:
+            wait_for(hold.exists, "a checkpoint")
         family = sorted(group_of(process.pid))
         process.send_signal(signal.SIGTERM)
-        status = process.wait(timeout=60)
+        if hold:
+            wait_for(lambda: "SIGTERM: stopping" in (tmp_path / "first.log").read_text(), "an answer to the signal")
+            hold.unlink()
+        status = process.wait(timeout=240)
     finally:
         process.kill()
         process.wait()
@@ -108,15 +113,15 @@ def test_a_termination_ends_with_143_and_all_processes_and_loses_no_step(when, u
         assert (summary["status"], summary["steps"]) == ("interrupted", newest.step)
         assert newest.step < STEPS
     process = started(model32, tmp_path, "second")
-    assert process.wait(timeout=120) == 0, (tmp_path / "second.log").read_text()
+    assert process.wait(timeout=240) == 0, (tmp_path / "second.log").read_text()
     assert digest(tmp_path) == uninterrupted
 
 
-def wait_for_checkpoints(directory: Path, count: int) -> None:
-    """Until so many are there."""
-    end = time.monotonic() + 60
-    while len(list((directory / "checkpoints").glob("global_step_*"))) < count:
-        assert time.monotonic() < end, "no checkpoint was saved"
+def wait_for(is_there: Callable[[], bool], what: str) -> None:
+    """Until something is there."""
+    end = time.monotonic() + 240
+    while not is_there():
+        assert time.monotonic() < end, f"no sign of {what}"
         time.sleep(0.01)
 
 

@@ -45,7 +45,7 @@ def test_a_driver_that_is_interrupted_or_killed_leaves_no_worker_and_no_ray(numb
             assert driver.poll() is None
             time.sleep(0.05)
         driver.send_signal(number)
-        driver.wait(timeout=60)
+        driver.wait(timeout=240)
     finally:
         driver.kill()
         driver.wait()

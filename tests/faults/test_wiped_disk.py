@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli.small_runs import small_run
+from cli.small_runs import hold_once, small_run
 from storage.s3_server import BUCKET
 
 from verl.checkpoint.discovery import CheckpointDirectory
@@ -21,7 +21,7 @@ from verl.models.pretrained import Pretrained
 from verl.trainer.comparing import Closeness, first_step_apart, steps_of
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, KILLED_FROM = 10, 4
+STEPS, KILLED_FROM, HELD_AT = 10, 4, 6
 BUFFER = ["replay=tiered", "replay.max_rows=24", "replay.hot_share=0.25", "replay.warm_share=0.25"]
 BUFFER += ["replay.cold_share=0.5", "replay.memory_mib=8", "replay.shard_mib=1", "algorithm.replay_fraction=0.5"]
 SAVING = ["checkpoint=incremental", "checkpoint.incremental_pays_below=1", "checkpoint.save_interval=1"]
@@ -75,6 +75,8 @@ def test_a_run_whose_disk_is_lost_goes_on_from_the_store(store, model32, tmp_pat
     whole.finish("run")
 
     lost = Machine(tmp_path / "lost", model32, store, "lost")
+    lost.directory.mkdir()
+    hold_once(lost.directory / f"checkpoints/killed/global_step_{HELD_AT}", lost.directory)  # uploads may be slower
     process = lost.start("run")
     try:
         end = time.monotonic() + 240

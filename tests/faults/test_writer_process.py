@@ -129,14 +129,17 @@ def test_a_writer_killed_at_many_random_moments_loses_nothing(tmp_path, record_p
 @pytest.mark.parametrize("num_tensors", [1, 2000])  # a plan of many is longer than what a socket holds
 def test_a_writer_that_is_stopped_is_ended_after_its_time_and_the_save_is_published(tmp_path, num_tensors):
     store = CheckpointStore(tmp_path / "checkpoints")
+    step = 1
     with CheckpointWriter(store, timeout_s=0.5) as writer:
-        writer.save(request(1, weights(1)))
-        writer.drain()
+        while writer.process_id is None:  # on a slow machine none may save in so little time
+            writer.save(request(step, weights(step)))
+            writer.drain()
+            step += 1
         os.kill(writer.process_id, signal.SIGSTOP)
-        writer.save(request(2, {str(number): torch.full((2,), 2.0) for number in range(num_tensors)}))
+        writer.save(request(step, {str(number): torch.full((2,), float(step)) for number in range(num_tensors)}))
         (outcome,) = writer.drain()
     assert outcome.num_deaths in (1, 2)  # the next writer has as little time
-    check(store, [1, 2])
+    check(store, [*range(1, step + 1)])
 
 
 def test_a_writer_that_is_stopped_and_goes_on_catches_up(tmp_path):

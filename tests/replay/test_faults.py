@@ -18,7 +18,7 @@ from verl.checkpoint.disk import Disk
 from verl.replay.buffer import TieredBuffer
 from verl.replay.cold import Cold
 from verl.replay.sampling import Wanted
-from verl.replay.saved import SharedShard
+from verl.replay.saved import SharedShard, directory_of, emptied
 from verl.replay.shards import described
 from verl.replay.state import attach, state_of
 from verl.storage.options import LocalStorage
@@ -176,3 +176,15 @@ def test_a_process_killed_while_it_fetches_leaves_nothing_that_is_taken_for_a_sh
     assert [path.name for path in here.iterdir()] == [shard.name]
     Cold(storage.connect(), here, timeout_s=30.0, retry_s=1.0).close()
     assert not [*here.iterdir()], "what another process fetched is fetched anew"
+
+
+def test_runs_of_one_name_that_keep_their_rows_elsewhere_do_not_meet(tmp_path):
+    settings = dataclasses.replace(SMALL, directory=str(tmp_path / "scratch"))
+    runs = [tmp_path / sweep / "0" for sweep in ("monday", "tuesday")]
+    (mine,) = sealed(directory_of(settings, runs[0])).values()
+    emptied(directory_of(settings, runs[1]))
+    assert mine.path.is_file()
+    assert mine.path.parent.parent == tmp_path / "scratch"
+    assert (runs[0] / "replay" / mine.path.name).samefile(mine.path), "the run's directory leads there"
+    emptied(directory_of(settings, runs[0]))  # the same run once more
+    assert not mine.path.exists()

@@ -16,6 +16,7 @@ from trainer.runs import GRPO, PPO, Prompts, ppo_run, read_lines
 from transformers import AutoTokenizer
 
 from verl import config
+from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KLInReward, NoKL
 from verl.data.files import PromptFiles
 from verl.description import BuildContext
@@ -24,6 +25,7 @@ from verl.engines.sharding import DDP, FSDP, HSDP, TP, NoSharding
 from verl.errors import ConfigError, RewardError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
+from verl.replay.settings import TieredReplay
 from verl.rewards.base import RewardDescription
 from verl.rewards.function import CallableReward, RewardFunction
 from verl.rollout.hf import HFRollout
@@ -56,6 +58,19 @@ def test_mini_batches_that_do_not_divide_are_refused_with_a_number_that_would(mo
     assert fault.startswith(f"algorithm.mini_batches is {mini_batches}: it does not divide the 6 responses")
     assert f"{fitting} would" in fault
     ppo_run(model32, dataclasses.replace(PPO, mini_batches=fitting), prompts_per_step=3, group_size=2)
+
+
+def test_a_limit_that_makes_every_old_row_too_old_is_refused(model32):
+    def reusing(limit: int | None) -> Algorithm:
+        return dataclasses.replace(PPO, epochs=2, mini_batches=3, replay_fraction=0.5, replay_max_staleness=limit)
+
+    (fault,) = faults_of(model32, reusing(5), replay=TieredReplay())
+    assert fault.startswith("algorithm.replay_max_staleness is 5: a step makes 6 optimizer steps")
+    (missing,) = faults_of(model32, reusing(6))
+    assert missing.startswith("algorithm.replay_fraction is 0.5: there is no replay buffer")
+    for limit in (6, None):
+        ppo_run(model32, reusing(limit), replay=TieredReplay())
+    ppo_run(model32, dataclasses.replace(reusing(5), replay_fraction=0.0))
 
 
 def test_values_without_a_critic_are_refused(model32):

@@ -48,7 +48,7 @@ def test_ctrl_c_to_the_whole_job_saves_the_step_and_leaves_no_process_of_ray(mod
         processes = of_session(driver.pid)
         assert len(processes) > 4  # the driver, a worker, and Ray's own
         os.killpg(driver.pid, signal.SIGINT)
-        status = driver.wait(timeout=90)
+        status = driver.wait(timeout=240)
     finally:
         driver.kill()
         driver.wait()

@@ -1,7 +1,8 @@
 """What a directory of checkpoints knows of the store behind it: where that is, and what it has confirmed.
 
     cold.json             where the store is, which checkpoints it is to get, and from which number publications go on
-    uploaded/NAME         one file for each checkpoint that the store has confirmed, with the digest of its manifest
+    uploaded/NAME         one file for each checkpoint that the store has confirmed, with the digest of its manifest and
+                          the address of the store, since a later run may have another one
 
 Plain files, so that retention, which runs in the writer process, decides from what is on the disk.
 """
@@ -71,22 +72,31 @@ def manifest_digest(disk: Disk, published: Published) -> str:
     return disk.read(published.directory / COMMIT, COMMIT_LIMIT_BYTES).split()[0].decode()
 
 
-def confirm(disk: Disk, published: Published, digest: str) -> None:
-    """Record that the store has a checkpoint, durably: from now on retention may drop it."""
+def confirm(disk: Disk, published: Published, digest: str, address: str) -> None:
+    """Record that the store at an address has a checkpoint, durably: from now on retention may drop it."""
     directory = published.directory.parent / UPLOADED
     with write_errors(f"recording the upload of {published.name}"):
         make_directories(disk, directory, published.directory.parent)
-        write_by_rename(disk, directory / published.name, digest.encode() + b"\n")
+        write_by_rename(disk, directory / published.name, f"{digest} {address}\n".encode())
         disk.sync_directory(directory)
 
 
-def is_confirmed(disk: Disk, published: Published) -> bool:
-    """Whether the store has said that it has this very checkpoint."""
+def is_confirmed(disk: Disk, published: Published, address: str) -> bool:
+    """Whether the store at this address has said that it has this very checkpoint."""
     try:
         recorded = disk.read(published.directory.parent / UPLOADED / published.name, LIMIT_BYTES)
-        return recorded.strip().decode() == manifest_digest(disk, published)
+        return recorded.decode().rstrip("\n") == f"{manifest_digest(disk, published)} {address}"
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def withdraw(disk: Disk, published: Published) -> None:
+    """Forget that a store had a checkpoint."""
+    with (
+        write_errors(f"recording that {published.name} is to be uploaded again"),
+        contextlib.suppress(FileNotFoundError),
+    ):
+        disk.unlink(published.directory.parent / UPLOADED / published.name)
 
 
 def forget_removed(directory: CheckpointDirectory) -> None:
@@ -109,7 +119,7 @@ def held_back(directory: CheckpointDirectory, complete: list[Published], kept: C
         return {}
     with read_errors("looking for uploads"):
         dropped = [published for published in complete if published.name not in kept and cold.wants(published)]
-        waiting = [published for published in dropped if not is_confirmed(directory.disk, published)]
+        waiting = [published for published in dropped if not is_confirmed(directory.disk, published, cold.address)]
         if not waiting:
             return {}
         has_room = directory.disk.space(directory.directory).bytes > 1.1 * complete[-1].num_bytes

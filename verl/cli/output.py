@@ -63,7 +63,7 @@ def fail(message: str, status: int = FAILED) -> NoReturn:
 
 def print_json(value: Any) -> None:
     """For scripts. Numbers that JSON does not know become texts."""
-    typer.echo(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+    typer.echo(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()) -> None:
@@ -125,11 +125,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """What JSON knows: numbers that it does not become texts, and so does anything else."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -9,6 +9,7 @@ import html
 import json
 from collections.abc import Sequence
 
+from verl.cli.output import plain
 from verl.cli.samples_read import Sample
 
 _STYLE = """
@@ -90,7 +91,7 @@ function show() {
     return tr;
   }));
   const cut = chosen.length > MOST ? `, the first ${MOST} shown` : "";
-  const scores = chosen.map((row) => row.score).filter((score) => score !== null);
+  const scores = chosen.map((row) => row.score).filter((score) => typeof score === "number");
   const mean = scores.length ? `, mean reward ${(scores.reduce((a, b) => a + b, 0) / scores.length).toFixed(4)}` : "";
   document.getElementById("count").textContent = `${chosen.length} of ${rows.length} rows${cut}${mean}`;
   for (const input of document.querySelectorAll("form [name]")) input.value = asked.get(input.name) || "";
@@ -135,7 +136,7 @@ window.addEventListener("hashchange", show);
 
 def page(samples: Sequence[Sample], title: str) -> str:
     """The page. What was drawn never becomes a part of its markup: it is data, and shown as text."""
-    data = json.dumps([sample.as_json() for sample in samples], default=str, allow_nan=False)
+    data = json.dumps(plain([sample.as_json() for sample in samples]), allow_nan=False)
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     told = html.escape(title)
     return (

@@ -124,13 +124,12 @@ class TieredBuffer:
             return None
         left_out = np.zeros(len(self.index), dtype=bool)
         rows = self._chosen(wanted, left_out)
+        if self.cold is not None and any(self._far(rows)):
+            self._leave_fetched(self.cold)
         while self.cold is not None and (far := list(self._far(rows))):
-            missing = self._bring(self.cold, [placed for placed, _ in far])
-            if not missing:
-                break
-            for placed in missing:
+            for placed in self._bring(self.cold, [placed for placed, _ in far]):
                 left_out[self._span(placed.shard)] = True
-            rows = self._chosen(wanted, left_out)
+            rows = self._chosen(wanted, left_out)  # in place of rows that could not be had, others of the store perhaps
         if not len(rows):
             return None
         groups = np.unique(self.index["group"][rows - self.index.first], return_inverse=True)[1]
@@ -249,7 +248,6 @@ class TieredBuffer:
 
     def _bring(self, cold: Cold, placed: list[Placed]) -> list[Placed]:
         """Fetch shards; gives those that could not be had."""
-        self._leave_fetched(cold)
         paths = cold.fetch([one.shard for one in placed])
         for one in placed:
             one.path = paths.get(one.shard.name)

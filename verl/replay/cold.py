@@ -87,13 +87,16 @@ class Cold:
                 self._fetches[shard.name] = shard, self._threads.submit(self._fetch, shard)
 
     def fetch(self, shards: Iterable[Shard]) -> dict[str, Path]:
-        """The files of shards by name, without those that could not be had in time."""
-        wanted = {shard.name: shard for shard in shards}
+        """The files of shards by name, without those that could not be had in time.
+
+        While the store is left alone, a request that it has not answered yet is not waited for.
+        """
+        wanted, waits = {shard.name: shard for shard in shards}, self.is_reachable
         self.want(wanted.values())
         waiting = [self._fetches[name][1] for name in wanted if name in self._fetches]
-        wait(waiting, timeout=self._timeout_s)
+        wait(waiting, timeout=self._timeout_s if waits else 0)
         for name in list(self._fetches):
-            self._hear(name, name in wanted)
+            self._hear(name, waits and name in wanted)
         for name in [*wanted]:
             if name in self._here:
                 self._here[name] = self._here.pop(name)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl.checkpoint.hashing import Leaf
+from verl.replay.settings import TieredReplay
 
 COMPONENT, FILE, VERSION = "replay_buffer", "buffer.json", 1
 
@@ -30,6 +33,22 @@ class BufferState:
 
     files: Mapping[str, bytes]
     shared: Mapping[str, SharedShard] = field(default_factory=dict)
+
+
+def directory_of(settings: TieredReplay, run_dir: Path) -> Path:
+    """Where the files of a run's buffer lie. Elsewhere they have a directory of this run alone, since every sweep has a
+    job 0, and the run's directory leads there."""
+    within = run_dir / "replay"
+    if settings.directory is None:
+        return within
+    place = hashlib.blake2b(os.fsencode(run_dir.resolve()), digest_size=6).hexdigest()
+    directory = Path(settings.directory).resolve() / f"{run_dir.name}-{place}"
+    if within.is_symlink():
+        within.unlink()
+    if not within.exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        within.symlink_to(directory)
+    return directory
 
 
 def emptied(directory: Path) -> None:

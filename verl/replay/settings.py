@@ -29,8 +29,8 @@ class TieredReplay(Description):
         buffer_warmup_steps: steps that only fill the buffer, from its beginning on, before any takes rows from it.
         fetch_timeout_s: how long a step waits for rows from the object storage before it takes others.
         fetch_retry_s: how long the storage is left alone after it did not answer.
-        directory: of the files; null is `replay` in the run's directory. On the file system of the checkpoints these
-            share its bytes.
+        directory: below which each run has one for its files, linked to as `replay` in the run's own; null keeps them
+            there. On the file system of the checkpoints these share its bytes.
     Raises:
         ConfigError: a number outside its range.
     """

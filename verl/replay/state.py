@@ -10,6 +10,7 @@ Nothing says how many processes there were, or which rows were in device memory:
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from verl.errors import ReplayCorrupt
 from verl.replay.buffer import TieredBuffer
 from verl.replay.saved import COMPONENT, FILE, VERSION, BufferState, SharedShard
 from verl.replay.shards import SUFFIX, MappedShard, Shard, index_name, read_index
+
+_log = logging.getLogger(__name__)
 
 
 def state_of(buffer: TieredBuffer) -> BufferState:
@@ -63,20 +66,31 @@ def attach(buffer: TieredBuffer, directory: Path, verify: bool) -> None:
     told = json.loads((directory / FILE).read_text())
     if told["version"] > VERSION:
         raise ReplayCorrupt(f"{directory / FILE} is of version {told['version']}: this verl reads up to {VERSION}")
-    index = buffer.index
+    index, out_of_reach = buffer.index, list[Shard]()
     for entry in sorted(told["shards"], key=lambda entry: entry["first_row"]):
         place = entry.pop("place")
         shard = Shard.from_json(entry)
         if not len(index):
             index.first = index.end = shard.first_row
         index.append(_lost_rows(shard.first_row - index.end), is_there=False)
-        index.append(_take_over(buffer, directory, shard, place == "cold", verify))
+        if place == "cold" and buffer.cold is None:
+            out_of_reach.append(shard)
+            index.append(read_index((directory / index_name(shard)).read_bytes()))
+        else:
+            index.append(_take_over(buffer, directory, shard, place == "cold", verify))
     index.append(_lost_rows(told["end"] - index.end), is_there=False)
     for first, end in told["lost"]:
         index.lose(first, end)
     index.drop_before(told["first"])
     buffer.num_groups, buffer.num_steps = told["num_groups"], told["num_steps"]
     buffer.num_lost = told["num_lost"]
+    if num_lost := sum(index.lose(shard.first_row, shard.end) for shard in out_of_reach):
+        buffer.num_lost += num_lost
+        _log.warning(
+            "%d replay rows are lost: they lie in an object storage, and this run has none. To have them, start "
+            "it again from the same checkpoint with storage= as before.",
+            num_lost,
+        )
     buffer.fill_hot()
 
 
@@ -99,9 +113,6 @@ def _take_over(buffer: TieredBuffer, source: Path, shard: Shard, is_far: bool, v
     if not duplicate(buffer.disk, source / name, path):
         shutil.copyfile(source / name, path)
     if is_far:
-        if buffer.cold is None:
-            buffer.num_lost += shard.num_rows
-            return {**_lost_rows(shard.num_rows)}
         buffer.shelf.add(shard, None, is_stored=True)
         return read_index(path.read_bytes())
     if verify and hash_buffers([buffer.disk.map(path)]) != shard.leaves:

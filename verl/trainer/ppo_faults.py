@@ -67,6 +67,13 @@ def _replay_faults(run: Any) -> Iterator[str]:
             f"algorithm.replay_fraction is {run.algorithm.replay_fraction}: there is no replay buffer to take old rows "
             "from. Set replay=tiered, or algorithm.replay_fraction=0."
         )
+    limit, updates = run.algorithm.replay_max_staleness, run.updates_per_step
+    if run.algorithm.replay_fraction and limit is not None and limit < updates:
+        yield (
+            f"algorithm.replay_max_staleness is {limit}: a step makes {updates} optimizer steps (algorithm.epochs x "
+            "algorithm.mini_batches), so even the rows of the step before are too old, and none is ever reused. Set it "
+            f"to {updates} or a multiple, or null for any."
+        )
 
 
 def _placement_faults(run: Any) -> Iterator[str]:

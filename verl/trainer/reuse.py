@@ -19,7 +19,7 @@ from verl.algorithms.reuse import reuse_weights
 from verl.description import BuildContext
 from verl.protocol import DataProto
 from verl.replay.sampling import Wanted
-from verl.replay.saved import COMPONENT, BufferState, emptied
+from verl.replay.saved import COMPONENT, BufferState, directory_of, emptied
 from verl.replay.settings import TieredReplay
 from verl.storage.options import Storage
 from verl.trainer.resume import ResumePoint
@@ -133,9 +133,7 @@ class Reuse:
 
         context = self._context
         assert context.run_dir is not None
-        directory = context.run_dir / "replay"
-        if settings.directory is not None:
-            directory = Path(settings.directory) / context.run_dir.name
+        directory = directory_of(settings, context.run_dir)
         emptied(directory)
         cold = None
         if self._storage is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -35,7 +36,6 @@ def tier(proxy: Proxy, tmp_path: Path) -> Tier:
         part_mib=5,
         retries=1,
         backoff_s=0.01,
-        timeout_s=5.0,
     )
     return Tier(storage=storage)
 
@@ -70,7 +70,7 @@ def test_checkpoints_arrive_while_others_are_saved_and_at_the_end_all_are_there(
     assert uploading.is_done
     assert {one.name for one in told if one.kind == "uploaded"} <= {f"global_step_{step}" for step in (1, 2, 3)}
     assert [record.step for record in tier.connect().records()] == [1, 2, 3]
-    assert all(is_confirmed(Disk(), one) for one in CheckpointDirectory(tmp_path / "here").complete())
+    assert all(is_confirmed(Disk(), one, tier.address) for one in CheckpointDirectory(tmp_path / "here").complete())
 
 
 def test_what_an_interval_leaves_out_is_the_last_one_all_the_same(near: Tier, tmp_path: Path) -> None:
@@ -161,14 +161,35 @@ def test_a_checkpoint_that_is_damaged_on_the_disk_stops_no_other(near: Tier, tmp
     assert "actor/weights.bin" in next(one.error for one in told if one.kind == "failed")
 
 
+def test_a_store_gets_what_another_one_had_confirmed(near: Tier, tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path / "here", step)
+    upload(near, tmp_path / "here")
+    another = dataclasses.replace(near, storage=near.storage.below("another"))
+    upload(another, tmp_path / "here")
+    assert [record.step for record in another.connect().records()] == [1, 2]
+
+
+def test_a_store_that_was_emptied_gets_all_again(near: Tier, tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path / "here", step)
+    upload(near, tmp_path / "here")
+    shutil.rmtree(tmp_path / "bucket")
+    upload(near, tmp_path / "here")
+    assert [record.step for record in near.connect().records()] == [1, 2]
+
+
 # -- the local disk ---------------------------------------------------------------------------------------------------
+
+
+ADDRESS = "s3://models/run"
 
 
 def directory_with(tmp_path: Path, steps: range, **cold) -> CheckpointStore:
     store = CheckpointStore(tmp_path / "here")
     for step in steps:
         save(store.directory, step)
-    write_cold(store.disk, store.directory, Cold(address="s3://models/run", **cold))
+    write_cold(store.disk, store.directory, Cold(address=ADDRESS, **cold))
     return store
 
 
@@ -176,11 +197,13 @@ def test_retention_drops_only_what_the_store_has_confirmed(tmp_path: Path) -> No
     store = directory_with(tmp_path, range(1, 6))
     assert prune(store, Retention(keep_last_n=2)) == []
     second = store.open("global_step_2")
-    confirm(store.disk, second, manifest_digest(store.disk, second))
+    confirm(store.disk, second, manifest_digest(store.disk, second), ADDRESS)
     assert prune(store, Retention(keep_last_n=2)) == ["global_step_2"]
     assert not (store.directory / "uploaded/global_step_2").exists()
     wrong = store.open("global_step_1")
-    confirm(store.disk, wrong, "0" * 64)  # of another checkpoint that had this name
+    confirm(store.disk, wrong, "0" * 64, ADDRESS)  # of another checkpoint that had this name
+    assert prune(store, Retention(keep_last_n=2)) == []
+    confirm(store.disk, wrong, manifest_digest(store.disk, wrong), "s3://models/another")
     assert prune(store, Retention(keep_last_n=2)) == []
 
 

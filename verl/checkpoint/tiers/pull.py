@@ -56,7 +56,7 @@ def pull(tier: RemoteCheckpoints, record: Record, store: CheckpointStore, anew: 
         with store.ownership.locked():
             target = _publish(store, staging.directory, published)
     fetched = Published(target, published.manifest)
-    confirm(store.disk, fetched, record.manifest)
+    confirm(store.disk, fetched, record.manifest, tier.store.address)
     return fetched
 
 

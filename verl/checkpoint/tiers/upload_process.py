@@ -25,7 +25,7 @@ from verl.checkpoint.disk import Disk
 from verl.checkpoint.published import Published
 from verl.checkpoint.tiers.log import RemoteLog
 from verl.checkpoint.tiers.push import Pusher
-from verl.checkpoint.waiting import Cold, confirm, is_confirmed
+from verl.checkpoint.waiting import Cold, confirm, is_confirmed, manifest_digest, withdraw
 from verl.errors import BadCheckpoint, CheckpointError, CheckpointFenced, StorageError, VerlError
 from verl.storage.options import Storage
 from verl.storage.store import ObjectStore
@@ -97,8 +97,7 @@ class Uploading:
         wanted = [published for published in complete if self._cold.wants(published)]
         if with_newest and complete and complete[-1] not in wanted:
             wanted.append(complete[-1])
-        disk = self._directory.disk
-        return [one for one in reversed(wanted) if one.name not in self._bad and not is_confirmed(disk, one)]
+        return [one for one in reversed(wanted) if one.name not in self._bad and not self._is_there(one)]
 
     def go(self, with_newest: bool = False) -> None:
         """Upload all that is waiting.
@@ -109,15 +108,26 @@ class Uploading:
         """
         if not self._has_claim:
             self._log.take_claim()
+            self._withdraw_lost()
             self._has_claim = True
         while waiting := self.waiting(with_newest):
             self._upload(waiting[0], len(waiting) - 1)
+
+    def _is_there(self, published: Published) -> bool:
+        return is_confirmed(self._directory.disk, published, self._cold.address)
+
+    def _withdraw_lost(self) -> None:
+        """Upload again what the store had confirmed, and knows nothing of any more: somebody emptied it."""
+        known = {record.manifest for record in self._log.records()}
+        for published in self._directory.survey()[0]:
+            if self._is_there(published) and manifest_digest(self._directory.disk, published) not in known:
+                withdraw(self._directory.disk, published)
 
     def _upload(self, published: Published, others: int) -> None:
         began = time.monotonic()
         try:
             pushed = self._pusher.push(published)
-            confirm(self._directory.disk, published, pushed.record.manifest)
+            confirm(self._directory.disk, published, pushed.record.manifest, self._cold.address)
         except (BadCheckpoint, FileNotFoundError) as error:  # damaged on the local disk, or dropped meanwhile
             if isinstance(error, StorageError):
                 raise
