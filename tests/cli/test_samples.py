@@ -121,6 +121,8 @@ def test_the_page_sorts_and_filters_in_a_browser_and_shows_responses_as_text(tmp
     best = dom(html, tmp_path, "sort=-score&score_min=0.3&prompt=p0")
     assert [row[6] for row in shown(best)] == ["r8", "r6", "r4"]
     assert "3 of 10 rows, mean reward 0.6000" in best
+    falling = dom(html, tmp_path, "sort=-score")
+    assert [row[0] for row in shown(falling)] == [*map(str, range(8, -1, -1)), "9"]
     clicked = dom(html, tmp_path, script="document.querySelector('th[data-key=length]').click()")
     assert [row[4] for row in shown(clicked)] == [*map(str, range(2, 11)), ""]
     one = dom(html, tmp_path, script="document.querySelectorAll('td.prompt')[1].click()")

@@ -59,11 +59,10 @@ function passes(row, asked) {
   return asked.get("source") === null || row.source === asked.get("source");
 }
 
-function compare(left, right) {
-  if (left === right) return 0;
-  if (left === null) return 1;
-  if (right === null) return -1;
-  return left < right ? -1 : 1;
+function compare(left, right, falls) {
+  const rank = (value) => value === null ? 2 : typeof value === "number" ? 0 : 1;  // what is no number comes after them
+  if (left === right || rank(left) !== rank(right)) return rank(left) - rank(right);
+  return (left < right ? -1 : 1) * (falls ? -1 : 1);
 }
 
 function cell(row, name) {
@@ -83,7 +82,7 @@ function show() {
   const asked = state(), sort = asked.get("sort") || "step", falls = sort.startsWith("-");
   const name = sort.replace("-", "");
   const chosen = rows.filter((row) => passes(row, asked));
-  chosen.sort((left, right) => (falls ? -1 : 1) * compare(left[name], right[name]));
+  chosen.sort((left, right) => compare(left[name], right[name], falls));
   const body = document.querySelector("tbody");
   body.replaceChildren(...chosen.slice(0, MOST).map((row) => {
     const tr = document.createElement("tr");
