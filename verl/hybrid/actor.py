@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from verl.compose.keywords import described
 from verl.compose.option import named_rollout
+from verl.description import BuildContext
 from verl.errors import ConfigError
 from verl.hybrid.call import Call, prompt_rows, read_call, warn_of_settings_left_out
 from verl.hybrid.ends import naming_ends
@@ -28,7 +29,6 @@ from verl.models.lora import LoRA
 from verl.models.padding import refuse_padding_blind
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.rollout.base import SAME_TENSORS, Request, Rollout, RolloutEngine, Synced
-from verl.rollout.scripted import Scripted
 from verl.utils.device_memory import release_cached
 from verl.workers.training import undivided
 
@@ -262,16 +262,25 @@ class HybridActor:
                 release_cached(self.device)
 
     def _engine_for(self, call: Call) -> RolloutEngine:
-        """The engine, drawing as the call says; another one only where responses end otherwise."""
-        options: Any = replace(self.rollout, **call.sampling)
-        key = (call.stops, call.pad, self.device, options if isinstance(options, Scripted) else None)
+        """The engine, drawing as the call says; another one where responses end otherwise, or where it must know."""
+        asked: Any = replace(self.rollout, **call.sampling)
+        options = asked.chosen_for(self.model)
+        key = (call.stops, call.pad, self.device, None if options.may_change else options)
         if self._engine is None or self._engine[0] != key:
             self.close()
             with naming_ends(self.model, self.tokenizer, call) as tokenizer:
-                self._engine = (key, options.attach(self.model, tokenizer, self.seed))
+                self._engine = (key, asked.attach(self.model, tokenizer, self.seed, None, self._context()))
         engine = self._engine[1]
-        engine.options = options  # read with every call, so that an engine in a process of its own need not start again
+        if options.may_change:  # an engine in a process of its own need not start again
+            engine.options = options
         return engine
+
+    def _context(self) -> BuildContext:
+        """This process among those that sample."""
+        device, company = str(self.device), self._company
+        if company is None:
+            return BuildContext(device=device)
+        return BuildContext(device=str(company.device), rank=company.rank, world_size=company.world_size)
 
     def sync(self) -> Synced:
         """Give the engine the present weights, as `generate` does by itself; nothing to do where they are the same."""

@@ -36,8 +36,11 @@ class AutoRollout(Rollout):
     ) -> RolloutEngine:
         kind, reason = self.choice(model, autocast)
         log.info("rollout=auto takes rollout=%s: %s.", "vllm" if kind is VLLMRollout else "hf", reason)
-        chosen = kind(**{name: getattr(self, name) for name in COMMON})
-        return chosen.attach(model, tokenizer, seed, autocast, context)
+        return self._as(kind).attach(model, tokenizer, seed, autocast, context)
+
+    def chosen_for(self, model: Any, autocast: Autocast = None) -> Rollout:
+        """The description of the engine that `attach` takes."""
+        return self._as(self.choice(model, autocast)[0])
 
     def choice(self, model: Any, autocast: Autocast = None) -> tuple[type[Rollout], str]:
         """The engine's description, and why it is this one."""
@@ -48,3 +51,6 @@ class AutoRollout(Rollout):
         if (fault := vllm_fault(device == "cuda") or unfit(model, autocast)) is not None:
             return HFRollout, f"vLLM would be faster, but {fault.rstrip('.')}"
         return VLLMRollout, f"the model has {size / 1e6:.1f} million parameters on {device}"
+
+    def _as(self, kind: type[Rollout]) -> Rollout:
+        return kind(**{name: getattr(self, name) for name in COMMON})

@@ -33,9 +33,11 @@ class Rollout(Description):
         stop_token_ids: end a response beside the model's own end-of-text tokens; they belong to the response.
     Attributes:
         runs_ahead: the engine holds weights of its own, so that it can draw while the trainer changes its.
+        may_change: the engine reads `options` with every call, so that others may be put in their place.
     """
 
     runs_ahead: ClassVar[bool] = False
+    may_change: ClassVar[bool] = False
 
     temperature: float = 1.0
     top_k: int = 0
@@ -56,6 +58,10 @@ class Rollout(Description):
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             limit = self.max_new_tokens
             yield f"min_new_tokens is {self.min_new_tokens}: must lie between 0 and max_new_tokens {limit}."
+
+    def chosen_for(self, model: Any, autocast: Autocast = None) -> Rollout:
+        """What the engine of this model runs by: another description only where that chooses between engines."""
+        return self
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE

@@ -34,6 +34,7 @@ class VLLMRollout(Rollout):
     """
 
     runs_ahead: ClassVar[bool] = True
+    may_change: ClassVar[bool] = True
 
     kv_cache_gib: float = 1.0
     max_num_seqs: int = 256
