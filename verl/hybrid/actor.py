@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,12 +83,15 @@ class HybridActor:
             )
         check_interface("actor", model, "model")
         company = company_of(self.hybrid_config, str(model.device))
+        if company is not None:
+            company.refuse_other_weights(model)
         self._start(model, tokenizer, rollout, lora, seed, company)
 
     def _start(self, model: Any, tokenizer: Any, rollout: Any, lora: Any, seed: int, company: Company | None) -> None:
         self.rollout = named_rollout(rollout)
         adapter = None if lora is None else described(LoRA, "lora", lora)
-        self.model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
+        with nullcontext() if company is None else company.drawing_alike():
+            self.model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
         self.tokenizer, self.seed, self._company = tokenizer, seed, company
         self._engine: tuple[Any, Any] | None = None  # with what it was attached for
         self._is_padding_tried = False
