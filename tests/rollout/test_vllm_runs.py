@@ -62,10 +62,11 @@ def test_the_engine_ends_with_a_trainer_that_is_killed_and_removes_its_directory
 
 
 def test_main_ppo_trains_with_vllm_and_leaves_no_process(tmp_path):
+    """The cache holds what the prompts ask for, though not what the context of the model could."""
     command = [str(ROOT / "main_ppo.py"), "rollout=vllm", "actor=tiny_scratch", "trainer.total_steps=2"]
     command += ["trainer.prompts_per_step=4", "rollout.kv_cache_gib=0.05", "hydra.run.dir=run", "data.held_out=8"]
     trainer = subprocess.Popen(
-        [sys.executable, *command, "checkpoint=off"],
+        [sys.executable, *command, "checkpoint=off", "actor.model.context_length=131072"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.description import BuildContext
@@ -29,7 +29,16 @@ class AutoRollout(Rollout):
 
     Both draw the same tokens but for rounding. The choice and its reason are logged. An engine's own settings are at
     their defaults; to set them, choose the engine by name.
+
+    Args:
+        max_model_len: as of `VLLMRollout`; `hf` needs no limit.
     """
+
+    max_model_len: int | None = None
+
+    def with_room_for(self, prompt: int) -> AutoRollout:
+        asked = prompt + self.max_new_tokens
+        return self if self.max_model_len is not None else replace(self, max_model_len=asked)
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
@@ -53,4 +62,5 @@ class AutoRollout(Rollout):
         return VLLMRollout, f"the model has {size / 1e6:.1f} million parameters on {device}"
 
     def _as(self, kind: type[Rollout]) -> Rollout:
-        return kind(**{name: getattr(self, name) for name in COMMON})
+        chosen = {name: getattr(self, name) for name in COMMON}
+        return VLLMRollout(**chosen, max_model_len=self.max_model_len) if kind is VLLMRollout else kind(**chosen)

@@ -63,6 +63,10 @@ class Rollout(Description):
         """What the engine of this model runs by: another description only where that chooses between engines."""
         return self
 
+    def with_room_for(self, prompt: int) -> Rollout:
+        """The same, where no prompt has more than so many tokens: for engines that set memory aside by length."""
+        return self
+
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
     ) -> RolloutEngine:

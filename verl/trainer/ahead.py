@@ -68,7 +68,7 @@ class RolloutAhead:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on with what a checkpoint holds, in place of what was begun or drawn here.
 
-        It is of use if the next batch has the prompts that it has, which is not so where the size of a batch was changed.
+        It is of use where the next batch has its prompts; after a change of the size of a batch it has not.
         """
         self.collect()
         self._drawn, self._is_loaded = DataProto.from_dict(dict(tensors)) if tensors else None, True

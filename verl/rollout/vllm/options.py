@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from verl.description import BuildContext
@@ -22,7 +22,8 @@ class VLLMRollout(Rollout):
         kv_cache_gib: memory for keys and values, of each engine.
         max_num_seqs: responses decoded at a time; further ones wait.
         max_num_batched_tokens: tokens of one forward pass; longer prompts are read in pieces.
-        max_model_len: longest prompt and response together, in tokens; null for what the model can.
+        max_model_len: longest prompt and response together, in tokens; null for what the data of the run ask for, or
+            where no data are known, what the model can.
         prefix_caching: samples of one prompt share its keys and values. Changes nothing but speed.
         enforce_eager: run the model as written; false compiles it first, which takes minutes and pays off on GPUs.
         tensor_parallel_size: GPUs that one engine spans.
@@ -71,6 +72,10 @@ class VLLMRollout(Rollout):
                 f"max_model_len is {self.max_model_len}: it holds prompt and response, and max_new_tokens alone is "
                 f"{self.max_new_tokens}."
             )
+
+    def with_room_for(self, prompt: int) -> VLLMRollout:
+        asked = prompt + self.max_new_tokens
+        return self if self.max_model_len is not None else replace(self, max_model_len=asked)
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
