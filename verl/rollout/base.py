@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.description import BuildContext, Description
+from verl.errors import ConfigError
 from verl.models.precision import Autocast
 from verl.ops.noise import TRAINING
 from verl.protocol import DataProto
@@ -143,11 +144,18 @@ class RolloutEngine:
 
 
 def stop_tokens(model: Any, tokenizer: Any, extra: tuple[int, ...]) -> Tensor:
-    """The ids that end a response: the model's, the tokenizer's and the run's own, sorted."""
+    """The ids that end a response: the model's, the tokenizer's and the run's own, sorted.
+
+    Raises:
+        ConfigError: the run names one that the model cannot draw.
+    """
+    size = model.config.get_text_config().vocab_size
+    if wrong := [i for i in extra if not 0 <= i < size]:
+        raise ConfigError(f"rollout.stop_token_ids has {wrong}: token ids of the model are 0 to {size - 1}.")
     configured = model.generation_config.eos_token_id
     ids = {tokenizer.eos_token_id, *extra}
     ids |= set(configured if isinstance(configured, list) else [configured])
-    return torch.tensor(sorted(i for i in ids if i is not None), dtype=torch.int64)
+    return torch.tensor(sorted(i for i in ids if i is not None and i < size), dtype=torch.int64)
 
 
 def assemble(

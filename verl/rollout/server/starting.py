@@ -33,6 +33,7 @@ def started(
     Raises:
         ConfigError: no server is there, or it is not fit; says what to change.
     """
+    stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
     with faults_below("rollout"):
         with faults_below("endpoint"):
             client = options.endpoint.build(context)
@@ -40,7 +41,6 @@ def started(
         try:
             _refuse_absence(client)
             protocol, limit = _protocol(options, client, tokenizer)
-            stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
             wish = Wish(
                 options.max_new_tokens,
                 options.min_new_tokens,
