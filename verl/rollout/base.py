@@ -64,6 +64,17 @@ class Rollout(Description):
         """What the engine of this model runs by: another description only where that chooses between engines."""
         return self
 
+    def faults_beside(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
+        """What is wrong with it beside an actor with an adapter of so high a rank, whose weights are divided or not."""
+        return iter(())
+
+    def check_here(self, device: str) -> None:
+        """Look for what the engine needs, before weights are loaded.
+
+        Raises:
+            ConfigError: it is not installed on this machine.
+        """
+
     def with_room_for(self, prompt: int) -> Rollout:
         """The same, where no prompt has more than so many tokens: for engines that set memory aside by length."""
         return self

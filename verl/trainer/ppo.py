@@ -153,6 +153,8 @@ class PPOTrainer:
             with faults_below("actor.model"):
                 context = with_tokenizer(context, run.actor)
             assert context.run_dir is not None
+            if run.trainer.placement is None:  # else the actor may live on another machine, or another device
+                run.rollout.check_here(context.device)
             self.context = context
             self.run_dir, self.tokenizer = context.run_dir, context.tokenizer
             self._refuse_other_tokenizers(run)

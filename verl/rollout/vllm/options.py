@@ -7,8 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from verl.description import BuildContext
+from verl.errors import ConfigError
 from verl.models.precision import Autocast
 from verl.rollout.base import ALONE, Rollout, RolloutEngine
+from verl.utils.env_check import vllm_fault
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+HIGHEST_RANK = f"vLLM takes adapters of at most rank {LORA_RANKS[-1]}. Set rollout.lora=merged."
+DIVIDED = (
+    "and the actor is divided over processes: set rollout.lora=merged, whose merging is divided too, or sharding=ddp."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +80,18 @@ class VLLMRollout(Rollout):
                 f"max_model_len is {self.max_model_len}: it holds prompt and response, and max_new_tokens alone is "
                 f"{self.max_new_tokens}."
             )
+
+    def faults_beside(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
+        if self.lora == "merged" or lora_rank is None:
+            return
+        if lora_rank > LORA_RANKS[-1]:
+            yield f"actor.lora.rank is {lora_rank}: {HIGHEST_RANK}"
+        if is_divided:
+            yield f"rollout.lora is adapter, {DIVIDED}"
+
+    def check_here(self, device: str) -> None:
+        if (fault := vllm_fault(device.startswith("cuda"))) is not None:
+            raise ConfigError(f"rollout=vllm cannot run: {fault}")
 
     def with_room_for(self, prompt: int) -> VLLMRollout:
         asked = prompt + self.max_new_tokens
