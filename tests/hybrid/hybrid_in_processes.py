@@ -60,7 +60,7 @@ def main() -> None:
     settings = json.loads(config)
     found = course(path, settings, json.loads(lora), Path(directory), loaded=loaded == "loaded")
     if settings.get("tp_size", 1) > 1:
-        found |= refused(path, settings)
+        found |= refused(path, settings) | begun_apart(path, settings)
     Path(directory).with_name(f"found_{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
@@ -74,6 +74,23 @@ def refused(path: str, config: dict) -> dict:
     except ConfigError as error:
         return {"refused": str(error)}
     return {}
+
+
+def begun_apart(path: str, config: dict) -> dict:
+    """What becomes of an adapter whose numbers each process would draw by a seed of its own, and of other weights."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    actor = HybridActor.from_pretrained(path, hybrid_config=config, lora={"rank": 2}, device="cpu")
+    first = {name: x for name, x in actor.named_parameters() if "lora_A" in name}
+    sums = [float((x.full_tensor() if hasattr(x, "full_tensor") else x).abs().sum()) for x in first.values()]
+    own = torch.rand(())
+    model = HybridActor.from_pretrained(path, device="cpu").model
+    model.lm_head.weight.data[rank] += 1
+    try:
+        HybridActor(model, hybrid_config=config)
+    except ConfigError as error:
+        return {"adapter": sums, "drew": float(own), "other": str(error)}
+    return {"adapter": sums, "drew": float(own)}
 
 
 if __name__ == "__main__":

@@ -64,6 +64,11 @@ def test_other_tokens_may_end_and_pad_a_response_as_in_transformers(loaded, enco
     assert loaded.model.generation_config.eos_token_id == 1
 
 
+def test_an_end_that_the_model_cannot_draw_ends_nothing_as_in_transformers(loaded, encoded):
+    asked = {"max_new_tokens": 4, "min_new_tokens": 2, "eos_token_id": [1, 100_000]}
+    assert torch.equal(loaded.generate(**encoded, **asked), loaded.model.generate(**encoded, **asked, do_sample=False))
+
+
 def test_without_a_mask_pad_tokens_are_padding_as_in_transformers(loaded, encoded):
     ids = encoded["input_ids"]
     assert torch.equal(loaded.generate(ids, max_new_tokens=4), loaded.model.generate(ids, max_new_tokens=4))
@@ -316,6 +321,7 @@ def test_what_cannot_be_generated_is_refused_in_words(loaded, encoded):
     assert told(num_beam=2).startswith("generate.num_beam is not a known key.")
     assert told(temperatur=1.0) == "generate.temperatur is not a known key. Did you mean temperature?"
     assert "temperature is 0.0: must be above 0. For the likeliest token" in told(do_sample=True, temperature=0.0)
+    assert "temperature is 'hot': expected a number" in told(do_sample=True, temperature="hot")
     assert "top_p is 1.5: must lie in (0, 1]" in told(do_sample=True, top_p=1.5)
     assert "and the model holds 64" in told(max_new_tokens=60)
     assert "max_length leaves -8 new tokens" in told(max_length=5)

@@ -65,8 +65,12 @@ def test_several_processes_train_and_sample_as_one_does(processes, config, lora,
         if groups == 1:
             assert answer["texts"] == alone["texts"]
             assert answer["refused"].startswith("input_ids differ between processes that share the layers")
+            assert answer["adapter"] == found[0]["adapter"]
+            assert answer["other"].startswith("model has other weights in process 1 than in process 0: ")
         else:
             assert answer["texts"] == first[answer["group"]]["texts"]
+    if groups == 1:
+        assert len({answer["drew"] for answer in found}) == processes  # each has its own generator back
     expected, saved = weights(tmp_path / "alone"), weights(tmp_path / "together")
     assert saved.keys() == expected.keys()
     for name, x in saved.items():

@@ -33,6 +33,11 @@ def test_a_script_needs_a_text():
         Scripted(texts=())
 
 
+def test_a_stop_token_that_the_model_does_not_have_is_refused(model32, tokenizer):
+    with pytest.raises(ConfigError, match=r"rollout.stop_token_ids has \[100000\]: token ids of the model are 0 to"):
+        stop_tokens(model32.load_causal_lm("cpu"), tokenizer, (7, 100_000))
+
+
 def test_stop_tokens_are_those_of_model_tokenizer_and_run(model32, tokenizer):
     model = model32.load_causal_lm("cpu")
     assert stop_tokens(model, tokenizer, ()).tolist() == [1]

@@ -76,3 +76,15 @@ def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_a
             course.step()
     assert trained_on == [[0], [0], [1], [2], [1], [2]]
     assert numbers(tmp_path / "run") == whole
+
+
+@pytest.mark.parametrize(
+    "changed", [{"prompts_per_step": 1}, pytest.param({"group_size": 4}, marks=pytest.mark.exhaustive)]
+)
+def test_a_resume_with_another_batch_draws_anew_and_says_so(changed, tmp_path, monkeypatch, caplog):
+    model, trained_on = save_family(tmp_path / "model", "qwen2"), noted_updates(monkeypatch)
+    fit(ahead(model, tmp_path, stop_after=2), tmp_path / "first")
+    resume = str(tmp_path / "checkpoints/global_step_2")
+    fit(ahead(model, tmp_path, total_steps=4, resume=resume, **changed), tmp_path / "second")
+    assert "drawn ahead is of a batch of another size: it is drawn anew" in caplog.text
+    assert trained_on == [[0], [0], [2], [2]]

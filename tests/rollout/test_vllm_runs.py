@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from cluster.processes_of import wait_until_gone
+from rollout.engines import save_family
 
 import verl
 
@@ -61,11 +62,36 @@ def test_the_engine_ends_with_a_trainer_that_is_killed_and_removes_its_directory
     assert not directory.exists()
 
 
+SCRIPT = """
+import sys
+import torch
+from verl import HybridActor
+from verl.rollout.vllm.options import VLLMRollout
+actor = HybridActor.from_pretrained(sys.argv[1], rollout=VLLMRollout(kv_cache_gib=0.05, num_threads=1), device="cpu")
+actor.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+print(actor._engine[1]._directory, flush=True)
+raise SystemExit("a fault of the script")
+"""
+
+
+def test_a_script_that_ends_without_closing_its_engine_leaves_nothing(tmp_path):
+    model = save_family(tmp_path / "model", "qwen2").path
+    script = subprocess.run(
+        [sys.executable, "-c", SCRIPT, model],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert script.stderr.endswith("a fault of the script\n"), script.stderr[-3000:]
+    assert not Path(script.stdout.splitlines()[-1]).exists()
+
+
 def test_main_ppo_trains_with_vllm_and_leaves_no_process(tmp_path):
+    """The cache holds what the prompts ask for, though not what the context of the model could."""
     command = [str(ROOT / "main_ppo.py"), "rollout=vllm", "actor=tiny_scratch", "trainer.total_steps=2"]
     command += ["trainer.prompts_per_step=4", "rollout.kv_cache_gib=0.05", "hydra.run.dir=run", "data.held_out=8"]
     trainer = subprocess.Popen(
-        [sys.executable, *command, "checkpoint=off"],
+        [sys.executable, *command, "checkpoint=off", "actor.model.context_length=131072"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

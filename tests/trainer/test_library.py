@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from random_models import save_random_classifier
+from remote.servers import serving
+from rollout.speaking import Speaker
 from trainer.runs import Arbitrary
 
 from verl import Trainer
@@ -361,6 +363,17 @@ def test_rewards_come_in_many_forms(dir32, tmp_path, tokenizer):
             made.reward_model = reward
             assert least <= made.evaluate()["eval/score"] <= most
             made.step()
+
+
+def test_an_engine_that_needs_an_address_is_given_it_as_a_mapping_or_an_endpoint(dir32):
+    speaker = Speaker(dir32)
+    with serving(speaker.post, speaker.page) as server:
+        for endpoint in ({"base_url": server.url}, server.endpoint()):
+            engine = {"engine": "server", "endpoint": endpoint, "max_new_tokens": 4, "n": 2}
+            with trainer(dir32, rollout_config=engine) as made:
+                made.step()
+            assert made.metrics["sync/probe_gap_nats"] < 1e-4
+    assert faults_of(dir32, rollout_config={"engine": "server"})[0].startswith("rollout.endpoint.base_url is not set")
 
 
 # What is refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from verl.compose.check import check
@@ -35,10 +36,24 @@ def named_rollout(rollout: str | Rollout) -> Rollout:
         return rollout
     if rollout == "hf":
         return HFRollout()
+    _refuse_unknown(rollout)
+    return option("ppo", "rollout", rollout)
+
+
+def rollout_kind(name: str) -> type[Rollout]:
+    """The class behind an option of the group `rollout`, whatever values it still needs.
+
+    Raises:
+        ConfigError: there is no such option.
+    """
+    _refuse_unknown(name)
+    return get_class(compose_root("ppo", [f"rollout={name}"]).rollout["_target_"])
+
+
+def _refuse_unknown(rollout: str) -> None:
     known = group_options(conf_dir())["rollout"]
     if rollout not in known:
         raise ConfigError(
             f"rollout is {rollout!r}: this version has {', '.join(known)}.{hint(nearest(str(rollout), known))} "
             "rollout='hf' generates with the training weights."
         )
-    return option("ppo", "rollout", rollout)

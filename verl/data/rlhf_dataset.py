@@ -98,6 +98,11 @@ class RLHFDataset:
         """The columns that travel with a prompt, `prompt_text` included."""
         return list(self._columns)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(self._tokens.lengths.max()) if len(self) else 0
+
     def __len__(self) -> int:
         return len(self._prompt_ids)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from verl.compose.keywords import described
 from verl.compose.option import named_rollout
+from verl.description import BuildContext
 from verl.errors import ConfigError
 from verl.hybrid.call import Call, prompt_rows, read_call, warn_of_settings_left_out
 from verl.hybrid.ends import naming_ends
@@ -28,7 +29,6 @@ from verl.models.lora import LoRA
 from verl.models.padding import refuse_padding_blind
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.rollout.base import SAME_TENSORS, Request, Rollout, RolloutEngine, Synced
-from verl.rollout.scripted import Scripted
 from verl.utils.device_memory import release_cached
 from verl.workers.training import undivided
 
@@ -83,12 +83,15 @@ class HybridActor:
             )
         check_interface("actor", model, "model")
         company = company_of(self.hybrid_config, str(model.device))
+        if company is not None:
+            company.refuse_other_weights(model)
         self._start(model, tokenizer, rollout, lora, seed, company)
 
     def _start(self, model: Any, tokenizer: Any, rollout: Any, lora: Any, seed: int, company: Company | None) -> None:
         self.rollout = named_rollout(rollout)
         adapter = None if lora is None else described(LoRA, "lora", lora)
-        self.model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
+        with nullcontext() if company is None else company.drawing_alike():
+            self.model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
         self.tokenizer, self.seed, self._company = tokenizer, seed, company
         self._engine: tuple[Any, Any] | None = None  # with what it was attached for
         self._is_padding_tried = False
@@ -262,16 +265,25 @@ class HybridActor:
                 release_cached(self.device)
 
     def _engine_for(self, call: Call) -> RolloutEngine:
-        """The engine, drawing as the call says; another one only where responses end otherwise."""
-        options: Any = replace(self.rollout, **call.sampling)
-        key = (call.stops, call.pad, self.device, options if isinstance(options, Scripted) else None)
+        """The engine, drawing as the call says; another one where responses end otherwise, or where it must know."""
+        asked: Any = replace(self.rollout, **call.sampling)
+        options = asked.chosen_for(self.model)
+        key = (call.stops, call.pad, self.device, None if options.may_change else options)
         if self._engine is None or self._engine[0] != key:
             self.close()
             with naming_ends(self.model, self.tokenizer, call) as tokenizer:
-                self._engine = (key, options.attach(self.model, tokenizer, self.seed))
+                self._engine = (key, asked.attach(self.model, tokenizer, self.seed, None, self._context()))
         engine = self._engine[1]
-        engine.options = options  # read with every call, so that an engine in a process of its own need not start again
+        if options.may_change:  # an engine in a process of its own need not start again
+            engine.options = options
         return engine
+
+    def _context(self) -> BuildContext:
+        """This process among those that sample."""
+        device, company = str(self.device), self._company
+        if company is None:
+            return BuildContext(device=device)
+        return BuildContext(device=str(company.device), rank=company.rank, world_size=company.world_size)
 
     def sync(self) -> Synced:
         """Give the engine the present weights, as `generate` does by itself; nothing to do where they are the same."""

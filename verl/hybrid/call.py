@@ -135,6 +135,10 @@ def _faults(asked: Mapping[str, Any]) -> Iterator[str]:
         value = asked[name]
         if value is not None and (not isinstance(value, int) or value < 1):
             yield f"{name} is {value!r}: must be a whole number, at least 1."
+    for name in ("temperature", "top_p", "top_k", "min_new_tokens"):
+        if asked[name] is not None and not isinstance(asked[name], (int, float)):
+            yield f"{name} is {asked[name]!r}: expected a number."
+            return
     if asked["do_sample"] and not asked["temperature"] > 0:
         yield f"temperature is {asked['temperature']}: must be above 0. For the likeliest token, do_sample=False."
     if any(id_ < 0 for id_ in _ids(asked["eos_token_id"])):

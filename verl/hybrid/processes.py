@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +143,40 @@ class Company(ShardedParallel):
         layout = {"device_mesh": grad.device_mesh, "placements": grad.placements}
         return DTensor.from_local(mean, run_check=False, shape=grad.shape, stride=grad.stride(), **layout)
 
+    @contextmanager
+    def drawing_alike(self) -> Iterator[None]:
+        """Within, torch's generator gives each process the numbers that it gives the first; then each has its own back.
+
+        Processes that had the first one's state before have it after, too.
+        """
+        own = torch.get_rng_state()
+        shared = own.clone().to(self.device)
+        self.dist.broadcast(shared, src=0)
+        first = shared.cpu()
+        torch.set_rng_state(first)
+        try:
+            yield
+        finally:
+            if not torch.equal(own, first):
+                torch.set_rng_state(own)
+
+    def refuse_other_weights(self, model: Any) -> None:
+        """Replicas that begin apart would stay apart, since only their gradients are brought together.
+
+        Raises:
+            ConfigError: in all processes, if one has made its model with other weights than the first.
+        """
+        norms = {name: float(torch.linalg.vector_norm(p.detach().double())) for name, p in model.named_parameters()}
+        found: list[Any] = [None] * self.world_size
+        self.dist.all_gather_object(found, norms)
+        for rank, other in enumerate(found):
+            differing = [name for name in found[0] if not _are_close(found[0][name], other.get(name))]
+            if differing:
+                raise ConfigError(
+                    f"model has other weights in process {rank} than in process 0: {differing[0]} and "
+                    f"{len(differing) - 1} more. Load it from one place, or make it from one seed in all processes."
+                )
+
     def refuse_other_rows(self, ids: Any) -> None:
         """Siblings must have been given the same tokens, or they would compute nonsense together.
 
@@ -169,6 +206,10 @@ class Company(ShardedParallel):
             if tokenizer is not None:
                 tokenizer.save_pretrained(directory)
         self.dist.barrier()
+
+
+def _are_close(number: float, other: float | None) -> bool:
+    return other is not None and math.isclose(number, other, rel_tol=1e-9)
 
 
 def _completing(module: nn.Module, names: list[str], group: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.description import BuildContext
@@ -29,15 +29,27 @@ class AutoRollout(Rollout):
 
     Both draw the same tokens but for rounding. The choice and its reason are logged. An engine's own settings are at
     their defaults; to set them, choose the engine by name.
+
+    Args:
+        max_model_len: as of `VLLMRollout`; `hf` needs no limit.
     """
+
+    max_model_len: int | None = None
+
+    def with_room_for(self, prompt: int) -> AutoRollout:
+        asked = prompt + self.max_new_tokens
+        return self if self.max_model_len is not None else replace(self, max_model_len=asked)
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
     ) -> RolloutEngine:
         kind, reason = self.choice(model, autocast)
         log.info("rollout=auto takes rollout=%s: %s.", "vllm" if kind is VLLMRollout else "hf", reason)
-        chosen = kind(**{name: getattr(self, name) for name in COMMON})
-        return chosen.attach(model, tokenizer, seed, autocast, context)
+        return self._as(kind).attach(model, tokenizer, seed, autocast, context)
+
+    def chosen_for(self, model: Any, autocast: Autocast = None) -> Rollout:
+        """The description of the engine that `attach` takes."""
+        return self._as(self.choice(model, autocast)[0])
 
     def choice(self, model: Any, autocast: Autocast = None) -> tuple[type[Rollout], str]:
         """The engine's description, and why it is this one."""
@@ -48,3 +60,7 @@ class AutoRollout(Rollout):
         if (fault := vllm_fault(device == "cuda") or unfit(model, autocast)) is not None:
             return HFRollout, f"vLLM would be faster, but {fault.rstrip('.')}"
         return VLLMRollout, f"the model has {size / 1e6:.1f} million parameters on {device}"
+
+    def _as(self, kind: type[Rollout]) -> Rollout:
+        chosen = {name: getattr(self, name) for name in COMMON}
+        return VLLMRollout(**chosen, max_model_len=self.max_model_len) if kind is VLLMRollout else kind(**chosen)

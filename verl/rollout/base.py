@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.description import BuildContext, Description
+from verl.errors import ConfigError
 from verl.models.precision import Autocast
 from verl.ops.noise import TRAINING
 from verl.protocol import DataProto
@@ -33,9 +34,11 @@ class Rollout(Description):
         stop_token_ids: end a response beside the model's own end-of-text tokens; they belong to the response.
     Attributes:
         runs_ahead: the engine holds weights of its own, so that it can draw while the trainer changes its.
+        may_change: the engine reads `options` with every call, so that others may be put in their place.
     """
 
     runs_ahead: ClassVar[bool] = False
+    may_change: ClassVar[bool] = False
 
     temperature: float = 1.0
     top_k: int = 0
@@ -56,6 +59,25 @@ class Rollout(Description):
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             limit = self.max_new_tokens
             yield f"min_new_tokens is {self.min_new_tokens}: must lie between 0 and max_new_tokens {limit}."
+
+    def chosen_for(self, model: Any, autocast: Autocast = None) -> Rollout:
+        """What the engine of this model runs by: another description only where that chooses between engines."""
+        return self
+
+    def faults_beside(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
+        """What is wrong with it beside an actor with an adapter of so high a rank, whose weights are divided or not."""
+        return iter(())
+
+    def check_here(self, device: str) -> None:
+        """Look for what the engine needs, before weights are loaded.
+
+        Raises:
+            ConfigError: it is not installed on this machine.
+        """
+
+    def with_room_for(self, prompt: int) -> Rollout:
+        """The same, where no prompt has more than so many tokens: for engines that set memory aside by length."""
+        return self
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
@@ -133,11 +155,18 @@ class RolloutEngine:
 
 
 def stop_tokens(model: Any, tokenizer: Any, extra: tuple[int, ...]) -> Tensor:
-    """The ids that end a response: the model's, the tokenizer's and the run's own, sorted."""
+    """The ids that end a response: the model's, the tokenizer's and the run's own, sorted.
+
+    Raises:
+        ConfigError: the run names one that the model cannot draw.
+    """
+    size = model.config.get_text_config().vocab_size
+    if wrong := [i for i in extra if not 0 <= i < size]:
+        raise ConfigError(f"rollout.stop_token_ids has {wrong}: token ids of the model are 0 to {size - 1}.")
     configured = model.generation_config.eos_token_id
     ids = {tokenizer.eos_token_id, *extra}
     ids |= set(configured if isinstance(configured, list) else [configured])
-    return torch.tensor(sorted(i for i in ids if i is not None), dtype=torch.int64)
+    return torch.tensor(sorted(i for i in ids if i is not None and i < size), dtype=torch.int64)
 
 
 def assemble(

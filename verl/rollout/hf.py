@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class HFRollout(Rollout):
         share_prefix: compute each prompt once for all of its samples. Changes nothing but speed.
         drop_finished: finished rows leave the batch. Changes nothing but speed.
     """
+
+    may_change: ClassVar[bool] = True
 
     max_rows: int = 512
     share_prefix: bool = True

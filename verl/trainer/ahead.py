@@ -6,6 +6,7 @@ engine                 └────── draws k+1 with the weights before �
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from verl.algorithms.algorithm import Algorithm
 from verl.protocol import DataProto
 from verl.rollout.base import Request, Rollout
+
+log = logging.getLogger(__name__)
 
 
 class RolloutAhead:
@@ -30,6 +33,7 @@ class RolloutAhead:
         self._actor = actor
         self._asked: tuple[DataProto, Request] | None = None
         self._drawn: DataProto | None = None
+        self._is_loaded = False  # what was drawn comes from a checkpoint
 
     def begin(self, prompts: DataProto, request: Request) -> None:
         """Have the engine begin; returns at once."""
@@ -42,17 +46,19 @@ class RolloutAhead:
         """Wait for what was begun. May be called again, to no effect."""
         if self._asked is not None:
             asked, self._asked = self._asked, None
-            self._drawn = self._actor.finish_generate(*asked).result()
+            self._drawn, self._is_loaded = self._actor.finish_generate(*asked).result(), False
 
     def take(self, prompts: DataProto, request: Request) -> DataProto:
         """The responses to these prompts: drawn ahead, or drawn now where nothing was."""
         self.collect()
         drawn, self._drawn = self._drawn, None
-        if drawn is None:
-            return self._actor.generate(prompts, request).result()
-        wanted = prompts.batch["prompt_ids"].repeat_interleave(request.num_samples)
-        assert wanted.equal(drawn.batch["prompt_ids"]), "what was drawn ahead belongs to another batch"
-        return drawn
+        if drawn is not None:
+            wanted = prompts.batch["prompt_ids"].repeat_interleave(request.num_samples)
+            if wanted.equal(drawn.batch["prompt_ids"]):
+                return drawn
+            assert self._is_loaded, "what was drawn ahead belongs to another batch"
+            log.warning("What the checkpoint holds as drawn ahead is of a batch of another size: it is drawn anew.")
+        return self._actor.generate(prompts, request).result()
 
     def state(self) -> dict[str, Tensor]:
         """What was drawn and not yet trained on; empty if nothing."""
@@ -60,9 +66,12 @@ class RolloutAhead:
         return {} if self._drawn is None else dict(self._drawn.batch)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with what a checkpoint holds, in place of what was begun or drawn here."""
+        """Go on with what a checkpoint holds, in place of what was begun or drawn here.
+
+        It is of use where the next batch has its prompts; after a change of the size of a batch it has not.
+        """
         self.collect()
-        self._drawn = DataProto.from_dict(dict(tensors)) if tensors else None
+        self._drawn, self._is_loaded = DataProto.from_dict(dict(tensors)) if tensors else None, True
 
 
 def ahead_faults(rollout: Rollout, algorithm: Algorithm) -> Iterator[str]:

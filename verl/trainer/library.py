@@ -14,7 +14,7 @@ from verl.algorithms.algorithm import Algorithm
 from verl.checkpoint.settings import Checkpointing
 from verl.compose.check import check
 from verl.compose.keywords import described, key_faults
-from verl.compose.option import named_rollout
+from verl.compose.option import rollout_kind
 from verl.compose.overrides import flatten
 from verl.compose.short_file import Composed, compose_over_default, read_short_file
 from verl.compose.start import start
@@ -136,9 +136,9 @@ def _refuse_unknown_keys(
     train: Mapping[str, Any] | None,
     data: Mapping[str, Any] | None,
 ) -> None:
-    engine = named_rollout((rollout or {}).get("engine", "hf"))
+    engine = rollout_kind((rollout or {}).get("engine", "hf"))
     known = {
-        "rollout_config": (rollout, [*OF_ROLLOUT, *field_types(type(engine))]),
+        "rollout_config": (rollout, [*OF_ROLLOUT, *field_types(engine)]),
         "checkpoint_config": (checkpoint, field_types(Checkpointing)),
         "train_config": (train, [*OF_TRAINING, *field_types(PPOSettings)]),
         "data_config": (data, field_types(PromptOptions)),
@@ -174,7 +174,8 @@ def _arguments(
         if key == "engine":
             chosen["rollout"] = value
         else:
-            chosen["trainer.group_size" if key == "n" else f"rollout.{key}"] = value
+            plain = as_plain(value) if isinstance(value, Description) else value
+            chosen["trainer.group_size" if key == "n" else f"rollout.{key}"] = plain
     chosen |= {f"checkpoint.{key}": value for key, value in (checkpoint or {}).items()}
     return chosen | {OF_TRAINING.get(key, f"trainer.{key}"): value for key, value in (train or {}).items()}
 

@@ -153,6 +153,8 @@ class PPOTrainer:
             with faults_below("actor.model"):
                 context = with_tokenizer(context, run.actor)
             assert context.run_dir is not None
+            if run.trainer.placement is None:  # else the actor may live on another machine, or another device
+                run.rollout.check_here(context.device)
             self.context = context
             self.run_dir, self.tokenizer = context.run_dir, context.tokenizer
             self._refuse_other_tokenizers(run)
@@ -201,7 +203,7 @@ class PPOTrainer:
             actor=run.actor,
             critic=run.critic if run.algorithm.needs_values else None,
             reference=run.reference if run.algorithm.needs_reference else None,
-            rollout=run.rollout,
+            rollout=self._roomy(run.rollout),
             algorithm=run.algorithm,
             sharding=run.sharding,
             total_updates=self.num_steps * run.updates_per_step,
@@ -215,6 +217,12 @@ class PPOTrainer:
         self.ahead = RolloutAhead(self.actor) if run.trainer.rollout_ahead else None
         if run.reward_as_role is not None:
             self.reward = RewardElsewhere(roles["rm"], run.reward_as_role)
+
+    def _roomy(self, rollout: Rollout) -> Rollout:
+        """With room for every prompt of the data, as far as the data tell how long those are."""
+        longest = [getattr(data, "longest", None) for data in (self.train_data, self.eval_data) if data is not None]
+        known = [tokens for tokens in longest if tokens is not None]
+        return rollout.with_room_for(max(known)) if len(known) == len(longest) else rollout
 
     def _go_on_from(self, point: ResumePoint) -> None:
         """Take over what the roles do not hold: the place in the data, KL control, statistics of rewards, old rows."""

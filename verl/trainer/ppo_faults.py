@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from verl.engines.sharding import Sharding
 from verl.trainer.ahead import ahead_faults
 from verl.trainer.setup import Divided, sharding_faults
 from verl.workers.training import TrainedRole
@@ -36,6 +37,7 @@ def faults_between(run: Any) -> Iterator[str]:
     yield from _sharding_faults(run)
     if settings.rollout_ahead:
         yield from ahead_faults(run.rollout, algorithm)
+    yield from _rollout_faults(run)
     yield from _replay_faults(run)
     yield from _placement_faults(run)
     yield from _context_faults(run)
@@ -50,15 +52,25 @@ def _sharding_faults(run: Any) -> Iterator[str]:
                 "reference.sharding differs from that of the actor, and under actor.lora the reference is the "
                 "actor with its adapter off. Set reference.sharding=null, or give reference.model."
             )
-    placement, count = run.trainer.placement, run.trainer.n_gpus_per_node * run.trainer.nnodes
-    counts = dict.fromkeys(shardings, count) if placement is None else placement.sizes(tuple(shardings), count)
-    roles = []
+    counts, roles = _processes(run, shardings), []
     for role, sharding in shardings.items():
         described = getattr(run, role, None)
         path = "sharding" if getattr(described, "sharding", None) is None else f"{role}.sharding"
         model = described.model if isinstance(described, TrainedRole) else None
         roles.append(Divided(path, sharding, counts[role], model, f"{role}.model"))
-    yield from sharding_faults(roles, run.trainer, placement is not None)
+    yield from sharding_faults(roles, run.trainer, run.trainer.placement is not None)
+
+
+def _processes(run: Any, shardings: Mapping[str, Sharding]) -> Mapping[str, int]:
+    """Of each role, how many hold it."""
+    placement, count = run.trainer.placement, run.trainer.n_gpus_per_node * run.trainer.nnodes
+    return dict.fromkeys(shardings, count) if placement is None else placement.sizes(tuple(shardings), count)
+
+
+def _rollout_faults(run: Any) -> Iterator[str]:
+    shardings, adapter = run.shardings(), run.actor.lora
+    is_divided = shardings["actor"].parameter_shards(_processes(run, shardings)["actor"]) > 1
+    yield from run.rollout.faults_beside(None if adapter is None else adapter.rank, is_divided)
 
 
 def _replay_faults(run: Any) -> Iterator[str]:

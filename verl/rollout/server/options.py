@@ -11,6 +11,11 @@ from verl.models.precision import Autocast
 from verl.remote.endpoint import Endpoint
 from verl.rollout.base import Rollout, RolloutEngine
 
+DIVIDED = (
+    "each process holds a part of every tensor, and the server is given whole ones. Set sharding=none or sharding=ddp, "
+    "or rollout=hf."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRollout(Rollout):
@@ -62,6 +67,10 @@ class ServerRollout(Rollout):
             yield f"transfer_dir is {self.transfer_dir!r}: nothing is transferred where weights is fixed. Set it null."
         if self.protocol == "tgi":
             yield from self._tgi_faults()
+
+    def faults_beside(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
+        if self.weights == "reload" and is_divided:
+            yield f"rollout.weights is reload: {DIVIDED}"
 
     def _tgi_faults(self) -> Iterator[str]:
         if self.weights == "reload":

@@ -14,7 +14,7 @@ from verl.remote.asking import Ask, Unfit
 from verl.remote.client import Client
 from verl.rollout.base import stop_tokens
 from verl.rollout.server.openai import OpenAI
-from verl.rollout.server.options import ServerRollout
+from verl.rollout.server.options import DIVIDED, ServerRollout
 from verl.rollout.server.probing import Probe, probe_rows_for
 from verl.rollout.server.protocol import Draw, Protocol, Wish
 from verl.rollout.server.sampler import Parts, ServerSampler
@@ -33,6 +33,7 @@ def started(
     Raises:
         ConfigError: no server is there, or it is not fit; says what to change.
     """
+    stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
     with faults_below("rollout"):
         with faults_below("endpoint"):
             client = options.endpoint.build(context)
@@ -40,7 +41,6 @@ def started(
         try:
             _refuse_absence(client)
             protocol, limit = _protocol(options, client, tokenizer)
-            stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
             wish = Wish(
                 options.max_new_tokens,
                 options.min_new_tokens,
@@ -182,10 +182,7 @@ def _refuse_another_model(options: ServerRollout, probe: Probe, model: Any, auto
 
 def _refuse_divided(options: ServerRollout, model: Any) -> None:
     if options.weights == "reload" and any(hasattr(weight, "device_mesh") for weight in model.parameters()):
-        raise ConfigError(
-            "weights is reload: each process holds a part of every tensor, and the server is given whole ones. "
-            "Set sharding=none or sharding=ddp, or rollout=hf."
-        )
+        raise ConfigError(f"weights is reload: {DIVIDED}")
 
 
 def _num_tokens(model: Any, tokenizer: Any) -> int:

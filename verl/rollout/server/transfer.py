@@ -50,9 +50,11 @@ class Transfer:
         base = Path(directory).expanduser() if directory is not None else Path(_memory_directory())
         try:
             base.mkdir(parents=True, exist_ok=True)
-            self.directory = Path(tempfile.mkdtemp(prefix="verl_weights_", dir=base))
+            # gone with this process, too, if nobody closes it
+            self._held = tempfile.TemporaryDirectory(prefix="verl_weights_", dir=base, ignore_cleanup_errors=True)
         except OSError as error:
             raise ConfigError(f"transfer_dir is {str(base)!r}: cannot be written ({error}).") from error
+        self.directory = Path(self._held.name)
         self.directory.chmod(0o755)  # the server may be another user's
 
     def check(self) -> None:
@@ -89,7 +91,7 @@ class Transfer:
 
     def close(self) -> None:
         """Leave nothing behind."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._held.cleanup()
 
     def _ask(self, call: Ask) -> None:
         report = self.client.ask([call])[0]

@@ -23,7 +23,7 @@ from verl.rollout.base import Request, RolloutEngine, Synced
 from verl.rollout.vllm.agreeing import Interrupted, agreed, among_siblings, from_first
 from verl.rollout.vllm.engine import MIB, rows_of
 from verl.rollout.vllm.leading import LeadingEngine
-from verl.rollout.vllm.options import VLLMRollout
+from verl.rollout.vllm.options import DIVIDED, VLLMRollout
 from verl.rollout.vllm.planned_sync import PlannedSync
 from verl.rollout.vllm.process import EngineDied
 from verl.rollout.vllm.setting import dtype_of
@@ -48,10 +48,7 @@ class DividedEngine(RolloutEngine):
         self, options: VLLMRollout, model: Any, tokenizer: Any, seed: int, autocast: Autocast, context: BuildContext
     ):
         if options.lora == "adapter" and hasattr(model, "peft_config"):
-            raise ConfigError(
-                "rollout.lora is adapter, and the actor is divided over processes: set rollout.lora=merged, whose "
-                "merging is divided too, or sharding=ddp."
-            )
+            raise ConfigError(f"rollout.lora is adapter, {DIVIDED}")
         self.options, self.divided = options, model.divided
         self._pad_id = tokenizer.pad_token_id
         self._begun: tuple[DataProto, Request] | None = None

@@ -24,7 +24,7 @@ def as_config_error(error: EngineError, setting: Setting, model: Any) -> Excepti
         shorter = f", or rollout.max_model_len to {fits[1]}" if fits else ", or rollout.max_model_len lower"
         return ConfigError(
             f"rollout.kv_cache_gib is {options.kv_cache_gib}: keys and values of one sequence of {length} tokens alone "
-            f"take {needed}. Set it to at least that{shorter}."
+            f"take {needed} GiB. Set it to at least that{shorter}."
         )
     if "are not supported for now" in text or ("not supported by" in text and "architecture" in text.lower()):
         return ConfigError(

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from verl.description import BuildContext
+from verl.errors import ConfigError
 from verl.models.precision import Autocast
 from verl.rollout.base import ALONE, Rollout, RolloutEngine
+from verl.utils.env_check import vllm_fault
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+HIGHEST_RANK = f"vLLM takes adapters of at most rank {LORA_RANKS[-1]}. Set rollout.lora=merged."
+DIVIDED = (
+    "and the actor is divided over processes: set rollout.lora=merged, whose merging is divided too, or sharding=ddp."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +30,8 @@ class VLLMRollout(Rollout):
         kv_cache_gib: memory for keys and values, of each engine.
         max_num_seqs: responses decoded at a time; further ones wait.
         max_num_batched_tokens: tokens of one forward pass; longer prompts are read in pieces.
-        max_model_len: longest prompt and response together, in tokens; null for what the model can.
+        max_model_len: longest prompt and response together, in tokens; null for what the data of the run ask for, or
+            where no data are known, what the model can.
         prefix_caching: samples of one prompt share its keys and values. Changes nothing but speed.
         enforce_eager: run the model as written; false compiles it first, which takes minutes and pays off on GPUs.
         tensor_parallel_size: GPUs that one engine spans.
@@ -34,6 +43,7 @@ class VLLMRollout(Rollout):
     """
 
     runs_ahead: ClassVar[bool] = True
+    may_change: ClassVar[bool] = True
 
     kv_cache_gib: float = 1.0
     max_num_seqs: int = 256
@@ -70,6 +80,22 @@ class VLLMRollout(Rollout):
                 f"max_model_len is {self.max_model_len}: it holds prompt and response, and max_new_tokens alone is "
                 f"{self.max_new_tokens}."
             )
+
+    def faults_beside(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
+        if self.lora == "merged" or lora_rank is None:
+            return
+        if lora_rank > LORA_RANKS[-1]:
+            yield f"actor.lora.rank is {lora_rank}: {HIGHEST_RANK}"
+        if is_divided:
+            yield f"rollout.lora is adapter, {DIVIDED}"
+
+    def check_here(self, device: str) -> None:
+        if (fault := vllm_fault(device.startswith("cuda"))) is not None:
+            raise ConfigError(f"rollout=vllm cannot run: {fault}")
+
+    def with_room_for(self, prompt: int) -> VLLMRollout:
+        asked = prompt + self.max_new_tokens
+        return self if self.max_model_len is not None else replace(self, max_model_len=asked)
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE

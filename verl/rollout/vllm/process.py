@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -131,7 +132,7 @@ class EngineProcess:
                 pass_fds=[theirs.fileno()],
                 process_group=0,
             )
-        atexit.register(self.kill)
+        atexit.register(self._leave)
         self._connection = Connection(ours.detach())
         try:
             self._send(Start(tuple(map(os.path.abspath, sys.path)), self.setting))
@@ -176,7 +177,7 @@ class EngineProcess:
 
     def kill(self) -> None:
         """End it and all that it started, at once."""
-        atexit.unregister(self.kill)
+        atexit.unregister(self._leave)
         process, self._process = self._process, None
         if self._connection is not None:
             self._connection.close()
@@ -186,6 +187,11 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+    def _leave(self) -> None:
+        """Where the trainer ends and nobody has closed the engine: it goes, and its directory with it."""
+        self.kill()
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def log_tail(self) -> str:
         """The last lines that the process printed."""

@@ -13,12 +13,11 @@ import torch
 from verl.description import BuildContext
 from verl.errors import ConfigError
 from verl.models.precision import Autocast
-from verl.rollout.vllm.options import VLLMRollout
+from verl.rollout.vllm.options import HIGHEST_RANK, LORA_RANKS, VLLMRollout
 from verl.rollout.vllm.process import CORES_VARIABLE
-from verl.utils.env_check import num_cores, vllm_fault
+from verl.utils.env_check import num_cores
 
 GIB = 1 << 30
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -69,14 +68,11 @@ def setting_of(options: VLLMRollout, model: Any, autocast: Autocast, directory: 
     """
     rank = _lora_rank(model) if options.lora == "adapter" else None
     is_on_gpu = model.device.type == "cuda"
-    if (fault := vllm_fault(is_on_gpu)) is not None:
-        raise ConfigError(f"rollout=vllm cannot run: {fault}")
+    options.check_here(model.device.type)
     if (fault := unfit(model, autocast)) is not None:
         raise ConfigError(f"{fault} Set rollout=hf.")
     if rank is not None and rank > LORA_RANKS[-1]:
-        raise ConfigError(
-            f"actor.lora.rank is {rank}: vLLM takes adapters of at most rank {LORA_RANKS[-1]}. Set rollout.lora=merged."
-        )
+        raise ConfigError(f"actor.lora.rank is {rank}: {HIGHEST_RANK}")
     threads = options.num_threads or torch.get_num_threads()
     return Setting(options, str(directory), dtype_of(model, autocast), threads, is_on_gpu, rank)
 

