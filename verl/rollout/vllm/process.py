@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import RolloutError
+from verl.rollout.vllm.ending import end_group
 
 END_TIMEOUT_S = 20.0  # an engine of several workers ends them one after another
 LOOK_EVERY_S = 0.5
@@ -183,9 +184,9 @@ class EngineProcess:
             self._connection = None
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
+        end_group(process.pid)
 
     def log_tail(self) -> str:
         """The last lines that the process printed."""
