@@ -49,8 +49,10 @@ def test_an_engine_that_does_not_end_by_itself_leaves_neither_workers_nor_their_
     try:
         engine.sync()
         pid = engine.process_id
-        shared = set(re.findall(r"/dev/shm/psm_\w+", Path(f"/proc/{pid}/maps").read_text()))
-        assert shared
+        running = members(pid)
+        maps = "".join(Path(f"/proc/{one}/maps").read_text() for one in running)
+        shared = set(re.findall(r"/dev/shm/(?:psm|vllm_dist)_\S+", maps))
+        assert {name.split("_")[0] for name in shared} == {"/dev/shm/psm", "/dev/shm/vllm"}
         if has_died:
             os.kill(pid, signal.SIGKILL)
         engine._process.kill()

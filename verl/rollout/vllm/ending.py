@@ -24,6 +24,16 @@ def end_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
+def sweep(shared: str) -> None:
+    """Remove the memory that the workers of an engine on a CPU share, and that vLLM leaves.
+
+    Args:
+        shared: how the names of it begin; empty for none.
+    """
+    for file in Path("/dev/shm").glob(f"{shared}*") if shared else ():
+        file.unlink(missing_ok=True)
+
+
 def members(group: int) -> dict[int, bytes]:
     """Who runs in a group of processes, with the command line; nobody where the system does not tell."""
     found = {}
