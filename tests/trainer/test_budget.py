@@ -122,6 +122,23 @@ def test_an_adapter_and_a_divided_model_take_less():
     assert 0 < shared.gathered < shared.generating == whole.weights
 
 
+def test_processes_that_share_layers_work_on_the_same_rows():
+    def budget(*choices):
+        return budget_of(check(compose_root("ppo", ["actor=tiny_scratch", "trainer.prompts_per_step=4", *choices])))
+
+    one, rows, layers = budget(), *(budget(f"sharding={name}", "trainer.n_gpus_per_node=4") for name in ("ddp", "tp"))
+    assert layers.roles[0].working == one.roles[0].working == 4 * rows.roles[0].working
+    assert layers.cache == rows.cache == one.cache // 4  # of the own heads, for all rows
+
+
+def test_processes_of_a_mesh_share_the_memory_of_the_machine():
+    tiny = "actor=tiny_scratch"
+    mesh = ("trainer=mesh", "sharding=fsdp", "trainer.placement.devices=[cpu:0,cpu:1]")
+    assert budget_of(check(compose_root("ppo", [tiny, *mesh]))).processes == 2
+    ray = ("trainer=ray", "sharding=fsdp", "trainer.n_gpus_per_node=4", "trainer.nnodes=2")
+    assert budget_of(check(compose_root("ppo", [tiny, *ray]))).processes == 4  # on this machine
+
+
 def test_what_an_asynchronous_save_copies_counts_where_the_copy_lies():
     def budget(option: str) -> Budget:
         return budget_of(check(compose_root("ppo", ["actor=tiny_scratch", "critic=tiny_scratch", option])))
