@@ -18,7 +18,7 @@ from verl.compose.composition import compose_root
 from verl.compose.paths import conf_dir
 from verl.models.sizes import sizes_of
 from verl.trainer import budget as budget_module
-from verl.trainer.budget import GIB, Budget, RoleBudget, budget_of, free_disk, free_memory
+from verl.trainer.budget import GIB, Budget, RoleBudget, budget_of, free_disk, free_memory, sft_budget_of
 
 ROOT = conf_dir().parent
 MEASURE = """
@@ -137,6 +137,17 @@ def test_processes_of_a_mesh_share_the_memory_of_the_machine():
     assert budget_of(check(compose_root("ppo", [tiny, *mesh]))).processes == 2
     ray = ("trainer=ray", "sharding=fsdp", "trainer.n_gpus_per_node=4", "trainer.nnodes=2")
     assert budget_of(check(compose_root("ppo", [tiny, *ray]))).processes == 4  # on this machine
+
+
+def test_a_run_of_supervised_fine_tuning_has_a_budget_too():
+    one, two = (
+        sft_budget_of(check(compose_root("sft", list(choices))))
+        for choices in ((), ("sharding=fsdp", "trainer.n_gpus_per_node=2"))
+    )
+    assert list(one.phases()) == ["update actor"]
+    assert two.roles[0].resident == one.roles[0].resident // 2
+    assert (one.processes, two.processes, one.saving) == (1, 2, two.saving)
+    assert one.flops > 0
 
 
 def test_what_an_asynchronous_save_copies_counts_where_the_copy_lies():

@@ -19,6 +19,7 @@ from verl.description import BuildContext
 from verl.engines.costs import cost_of
 from verl.engines.sharding import NoSharding, Sharding
 from verl.models.sizes import ModelSizes, sizes_of
+from verl.trainer.settings import LoopSettings, PPOSettings
 from verl.workers.training import TrainedRole
 
 _log = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ class Budget:
 
     Attributes:
         roles: that live side by side in each process.
-        cache: keys and values while responses are drawn; of an engine beside the trainer its weights too.
+        cache: keys and values while responses are drawn; of an engine beside the trainer its weights too. 0 where none
+            are drawn.
         processes: that hold the roles, on this machine.
         saving: bytes of one checkpoint.
         kept: checkpoints on disk at a time.
@@ -93,9 +95,9 @@ class Budget:
             f"update {role.name}": role.working + role.gathered + (role.gradients if role in there else 0)
             for role in trained
         }
+        drawn = {"generate": resident + generating + self.cache, "score": resident + scoring} if self.cache else {}
         return {
-            "generate": resident + generating + self.cache,
-            "score": resident + scoring,
+            **drawn,
             **{name: resident + more for name, more in updates.items()},
         }
 
@@ -198,8 +200,37 @@ def budget_of(run: Any) -> Budget:
         kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         flops=flops,
         copied=saved // settings.nnodes if saves is not None and saves.save_async else 0,
-        on_host=settings.device == "cpu" or not torch.cuda.is_available(),
+        on_host=_is_on_host(settings),
     )
+
+
+def sft_budget_of(run: Any) -> Budget:
+    """The budget of a run of supervised fine-tuning.
+
+    Args:
+        run: an `SFTRun` whose model's configuration can be read.
+    """
+    settings, saves = run.trainer, run.checkpoint
+    world = settings.n_gpus_per_node * settings.nnodes
+    sharding = (run.actor.sharding or run.sharding) if world > 1 else NoSharding()
+    own = -(-settings.batch_size // _shares(sharding, world))
+    length = getattr(run.data, "max_length", None) or run.actor.micro_batch_tokens
+    sizes = sizes_of(run.actor.model.load_config(), run.actor.lora)
+    role = replace(_trained("actor", run.actor, sizes, own * length, sharding, world), generating=0)
+    return Budget(
+        roles=(role,),
+        cache=0,
+        processes=-(-world // settings.nnodes),
+        saving=role.saved if saves is not None else 0,
+        kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
+        flops=6 * sizes.parameters * settings.batch_size * length,
+        copied=role.saved // settings.nnodes if saves is not None and saves.save_async else 0,
+        on_host=_is_on_host(settings),
+    )
+
+
+def _is_on_host(settings: LoopSettings) -> bool:
+    return settings.device == "cpu" or not torch.cuda.is_available()
 
 
 def _shares(sharding: Sharding, count: int) -> int:
@@ -265,7 +296,7 @@ def free_main_memory() -> int | None:
 def tell_budget(run: Any, context: BuildContext, checkpoints: Path) -> None:
     """Estimate what the run takes, before any weight is loaded, and warn where it may not suffice."""
     try:
-        budget = budget_of(run)
+        budget = budget_of(run) if isinstance(run.trainer, PPOSettings) else sft_budget_of(run)
     except Exception as error:  # noqa: BLE001 - whatever is odd about a configuration, an estimate stops no run
         _log.warning("What this run takes cannot be estimated: %s: %s", type(error).__name__, error)
         return
