@@ -19,7 +19,7 @@ from verl.cluster.base import role_handles
 from verl.cluster.in_process import InProcess
 from verl.cluster.processes import Processes
 from verl.description import BuildContext
-from verl.errors import VerlError, WorkerDied, WorkerError
+from verl.errors import VerlError, WorkerDied, WorkerError, WorkerHung
 from verl.protocol import DataProto
 
 pytestmark = pytest.mark.xdist_group("cluster")
@@ -41,9 +41,9 @@ def rows(count: int) -> DataProto:
     return DataProto.from_dict({"attention_mask": mask.long(), "number": torch.arange(count)}, {"text": texts})
 
 
-def start(size: int, run_dir: Path | None = None, **options):
+def start(size: int, run_dir: Path | None = None, timeout_s: float = 1800.0, **options):
     host = ToyHost(**options)
-    cluster = Processes(host, BuildContext(run_dir=run_dir), size, num_threads=1)
+    cluster = Processes(host, BuildContext(run_dir=run_dir), size, num_threads=1, call_timeout_s=timeout_s)
     return cluster, role_handles(cluster, host)["toy"]
 
 
@@ -139,6 +139,15 @@ def test_a_worker_killed_while_idle_fails_the_next_call(own_tmp):
         assert caught.value.call in ("idle", "toy.where")
     finally:
         cluster.close()
+    assert temporary_directories(own_tmp) == []
+
+
+def test_a_worker_that_stands_still_while_it_builds_its_roles_is_named(own_tmp, monkeypatch):
+    monkeypatch.setattr(processes, "BUILD_TIMEOUT_S", 1.0)
+    with pytest.raises(WorkerHung, match="no answer within 1 s") as caught:
+        start(2, timeout_s=1.0, hangs_on=1)
+    assert caught.value.call == "start"
+    assert workers_of(os.getpid()) == []
     assert temporary_directories(own_tmp) == []
 
 

@@ -103,6 +103,13 @@ def test_a_worker_that_stands_still_is_named_with_the_line_where_it_stands():
         cluster.close()
 
 
+def test_a_worker_that_stands_still_while_it_builds_its_roles_is_named(monkeypatch):
+    monkeypatch.setattr(ray_crew, "BUILD_TIMEOUT_S", 1.0)
+    with pytest.raises(WorkerHung, match="no answer within 1 s") as caught:
+        start(1, timeout_s=1.0, hangs_on=0)
+    assert caught.value.call == "start"
+
+
 def test_a_stopped_worker_is_named_and_ended(monkeypatch):
     monkeypatch.setattr(ray_crew, "STACK_TIMEOUT_S", 1.0)
     cluster, toy = start(2, timeout_s=1.0)

@@ -96,9 +96,11 @@ class ToyHost(Description):
 
     Args:
         fails_on: this rank cannot build it.
+        hangs_on: this rank never has it built.
     """
 
     fails_on: int | None = None
+    hangs_on: int | None = None
 
     def worker_types(self) -> dict[str, type]:
         return {"toy": Toy}
@@ -109,4 +111,6 @@ class ToyHost(Description):
     def build(self, context: BuildContext) -> ToyPlace:
         if context.rank == self.fails_on:
             raise FileNotFoundError("weights are not where they should be")
+        if context.rank == self.hangs_on:
+            time.sleep(600)
         return ToyPlace({"toy": Toy(context.rank, context.world_size)})

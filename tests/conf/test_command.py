@@ -90,6 +90,42 @@ def test_an_interrupted_or_failed_run_ends_with_its_status_and_tells_no_secret(r
     assert "abcdefgh12345" not in done.stderr
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def test_under_torchrun_one_process_drives_as_many_workers_as_it_has_started(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\n"
+        "from verl.compose.entry import entry_point\n"
+        "@entry_point('ppo')\n"
+        "def main(job):\n"
+        "    print('JOB', job.config.trainer.n_gpus_per_node, os.environ.get('RANK'), os.environ.get('WORLD_SIZE'))\n"
+        "main()\n"
+    )
+    done = run(tmp_path, *TORCHRUN, str(script), "sharding=fsdp")
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if "JOB" in line] == ["JOB 2 None None"]
+    assert done.stderr.count("torchrun has started 2 processes: trainer.n_gpus_per_node=2") == 1
+
+
+@pytest.mark.parametrize(
+    ("of_all", "here", "argument", "said"),
+    [
+        ("4", "2", "sharding=fsdp", "torchrun has started 4 processes on 2 machines"),
+        ("2", "2", "trainer.n_gpus_per_node=4", "trainer.n_gpus_per_node is 4: torchrun has started 2 processes"),
+    ],
+)
+def test_what_torchrun_has_started_and_a_run_cannot_use_is_refused(of_all, here, argument, said, tmp_path, monkeypatch):
+    places = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": of_all, "LOCAL_WORLD_SIZE": here}
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
+    done = run(tmp_path, str(ROOT / "main_ppo.py"), "sharding=fsdp", argument)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_sweep_gives_each_job_its_values_and_directory(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -64,6 +64,13 @@ def faults_of(*args, **kwargs) -> list[str]:
     return caught.value.faults
 
 
+def test_a_script_that_torchrun_has_started_twice_does_not_train_twice(short_file, monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    (fault,) = faults_of(short_file(), train_dataset=ROWS, reward_fn=score)
+    assert "torchrun has started this script 2 times" in fault
+
+
 def test_a_short_file_with_rows_and_a_reward_function_trains(short_file):
     with LocalPPOTrainer(short_file(), train_dataset=ROWS, reward_fn=score) as trainer:
         result = trainer.fit()

@@ -12,11 +12,13 @@ import pytest
 from cli.small_runs import small_run
 from hydra import compose, initialize_config_dir
 from hydra.types import RunMode
+from omegaconf import open_dict
 from PIL import Image
 
 from verl.compose import schema
+from verl.compose.check import check
 from verl.compose.paths import conf_dir, group_options
-from verl.tracking.sweep_table import outcomes, table
+from verl.tracking.sweep_table import outcomes, table, write
 
 ROOT = conf_dir().parent
 
@@ -42,6 +44,11 @@ def test_the_jobs_of_a_sweep_are_compared(tmp_path, model64):
     groups = [file.read_bytes() for file in directory.glob("*/wandb/offline-run-*/run-*.wandb")]
     assert len(groups) == 2
     assert all(directory.name.encode() in record for record in groups)  # the group of both
+    assert head[-1] == "W&B run"
+    assert all((directory / row[-1]).match(f"{row[0]}/wandb/offline-run-*") for row in rows)
+    assert all((directory / row[-1]).is_dir() for row in rows)
+    (line,) = (line for line in done.stdout.splitlines() if "peak memory" in line)  # no column is folded
+    assert all(column in line for column in head[:-1])
 
 
 @pytest.mark.parametrize("option", group_options(conf_dir())["sweep"])
@@ -51,10 +58,27 @@ def test_a_sweep_file_makes_a_multirun_of_it(option):
     assert any("," in str(values) for values in config.hydra.sweeper.params.values())
 
 
+@pytest.mark.parametrize(("sharding", "processes"), [("none", 1), ("ddp", 2), ("fsdp", 2), ("tp", 2)])
+def test_a_sweep_over_shardings_divides_over_two_processes_what_can_be_divided(sharding, processes):
+    config = compose_hydra("sweep=sharding_checkpoint", f"sharding={sharding}")
+    assert sharding in config.hydra.sweeper.params.sharding.split(",")
+    with open_dict(config):
+        del config.hydra
+    assert check(config).trainer.n_gpus_per_node == processes
+
+
 def compose_hydra(*overrides: str):
     schema.register()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return compose("ppo", list(overrides), return_hydra_config=True)
+
+
+def test_the_address_of_a_wandb_run_is_in_the_table(tmp_path):
+    place = {"id": "1a", "url": "https://wandb.ai/me/verl/runs/1a", "directory": str(tmp_path / "0/wandb/run-1a")}
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0/wandb.json").write_text(json.dumps(place))
+    written = write(tmp_path, outcomes(tmp_path))
+    assert list(csv.reader(written[0].open()))[1][-1] == place["url"]
 
 
 def test_a_job_without_a_result_stands_in_the_table_too(tmp_path):

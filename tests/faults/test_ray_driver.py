@@ -21,7 +21,7 @@ from cluster.ray_here import small_session
 from cluster.toy_roles import ToyHost
 from verl.cluster.base import role_handles
 from verl.cluster.ray import RayActors
-from verl.cluster.ray_crew import Group, _refuse_mixed
+from verl.cluster.ray_crew import Group
 from verl.description import BuildContext
 
 host = ToyHost()

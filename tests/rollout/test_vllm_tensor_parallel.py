@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
+from pathlib import Path
 
 import pytest
 from rollout.engines import agreement, random_prompts, save_family, shake
@@ -10,6 +13,7 @@ from rollout.engines import agreement, random_prompts, save_family, shake
 from verl.description import BuildContext
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
+from verl.rollout.vllm.ending import members
 from verl.rollout.vllm.options import VLLMRollout
 
 pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.exhaustive]
@@ -33,3 +37,26 @@ def test_two_workers_draw_what_our_own_loop_draws_and_leave_no_shared_memory(tmp
     log = (tmp_path / "workers/vllm_0.log").read_text()
     shared = [name for name in os.listdir("/dev/shm") if name.startswith("vllm_dist_") and name[:42] in log]
     assert shared == []
+
+
+@pytest.mark.parametrize("has_died", [True, False], ids=["died", "killed"])
+def test_an_engine_that_does_not_end_by_itself_leaves_neither_workers_nor_their_shared_memory(has_died, tmp_path):
+    source = save_family(tmp_path / "model", "qwen2_tied")
+    options = VLLMRollout(max_new_tokens=4, kv_cache_gib=0.05, max_num_seqs=16, tensor_parallel_size=2)
+    engine = options.attach(
+        source.load_causal_lm("cpu"), source.load_tokenizer(), 0, None, BuildContext(run_dir=tmp_path)
+    )
+    try:
+        engine.sync()
+        pid = engine.process_id
+        running = members(pid)
+        maps = "".join(Path(f"/proc/{one}/maps").read_text() for one in running)
+        shared = set(re.findall(r"/dev/shm/(?:psm|vllm_dist)_\S+", maps))
+        assert {name.split("_")[0] for name in shared} == {"/dev/shm/psm", "/dev/shm/vllm"}
+        if has_died:
+            os.kill(pid, signal.SIGKILL)
+        engine._process.kill()
+    finally:
+        engine.close()
+    assert {name for name in shared if Path(name).exists()} == set()
+    assert members(pid) == {}

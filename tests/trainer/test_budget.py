@@ -18,7 +18,7 @@ from verl.compose.composition import compose_root
 from verl.compose.paths import conf_dir
 from verl.models.sizes import sizes_of
 from verl.trainer import budget as budget_module
-from verl.trainer.budget import GIB, Budget, RoleBudget, budget_of, free_disk, free_memory
+from verl.trainer.budget import GIB, Budget, RoleBudget, budget_of, free_disk, free_memory, sft_budget_of
 
 ROOT = conf_dir().parent
 MEASURE = """
@@ -120,6 +120,34 @@ def test_an_adapter_and_a_divided_model_take_less():
     shared = actor("sharding=ddp", "+sharding@actor.sharding=fsdp", "trainer.n_gpus_per_node=4")
     assert shared.resident == whole.resident // 4
     assert 0 < shared.gathered < shared.generating == whole.weights
+
+
+def test_processes_that_share_layers_work_on_the_same_rows():
+    def budget(*choices):
+        return budget_of(check(compose_root("ppo", ["actor=tiny_scratch", "trainer.prompts_per_step=4", *choices])))
+
+    one, rows, layers = budget(), *(budget(f"sharding={name}", "trainer.n_gpus_per_node=4") for name in ("ddp", "tp"))
+    assert layers.roles[0].working == one.roles[0].working == 4 * rows.roles[0].working
+    assert layers.cache == rows.cache == one.cache // 4  # of the own heads, for all rows
+
+
+def test_processes_of_a_mesh_share_the_memory_of_the_machine():
+    tiny = "actor=tiny_scratch"
+    mesh = ("trainer=mesh", "sharding=fsdp", "trainer.placement.devices=[cpu:0,cpu:1]")
+    assert budget_of(check(compose_root("ppo", [tiny, *mesh]))).processes == 2
+    ray = ("trainer=ray", "sharding=fsdp", "trainer.n_gpus_per_node=4", "trainer.nnodes=2")
+    assert budget_of(check(compose_root("ppo", [tiny, *ray]))).processes == 4  # on this machine
+
+
+def test_a_run_of_supervised_fine_tuning_has_a_budget_too():
+    one, two = (
+        sft_budget_of(check(compose_root("sft", list(choices))))
+        for choices in ((), ("sharding=fsdp", "trainer.n_gpus_per_node=2"))
+    )
+    assert list(one.phases()) == ["update actor"]
+    assert two.roles[0].resident == one.roles[0].resident // 2
+    assert (one.processes, two.processes, one.saving) == (1, 2, two.saving)
+    assert one.flops > 0
 
 
 def test_what_an_asynchronous_save_copies_counts_where_the_copy_lies():

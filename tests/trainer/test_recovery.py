@@ -36,6 +36,29 @@ def test_a_trainer_is_built_anew_in_the_same_place_and_ends_as_if_nothing_had_be
     assert result.checkpoints == ["global_step_3", "global_step_4"]
 
 
+def test_a_worker_that_is_lost_while_the_run_is_built_anew_costs_one_more_restart(model32, tmp_path, monkeypatch):
+    lost = [WorkerDied(0, "start", None, "the process ended"), WorkerDied(0, "actor.update", 3, "the process ended")]
+    with course(model32, tmp_path).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        step, start = trainer.step, type(trainer)._start_roles
+
+        def step_and_lose(batch, number):
+            if number == 3 and len(lost) == 2:
+                raise lost.pop()
+            return step(batch, number)
+
+        def start_and_lose(trainer, run, context):
+            if lost:
+                raise lost.pop()
+            start(trainer, run, context)
+
+        trainer.step = step_and_lose
+        monkeypatch.setattr(type(trainer), "_start_roles", start_and_lose)
+        fit_once = type(trainer).fit
+        result = fit_through_losses(trainer, lambda: _as_it_is(trainer, fit_once), max_restarts=2)
+    assert (result.status, result.steps, lost) == ("finished", 4, [])
+    assert result.restarts == ["rank 0 failed in actor.update at step 3", "rank 0 failed in start"]
+
+
 def test_without_restarts_the_loss_is_told_as_it_was(model32, tmp_path):
     error = WorkerDied(0, "actor.update", 3, "the process ended")
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from verl.cluster.base import Deadline
 from verl.errors import WorkerDied, WorkerHung
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 300.0  # of a process, until it connects
+BUILD_TIMEOUT_S = 600.0  # of its roles, unless calls are given longer
 END_TIMEOUT_S = 5.0
 STACK_TIMEOUT_S = 5.0
 LOG_TAIL_LINES = 20

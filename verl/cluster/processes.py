@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from verl.cluster.base import Deadline, HostDescription
-from verl.cluster.crew import END_TIMEOUT_S, Crew
+from verl.cluster.crew import BUILD_TIMEOUT_S, END_TIMEOUT_S, Crew
 from verl.cluster.mailbox import Letter, Mailbox, Post, quietly_send
 from verl.cluster.memory import Block, Blocks, lease
 from verl.cluster.parcel import Rows
@@ -51,7 +51,7 @@ class Processes:
         call_timeout_s: after which a call that is not answered names who is silent.
     Raises:
         WorkerError: a worker could not build its roles.
-        WorkerDied: a worker ended while it was starting.
+        WorkerDied: a worker ended while it was starting; WorkerHung: it did not come to an end with that.
         ConfigError: a worker is of another version than the driver.
     """
 
@@ -159,9 +159,8 @@ class Processes:
             self._mailboxes.append(mailbox := Mailbox(connection, self._post))
             threading.Thread(target=self._listen, args=(rank, mailbox), daemon=True).start()
         self._sender.start()
-        found = ready.future.result()  # however long the weights take: a worker's end would be noticed
-        refuse_mixed(found, "sharding")
         threading.Thread(target=self._watch, daemon=True).start()
+        refuse_mixed(ready.future.result(), "sharding")
 
     def _send_calls(self) -> None:
         """Send what `submit` puts out.
@@ -219,10 +218,11 @@ class Processes:
                 number = min(self._pending, default=None)
                 pending = None if number is None else self._pending[number]
                 waiting = [rank for rank in range(self.world_size) if rank not in self._answers.get(number, {})]
+            limit_s = max(self._call_timeout_s, BUILD_TIMEOUT_S) if number == READY else self._call_timeout_s
             if number != oldest or pending is None:
-                oldest, deadline = number, Deadline(self._call_timeout_s)
+                oldest, deadline = number, Deadline(limit_s)
             elif not deadline.left_s:
-                self._fail(self._crew.silence(waiting, pending.name, pending.step, self._call_timeout_s))
+                self._fail(self._crew.silence(waiting, pending.name, pending.step, limit_s))
                 return
 
     def _on_hang_up(self, rank: int) -> None:

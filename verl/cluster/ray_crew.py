@@ -17,7 +17,7 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.cluster.base import Deadline, HostDescription
-from verl.cluster.crew import END_TIMEOUT_S, LOG_TAIL_LINES, START_TIMEOUT_S
+from verl.cluster.crew import BUILD_TIMEOUT_S, END_TIMEOUT_S, LOG_TAIL_LINES, START_TIMEOUT_S
 from verl.cluster.parcel import Parcel, unwrap
 from verl.cluster.ray_actor import RoleActor, Told
 from verl.cluster.ray_session import Session
@@ -75,7 +75,7 @@ class RayCrew:
 
         Raises:
             WorkerError: a worker could not build its roles.
-            WorkerDied: a worker ended while it was starting.
+            WorkerDied: a worker ended while it was starting; WorkerHung: it did not come to an end with that.
             ConfigError: the machines have different versions of what must be the same.
         """
         size = self._group.size
@@ -96,7 +96,7 @@ class RayCrew:
             if is_one_machine and sys.platform == "linux":
                 env["GLOO_SOCKET_IFNAME"] = "lo"  # no need to resolve the machine's name
             refs.append(actor.start.remote(pickle.dumps((host, own)), search_path, env, self._group.num_threads))
-        self.answers("start", None, refs, None)  # however long the weights take: a worker's end would be noticed
+        self.answers("start", None, refs, max(self._group.call_timeout_s, BUILD_TIMEOUT_S))
 
     def _hire(self, rank: int) -> Any:
         log = None if self._logs is None else str(self._log(rank))

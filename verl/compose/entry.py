@@ -26,9 +26,11 @@ from verl.compose import schema
 from verl.compose.overrides import command_line
 from verl.compose.paths import conf_dir
 from verl.compose.save import save
+from verl.compose.torchrun import take_over
 from verl.errors import CheckpointError, ConfigError
 from verl.tracking.logs import setup_logging
 from verl.trainer.stopping import Terminated, orderly_termination
+from verl.utils import torchrun
 from verl.utils.redact import redact
 
 if TYPE_CHECKING:
@@ -76,10 +78,13 @@ def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None
     def decorate(main: Callable[[Job], Any]) -> Callable[[], None]:
         @functools.wraps(main)
         def command() -> None:
+            if torchrun.number() > 0:  # the first one drives
+                return
             with _clean_end(), orderly_termination():
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # a user's own modules lie where the user stands
                 arguments, assigned = command_line(root, sys.argv[1:])
+                take_over(arguments, assigned)
                 for note in assigned.notes:
                     _tell(note)
                 if assigned.faults and any(a.partition("=")[0] in _SHOWS_ONLY for a in arguments):

@@ -63,8 +63,14 @@ def root_keys(root: str) -> list[str]:
 
 
 def register() -> None:
-    """Make the schemas known to Hydra under `schema_ppo` and `schema_sft`, and `${divide:384,8}` a whole number."""
+    """Make the schemas known to Hydra under `schema_ppo` and `schema_sft`, and what interpolations may ask.
+
+    `${divide:384,8}` is a whole number; `${processes:${sharding._target_},2}` is 1 under sharding=none, which has one.
+    """
     OmegaConf.register_new_resolver("divide", lambda whole, parts: max(1, whole // max(1, parts)), replace=True)
+    OmegaConf.register_new_resolver(
+        "processes", lambda target, count: 1 if target.endswith(".NoSharding") else count, replace=True
+    )
     store = ConfigStore.instance()
     for root, schema in ROOTS.items():
         store.store(name=f"schema_{root}", node=schema, provider="verl")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,10 @@ from typing import Any
 
 import yaml
 
+from verl.tracking.wandb import RUN_FILE
+
 MIB = 2**20
+WIDE = 240  # characters
 Measure = Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], float | None]
 """One column: from `summary.json` and the lines of `metrics.jsonl` to a number, or None if it was not measured."""
 
@@ -26,12 +30,14 @@ class JobOutcome:
         overrides: what was assigned to this job, by key.
         status: as in `summary.json`; `not run` where there is none.
         measured: column -> value; columns that could not be measured are missing.
+        wandb: where its W&B run is: an address, or offline a directory below that of the sweep; empty for none.
     """
 
     name: str
     overrides: dict[str, str]
     status: str = "not run"
     measured: dict[str, float] = field(default_factory=dict)
+    wandb: str = ""
 
 
 def outcomes(directory: Path) -> list[JobOutcome]:
@@ -42,7 +48,7 @@ def outcomes(directory: Path) -> list[JobOutcome]:
 
 def outcome(run_dir: Path) -> JobOutcome:
     """What one job came to."""
-    job = JobOutcome(run_dir.name, _overrides(run_dir))
+    job = JobOutcome(run_dir.name, _overrides(run_dir), wandb=_wandb(run_dir))
     summary = _json(run_dir / "summary.json")
     if summary is None:
         return job
@@ -68,6 +74,8 @@ def table(jobs: Sequence[JobOutcome]) -> tuple[list[str], list[list[str]]]:
 def write(directory: Path, jobs: Sequence[JobOutcome]) -> list[Path]:
     """Write `sweep.csv` and `sweep.png` into the sweep's directory; returns what was written."""
     head, rows = table(jobs)
+    if any(job.wandb for job in jobs):
+        head, rows = [*head, "W&B run"], [[*row, job.wandb] for row, job in zip(rows, jobs, strict=True)]
     with (directory / "sweep.csv").open("w", newline="") as file:
         csv.writer(file).writerows([head, *rows])
     written = [directory / "sweep.csv"]
@@ -78,17 +86,22 @@ def write(directory: Path, jobs: Sequence[JobOutcome]) -> list[Path]:
 
 
 def show(jobs: Sequence[JobOutcome], title: str) -> None:
-    """Print the table."""
+    """Print the table; on a terminal the number of a job leads to its W&B run. What is no terminal is as wide as it."""
     import rich
+    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     head, rows = table(jobs)
     shown = Table(title=title)
     for index, column in enumerate(head):
-        shown.add_column(column, justify="right" if index > head.index("status") else "left", overflow="fold")
-    for row in rows:
-        shown.add_row(*row)
-    rich.print(shown)
+        is_number = index > head.index("status")
+        shown.add_column(column, justify="right" if is_number else "left", overflow="fold", no_wrap=not is_number)
+    for job, (name, *cells) in zip(jobs, rows, strict=True):
+        link = f"link {job.wandb}" if "://" in job.wandb else ""
+        shown.add_row(Text(name, style=link), *cells)
+    console = rich.get_console()
+    (console if console.is_terminal else Console(width=WIDE)).print(shown)
 
 
 def _mean(key: str) -> Measure:
@@ -151,6 +164,13 @@ def _overrides(run_dir: Path) -> dict[str, str]:
     given = yaml.safe_load(file.read_text()) if file.exists() else None
     pairs = (text.lstrip("+~").partition("=") for text in given or [])
     return {key: value for key, _, value in pairs}
+
+
+def _wandb(run_dir: Path) -> str:
+    place = _json(run_dir / RUN_FILE)
+    if place is None:
+        return ""
+    return place["url"] or os.path.relpath(place["directory"], run_dir.parent)
 
 
 def _json(file: Path) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import netrc
 import os
 import secrets
@@ -14,6 +15,8 @@ from urllib.parse import urlsplit
 
 from verl.description import BuildContext
 from verl.tracking.tracker import Tracker, TrackerDescription
+
+RUN_FILE = "wandb.json"  # in the directory of the run: where its W&B run is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,8 @@ class WandBTracker(Tracker):
             reinit="create_new",  # a sweep's runs are separate, and a user's own run is left alone
             settings=wandb.Settings(console="off", quiet=True),
         )
+        place = {"id": run_id, "url": self._run.url, "directory": str(Path(self._run.dir).parent)}
+        (run_dir / RUN_FILE).write_text(json.dumps(place, indent=2) + "\n")
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -19,6 +19,7 @@ from verl.description import BuildContext
 from verl.engines.costs import cost_of
 from verl.engines.sharding import NoSharding, Sharding
 from verl.models.sizes import ModelSizes, sizes_of
+from verl.trainer.settings import LoopSettings, PPOSettings
 from verl.workers.training import TrainedRole
 
 _log = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ class Budget:
 
     Attributes:
         roles: that live side by side in each process.
-        cache: keys and values while responses are drawn; of an engine beside the trainer its weights too.
+        cache: keys and values while responses are drawn; of an engine beside the trainer its weights too. 0 where none
+            are drawn.
         processes: that hold the roles, on this machine.
         saving: bytes of one checkpoint.
         kept: checkpoints on disk at a time.
@@ -93,9 +95,9 @@ class Budget:
             f"update {role.name}": role.working + role.gathered + (role.gradients if role in there else 0)
             for role in trained
         }
+        drawn = {"generate": resident + generating + self.cache, "score": resident + scoring} if self.cache else {}
         return {
-            "generate": resident + generating + self.cache,
-            "score": resident + scoring,
+            **drawn,
             **{name: resident + more for name, more in updates.items()},
         }
 
@@ -164,26 +166,27 @@ def budget_of(run: Any) -> Budget:
     divided = {role: (shardings[role] if counts[role] > 1 else alone, counts[role]) for role in shardings}
     rows = settings.prompts_per_step * settings.group_size
     width = getattr(run.data, "max_prompt_length", 0) + rollout.max_new_tokens
-    own = -(-rows // world)
-    tokens = own * width
+    own = {role: -(-rows // _shares(*division)) for role, division in divided.items()}
     actor = sizes_of(run.actor.model.load_config(), run.actor.lora)
-    roles = [_trained("actor", run.actor, actor, tokens, *divided["actor"])]
+    roles = [_trained("actor", run.actor, actor, own["actor"] * width, *divided["actor"])]
     passes = 2 * rows * width * (3 * run.algorithm.epochs + 1)  # forward, and a backward of twice that
     flops = actor.parameters * passes
     if run.critic is not None and run.algorithm.needs_values:
         critic = sizes_of(run.critic.model.load_config(), run.critic.lora)
-        roles.append(replace(_trained("critic", run.critic, critic, tokens, *divided["critic"]), generating=0))
+        trained = _trained("critic", run.critic, critic, own["critic"] * width, *divided["critic"])
+        roles.append(replace(trained, generating=0))
         flops += critic.parameters * passes
     if run.reference is not None and run.algorithm.needs_reference and (run.reference.model or run.actor.lora is None):
         source = run.reference.model or run.actor.model
         sizes = sizes_of(source.load_config())
         itemsize = getattr(torch, source.dtype).itemsize
-        scoring = sizes.layer_elements * min(run.reference.micro_batch_tokens, tokens) * itemsize
+        scoring = sizes.layer_elements * min(run.reference.micro_batch_tokens, own["reference"] * width) * itemsize
         cost = cost_of(*divided["reference"], sizes, weight_bytes=itemsize, trains=False)
         roles.append(RoleBudget("reference", cost.weights, scoring=scoring, gathered=cost.gathered))
         flops += sizes.forward_flops(rows * width)
-    drawn = min(own, getattr(rollout, "max_rows", own))
-    cache = actor.cache_elements * drawn * width * _computed_in(run.actor)
+    drawn = min(own["actor"], getattr(rollout, "max_rows", own["actor"]))
+    siblings = divided["actor"][1] // _shares(*divided["actor"])  # each has the keys and values of its own heads
+    cache = actor.cache_elements // siblings * drawn * width * _computed_in(run.actor)
     if (space := getattr(rollout, "kv_cache_gib", None)) is not None:  # an engine with weights of its own
         cache = int(space * GIB) + actor.parameters * _computed_in(run.actor)
         roles[0] = replace(roles[0], generating=0)
@@ -192,13 +195,47 @@ def budget_of(run: Any) -> Budget:
     return Budget(
         roles=tuple(roles),
         cache=cache,
-        processes=world,
+        processes=-(-max(counts.values()) // settings.nnodes),
         saving=saved,
         kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         flops=flops,
         copied=saved // settings.nnodes if saves is not None and saves.save_async else 0,
-        on_host=settings.device == "cpu" or not torch.cuda.is_available(),
+        on_host=_is_on_host(settings),
     )
+
+
+def sft_budget_of(run: Any) -> Budget:
+    """The budget of a run of supervised fine-tuning.
+
+    Args:
+        run: an `SFTRun` whose model's configuration can be read.
+    """
+    settings, saves = run.trainer, run.checkpoint
+    world = settings.n_gpus_per_node * settings.nnodes
+    sharding = (run.actor.sharding or run.sharding) if world > 1 else NoSharding()
+    own = -(-settings.batch_size // _shares(sharding, world))
+    length = getattr(run.data, "max_length", None) or run.actor.micro_batch_tokens
+    sizes = sizes_of(run.actor.model.load_config(), run.actor.lora)
+    role = replace(_trained("actor", run.actor, sizes, own * length, sharding, world), generating=0)
+    return Budget(
+        roles=(role,),
+        cache=0,
+        processes=-(-world // settings.nnodes),
+        saving=role.saved if saves is not None else 0,
+        kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
+        flops=6 * sizes.parameters * settings.batch_size * length,
+        copied=role.saved // settings.nnodes if saves is not None and saves.save_async else 0,
+        on_host=_is_on_host(settings),
+    )
+
+
+def _is_on_host(settings: LoopSettings) -> bool:
+    return settings.device == "cpu" or not torch.cuda.is_available()
+
+
+def _shares(sharding: Sharding, count: int) -> int:
+    """Into how many the rows of a role are divided; processes that share layers work on the same ones."""
+    return max(sharding.parts(count)) + 1
 
 
 def free_memory(device: str, processes: int) -> int | None:
@@ -259,7 +296,7 @@ def free_main_memory() -> int | None:
 def tell_budget(run: Any, context: BuildContext, checkpoints: Path) -> None:
     """Estimate what the run takes, before any weight is loaded, and warn where it may not suffice."""
     try:
-        budget = budget_of(run)
+        budget = budget_of(run) if isinstance(run.trainer, PPOSettings) else sft_budget_of(run)
     except Exception as error:  # noqa: BLE001 - whatever is odd about a configuration, an estimate stops no run
         _log.warning("What this run takes cannot be estimated: %s: %s", type(error).__name__, error)
         return

@@ -37,8 +37,11 @@ def fit_through_losses(trainer: Restartable, fit: Callable[[], Result], max_rest
     Raises:
         WorkerDied: a worker was lost, and the run keeps no checkpoints or was restarted as often as it may be.
     """
+    resume, why = None, None
     while True:
         try:
+            if why is not None:
+                trainer.restart(resume, why)  # may lose a worker too
             return fit()
         except WorkerDied as error:
             if not max_restarts:
@@ -50,7 +53,6 @@ def fit_through_losses(trainer: Restartable, fit: Callable[[], Result], max_rest
             where = "the beginning, for it had saved nothing yet" if resume is None else resume
             number = len(trainer.restarts) + 1
             _log.warning("Restart %d of at most %d, from %s: %s", number, max_restarts, where, why)
-        trainer.restart(resume, why)
 
 
 def _hopeless(trainer: Restartable, max_restarts: int) -> str | None:

@@ -27,6 +27,7 @@ from verl.trainer.joint import Parts
 from verl.trainer.resume import find, refuse_other_identity, tell_differences
 from verl.trainer.saving import Saving
 from verl.trainer.settings import LoopSettings
+from verl.utils import torchrun
 from verl.utils.redact import redact_tree
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.state import Restore
@@ -73,8 +74,13 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
     """The context of the driver: the run's seed, its device, and a directory for results.
 
     Raises:
-        ConfigError: the device is not there.
+        ConfigError: the device is not there, or torchrun has started several drivers.
     """
+    if (copies := torchrun.counts()[0]) > 1:
+        raise ConfigError(
+            f"torchrun has started this script {copies} times, and each would train the whole run. Start it once, with "
+            f"python and trainer.n_gpus_per_node={copies}: the trainer starts the processes of a sharding itself."
+        )
     device = settings.device
     if device == "auto":
         device = "cuda:0" if torch.cuda.is_available() else "cpu"

@@ -22,6 +22,7 @@ from verl.safety.guard import Guard
 from verl.storage.options import Storage
 from verl.tracking.trackers import Trackers
 from verl.trainer import generators
+from verl.trainer.budget import tell_budget
 from verl.trainer.loop import Result, fit
 from verl.trainer.settings import SFTSettings
 from verl.trainer.setup import (
@@ -94,6 +95,7 @@ class SFTTrainer:
             self.stages = Stages(self.tracker)
             self.saving = prepare_saving(run, context, "sft/loss")
             self.guard = Guard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame)
+            tell_budget(run, context, self.saving.directory)
             restore = restore_of(self.saving)
             host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps, restore=restore)
             self._cluster = start_cluster(host, run.trainer, context)

@@ -14,9 +14,9 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+from verl.rollout.vllm.ending import sweep
 from verl.rollout.vllm.process import (
     CONNECTION_VARIABLE,
     CORES_VARIABLE,
@@ -71,15 +71,8 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(LOOK_EVERY_S)
     shutil.rmtree(os.environ[DIRECTORY_VARIABLE], ignore_errors=True)
-    _sweep()
+    sweep(os.environ.get(SHARED_VARIABLE, ""))
     os._exit(1)
-
-
-def _sweep() -> None:
-    """Remove the memory that vLLM's workers share on a CPU, and that it leaves."""
-    if name := os.environ.get(SHARED_VARIABLE):
-        for file in Path("/dev/shm").glob(f"{name}*"):
-            file.unlink(missing_ok=True)
 
 
 def main() -> None:
@@ -92,7 +85,7 @@ def main() -> None:
     connection = Connection(int(os.environ.pop(CONNECTION_VARIABLE)))
     with contextlib.suppress(EOFError, ConnectionError):
         serve(connection)
-    _sweep()
+    sweep(os.environ.get(SHARED_VARIABLE, ""))
     os._exit(0)  # at once: nothing is left to do
 
 

@@ -148,6 +148,7 @@ class VLLMEngine(RolloutEngine):
         self._is_synced = self._is_asleep = self._has_base = self._was_proven = False
         try:
             self.told = self._process.start(self.options.start_timeout_s)
+            self._process.shared = self.told.shared
         except EngineError as error:
             raise as_config_error(error, self.setting, self.model) from error
 

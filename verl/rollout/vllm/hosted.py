@@ -53,12 +53,12 @@ class HostedEngine:
             **setting.engine_arguments(),
         )
         self._lora_request: Any = None
-        if self._num_workers > 1:
-            os.environ[SHARED_VARIABLE] = self.llm.collective_rpc("verl_shared_name")[0]
+        self._shared = self.llm.collective_rpc("verl_shared_name")[0] if self._num_workers > 1 else ""
+        os.environ[SHARED_VARIABLE] = self._shared
 
     def describe(self) -> Told:
         """What the trainer has to know."""
-        return Told(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers)
+        return Told(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers, self._shared)
 
     def wants(self, shapes: dict[str, tuple[int, ...]]) -> list[Wanted] | None:
         """The slices of tensors of these shapes that each worker takes; None where one takes them in vLLM's own way."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import RolloutError
+from verl.rollout.vllm.ending import end_group, sweep
 
 END_TIMEOUT_S = 20.0  # an engine of several workers ends them one after another
 LOOK_EVERY_S = 0.5
@@ -90,7 +91,11 @@ class EngineProcess:
         environment: variables of the child.
         directory: of the trainer, for files that nobody needs after it.
         log: takes what it prints.
+    Attributes:
+        shared: how the names of the memory begin that its workers share; the engine tells it.
     """
+
+    shared = ""
 
     def __init__(self, setting: Any, environment: dict[str, str], directory: Path, log: Path):
         self.setting, self.environment, self.directory, self.log = setting, environment, directory, log
@@ -184,9 +189,10 @@ class EngineProcess:
             self._connection = None
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
+        end_group(process.pid)
+        sweep(self.shared)
 
     def _leave(self) -> None:
         """Where the trainer ends and nobody has closed the engine: it goes, and its directory with it."""

@@ -1,0 +1,28 @@
+"""What torchrun has told this process of its place among those that it started."""
+
+from __future__ import annotations
+
+import os
+
+STARTED_BY_IT = "TORCHELASTIC_RUN_ID"
+_PLACES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+_MEETING = ("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def number() -> int:
+    """Of this process among those that torchrun has started; 0 without it."""
+    return int(os.environ["RANK"]) if STARTED_BY_IT in os.environ else 0
+
+
+def counts() -> tuple[int, int]:
+    """Processes that torchrun has started, and those of them on this machine; 1 and 1 without it."""
+    if STARTED_BY_IT not in os.environ:
+        return 1, 1
+    return int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def forget() -> None:
+    """Let neither this process nor those that it starts take themselves for one of torchrun's."""
+    if STARTED_BY_IT in os.environ:
+        for name in (STARTED_BY_IT, *_PLACES, *_MEETING):
+            os.environ.pop(name, None)
