@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -312,6 +313,28 @@ def test_the_statistics_of_a_reward_are_saved_loaded_and_reset(dir32, tmp_path):
         assert made.reward_model.state_dict() != learned
         made.load_checkpoint(saved)
         assert made.reward_model.state_dict() == learned
+
+
+def test_the_statistics_of_another_reward_are_not_taken_over(dir32, tmp_path, capsys):
+    path, other = (save_random_classifier(tmp_path / name, "qwen2", seed=seed) for seed, name in enumerate("ab"))
+    moved = Path(shutil.copytree(path, tmp_path / "moved"))
+
+    def rated(where, **asked):
+        return RewardModel(model=Pretrained(path=str(where)), normalize="running", **asked)
+
+    with trainer(dir32, reward_model=rated(path)) as made:
+        made.step()
+        learned, saved = made.reward_model.state_dict(), made.save_checkpoint("aside")
+        made.reward_model = rated(moved, micro_batch_tokens=512)
+        made.load_checkpoint(saved)
+        assert made.reward_model.state_dict() == learned
+        assert "begin anew" not in capsys.readouterr().out
+        made.reward_model = rated(other)
+        made.load_checkpoint(saved)
+        assert made.reward_model.state_dict()["count"] == 0
+    assert (
+        "The reward is another one (reward.model.path): its statistics of scores begin anew." in capsys.readouterr().out
+    )
 
 
 def test_a_training_goes_on_from_an_increment_under_another_reward(dir32):

@@ -14,6 +14,9 @@ ABSENT = "(not set)"
 KIND = "._target_"
 # Settings that older checkpoints do not know, and what they did: the same as with these values.
 LATER = {"algorithm.replay_fraction": 0.0, "algorithm.replay_max_staleness": 16}
+# Of a reward, settings that decide how it is asked, and nothing about what it gives.
+OF_ASKING = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}
+OF_ASKING |= {"micro_batch_tokens", "endpoint", "sharding"}
 DIGEST = "blake3"  # the only key of what stands for the content of a file or directory
 
 
@@ -26,6 +29,21 @@ def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     flat = dict(_flat(config))
     parts = {path: value for path, value in flat.items() if _below(path, IDENTITY)}
     return {path: content_of(value) for path, value in parts.items()} | {"tokenizer": tokenizer_digest(tokenizer)}
+
+
+def reward_identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reward rates by, by path: statistics of its scores mean nothing to another one.
+
+    Files of functions and models of this machine are replaced by digests of their content, as in `identity_of`.
+    """
+    own = {path: value for path, value in _flat(config) if OF_ASKING.isdisjoint(path.split("."))}
+    return {path: _rates_by(value) for path, value in own.items()}
+
+
+def _rates_by(value: Any) -> Any:
+    """The content of what rates, of `file.py:function` too."""
+    file, _, function = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    return [content_of(file), function] if file and Path(file).is_file() else content_of(value)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:

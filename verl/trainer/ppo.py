@@ -49,6 +49,7 @@ from verl.trainer.ppo_metrics import evaluation_metrics, experience_metrics, mea
 from verl.trainer.recovery import fit_through_losses
 from verl.trainer.resume import ResumePoint
 from verl.trainer.reuse import Reuse
+from verl.trainer.reward_stats import RewardStats
 from verl.trainer.settings import PPOSettings
 from verl.trainer.setup import (
     ProcessState,
@@ -147,6 +148,7 @@ class PPOTrainer:
         self.description, self.settings, self.algorithm = run, run.trainer, run.algorithm
         self._state = ProcessState(run.trainer)
         self._cluster = self.reward = self.reuse = None
+        self.reward_stats = RewardStats(run.reward)
         self.saving: Any = None
         try:
             context = prepare_context(context, run.trainer)
@@ -241,7 +243,7 @@ class PPOTrainer:
         state = point.read_json("scheduler/state.json")
         if isinstance(self.kl, AdaptiveKLController):
             self.kl.load_state_dict(state["kl"])
-        self.reward.load_state_dict(state["reward"])
+        self.reward_stats.load(self.reward, state)
         generators.restore_ranks(point, self._cluster, self.actor, self.settings.seed)
 
     # The algorithm
@@ -392,7 +394,7 @@ class PPOTrainer:
         roles = self.saving.states_of(self.trained, self._cluster.shares_memory)
         kl = self.kl.state_dict() if isinstance(self.kl, AdaptiveKLController) else {}
         ranks = generators.ranks_of(self._cluster, self.actor)
-        plain = {"sampler": self.sampler.state_dict(), "kl": kl, "reward": self.reward.state_dict()}
+        plain = {"sampler": self.sampler.state_dict(), "kl": kl, **self.reward_stats.state(self.reward)}
         drawn = {} if self.ahead is None else {DRAWN_AHEAD: self.ahead.state()}
         return roles, {**plain, "ranks": ranks, **drawn, **self.reuse.state()}
 
@@ -407,7 +409,8 @@ class PPOTrainer:
         with faults_below("reward"):
             reward = described.build(self.context)
         self.reward.close()
-        self.reward, self.description = reward, replace(self.description, reward=described)
+        self.reward, self.reward_stats = reward, RewardStats(described)
+        self.description = replace(self.description, reward=described)
         self.saving.reconfigured(as_plain(self.description))
 
     def fit(self) -> Result:
