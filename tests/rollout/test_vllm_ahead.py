@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from verl.algorithms.correction import TruncatedIS
 from verl.checkpoint.discovery import CheckpointDirectory
 from verl.checkpoint.reader import CheckpointReader
 from verl.description import BuildContext
+from verl.rollout.vllm.engine import VLLMEngine
 from verl.rollout.vllm.options import VLLMRollout
 from verl.trainer.loop import Course
 from verl.trainer.ppo import PPOTrainer
@@ -76,6 +79,22 @@ def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_a
             course.step()
     assert trained_on == [[0], [0], [1], [2], [1], [2]]
     assert numbers(tmp_path / "run") == whole
+
+
+def test_rows_that_were_drawn_again_because_the_engine_died_carry_the_weights_that_drew_them(tmp_path, monkeypatch):
+    trained_on, engines, begin = noted_updates(monkeypatch), [], VLLMEngine.begin
+    monkeypatch.setattr(VLLMEngine, "begin", lambda engine, *asked: (engines.append(engine), begin(engine, *asked))[1])
+    update = PPOTrainer.update
+
+    def killing(self, experience, step):
+        metrics = update(self, experience, step)
+        if step == 2:
+            os.kill(engines[-1].process_id, signal.SIGKILL)
+        return metrics
+
+    monkeypatch.setattr(PPOTrainer, "update", killing)
+    fit(ahead(save_family(tmp_path / "model", "qwen2"), tmp_path), tmp_path / "run")
+    assert trained_on == [[0], [0], [2]]
 
 
 @pytest.mark.parametrize(

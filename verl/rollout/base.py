@@ -129,7 +129,13 @@ class RolloutEngine:
     """An engine needs to generate; one that samples from the very tensors that train needs nothing else.
 
     One that `runs_ahead` can draw in two parts, `begin` and `finish`, and lets this process work between them.
+
+    Attributes:
+        has_redrawn: what `finish` gave last was not drawn by the weights of its `begin`, which were lost, but by those
+            that were there by then.
     """
+
+    has_redrawn: bool = False
 
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
         """Rows of responses, `num_samples` for each prompt in the order of the prompts; see `assemble`."""
@@ -140,7 +146,7 @@ class RolloutEngine:
         raise NotImplementedError
 
     def finish(self) -> DataProto:
-        """What was begun, as `generate` gives it."""
+        """What was begun, as `generate` gives it; sets `has_redrawn`."""
         raise NotImplementedError
 
     def sync(self) -> Synced:

@@ -107,7 +107,8 @@ class ActorWorker(TrainedWorker):
         """The responses that were begun for these prompts, as `generate` gives them."""
         rows = self.sampler.finish()
         assert len(rows) == len(prompts) * request.num_samples
-        return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self._begun_at)}))
+        version = self.version if self.sampler.has_redrawn else self._begun_at
+        return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), version)}))
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:

@@ -81,6 +81,7 @@ class DividedEngine(RolloutEngine):
         """What was begun. If an engine died of it, all is drawn again, from the weights that are there by now."""
         assert self._begun is not None
         (prompts, request), self._begun = self._begun, None
+        self.has_redrawn = False
         while True:
             try:
                 while not all(self._agreed(self._has_ended)):  # no wait in an exchange is longer than a look
@@ -89,6 +90,7 @@ class DividedEngine(RolloutEngine):
                 break
             except Interrupted as failed:
                 self._mend(failed)
+            self.has_redrawn = True
             self.sync()
             self._begin(prompts, request)
         drawn, self._drawn = from_first(self.divided, self._drawn), None

@@ -105,7 +105,13 @@ class VLLMEngine(RolloutEngine):
         (prompts, request, asked), self._begun = self._begun, None
         self._while_drawing.close()
         answers = iter([self._process.answer])  # to the question that was sent; later ones are asked anew
-        drawn = self._outliving_it(lambda: next(answers, lambda: self._call("draw", *asked))()) if asked else None
+        self.has_redrawn = False
+
+        def anew() -> Drawn:
+            self.has_redrawn = True
+            return self._call("draw", *asked)
+
+        drawn = self._outliving_it(lambda: next(answers, anew)()) if asked else None
         return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id)
 
     def _question(self, prompts: DataProto, request: Request) -> tuple[Any, ...]:
