@@ -17,7 +17,8 @@ class Division:
     """Which rows went to which process.
 
     Args:
-        batch: rows with `attention_mask` [B S], or prompts with `prompt_mask` [B P]; weighed by the tokens in it.
+        batch: rows with `attention_mask` [B S], or prompts with `prompt_mask` [B P]; weighed by the tokens in it, and
+            by `expected_tokens` [B], if there are any.
         parts: number of processes; with fewer rows than that, some get none.
     """
 
@@ -59,6 +60,8 @@ class _LastMask:
         mask = next((batch.batch[name] for name in ("attention_mask", "prompt_mask") if name in batch.batch), None)
         if mask is None:
             return balance(torch.ones(len(batch), dtype=torch.int64), parts)
+        if "expected_tokens" in batch.batch:
+            return balance(mask.sum(dim=1) + batch.batch["expected_tokens"], parts)
         if mask.is_inference():  # nobody counts how often it is written
             return balance(mask.sum(dim=1), parts)
         (last, written), known = self._seen, self._rows

@@ -43,6 +43,7 @@ from verl.trainer import generators
 from verl.trainer.ahead import RolloutAhead
 from verl.trainer.budget import tell_budget
 from verl.trainer.contents import DRAWN_AHEAD
+from verl.trainer.expected_lengths import ExpectedLengths
 from verl.trainer.loop import Result, fit
 from verl.trainer.ppo_faults import faults_between
 from verl.trainer.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
@@ -148,7 +149,7 @@ class PPOTrainer:
         self.description, self.settings, self.algorithm = run, run.trainer, run.algorithm
         self._state = ProcessState(run.trainer)
         self._cluster = self.reward = self.reuse = None
-        self.reward_stats = RewardStats(run.reward)
+        self.reward_stats, self.lengths = RewardStats(run.reward), ExpectedLengths()
         self.saving: Any = None
         try:
             context = prepare_context(context, run.trainer)
@@ -239,8 +240,10 @@ class PPOTrainer:
             self.ahead.load(point.read_tensors(DRAWN_AHEAD))
 
     def load_driver_state(self, point: ResumePoint) -> None:
-        """Take over KL control and statistics of rewards."""
+        """Take over KL control, statistics of rewards, and how long responses are."""
         state = point.read_json("scheduler/state.json")
+        if "lengths" in state:
+            self.lengths.load_state_dict(state["lengths"])
         if isinstance(self.kl, AdaptiveKLController):
             self.kl.load_state_dict(state["kl"])
         self.reward_stats.load(self.reward, state)
@@ -395,6 +398,7 @@ class PPOTrainer:
         kl = self.kl.state_dict() if isinstance(self.kl, AdaptiveKLController) else {}
         ranks = generators.ranks_of(self._cluster, self.actor)
         plain = {"sampler": self.sampler.state_dict(), "kl": kl, **self.reward_stats.state(self.reward)}
+        plain["lengths"] = self.lengths.state_dict()
         drawn = {} if self.ahead is None else {DRAWN_AHEAD: self.ahead.state()}
         return roles, {**plain, "ranks": ranks, **drawn, **self.reuse.state()}
 
@@ -463,13 +467,15 @@ class PPOTrainer:
     def _respond(self, prompts: DataProto, request: Request) -> DataProto:
         """Rows with responses, the columns of the data, and the response as text."""
         prompts = _grouped(prompts)
-        asked, is_training = prompts.select(PROMPT_FIELDS, []), request.stream == TRAINING and not request.greedy
+        asked, is_training = self._asked(prompts, request), request.stream == TRAINING and not request.greedy
         if self.ahead is not None and is_training:
             rows = self.ahead.take(asked, request)
         else:
             if self.ahead is not None:
                 self.ahead.collect()
             rows = self.actor.generate(asked, request).result()
+        if is_training:
+            self.lengths.note(rows)
         tokens = [r[m].tolist() for r, m in zip(rows["responses"], rows["response_mask"], strict=True)]
         texts: Any = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         columns = prompts.select([], list(prompts.non_tensor_batch)).repeat(request.num_samples)
@@ -478,8 +484,12 @@ class PPOTrainer:
     def _draw_ahead(self, step: int) -> None:
         """Have the engine draw for the next step, if there is one and it may."""
         if self.ahead is not None and step <= self.num_steps:
-            prompts = _grouped(self.train_data.collate(self.sampler.peek()))
-            self.ahead.begin(prompts.select(PROMPT_FIELDS, []), Request(step, self.settings.group_size))
+            prompts, request = self.train_data.collate(self.sampler.peek()), Request(step, self.settings.group_size)
+            self.ahead.begin(self._asked(_grouped(prompts), request), request)
+
+    def _asked(self, prompts: DataProto, request: Request) -> DataProto:
+        """What the actor is asked for."""
+        return self.lengths.beside(prompts.select(PROMPT_FIELDS, []), request.num_samples)
 
     def _mini_batches(self, rows: int, step: int) -> Iterator[Tensor]:
         for epoch in range(self.algorithm.epochs):
