@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from random_models import save_random_model
@@ -108,7 +110,9 @@ def test_only_what_failed_is_asked_again(attached, speaker, prompts, caplog):
     rows = actor.generate(prompts(), Request(0, 4))
     assert failed
     assert sum(asked.body.get("max_tokens") == 6 for asked in actor.server.asked) == 16 + len(failed)
-    assert f"{len(failed)} of 16 responses were asked for more than once" in caplog.text
+    told = re.search(r"(\d+) of 16 responses were asked for more than once", caplog.text)
+    assert told
+    assert int(told[1]) >= len(failed)  # and whose connection was closed before it was read
     assert gap(actor, rows) < 1e-5
 
 
