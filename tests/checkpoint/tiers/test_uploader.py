@@ -99,6 +99,19 @@ def test_a_store_that_is_away_costs_nothing_but_time(tier: Tier, proxy: Proxy, t
     assert next(one.name for one in told if one.kind == "uploaded") == "global_step_2", "the newest goes first"
 
 
+def test_a_store_that_refuses_is_told_of_at_the_start_and_not_waited_for_at_the_end(tier: Tier, tmp_path: Path) -> None:
+    elsewhere = dataclasses.replace(tier, storage=dataclasses.replace(tier.storage, bucket="nobodys"))
+    with pytest.raises(ConfigError, match=r"refuses: s3://nobodys/.*there is no bucket nobodys.*upload_interval=null"):
+        elsewhere.cold()
+    uploading = uploader(elsewhere, tmp_path / "here")
+    save(tmp_path / "here", 1)
+    told = uploading.close(wait_s=300)
+    assert uploading.is_refused
+    assert not uploading.is_done
+    assert "there is no bucket nobodys" in told[-1].error
+    assert told[-1].waiting == 1
+
+
 def test_an_uploader_that_is_killed_is_started_again_and_goes_on_where_it_was(
     tier: Tier, proxy: Proxy, tmp_path: Path
 ) -> None:

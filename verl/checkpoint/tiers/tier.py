@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from verl.checkpoint.settings import Checkpointing
 from verl.checkpoint.tiers.remote import RemoteCheckpoints
 from verl.checkpoint.waiting import Cold
-from verl.errors import StorageError
+from verl.errors import ConfigError, StorageError, StorageRefused
 from verl.storage.options import Storage, storage_from
 
 log = logging.getLogger(__name__)
@@ -42,10 +42,18 @@ class Tier:
 
         A store that does not answer may have any; the clock is then above all that it can have, since numbers are
         counted from 1.
+
+        Raises:
+            ConfigError: the store refuses: there is no such bucket, or the credentials are not for it.
         """
         checkpoints = self.connect()
         try:
             floor = checkpoints.highest_sequence()
+        except StorageRefused as error:
+            raise ConfigError(
+                f"storage leads to {self.address}, which refuses: {error}. Mend that, or keep checkpoints on the local "
+                "disk alone with checkpoint.upload_interval=null."
+            ) from error
         except StorageError as error:
             floor = int(time.time())
             log.error("%s cannot be asked (%s): publications are numbered from %d", self.address, error, floor)

@@ -26,7 +26,7 @@ from verl.checkpoint.published import Published
 from verl.checkpoint.tiers.log import RemoteLog
 from verl.checkpoint.tiers.push import Pusher
 from verl.checkpoint.waiting import Cold, confirm, is_confirmed, manifest_digest, withdraw
-from verl.errors import BadCheckpoint, CheckpointError, CheckpointFenced, StorageError, VerlError
+from verl.errors import BadCheckpoint, CheckpointError, CheckpointFenced, StorageError, StorageRefused, VerlError
 from verl.storage.options import Storage
 from verl.storage.store import ObjectStore
 from verl.utils.redact import redact
@@ -62,6 +62,7 @@ class Told:
     Args:
         kind: `uploaded` with the name of a checkpoint, `failed` with an error, `fenced`, or `done` after FINISH.
         waiting: checkpoints that the store is to get and has not confirmed.
+        is_refused: the store answered, and asking again would not help.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Told:
     waiting: int = 0
     sent_bytes: int = 0
     took_s: float = 0.0
+    is_refused: bool = False
 
 
 class Uploading:
@@ -178,7 +180,8 @@ def serve(setting: UploadSetting, commands: BinaryIO, tell: Callable[[Told], Non
             asked.wait()  # to be told to finish; nothing is uploaded any more
             break
         except (StorageError, CheckpointError, VerlError, OSError) as error:
-            tell(Told(kind="failed", error=redact(f"{type(error).__name__}: {error}"), waiting=_count(uploading)))
+            what, is_refused = redact(f"{type(error).__name__}: {error}"), isinstance(error, StorageRefused)
+            tell(Told(kind="failed", error=what, waiting=_count(uploading), is_refused=is_refused))
             finishing.wait(0 if finishing.is_set() else pause_s)
             if is_last:
                 time.sleep(pause_s)

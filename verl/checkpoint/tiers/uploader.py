@@ -33,6 +33,7 @@ class Uploader:
 
     Attributes:
         is_fenced: another trainer has claimed the tier; nothing is uploaded any more.
+        is_refused: after `close`: the store refused what was left.
     """
 
     def __init__(self, setting: UploadSetting):
@@ -40,7 +41,7 @@ class Uploader:
         self._lock = threading.Lock()
         self._told: list[Told] = []
         self._changed = threading.Condition()
-        self._is_done = self.is_fenced = self._closing = False
+        self._is_done = self.is_fenced = self.is_refused = self._closing = False
         self._starts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
@@ -63,6 +64,8 @@ class Uploader:
     def close(self, wait_s: float) -> list[Told]:
         """Have all uploaded, the newest whatever the interval, for at most `wait_s`; then end the process.
 
+        A store that refuses is not waited for.
+
         Returns:
             What was told meanwhile.
         """
@@ -72,7 +75,7 @@ class Uploader:
         end = time.monotonic() + wait_s
         self._say(FINISH)
         with self._changed:
-            while not self._is_done and not self.is_fenced and time.monotonic() < end:
+            while not (self._is_done or self.is_fenced or self.is_refused) and time.monotonic() < end:
                 if not self._changed.wait(timeout=min(1.0, max(0.0, end - time.monotonic()))) and not self.process_id:
                     self._changed.release()
                     try:
@@ -131,6 +134,7 @@ class Uploader:
         with self._changed:
             self._is_done |= told.kind == "done"
             self.is_fenced |= told.kind == "fenced"
+            self.is_refused |= self._closing and told.is_refused
             self._told.append(told)
             self._changed.notify_all()
 
