@@ -55,6 +55,15 @@ def test_a_run_with_old_rows_ends_as_the_uninterrupted_one(algorithm, model32, t
     assert final_digest(tmp_path / "whole")
 
 
+def test_a_buffer_that_is_left_behind_is_told_of(model32, tmp_path, caplog):
+    run = dataclasses.replace(course(GRPO, model32, tmp_path / "first"), algorithm=GRPO)  # which keeps rows for others
+    fit(run, tmp_path / "first")
+    resume = str(tmp_path / "first/checkpoints/global_step_4")
+    assert "left behind" not in caplog.text
+    fit(dataclasses.replace(run, replay=None, resume=resume), tmp_path / "second")
+    assert "The replay buffer of global_step_4 is left behind: replay=off keeps no rows." in caplog.text
+
+
 @pytest.mark.exhaustive
 def test_a_run_with_old_rows_goes_on_with_more_processes(model32, tmp_path):
     fit(course(GRPO, model32, tmp_path / "whole"), tmp_path / "whole")

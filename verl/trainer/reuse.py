@@ -108,14 +108,16 @@ class Reuse:
 
     def load(self, point: ResumePoint) -> None:
         """Go on with the rows of a checkpoint, in place of those that are here."""
+        saved = point.published.directory / COMPONENT
         if self.settings is None:
+            if saved.is_dir():
+                _log.warning("The replay buffer of %s is left behind: replay=off keeps no rows.", point.published.name)
             return
         from verl.replay.state import attach
 
         if self.buffer is not None:
             self.buffer.close()
         self.buffer = self._made(self.settings)
-        saved = point.published.directory / COMPONENT
         if not saved.is_dir():
             _log.warning("The checkpoint %s has no replay buffer: it starts empty.", point.published.name)
             return
