@@ -82,17 +82,17 @@ def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_a
 
 
 def test_rows_that_were_drawn_again_because_the_engine_died_carry_the_weights_that_drew_them(tmp_path, monkeypatch):
-    trained_on, engines, begin = noted_updates(monkeypatch), [], VLLMEngine.begin
-    monkeypatch.setattr(VLLMEngine, "begin", lambda engine, *asked: (engines.append(engine), begin(engine, *asked))[1])
-    update = PPOTrainer.update
+    trained_on, begin, begun = noted_updates(monkeypatch), VLLMEngine.begin, []
 
-    def killing(self, experience, step):
-        metrics = update(self, experience, step)
-        if step == 2:
-            os.kill(engines[-1].process_id, signal.SIGKILL)
-        return metrics
+    def dying(engine, *asked):
+        begun.append(asked)
+        if len(begun) == 2:
+            os.kill(engine.process_id, signal.SIGSTOP)  # or it might have drawn all before it is killed
+        begin(engine, *asked)
+        if len(begun) == 2:
+            os.kill(engine.process_id, signal.SIGKILL)
 
-    monkeypatch.setattr(PPOTrainer, "update", killing)
+    monkeypatch.setattr(VLLMEngine, "begin", dying)
     fit(ahead(save_family(tmp_path / "model", "qwen2"), tmp_path), tmp_path / "run")
     assert trained_on == [[0], [0], [2]]
 
