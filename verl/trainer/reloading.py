@@ -40,9 +40,9 @@ def load_checkpoint(
     Args:
         path: `latest`, a checkpoint, a directory of checkpoints, or the directory of a run.
         components: some of `COMPONENTS`. `optimizer` brings the place in the learning rates' schedules; `scheduler` the
-            step, the KL control, the statistics of rewards and the lengths of responses; `dataloader` the place in the data; `replay_buffer` the
-            old rows, in place of those that are there. None is all that the trainer has, and goes on as the saved run
-            would have.
+            step, the KL control, the statistics of rewards and the lengths of responses; `dataloader` the place in the
+            data; `replay_buffer` the old rows, in place of those that are there. None is all that the trainer has, and
+            goes on as the saved run would have.
     Raises:
         ConfigError: there is no such component or device, or the checkpoint is of another model or, where all of it is
             asked for, of another training.
