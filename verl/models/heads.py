@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from verl.models.call import call_model
 from verl.models.pretrained import VALUE_HEAD_FILE, quiet_transformers
 
 
@@ -54,12 +55,16 @@ class ValueModel(nn.Module):
         return self.backbone.config
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None, **others: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **others: Any,
     ) -> ValueOutput:
         """Values of each position, [B S]; `others` are the backbone's own."""
-        hidden = self.backbone(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **others
-        ).last_hidden_state
+        given = {"attention_mask": attention_mask, "position_ids": position_ids}
+        others |= {name: x for name, x in given.items() if x is not None}
+        hidden = call_model(self.backbone, input_ids=input_ids, use_cache=False, **others).last_hidden_state
         return ValueOutput(values=self.head(hidden.to(self.head.weight.dtype)).squeeze(-1))
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:

@@ -213,6 +213,7 @@ class PPOTrainer:
             restore=restore_of(self.saving),
             reward=run.reward_as_role,
         )
+        context = replace(context, row_tokens=self._row_tokens(run))
         self._cluster = start_cluster(host, run.trainer, context, run.trainer.placement)
         roles = role_handles(self._cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
@@ -223,9 +224,19 @@ class PPOTrainer:
 
     def _roomy(self, rollout: Rollout) -> Rollout:
         """With room for every prompt of the data, as far as the data tell how long those are."""
+        longest = self._longest_prompt()
+        return rollout if longest is None else rollout.with_room_for(longest)
+
+    def _longest_prompt(self) -> int | None:
+        """Tokens of the longest prompt of the data, as far as the data tell."""
         longest = [getattr(data, "longest", None) for data in (self.train_data, self.eval_data) if data is not None]
         known = [tokens for tokens in longest if tokens is not None]
-        return rollout.with_room_for(max(known)) if len(known) == len(longest) else rollout
+        return max(known) if len(known) == len(longest) else None
+
+    def _row_tokens(self, run: PPORun) -> int | None:
+        """Tokens of the longest row that the run can have."""
+        longest = self._longest_prompt() or getattr(run.data, "max_prompt_length", None)
+        return None if longest is None else longest + run.rollout.max_new_tokens
 
     def _go_on_from(self, point: ResumePoint) -> None:
         """Take over what the roles do not hold: the place in the data, KL control, statistics of rewards, old rows."""

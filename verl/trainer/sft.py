@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,7 @@ class SFTTrainer:
             tell_budget(run, context, self.saving.directory)
             restore = restore_of(self.saving)
             host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps, restore=restore)
+            context = replace(context, row_tokens=getattr(run.data, "max_length", None))
             self._cluster = start_cluster(host, run.trainer, context)
             self.learner = role_handles(self._cluster, host)["learner"]
             self.saving.parts = parts_of(self._cluster, {"actor": self.learner}, run.checkpoint)

@@ -13,15 +13,16 @@ from verl.algorithms.algorithm import Algorithm
 from verl.description import BuildContext
 from verl.dispatch import by_rows, by_rows_to_one, on_all
 from verl.engines.engine import TrainingEngine
-from verl.engines.micro import MicroBatch
 from verl.engines.sharding import Parallel
-from verl.engines.token_scores import TokenScores, score_tokens
+from verl.engines.token_scores import TokenScores, plain_log_probs, score_tokens
+from verl.model_paths.check import paths_for
+from verl.model_paths.micro_batch import MicroBatch
 from verl.models.output_head import OutputHead
-from verl.models.padding import refuse_padding_blind
 from verl.ops.aggregate import Totals, aggregate
 from verl.protocol import DataProto
 from verl.rollout.base import Request, Rollout, RolloutEngine, Synced
 from verl.utils.device_memory import release_cached
+from verl.workers.first_batch import FirstBatch
 from verl.workers.state import Restore
 from verl.workers.training import TrainedRole, TrainedWorker
 
@@ -42,11 +43,11 @@ class Actor(TrainedRole):
         """Load the weights, those of a checkpoint if one is given, and attach the engines that train and sample.
 
         Raises:
-            ConfigError: the model cannot be padded on the left.
+            ConfigError: the model cannot be trained as a policy.
         """
         model = self.load("causal_lm", context.device, restore, "actor", parallel)
+        paths_for(model, context.row_tokens or rollout.max_new_tokens, "actor.model")
         parallel.divide(model, self.autocast)
-        refuse_padding_blind(model, "actor.model")
         engine = self.engine(model, parallel, total_updates)
         if restore is not None:
             restore.optimizer(engine, "actor")
@@ -73,6 +74,7 @@ class ActorWorker(TrainedWorker):
         super().__init__(engine, tokenizer)
         self.algorithm, self.sampler, self.temperature = algorithm, sampler, temperature
         self.head = OutputHead(engine.model)
+        self.first_batch = FirstBatch("actor.model", engine, self._score_in_parts, self._score_plainly)
         self._version_sampled: int | None = None
 
     @property
@@ -114,12 +116,14 @@ class ActorWorker(TrainedWorker):
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropies` [B T] of the responses under the present weights."""
         self.sampler.rest()
+        self.first_batch.look(batch)
         return DataProto.from_dict(self.engine.infer(batch, self._score))
 
     @by_rows_to_one
     def update(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on a mini-batch of experience; returns metrics of the whole mini-batch."""
         self.sampler.rest()
+        self.first_batch.look(batch)
         return self.engine.update(batch, self._loss)
 
     @on_all
@@ -136,6 +140,12 @@ class ActorWorker(TrainedWorker):
     def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         scores = score_tokens(model, self.head, micro, self.temperature, entropy="value")
         return {"old_log_probs": scores.log_probs, "entropies": scores.entropies}
+
+    def _score_in_parts(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        return {"log_probs": score_tokens(model, self.head, micro, self.temperature, parts=3).log_probs}
+
+    def _score_plainly(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        return {"log_probs": plain_log_probs(model, micro, self.temperature)}
 
     def _loss(self, model: nn.Module, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         algorithm, x = self.algorithm, dict(micro.tensors)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from random_models import save_random_model
 
-from verl.models import line_attention
-from verl.models.line_attention import take
+from verl.model_paths import packed_attention
+from verl.model_paths.packed_attention import call_packed, take
 from verl.models.pretrained import Pretrained
 from verl.ops.packing import pack
 
@@ -39,13 +39,7 @@ def run(model, rows, weight, share=None):
         found = model(**{k: v for k, v in rows.items() if k != "mask"}, use_cache=False).logits[:, P - 1 : -1][mask]
     else:
         packing = pack(PROMPTS, RESPONSES, PROMPT_OF, mask, P, share)
-        line = model(
-            input_ids=rows["input_ids"].flatten()[packing.tokens][None],
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
-            position_ids=packing.positions[None],
-            use_cache=False,
-            packing=packing,
-        ).logits
+        line = call_packed(model, rows["input_ids"], packing, use_cache=False).logits
         found = take(line[0], packing.predictors)
     (found * weight).sum().backward()
     return found.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -59,7 +53,7 @@ def test_packed_and_padded_rows_agree(family, share, tmp_path):
     model, rows = Pretrained(path=str(tmp_path), dtype="float64").load_causal_lm("cpu").train(), padded_rows()
     weight = torch.randn(model.config.vocab_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected, gradients = run(model, rows, weight)
-    assert line_attention.enable(model) is None
+    assert packed_attention.enable(model) is None
     assert torch.equal(run(model, rows, weight)[0], expected)  # rows as before
     found, packed_gradients = run(model, rows, weight, share)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
@@ -70,7 +64,7 @@ def test_packed_and_padded_rows_agree(family, share, tmp_path):
 def test_gradients_repeat_bit_for_bit(tmp_path):
     save_random_model(tmp_path, "qwen2", torch.float32)
     model, rows = Pretrained(path=str(tmp_path)).load_causal_lm("cpu").train(), padded_rows()
-    assert line_attention.enable(model) is None
+    assert packed_attention.enable(model) is None
     weight = torch.randn(model.config.vocab_size, generator=torch.Generator().manual_seed(1))
     first, again = (run(model, rows, weight, share=True)[1] for _ in range(2))
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -80,13 +74,13 @@ def test_gradients_repeat_bit_for_bit(tmp_path):
 def test_a_model_that_cannot_be_packed_says_why_and_stays_as_it_was(family, attention, why, tmp_path):
     save_random_model(tmp_path, family, torch.float32)
     model = Pretrained(path=str(tmp_path), attention=attention).load_causal_lm("cpu")
-    assert why in (line_attention.enable(model) or "")
+    assert why in (packed_attention.enable(model) or "")
     assert model.config._attn_implementation == attention
 
 
 def test_a_saved_model_knows_nothing_of_it(tmp_path):
     save_random_model(tmp_path / "a", "llama", torch.float32)
     model = Pretrained(path=str(tmp_path / "a")).load_causal_lm("cpu")
-    assert line_attention.enable(model) is None
+    assert packed_attention.enable(model) is None
     model.save_pretrained(tmp_path / "b")
-    assert line_attention.NAME not in (tmp_path / "b/config.json").read_text()
+    assert packed_attention.NAME not in (tmp_path / "b/config.json").read_text()
