@@ -49,7 +49,7 @@ def largest_gap(actor: Any, rows: Any) -> float:
         mask = rows["attention_mask"][row].bool()
         ids, width = rows["input_ids"][row][mask], int(rows["prompt_mask"][row].sum())
         with torch.no_grad():
-            logits = actor.model(input_ids=ids[None]).logits[0, width - 1 : -1].double()
+            logits = actor.model(input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1].double()
         plain = logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
         for name in ("rollout_log_probs", "old_log_probs"):
             found = rows[name][row][rows["response_mask"][row]].double()
@@ -104,4 +104,4 @@ def test_looking_draws_no_random_number_and_leaves_the_model_as_it_was(model32):
 def test_the_plain_path_is_what_an_unknown_model_gets():
     assert PLAIN.scoring == "equal_lengths"
     assert PLAIN.cache == "none"
-    assert not (PLAIN.pads_prompts or PLAIN.repeats_rows or PLAIN.drops_rows or PLAIN.shares_prefix)
+    assert not any((PLAIN.pads_prompts, PLAIN.repeats_rows, PLAIN.drops_rows, PLAIN.shares_prefix))

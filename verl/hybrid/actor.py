@@ -26,7 +26,6 @@ from verl.hybrid.processes import Company, company_of, own_device
 from verl.hybrid.settings import HybridConfig
 from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA
-from verl.models.padding import refuse_padding_blind
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.rollout.base import SAME_TENSORS, Request, Rollout, RolloutEngine, Synced
 from verl.utils.device_memory import release_cached
@@ -94,7 +93,6 @@ class HybridActor:
             self.model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
         self.tokenizer, self.seed, self._company = tokenizer, seed, company
         self._engine: tuple[Any, Any] | None = None  # with what it was attached for
-        self._is_padding_tried = False
         self._refuse_scattered()
         if company is not None:
             company.take(self.model)
@@ -242,9 +240,6 @@ class HybridActor:
             number = company.agreed(number)
         request = Request(number, call.num_samples, call.greedy)
         with self.sampling():
-            if not self._is_padding_tried and (company is not None or not bool(prompts["prompt_mask"].all())):
-                refuse_padding_blind(self.model, "model")
-                self._is_padding_tried = True
             engine = self._engine_for(call)
             self.sync()
             rows = engine.generate(prompts, request)

@@ -21,7 +21,7 @@ from torch import Tensor
 from verl.errors import ConfigError
 from verl.model_paths import packed_attention, store
 from verl.model_paths.paths import PLAIN, Finding, ModelPaths, Scoring
-from verl.model_paths.small_config import ROW_TOKENS, crossed_lengths, lengths_in
+from verl.model_paths.small_config import LIMIT, ROW_TOKENS, crossed_lengths, lengths_in
 from verl.model_paths.trial import TrialRow, alone, decoded, distance, numbers_of, random_tokens, scored, states_of
 from verl.model_paths.twin import NoTwin, Twin, has_own_code, layer_kinds, make_twin
 from verl.models.call import takes, unwrapped
@@ -30,7 +30,11 @@ TOLERANCE = 1e-4  # nats, of one number of the twin in float32
 TOLD_APART = 10 * TOLERANCE  # a planted fault must change some number by so much
 SAMPLES = 3  # responses to each prompt that is shared
 LEAKED = 40  # tokens of another row that a planted fault shows
-PROBE_TOKENS = 24  # of a row of the model itself, where it has no twin
+PROBE_TOKENS = 24, 37, ROW_TOKENS  # of rows of the model itself, where it has no twin
+PROBE_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}  # of the spread of its numbers
+PROBE_TOLERANCE = 0.02  # in narrower types
+NOT_A_POLICY = "each token sees those that come after it, so it cannot be a policy. Give a causal language model."
+NOT_REPEATABLE = "its numbers differ from one forward pass of a row to the next, so it has no log-probs to train on."
 DECODING: tuple[ModelPaths, ...] = tuple(
     ModelPaths(cache=cache, pads_prompts=pads, repeats_rows=rows, drops_rows=rows, shares_prefix=prefix)
     for cache, pads, rows, prefix in (
@@ -137,6 +141,8 @@ class Examination:
 
     def _not_causal(self) -> str | None:
         model, row, wanted = self.twin.model, self.rows[0], self.wanted[0]
+        if distance([alone(model, row)], [wanted]) > TOLERANCE:
+            return NOT_REPEATABLE
         cuts = {len(row.response) // 2, len(row.response) - 1}
         cuts |= {n - len(row.prompt) + by for n in self.twin.lengths for by in (-1, 0, 1)}
         kept = [cut for cut in sorted(cuts) if 0 < cut < len(row.response)]
@@ -153,7 +159,7 @@ class Examination:
                 f"what is drawn later changes what was drawn before. Rows of this run have up to {self.row_tokens} "
                 "tokens: lower data.max_prompt_length or rollout.max_new_tokens to stay below, or choose another model."
             )
-        return "each token sees those that come after it, so it cannot be a policy. Give a causal language model."
+        return NOT_A_POLICY
 
     def _blind_for(self) -> str | None:
         """A planted fault that is too small to be seen. One that changes nothing at all is none for this model."""
@@ -299,7 +305,15 @@ def _scoring_rows(twin: Twin) -> list[TrialRow]:
 
     rows = [row(3, ROW_TOKENS - 3, 0), row(150, 40, 1), *(row(150, n, 1 + n, of=1) for n in (1, 6, 17, 3))]
     rows += [row(max(1, n - 2), 6, 100 + place) for place, n in enumerate(twin.lengths)]
-    return [*rows, row(9, 9, 5)]
+    return [*rows, row(9, 9, 5), TrialRow(rows[0].prompt, with_pad(twin, rows[1].response))]
+
+
+def with_pad(twin: Twin, response: Tensor) -> Tensor:
+    """A response in which the model has drawn its own pad token."""
+    pad = getattr(twin.model.config.get_text_config(), "pad_token_id", None)
+    if pad is None or len(response) < 4:
+        return response
+    return torch.cat([response[:2], torch.tensor([pad]), response[3:]])
 
 
 def _decoding_rows(twin: Twin) -> tuple[list[TrialRow], list[TrialRow]]:
@@ -312,7 +326,7 @@ def _decoding_rows(twin: Twin) -> tuple[list[TrialRow], list[TrialRow]]:
         prompt = random_tokens(length, (first, stop), 2000 + place)
         for sample, tokens in enumerate((3, 12, 7)):
             response = random_tokens(tokens - 1, (first, stop), 3000 + 10 * place + sample)
-            long.append(TrialRow(prompt, torch.cat([response, torch.tensor([stop])])))
+            long.append(TrialRow(prompt, torch.cat([with_pad(twin, response), torch.tensor([stop])])))
     for place, (length, tokens) in enumerate(((5, 50), (9, 20), (12, 33))):
         prompt = random_tokens(length, (first, stop), 4000 + place)
         response = random_tokens(tokens - 1, (first, stop), 5000 + place)
@@ -334,18 +348,25 @@ def _is_causal_below(model: Any) -> bool:
 
 @torch.no_grad()
 def _causality_of_the_model(model: Any) -> str | None:
-    """Why a model without a twin cannot be trained, by a short row of its own."""
+    """Why a model without a twin cannot be trained, by rows of its own."""
     device = next(model.parameters()).device
     size = model.config.get_text_config().vocab_size
-    ids = random_tokens(PROBE_TOKENS, (min(8, size - 1), size), 0).to(device)
-    half = PROBE_TOKENS // 2
-    try:
-        whole, part = (states_of(model, input_ids=x[None])[0, :half].double() for x in (ids, ids[:half]))
-    except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
-        return f"it cannot read a row of {PROBE_TOKENS} tokens ({type(error).__name__}: {error})."
-    far = float((whole - part).abs().mean() / whole.std().clamp(min=1e-12))
-    if far > 0.05:
-        return "each token sees those that come after it, so it cannot be a policy. Give a causal language model."
+    limits = [n for path, n in lengths_in(model.config).items() if LIMIT.search(path.rpartition(".")[2])]
+    tolerance = PROBE_TOLERANCES.get(next(model.parameters()).dtype, PROBE_TOLERANCE)
+    for tokens in sorted({min(n, *limits, PROBE_TOKENS[-1]) for n in PROBE_TOKENS}):
+        ids = random_tokens(tokens, (min(8, size - 1), size), 0).to(device)
+        half = max(1, tokens // 2)
+        try:
+            whole, again, part = (
+                states_of(model, input_ids=x[None])[0, :half].double() for x in (ids, ids, ids[:half])
+            )
+        except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
+            return f"it cannot read a row of {tokens} tokens ({type(error).__name__}: {error})."
+        spread = whole.std().clamp(min=1e-12)
+        if float((whole - again).abs().mean() / spread) > tolerance:
+            return NOT_REPEATABLE
+        if float((whole - part).abs().mean() / spread) > tolerance:
+            return NOT_A_POLICY
     return None
 
 

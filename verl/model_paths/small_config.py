@@ -13,7 +13,7 @@ from typing import Any
 ROW_TOKENS = 512
 BEYOND = ROW_TOKENS + 64  # a length that no row of the trial reaches, but a packed line of several does
 CONTEXT = 2 * ROW_TOKENS  # tokens of the longest batch of the trial, padding included, fit in
-WIDTH, HEADS, HEAD_SIZE, ROTARY_SIZE, VOCABULARY = 64, 4, 16, 8, 96
+WIDTH, HEADS, HEAD_SIZE, ROTARY_SIZE, VOCABULARY = 64, 4, 16, 8, 128
 FIRST_ORDINARY_TOKEN = 16  # special tokens get the ids below it
 PLACES = (24, 40, 56, 88, 120, 152, 200, 264, 328)  # where changes lie in a row of the trial, in their order
 

@@ -191,6 +191,12 @@ class Pretrained(ModelSource):
                     output_loading_info=True,
                 )
             except (ValueError, ImportError) as error:
+                if "Unrecognized configuration class" in str(error):
+                    kind = type(self.load_config()).__name__
+                    raise ConfigError(
+                        f"path is {self.path!r}: transformers has no {auto_class.__name__} for a {kind}. Give the "
+                        "directory of a causal language model."
+                    ) from error
                 if "attention" not in str(error) and "flash_attn" not in str(error):
                     raise
                 raise ConfigError(f"attention is {self.attention!r}: {error} Set attention=eager.") from error
