@@ -26,7 +26,7 @@ def kept(model: Any, key: tuple, examine: Callable[[], Finding]) -> Finding:
     file = cache_dir() / f"{digest(model, key)}.json"
     if (finding := _read(file)) is None:
         finding = examine()
-        _write(file, finding)
+        _write(file, finding, model, key)
     return finding
 
 
@@ -83,13 +83,16 @@ def _read(file: Path) -> Finding | None:
         return None  # not there, or not ours: it is found anew
 
 
-def _write(file: Path, finding: Finding) -> None:
+def _write(file: Path, finding: Finding, model: Any, key: tuple) -> None:
     """Leave it for the next run, whole or not at all; a disk that refuses costs the next run seconds."""
+    from verl.model_paths.twin import model_class
+
+    told = {"model": model_class(model).__name__, "family": model.config.model_type, "key": key, **asdict(finding)}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
         with os.fdopen(handle, "w") as out:
-            json.dump(asdict(finding), out)
+            json.dump(told, out)
         os.replace(name, file)
     except OSError:
         return
