@@ -76,11 +76,18 @@ def finding_for(model: Any, row_tokens: int, examine: Callable[[Any, int], Findi
     base = unwrapped(model)
     known = vars(base).setdefault("_verl_findings", {})
     key = (examine.__name__, crossed_lengths(base.config, row_tokens))
+    if vars(base).setdefault("_verl_findings_of", told := _told(base.config)) != told:  # somebody has changed it
+        known.clear()
+        vars(base)["_verl_findings_of"] = told
     if key not in known:
         run = functools.partial(_undisturbed, examine, base, row_tokens)
         known[key] = run() if has_own_code(base) else store.kept(base, key, run)
         _tell(base, known[key])
     return known[key]
+
+
+def _told(config: Any) -> str:
+    return repr([(name, x) for name, x in vars(config).items() if not name.startswith("_")])
 
 
 def _undisturbed(examine: Callable[[Any, int], Finding], model: Any, row_tokens: int) -> Finding:
