@@ -25,6 +25,9 @@ class RoomyLayer(DynamicLayer):
         shared: keys and values [B / n, H, P, D] before those that `update` returns, or None; see `share`.
     """
 
+    keys: Tensor  # type: ignore[assignment]
+    values: Tensor  # type: ignore[assignment]
+
     def __init__(self, max_length: int):
         super().__init__()
         self.max_length = max_length

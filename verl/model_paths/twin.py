@@ -124,7 +124,7 @@ def _built(kind: type, config: Any) -> Any:
 
 
 @torch.no_grad()
-def _sharpen(model: nn.Module) -> None:
+def _sharpen(model: Any) -> None:
     """Random weights of the size at which tokens and positions matter."""
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     head = None if output is None else getattr(output, "weight", None)
