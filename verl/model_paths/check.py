@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from verl.errors import ConfigError
 from verl.model_paths import packed_attention, store
-from verl.model_paths.paths import PLAIN, Finding, ModelPaths, Scoring
+from verl.model_paths.paths import PLAIN, CacheKind, Finding, ModelPaths, Scoring
 from verl.model_paths.small_config import LIMIT, ROW_TOKENS, crossed_lengths, lengths_in
 from verl.model_paths.trial import TrialRow, alone, decoded, distance, numbers_of, random_tokens, scored, states_of
 from verl.model_paths.twin import NoTwin, Twin, has_own_code, layer_kinds, make_twin
@@ -35,18 +36,21 @@ PROBE_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}  # of the spread o
 PROBE_TOLERANCE = 0.02  # in narrower types
 NOT_A_POLICY = "each token sees those that come after it, so it cannot be a policy. Give a causal language model."
 NOT_REPEATABLE = "its numbers differ from one forward pass of a row to the next, so it has no log-probs to train on."
-DECODING: tuple[ModelPaths, ...] = tuple(
+DECODING = tuple(  # from the fastest way to the plainest: pads prompts, repeats and drops rows, shares a prefix
     ModelPaths(cache=cache, pads_prompts=pads, repeats_rows=rows, drops_rows=rows, shares_prefix=prefix)
-    for cache, pads, rows, prefix in (
-        ("in_place", True, True, True),
-        ("in_place", True, True, False),
-        ("in_place", False, True, False),
-        ("own", True, True, False),
-        ("own", False, True, False),
-        ("own", True, False, False),
-        ("own", False, False, False),
-        ("none", True, True, False),
-        ("none", False, True, False),
+    for cache, pads, rows, prefix in typing.cast(
+        tuple[tuple[CacheKind, bool, bool, bool], ...],
+        (
+            ("in_place", True, True, True),
+            ("in_place", True, True, False),
+            ("in_place", False, True, False),
+            ("own", True, True, False),
+            ("own", False, True, False),
+            ("own", True, False, False),
+            ("own", False, False, False),
+            ("none", True, True, False),
+            ("none", False, True, False),
+        ),
     )
 )
 
