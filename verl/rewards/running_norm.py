@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-LEAST = float(np.finfo(np.float64).tiny)
-
 
 class RunningNorm:
     """Mean and variance over a stream of batches.
@@ -44,8 +42,7 @@ class RunningNorm:
     def __call__(self, scores: np.ndarray) -> np.ndarray:
         """The scores [B] on the scale of those taken in so far."""
         spread = math.sqrt(self.variance)
-        is_rounding = spread <= 1e-8 * max(abs(self.mean), LEAST)  # relative: scores may be of any scale
-        return scores - self.mean if is_rounding else (scores - self.mean) / spread
+        return (scores - self.mean) / spread if spread > 1e-8 * (1 + abs(self.mean)) else scores - self.mean
 
     def state_dict(self) -> dict[str, float]:
         return {"count": self.count, "mean": self.mean, "squares": self._squares}

@@ -232,9 +232,10 @@ def refuse_wrong_responses(rows: DataProto, num_tokens: int | None = None) -> No
         return
     lowest, highest = log_probs[mask].aminmax()  # one pass: nan comes through
     if not (float(lowest) > PLACEHOLDER and float(highest) <= LARGEST_LOG_PROB):
-        is_wrong = ~((log_probs > PLACEHOLDER) & (log_probs <= LARGEST_LOG_PROB)) & mask
+        exact = log_probs.double()
+        is_wrong = ~((exact > PLACEHOLDER) & (exact <= LARGEST_LOG_PROB)) & mask
         row, place = is_wrong.nonzero()[0].tolist()
-        fault = log_prob_fault(float(log_probs[row, place]))
+        fault = log_prob_fault(float(exact[row, place]))
         raise RolloutError(f"{_of_token(rows, row, place)} has the log-prob {fault}. {_count(is_wrong, mask)}")
     lowest, highest = tokens[mask].aminmax()
     if int(lowest) < 0 or (num_tokens is not None and int(highest) >= num_tokens):
