@@ -80,13 +80,17 @@ def _protocol(options: ServerRollout, client: Client, tokenizer: Any) -> tuple[P
     if options.protocol == "tgi":
         info = _told(client, "/info", "protocol is tgi")
         limit = info.get("max_total_tokens") if isinstance(info, dict) else None
-        return TGI(tokenizer), limit if isinstance(limit, int) else None
+        return TGI(tokenizer), _limit(limit)
     listed = _told(client, "/v1/models", "protocol is openai")
     cards = listed.get("data") if isinstance(listed, dict) else None
     cards = [card for card in cards or () if isinstance(card, dict) and isinstance(card.get("id"), str)]
     card = _chosen(cards, options.model, client.endpoint.base_url)
     limit = card.get("max_model_len")
-    return OpenAI(card["id"]), limit if isinstance(limit, int) else None
+    return OpenAI(card["id"]), _limit(limit)
+
+
+def _limit(told: Any) -> int | None:
+    return told if isinstance(told, int) and not isinstance(told, bool) and told > 0 else None
 
 
 def _chosen(cards: Sequence[dict[str, Any]], name: str | None, url: str) -> dict[str, Any]:
