@@ -196,6 +196,7 @@ _add("sample_ids", "B", "int64", "", "index of the response within its group", "
 _add("group_ids", "B", "int64", "", "which responses share a prompt", "rollout")
 _add("policy_version", "B", "int64", "optimizer step", "the step whose weights sampled the row", "rollout")
 _add("is_replayed", "B", "bool", "", "the row was drawn in an earlier step", "replay buffer", False)
+_add("is_on_policy", "B", "bool", "", "the weights that gave old_log_probs drew the row", "actor", False)
 _add("rollout_log_probs", "BT", "float", "nats", "log-probability by the engine that sampled", "rollout")
 _add("old_log_probs", "BT", "float", "nats", "log-probability by the trainer's weights before the update", "actor")
 _add("ref_log_probs", "BT", "float", "nats", "log-probability by the frozen reference", "reference")

@@ -24,8 +24,8 @@ from verl.protocol import DataProto
 # What a batch has beside, and what is computed anew under the weights of the day.
 REBUILT = ("input_ids", "attention_mask", "position_ids", "prompt_mask", "group_ids", "is_replayed")
 COMPUTED = (
-    "old_log_probs", "entropies", "ref_log_probs", "log_probs", "values", "token_level_rewards", "returns",
-    "advantages",
+    "old_log_probs", "is_on_policy", "entropies", "ref_log_probs", "log_probs", "values", "token_level_rewards",
+    "returns", "advantages",
 )  # fmt: skip
 INDEX = ("group", "step", "policy_version", "score", "advantage")  # columns that stay in memory for every row
 OTHERS = "columns"  # the column of JSON objects
