@@ -62,6 +62,10 @@ class ModelSource(Description):
         """The numbers of attention heads and of key-value heads, or None where they cannot be known without loading."""
         return None
 
+    def policy_fault(self) -> str | None:
+        """Why this cannot be a policy nor a value function, by its configuration; None if that tells nothing."""
+        return None
+
     def value_head(self) -> Path | None:
         """The file of a trained value head that lies with the weights, or None."""
         return None
