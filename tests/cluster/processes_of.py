@@ -46,3 +46,11 @@ def wait_until_gone(pids: Iterable[int], seconds: float = 20.0) -> list[int]:
 def temporary_directories(of: Path) -> list[str]:
     """What clusters keep below a directory for temporary files."""
     return sorted(name for name in os.listdir(of) if name.startswith("verl_"))
+
+
+def wait_until_removed(paths: Iterable[Path], seconds: float = 20.0) -> None:
+    """Wait until none of these exists; fails after a while."""
+    end = time.monotonic() + seconds
+    while left := [str(path) for path in paths if path.exists()]:
+        assert time.monotonic() < end, left
+        time.sleep(0.02)

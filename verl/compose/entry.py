@@ -31,6 +31,7 @@ from verl.errors import CheckpointError, ConfigError
 from verl.tracking.logs import setup_logging
 from verl.trainer.stopping import Terminated, orderly_termination
 from verl.utils import torchrun
+from verl.utils.kernel_cache import set_kernel_cache
 from verl.utils.redact import redact
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None
             if torchrun.number() > 0:  # the first one drives
                 return
             with _clean_end(), orderly_termination():
+                set_kernel_cache()
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # a user's own modules lie where the user stands
                 arguments, assigned = command_line(root, sys.argv[1:])

@@ -32,7 +32,8 @@ def as_config_error(error: EngineError, setting: Setting, model: Any) -> Excepti
         )
     if "max_model_len" in error.reason and options.max_model_len is not None:
         return ConfigError(f"rollout.max_model_len is {options.max_model_len}: {_last_line(error.reason)}")
-    return RolloutError(f"vLLM could not be started: {error}")
+    details = str(error).rpartition("\n")[0]
+    return RolloutError(f"{details}\nvLLM could not be started: {error.summary}".lstrip())
 
 
 def _cache_gib(config: Any, length: int, setting: Setting) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,18 @@ import numpy as np
 import torch
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from verl.errors import RolloutError
 from verl.rollout.drawing import Drawing
 from verl.rollout.vllm.feeds import Feed, Loading
 from verl.rollout.vllm.noise import WHOSE
-from verl.rollout.vllm.process import SHARED_VARIABLE
 from verl.rollout.vllm.setting import Setting
 from verl.rollout.vllm.told import Drawn, Told, Wanted
 from verl.sync.engine_side import answer
 from verl.sync.questions import Question
+from verl.utils.process_exit import describe_exit
+from verl.utils.progress import report
 
 
 def inspect_here(directory: str) -> None:
@@ -30,6 +32,14 @@ def inspect_here(directory: str) -> None:
     found = ModelRegistry.models.get(name)
     if hasattr(found, "load_model_cls"):
         ModelRegistry.register_model(name, found.load_model_cls())
+
+
+def name_file_store(name: str) -> None:
+    """Name the file by which vLLM's workers find each other; memory that they share on a CPU is named after it."""
+    path = f"file://{tempfile.gettempdir()}/{name}_store"
+    for module in (uniproc_executor, multiproc_executor):
+        if hasattr(module, "get_file_store_init_method"):
+            module.get_file_store_init_method = lambda: path  # type: ignore[attr-defined]
 
 
 class HostedEngine:
@@ -41,6 +51,8 @@ class HostedEngine:
             setting.options.tensor_parallel_size == 1 or not setting.is_on_gpu
         ):  # forked workers want no CUDA before them
             inspect_here(setting.directory)
+        if setting.name:
+            name_file_store(setting.name)
         self.llm = LLM(
             setting.directory,
             load_format="dummy",
@@ -53,12 +65,23 @@ class HostedEngine:
             **setting.engine_arguments(),
         )
         self._lora_request: Any = None
-        self._shared = self.llm.collective_rpc("verl_shared_name")[0] if self._num_workers > 1 else ""
-        os.environ[SHARED_VARIABLE] = self._shared
+        self._doing = "generating"
+        self._report_steps(self.llm.llm_engine)
+        if setting.options.enforce_eager:  # what is compiled runs no hooks
+            self.llm.collective_rpc("verl_report_layers")
 
     def describe(self) -> Told:
         """What the trainer has to know."""
-        return Told(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers, self._shared)
+        return Told(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers)
+
+    def lost_worker(self) -> str | None:
+        """How the first of vLLM's worker processes that is gone ended; None while all are there."""
+        if self._num_workers == 1:
+            return None
+        for worker in getattr(self.llm.llm_engine.model_executor, "workers", None) or ():
+            if (code := worker.proc.exitcode) is not None and code != 0:
+                return f"its worker process {worker.proc.pid} ended with {describe_exit(code)}"
+        return None
 
     def wants(self, shapes: dict[str, tuple[int, ...]]) -> list[Wanted] | None:
         """The slices of tensors of these shapes that each worker takes; None where one takes them in vLLM's own way."""
@@ -88,6 +111,7 @@ class HostedEngine:
 
     def prove(self, question: Question) -> Any:
         """What the trainer compares with its own weights; see `verl.sync.proof`."""
+        self._doing = "proving the weights"
         return answer(self.llm, question, self._lora_request, rpc="prove_on_rank")
 
     def draw(
@@ -103,6 +127,7 @@ class HostedEngine:
         Args:
             num_threads: of each worker meanwhile, on a CPU where the trainer works too; None: all.
         """
+        self._doing = "generating"
         n = drawing.request.num_samples
         rows = len(prompts) * n
         self.llm.collective_rpc("verl_begin", args=(drawing, rows, max(limits), num_threads))
@@ -130,11 +155,6 @@ class HostedEngine:
         log_probs = self.llm.collective_rpc("verl_log_probs")[0]
         return Drawn(lengths, np.concatenate([np.asarray(line) for line in tokens]), log_probs[:, : lengths.max()])
 
-    def close(self) -> None:
-        """End vLLM's own workers, which hold memory that they share."""
-        if self._num_workers > 1:
-            self.llm.llm_engine.engine_core.shutdown()
-
     def sleep(self) -> None:
         """Give the GPU's memory back; weights and the cache of keys and values are gone with it."""
         self.llm.sleep(level=2)
@@ -142,6 +162,17 @@ class HostedEngine:
     def wake(self, what: str) -> None:
         """Take memory again, for `weights` or the `kv_cache`."""
         self.llm.wake_up(tags=[what])
+
+    def _report_steps(self, engine: Any) -> None:
+        """Report each step of a `vllm.LLMEngine`, and how much is left."""
+        step = engine.step
+
+        def counted() -> Any:
+            outputs = step()
+            report(f"{self._doing}, {engine.get_num_unfinished_requests()} sequences left")
+            return outputs
+
+        engine.step = counted
 
     @property
     def _num_workers(self) -> int:
