@@ -1,0 +1,188 @@
+"""Progress of a working process, as a process that waits for it sees it: a counter in shared memory, and a deadline.
+
+    worker:  tensor loaded ─ advance() ─ step made ─ advance() ─ ...    by the thread that works, after each piece
+                                 │
+                      counter, stage: shared memory without a name
+                                 │
+    waiter:  ProgressWatch: has the counter changed?  no, for `timeout_s` ──> the process hangs, or is stopped
+
+A limit on total time has to be longer than the slowest work that is right, and then a process that stands still is
+noticed hours late. A limit on the time without progress has to be longer than the slowest piece alone.
+
+`advance` must be called by the thread that does the work. A heartbeat of a thread beside it says that the process
+exists, which the system tells too, and goes on while the work hangs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+NUM_SLOTS = 16
+SLOT_BYTES, STAGE_OFFSET = 256, 8  # of each slot: a counter of 8 bytes, then the stage as UTF-8, zero bytes after it
+STAGE_BYTES = SLOT_BYTES - STAGE_OFFSET
+STATES = {
+    "R": "it is computing",
+    "S": "it sleeps or waits for another process",
+    "D": "it waits for a disk, a network file system or a device",
+    "T": "it is stopped (SIGSTOP or SIGTSTP)",
+    "t": "it is stopped by a debugger",
+    "Z": "it has ended",
+    "X": "it has ended",
+}
+
+
+class Progress:
+    """Counters in shared memory, one slot for each process that writes; each slot also names a stage.
+
+    The waiter makes it and hands `fd` to a child (`subprocess.Popen(..., pass_fds=[progress.fd])`), which opens it by
+    `Progress.open`. A forked child uses the object itself. The memory has no name: nothing of it remains, however the
+    processes end.
+
+    Args:
+        num_slots: processes that can write, each into a slot of its own, so that no increment is lost.
+    """
+
+    def __init__(self, num_slots: int = NUM_SLOTS):
+        size = num_slots * SLOT_BYTES
+        self.fd = _anonymous_file(size)
+        self._map(self.fd, size)
+
+    @classmethod
+    def open(cls, source: int | str) -> Progress:
+        """The memory of another process.
+
+        Args:
+            source: a file descriptor that was inherited, which is owned from now on; or what `path` gave there.
+        """
+        progress = cls.__new__(cls)
+        progress.fd = source if isinstance(source, int) else os.open(source, os.O_RDWR | os.O_CLOEXEC)
+        progress._map(progress.fd, os.fstat(progress.fd).st_size)
+        return progress
+
+    @property
+    def path(self) -> str:
+        """Opens the memory in a process that did not inherit it, of the same user, while this one lives; on Linux."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    @property
+    def num_slots(self) -> int:
+        """Processes that can write."""
+        return len(self._memory) // SLOT_BYTES
+
+    def advance(self, stage: str | None = None, slot: int = 0) -> None:
+        """A piece of work is done. About 0.2 microseconds without a stage.
+
+        Args:
+            stage: what is done from now on, for messages; kept as it is where none is given.
+        """
+        if stage is not None:
+            text = stage.encode()[:STAGE_BYTES]
+            start = slot * SLOT_BYTES + STAGE_OFFSET
+            self._memory[start : start + STAGE_BYTES] = text.ljust(STAGE_BYTES, b"\0")
+        self._counters[slot * SLOT_BYTES // 8] += 1
+
+    def count(self, slot: int) -> int:
+        """Pieces of work so far."""
+        return self._counters[slot * SLOT_BYTES // 8]
+
+    def stage(self, slot: int = 0) -> str:
+        """What is done there now; empty before the first stage."""
+        start = slot * SLOT_BYTES + STAGE_OFFSET
+        return self._memory[start : start + STAGE_BYTES].rstrip(b"\0").decode(errors="ignore")
+
+    def close(self) -> None:
+        """Give the memory back. May be called again."""
+        if not self._memory.closed:
+            self._counters.release()
+            self._memory.close()
+            os.close(self.fd)
+
+    def _map(self, fd: int, size: int) -> None:
+        self._memory = mmap.mmap(fd, size)
+        self._counters = memoryview(self._memory).cast("Q")
+
+
+class ProgressWatch:
+    """A deadline on the progress of another process: `timeout_s` after the last change of its counter.
+
+    The clock is the waiter's own, and runs only while the waiter looks: a gap between two looks that is longer than
+    `look_every_s` counts as that much, since the waiter itself was stopped (Ctrl-Z, a suspended machine) or busy.
+
+    Args:
+        timeout_s: without progress.
+        slots: that count; None for all of them. Progress in any one is progress: processes that work on one thing
+            together wait for each other.
+        look_every_s: how often the waiter means to look, at least.
+    """
+
+    def __init__(
+        self, progress: Progress, timeout_s: float, slots: Sequence[int] | None = None, look_every_s: float = 1.0
+    ):
+        self.progress, self.timeout_s, self._look_every_s = progress, timeout_s, look_every_s
+        self._slots = range(progress.num_slots) if slots is None else slots
+        self.restart()
+
+    def restart(self, timeout_s: float | None = None) -> None:
+        """Another piece of work was asked for: the clock starts again, with another limit if one is given."""
+        self.timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        self._counts, self._looked_at, self._idle_s = self._read(), time.monotonic(), 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without progress, as far as the waiter has looked."""
+        now, counts = time.monotonic(), self._read()
+        self._idle_s += min(now - self._looked_at, self._look_every_s)
+        if counts != self._counts:
+            self._counts, self._idle_s = counts, 0.0
+        self._looked_at = now
+        return self._idle_s
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether there was no progress for `timeout_s`."""
+        return self.idle_s >= self.timeout_s
+
+    def describe(self, process_id: int | None = None, setting: str | None = None) -> str:
+        """What to say of a process that is overdue: `made no progress for 300 s (NAME) at STAGE: it is stopped (...)`.
+
+        Args:
+            setting: config path of the limit.
+        """
+        stage = next((found for slot in self._slots if (found := self.progress.stage(slot))), "")
+        state = "" if process_id is None else state_of(process_id)
+        limit = f"{self.timeout_s:g} s" + (f" ({setting})" if setting else "")
+        return f"made no progress for {limit}" + (f" at: {stage}" if stage else "") + (f"; {state}" if state else "")
+
+    def _read(self) -> list[int]:
+        return [self.progress.count(slot) for slot in self._slots]
+
+
+def state_of(process_id: int) -> str:
+    """What the system says of a process, as a clause; empty where it does not tell."""
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "it is gone" if sys.platform == "linux" else ""
+    return STATES.get(state, "")
+
+
+def is_stopped(process_id: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger, so that it does nothing until it is continued."""
+    return state_of(process_id) in (STATES["T"], STATES["t"])
+
+
+def _anonymous_file(size: int) -> int:
+    """An open file in memory without a name; where the system has none, one on disk whose name is removed."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("verl_progress", os.MFD_CLOEXEC)
+    else:
+        fd, path = tempfile.mkstemp()
+        os.unlink(path)
+    os.ftruncate(fd, size)
+    return fd
