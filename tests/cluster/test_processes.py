@@ -110,6 +110,18 @@ def test_an_exception_in_one_worker_fails_the_call_by_name_and_ends_all(own_tmp)
     assert temporary_directories(own_tmp) == []
 
 
+def test_an_exit_of_a_role_is_its_error_and_names_the_line(own_tmp):
+    cluster, toy = start(2)
+    try:
+        with pytest.raises(WorkerError, match=r"rank 1 failed in toy\.exit_on") as caught:
+            toy.exit_on(1).result(timeout=30)
+        assert not isinstance(caught.value, WorkerDied)
+        assert "toy_roles.py" in str(caught.value)
+        assert "sys.exit(0)\nSystemExit: 0" in str(caught.value)
+    finally:
+        cluster.close()
+
+
 def test_a_worker_that_dies_in_a_call_is_named_and_not_the_sibling_that_noticed(own_tmp, monkeypatch):
     monkeypatch.setattr(processes, "GRACE_S", 10.0)  # a machine under load takes its time to end a process
     cluster, toy = start(2)

@@ -31,6 +31,17 @@ def start(size: int, run_dir: Path | None = None, timeout_s: float = 60.0, num_c
     return cluster, role_handles(cluster, host)["toy"]
 
 
+def test_an_exit_of_a_role_is_its_error_and_names_the_line():
+    cluster, toy = start(2)
+    try:
+        with pytest.raises(WorkerError, match=r"rank 1 failed in toy\.exit_on[\s\S]*SystemExit: 0") as caught:
+            toy.exit_on(1).result(timeout=30)
+        assert not isinstance(caught.value, WorkerDied)
+        assert "toy_roles.py" in str(caught.value)
+    finally:
+        cluster.close()
+
+
 def test_calls_are_divided_joined_and_ended_with_nothing_left(tmp_path):
     cluster, toy = start(2, tmp_path)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,13 @@ class Toy:
     def fail_on(self, rank: int) -> None:
         if self.rank == rank:
             raise ZeroDivisionError(f"asked to fail on rank {rank}")
+        self.sleep(600)
+
+    @on_all
+    def exit_on(self, rank: int) -> None:
+        """One rank's code wants to end the program, and its siblings wait for it."""
+        if self.rank == rank:
+            sys.exit(0)
         self.sleep(600)
 
     @on_all

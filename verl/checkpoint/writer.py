@@ -290,7 +290,7 @@ class CheckpointWriter:
                 self._end(job, error=job.copy_error)
             else:
                 note_progress(memory, FAILED)
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception) and not self._threads:  # a thread has more saves to copy
                 raise
         finally:
             job.snapshot = None  # the tensors may be freed
@@ -304,7 +304,7 @@ class CheckpointWriter:
             report = self._supervisor.carry_out(job.plan, job.arena)
         except BaseException as error:  # the same
             failure = error if isinstance(error, Exception) else _interrupted(job)
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception) and not self._threads:
                 raise
         finally:
             job.copied.wait()

@@ -64,7 +64,7 @@ class RoleActor:
             torch.set_num_threads(num_threads)
             host, context = pickle.loads(payload)
             self._host = host.build(context)
-        except Exception:  # noqa: BLE001 - the driver's to handle
+        except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
             return Told(None, traceback.format_exc())
         return Told(wrap(None))
 
@@ -81,7 +81,7 @@ class RoleActor:
                 given = (given[0][rows], *given[1:])
             result = self._host.call(role, method, given)
             return Told(wrap(result if is_heard else None))
-        except Exception:  # noqa: BLE001 - the driver's to handle
+        except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
             return Told(None, traceback.format_exc())
 
     def stack(self) -> str:
@@ -93,5 +93,5 @@ class RoleActor:
         """Let go of the models and leave the group of processes."""
         host, self._host = self._host, None
         if host is not None:
-            with contextlib.suppress(Exception):  # the process ends next
+            with contextlib.suppress(BaseException):  # the process ends next
                 host.close()

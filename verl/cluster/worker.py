@@ -77,7 +77,7 @@ def serve(connection: Connection) -> None:
         start: Start = connection.recv()
         try:
             host = _build(start)
-        except Exception:  # noqa: BLE001 - the driver's to handle
+        except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
             from verl.cluster.mailbox import Mailbox, Post
 
             Mailbox(connection, post := Post()).send(post.pack(Answer(READY, error=traceback.format_exc())))
@@ -126,7 +126,7 @@ def _carry_out(host: Any, call: Call, room: Any) -> Answer:
 
             result = place(result, call.rows, call.layout, room)
         return Answer(call.number, result)
-    except Exception:  # noqa: BLE001 - the driver's to handle
+    except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
         return Answer(call.number, error=traceback.format_exc())
 
 
