@@ -13,7 +13,7 @@ import pytest
 
 import verl
 from verl.utils import progress as module
-from verl.utils.progress import Progress, ProgressWatch, is_stopped
+from verl.utils.progress import Progress, ProgressWatch, is_stopped, report, report_to
 
 ROOT = Path(verl.__file__).parents[1]
 CHILD = """
@@ -113,3 +113,13 @@ def test_a_stage_of_any_length_and_alphabet_is_kept_as_far_as_it_fits(shared):
     assert shared.stage(3) == "short"
     assert shared.count(3) == 3
     assert [shared.count(slot) for slot in range(shared.num_slots) if slot != 3] == [0] * 15
+
+
+def test_a_report_goes_where_this_process_is_watched_and_nowhere_otherwise(shared):
+    report("nobody watches")
+    report_to(shared, 4)
+    report("loading")
+    report()
+    report_to(None)
+    report("no longer")
+    assert (shared.count(4), shared.stage(4)) == (2, "loading")

@@ -163,6 +163,26 @@ class ProgressWatch:
         return [self.progress.count(slot) for slot in self._slots]
 
 
+_reported: tuple[Progress, int] | None = None  # where `report` of this process writes
+
+
+def report_to(progress: Progress | None, slot: int = 0) -> None:
+    """From now on `report` of this process advances a slot of this memory; None: nothing."""
+    global _reported
+    _reported = None if progress is None else (progress, slot)
+
+
+def report(stage: str | None = None) -> None:
+    """Advance the progress of this process, if another one watches it; for code that many kinds of process run.
+
+    As with `Progress.advance`: by the thread that does the work. A process that waits for another may report the
+    progress that it sees there.
+    """
+    if _reported is not None:
+        progress, slot = _reported
+        progress.advance(stage, slot)
+
+
 def state_of(process_id: int) -> str:
     """What the system says of a process, as a clause; empty where it does not tell."""
     try:
