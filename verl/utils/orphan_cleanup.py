@@ -1,0 +1,206 @@
+"""Clean-up after a process that was killed: a small process beside it removes files and ends processes that it left.
+
+    owner ── pipe ──> clean-up process        registered before it is made: directory, shared memory, process group
+      │ SIGKILL          │ end of file
+      ✗                  └──> SIGKILL to the groups, stopped processes too ──> files and shared memory removed ──> exit
+
+No handler runs in a process that is killed, and a child that would tidy up may be killed or stopped as well. The
+clean-up process is in a session of its own, so that no signal to the owner's group reaches it. It needs about 10 MiB,
+is started with the first registration, and ends with its owner.
+
+This file is also that process's program: it imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+CHECK_EVERY_S = 0.5
+KILL_TIMEOUT_S = 20.0
+
+
+class OrphanCleanup:
+    """The clean-up process of this process, as the one that registers with it; see `register`."""
+
+    def __init__(self):
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._registered: dict[int, dict[str, Any]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
+
+    def register(
+        self,
+        *,
+        directories: Sequence[str | Path] = (),
+        shared_memory: Sequence[str] = (),
+        process_groups: Sequence[int] = (),
+    ) -> int:
+        """Have these removed and ended once this process is gone. Register what is to be made before it is made.
+
+        Args:
+            directories: with all that is in them; need not exist.
+            shared_memory: how the names of files in /dev/shm begin.
+            process_groups: of processes that this process started.
+        Returns:
+            A number for `withdraw`.
+        """
+        entry = {
+            "directories": [os.path.abspath(directory) for directory in directories],
+            "shared_memory": list(shared_memory),
+            "process_groups": list(process_groups),
+        }
+        with self._lock:
+            number = next(self._numbers)
+            self._registered[number] = entry
+            self._tell([{"number": number, "entry": entry}])
+        return number
+
+    def withdraw(self, number: int) -> None:
+        """Nothing is left to clean up of a registration. May be called again."""
+        with self._lock:
+            if self._registered.pop(number, None) is not None:
+                self._tell([{"number": number, "entry": None}])
+
+    def close(self) -> None:
+        """End the clean-up process, which first cleans up what is still registered."""
+        with self._lock:
+            process, self._process = self._process, None
+            if process is not None and process.stdin is not None and self._owner == os.getpid():
+                process.stdin.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=KILL_TIMEOUT_S)
+
+    def forget(self) -> None:
+        """In a fork of the owner: close the pipe, which must end with the owner, and start anew."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+        self._reset()
+
+    def _tell(self, messages: Iterable[dict[str, Any]]) -> None:
+        """A clean-up process that is gone is started again, and told everything."""
+        fault: OSError | None = None
+        for _ in range(2):
+            try:
+                if self._process is None or self._process.poll() is not None:
+                    self._process = _started()
+                    messages = [{"number": number, "entry": entry} for number, entry in self._registered.items()]
+                assert self._process.stdin is not None
+                for message in messages:
+                    self._process.stdin.write(json.dumps(message).encode() + b"\n")
+                return
+            except OSError as error:
+                self._process, fault = None, error
+        log.warning("No clean-up process could be started (%s): files may be left if this process is killed.", fault)
+
+
+def _started() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+        cwd="/",
+        start_new_session=True,
+    )
+
+
+CLEANUP = OrphanCleanup()  # of this process
+atexit.register(CLEANUP.close)
+os.register_at_fork(after_in_child=CLEANUP.forget)
+
+
+def remove_shared_memory(prefix: str) -> None:
+    """Remove the files in /dev/shm whose names begin so; nothing for an empty prefix."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(SHARED_MEMORY) if prefix else ():
+            if name.startswith(prefix):
+                with contextlib.suppress(OSError):
+                    (SHARED_MEMORY / name).unlink()
+
+
+def members(group: int) -> list[int]:
+    """The processes of a group, zombies left out; none where the system does not tell."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):  # ended meanwhile
+            state, _, its_group = directory.joinpath("stat").read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                found.append(int(directory.name))
+    return found
+
+
+def kill_group(group: int) -> None:
+    """Kill every process of a group, and wait until they are gone. A stopped process is killed like any other."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while True:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+        if not members(group) or time.monotonic() > deadline:
+            return
+        time.sleep(0.02)
+
+
+def clean_up(entry: dict[str, Any]) -> None:
+    """End and remove what one registration names."""
+    for group in entry["process_groups"]:
+        kill_group(group)
+    for prefix in entry["shared_memory"]:
+        remove_shared_memory(prefix)
+    for directory in entry["directories"]:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def main(owner: int) -> None:
+    """Take registrations until the owner is gone, then clean up."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job: the owner decides
+        signal.signal(number, signal.SIG_IGN)
+    registered: dict[int, dict[str, Any]] = {}
+    for line in _lines_until_gone(owner):
+        message = json.loads(line)
+        registered.pop(message["number"], None)
+        if message["entry"] is not None:
+            registered[message["number"]] = message["entry"]
+    for entry in registered.values():
+        clean_up(entry)
+
+
+def _lines_until_gone(owner: int) -> Iterator[bytes]:
+    """What the owner writes, to the end of what it wrote before it was killed."""
+    received = b""
+    while True:
+        is_gone = os.getppid() != owner  # asked before the pipe is read: what is in it then is all
+        if not select.select([0], [], [], 0.0 if is_gone else CHECK_EVERY_S)[0]:
+            if is_gone:
+                return
+            continue
+        if not (part := os.read(0, 1 << 16)):
+            return
+        *lines, received = (received + part).split(b"\n")
+        yield from lines
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
