@@ -16,6 +16,7 @@ from verl.description import BuildContext, Description
 from verl.dispatch import by_rows, by_rows_to_one, on_all
 from verl.engines.sharding import DDP, Sharding
 from verl.protocol import DataProto
+from verl.utils.progress import report
 
 
 class Toy:
@@ -65,6 +66,22 @@ class Toy:
         if sign is not None:
             Path(sign).touch()
         time.sleep(seconds)
+
+    @on_all
+    def work(self, seconds: float) -> None:
+        """Work for a while, a piece at a time."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(0.02)
+            report()
+
+    @on_all
+    def wait_for(self, rank: int, seconds: float) -> None:
+        """One rank stops, and its siblings give it up after a while, as in a collective operation."""
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(seconds)
+        raise ConnectionError("a sibling took too long")
 
     @by_rows
     def back(self, batch: DataProto) -> DataProto:

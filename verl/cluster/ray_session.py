@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import socket
+import tempfile
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from verl.cluster.crew import _short_directory
 from verl.errors import ConfigError, VerlError
 
+LONGEST_SOCKET_PATH = 100  # bytes; Linux allows 107, macOS 103
 KNOCK_TIMEOUT_S = 10.0
 # Ray gives memory back by the hundred objects, or once a second. Until then the next batch goes to memory that nobody
 # has touched yet, and that takes several times what copying it does.
@@ -133,6 +134,15 @@ class Session:
         except BaseException:
             Session._end()
             raise
+
+
+def _short_directory() -> Path:
+    """A new directory whose path is short enough for a socket, wherever TMPDIR points."""
+    directory = Path(tempfile.mkdtemp(prefix="verl_"))
+    if len(str(directory / "driver")) < LONGEST_SOCKET_PATH:
+        return directory
+    directory.rmdir()
+    return Path(tempfile.mkdtemp(prefix="verl_", dir="/tmp"))
 
 
 def _knock(address: str) -> None:

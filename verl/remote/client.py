@@ -22,6 +22,7 @@ from verl.remote.background import END_TIMEOUT_S, LOOK_EVERY_S, Background
 from verl.remote.endpoint import Endpoint
 from verl.remote.pace import Backoff, Pace, retry_after_s
 from verl.utils.exits import as_component_exit
+from verl.utils.progress import report
 from verl.utils.redact import MASK, redact
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ class _Batch:
         self._timeout_s = self._left_s = timeout_s
 
     def restart(self) -> None:
-        """There is an answer: the server works."""
+        """There is an answer: the server works, and so does this process."""
+        report()
         self._left_s = self._timeout_s
 
     async def sleep(self, seconds: float) -> None:

@@ -4,7 +4,7 @@ driver ──sample──> worker 0, worker 1, ...      one sample at a time eac
        <─score───
        ──SIGKILL─> after timeout_s; a new worker takes its place
 
-A sample whose worker was stopped from outside, or had not even taken it, is handed to a new one, once: it is not to blame.
+A sample whose worker was stopped, or had not even taken it, is not to blame: it is handed to a new one, once.
 """
 
 from __future__ import annotations

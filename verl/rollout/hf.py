@@ -22,6 +22,7 @@ from verl.ops.logprobs import log_probs_of
 from verl.protocol import DataProto
 from verl.rollout.base import ALONE, Request, Rollout, RolloutEngine, assemble, stop_tokens
 from verl.rollout.drawing import Drawing
+from verl.utils.progress import report
 
 WORTH_SHARING = 64  # tokens of the longest prompt, from which on reading it once per group saves more than it costs
 
@@ -100,6 +101,7 @@ class HFSampler(RolloutEngine):
         mask = torch.zeros_like(responses, dtype=torch.bool)
         log_probs = torch.zeros(responses.shape, device=self.device, dtype=logits.dtype)
         for t in range(options.max_new_tokens):
+            report()
             token = self._choose(logits, prompt_ids[live], sample_ids[live], t, request)
             responses[live, t] = torch.where(running, token, self.pad_id)
             mask[live, t] = running

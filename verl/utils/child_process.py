@@ -1,4 +1,4 @@
-"""Child processes that are ended, whatever state they are in, and that end with their parent even while they are stopped."""
+"""Child processes: ended whatever state they are in, and ending with their parent even while they are stopped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 _log = logging.getLogger(__name__)
 
-KILL_TIMEOUT_S = 10.0  # a killed process ends at once, unless the kernel holds it: a disk or a device that does not answer
+KILL_TIMEOUT_S = 10.0  # a killed process ends at once, unless a disk or a device does not answer
 LOOK_EVERY_S = 0.5
 PR_SET_PDEATHSIG = 1
 
