@@ -108,8 +108,11 @@ class S3Backend(Backend):
     def _call(self, key: str, request: Callable[[Any], Awaitable[Any]]) -> Any:
         """Make one request, which must end within the time-out: a server that trickles is stopped too."""
 
+        async def connected() -> Any:
+            return await request(await self._fs.set_session())
+
         async def asked() -> Any:
-            return await asyncio.wait_for(request(await self._fs.set_session()), self._timeout_s)
+            return await asyncio.wait_for(connected(), self._timeout_s)
 
         try:
             return sync(self._fs.loop, asked)
