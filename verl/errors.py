@@ -9,6 +9,8 @@ VerlError
 ├── WorkerError (RuntimeError)                a role failed in another process; carries that process's traceback
 │   └── WorkerDied                            the process itself is gone
 │       └── WorkerHung                        it is there and does not answer
+├── ComponentExit (RuntimeError)              a reward, a data set, a tracker, ... wanted to end the whole program
+├── ComponentHung (RuntimeError)              code of a component did not return
 ├── RolloutError (RuntimeError)               an engine that generates failed
 │   └── LogProbGapError                       its log-probs are not the trainer's, by more than rounding
 ├── WeightSyncError (RuntimeError)            a rollout engine does not hold the trainer's weights; names the tensors
@@ -121,6 +123,14 @@ class WorkerDied(WorkerError):
 
 class WorkerHung(WorkerDied):
     """A worker process did not answer in time and was ended."""
+
+
+class ComponentExit(VerlError, RuntimeError):
+    """Code of a component called `sys.exit`, `exit` or `os._exit`, or raised KeyboardInterrupt; names its line."""
+
+
+class ComponentHung(VerlError, RuntimeError):
+    """Code of a component did not return, in a thread that others wait for; says where it stands."""
 
 
 class RolloutError(VerlError, RuntimeError):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import verl
 from verl.cli import checkpoint_upkeep  # which adds its commands to those of checkpoint.py
@@ -14,8 +15,20 @@ from verl.cli.resume_check import resume_check
 from verl.cli.samples import samples
 from verl.errors import ConfigError
 from verl.utils.env_check import BACKENDS, check_env
+from verl.utils.exits import component_exits
 
-app = typer.Typer(name="verl", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+class _Commands(TyperGroup):
+    """Commands that a component which they call cannot end with a status of its own."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with component_exits():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    name="verl", cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 app.add_typer(checkpoint_upkeep.app)
 app.command("resume-check")(resume_check)
 app.command()(lineage)

@@ -10,7 +10,6 @@ Compared: the metrics of each step, and everything in the last checkpoints of `s
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import typer
 from verl.cli.legs import LegFailed, Legs
 from verl.cli.topology_check import TopologyCheck, topologies
 from verl.errors import ConfigError
+from verl.utils.temporary import TemporaryDirectory
 
 if TYPE_CHECKING:
     from verl.checkpoint.published import Published
@@ -176,7 +176,7 @@ def resume_check(
 def _directory(keep: Path | None) -> Iterator[Path]:
     """Where the runs write: the directory that is asked for, or one that is removed afterwards."""
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix="verl-resume-check-") as directory:
+        with TemporaryDirectory("verl-resume-check-") as directory:
             yield Path(directory)
         return
     if keep.exists() and any(keep.iterdir()):

@@ -24,6 +24,7 @@ from verl.models.division import compute_device
 from verl.models.precision import Autocast, computing_in
 from verl.ops.aggregate import Totals
 from verl.protocol import DataProto
+from verl.utils.progress import report
 
 Compute = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
 Packs = Literal["auto", "off"]
@@ -91,6 +92,7 @@ class TrainingEngine:
                     whole = results.setdefault(name, x.new_zeros(mask.shape))
                     if len(micro.rows):
                         whole[micro.rows.to(mask.device), : x.shape[1]] = x
+                report()
         self.parallel.settle(self.model)
         return results
 
@@ -120,6 +122,7 @@ class TrainingEngine:
                 value.backward()
             for name, x in {"loss": value, **stats}.items():
                 shares[name] = shares.get(name, 0.0) + x.detach().double()
+            report()
         self.parallel.sum_gradients(self.parameters.values())
         metrics = self.parallel.sums({name: float(x) for name, x in shares.items()})
         metrics["grad_norm"] = float(self.parallel.clip(self.parameters.values(), self.recipe.max_grad_norm))
@@ -130,6 +133,7 @@ class TrainingEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        report()
         self.updates += 1
         return {**metrics, "lr": lr}
 
@@ -164,6 +168,7 @@ class TrainingEngine:
             self.optimizer.state[parameter][key] = (
                 laid_out_as(parameter, tensor) if ndim else tensor[()].to(parameter.device, copy=True)
             )
+            report()
         self.updates = updates
 
     def _micro_batches(self, batch: DataProto, alone: bool = False) -> Iterator[MicroBatch]:

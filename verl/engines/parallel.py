@@ -15,6 +15,7 @@ from verl.description import BuildContext
 from verl.engines.layouts import local
 from verl.layout import Mesh
 from verl.models.precision import Autocast
+from verl.utils.progress import report
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"  # dimensions of the mesh of processes
 
@@ -129,8 +130,10 @@ class TorchParallel(Parallel):
             self.dist.all_reduce(flat, group=group)
             for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
                 grad.copy_(total.view_as(grad))
+            report()
         for work, grad, total in zip(under_way, large, sums, strict=True):
             work.wait()
+            report()
             if total is not grad:
                 grad.copy_(total)
 

@@ -20,6 +20,7 @@ from verl.model_paths import packed_attention
 from verl.model_paths.paths import ModelPaths
 from verl.models.call import call_model, unwrapped
 from verl.ops.logprobs import log_probs_of
+from verl.utils.progress import report
 
 WORTH_SHARING = 64  # tokens of the longest prompt, from which on reading it once per group saves more than it costs
 WORTH_DROPPING = 0.875  # share of the rows that still run, from which down the others leave the batch
@@ -95,6 +96,7 @@ class Decoder:
         made = torch.zeros_like(responses, dtype=torch.bool)
         log_probs = torch.zeros(responses.shape, device=device, dtype=state.logits.dtype)
         for t in range(self.max_new_tokens):
+            report()
             token = choose(state.logits, live, t)
             responses[live, t] = torch.where(running, token, self.pad_id)
             made[live, t] = running

@@ -22,6 +22,7 @@ from verl.rewards.base import Rating, Reward, RewardDescription, texts_of
 from verl.rewards.reading import Form, Reader, Reading, chosen_form
 from verl.rewards.results import checked_scores
 from verl.rewards.running_norm import RunningNorm
+from verl.utils.progress import report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +159,7 @@ class ModelReward(NormalisedReward):
                 inputs["token_type_ids"] = _padded([reading.types[row] for row in chosen])
             inputs = {name: x.to(self.device) for name, x in inputs.items()}
             scores[rows] = self.model(**inputs).scores.double().cpu()
+            report()
         return scores
 
     def _batches(self, lengths: list[int]) -> list[Tensor]:

@@ -15,12 +15,14 @@ exists, which the system tells too, and goes on while the work hangs.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 NUM_SLOTS = 16
@@ -168,6 +170,7 @@ class ProgressWatch:
 
 
 _reported: tuple[Progress, int] | None = None  # where `report` of this process writes
+_of_thread = threading.local()
 
 
 def report_to(progress: Progress | None, slot: int = 0) -> None:
@@ -182,9 +185,24 @@ def report(stage: str | None = None) -> None:
     As with `Progress.advance`: by the thread that does the work. A process that waits for another may report the
     progress that it sees there.
     """
-    if _reported is not None:
-        progress, slot = _reported
+    target = getattr(_of_thread, "reported", _reported)
+    if target is not None:
+        progress, slot = target
         progress.advance(stage, slot)
+
+
+@contextlib.contextmanager
+def reporting_to(progress: Progress, slot: int = 0) -> Iterator[None]:
+    """Within, `report` of this thread advances this slot, which another thread of the process watches."""
+    before = getattr(_of_thread, "reported", None)
+    _of_thread.reported = (progress, slot)
+    try:
+        yield
+    finally:
+        if before is None:
+            del _of_thread.reported
+        else:
+            _of_thread.reported = before
 
 
 def state_of(process_id: int) -> str:
