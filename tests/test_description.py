@@ -30,6 +30,7 @@ from verl.errors import (
     ConfigError,
     DataProtoValidationError,
     FileFault,
+    LogProbGapError,
     NonFiniteError,
     NonFiniteRewardError,
     NoSpaceForCheckpoint,
@@ -234,6 +235,7 @@ EXAMPLES = [
     WorkerDied(0, "critic.values", None, "exit status -9"),
     WorkerHung(0, "actor.update", 3, "no answer within 60 s"),
     RolloutError("the engine died twice in a row"),
+    LogProbGapError("the engine's log-probs are not the trainer's", 0.6, 0.1),
     WeightSyncError(["lm_head.weight"], ["lm_head.weight is stale"], 26, 0.5),
     WeightSyncError([], [], 26, 0.5, 1e-4),
     *(

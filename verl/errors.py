@@ -10,6 +10,7 @@ VerlError
 │   └── WorkerDied                            the process itself is gone
 │       └── WorkerHung                        it is there and does not answer
 ├── RolloutError (RuntimeError)               an engine that generates failed
+│   └── LogProbGapError                       its log-probs are not the trainer's, by more than rounding
 ├── WeightSyncError (RuntimeError)            a rollout engine does not hold the trainer's weights; names the tensors
 ├── StorageError (OSError)                    object storage
 │   ├── ObjectNotFound (FileNotFoundError)    there is no such object
@@ -124,6 +125,22 @@ class WorkerHung(WorkerDied):
 
 class RolloutError(VerlError, RuntimeError):
     """An engine that generates failed."""
+
+
+class LogProbGapError(RolloutError):
+    """The engine that sampled and the trainer give the same tokens other log-probs.
+
+    Args:
+        gap_nats: mean distance over the tokens of the step.
+        limit_nats: what is put down to rounding.
+    """
+
+    def __init__(self, message: str, gap_nats: float, limit_nats: float):
+        self.gap_nats, self.limit_nats = gap_nats, limit_nats
+        super().__init__(message)
+
+    def __reduce__(self):
+        return type(self), (str(self), self.gap_nats, self.limit_nats)
 
 
 class WeightSyncError(VerlError, RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,15 @@ def test_what_sees_the_future_and_what_has_an_encoder_is_refused_by_name(saved):
     with pytest.raises(ConfigError, match=r"^actor\.model is a BertLMHeadModel: each token sees those that come after"):
         start_actor(Pretrained(path=saved("bert")))
     start_actor(Pretrained(path=saved("bert", is_decoder=True)))
-    model = Pretrained(path=saved("qwen2")).load_causal_lm("cpu")
+    directory = saved("qwen2")
+    config = json.loads((Path(directory) / "config.json").read_text())
+    (Path(directory) / "config.json").write_text(json.dumps({**config, "is_encoder_decoder": True}))
+    for start in (start_actor, start_critic):
+        with pytest.raises(ConfigError, match=r"path is .*: a Qwen2ForCausalLM, an encoder-decoder\. Give a causal"):
+            start(Pretrained(path=directory))
+    model = Pretrained(path=saved("gpt2")).load_causal_lm("cpu")
     model.config.is_encoder_decoder = True
-    with pytest.raises(ConfigError, match="m is a Qwen2ForCausalLM: it is an encoder-decoder"):
+    with pytest.raises(ConfigError, match="m is a GPT2LMHeadModel: it is an encoder-decoder"):
         paths_for(model, 10, "m")
 
 

@@ -140,6 +140,7 @@ def test_a_retry_asks_only_for_the_scores_that_were_missing(made):
         ({"scores": [1.0, 2.0]}, "in place of a list of 2 scores"),
         (each_of(None), "None in place of a number"),
         (each_of("high"), "'high' in place of a number"),
+        (each_of("1_0"), "'1_0' in place of a number"),
         (each_of([2.0]), "[2.0] in place of a number"),
         (Say(status=500, body="broken"), "HTTP 500"),
         (Say(content=b"oops"), "no JSON: oops"),

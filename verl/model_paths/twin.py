@@ -41,19 +41,22 @@ class Twin:
         lengths: of at most `ROW_TOKENS` tokens, at which something changes in it.
         parts: those of them at which only the way of computing changes.
         token_ids: the first ordinary token id, and the first one beyond the vocabulary.
+        sharpness: of its weights.
     """
 
     model: Any
     lengths: tuple[int, ...]
     parts: tuple[int, ...]
     token_ids: tuple[int, int]
+    sharpness: float
 
 
-def make_twin(model: Any, row_tokens: int, moved: tuple[int, int] | None = None) -> Twin:
+def make_twin(model: Any, row_tokens: int, moved: tuple[int, int] | None = None, sharpness: float = 1.0) -> Twin:
     """The twin of a Hugging Face model for rows of up to so many tokens.
 
     Args:
         moved: one of its `lengths`, and by how many tokens to move it; to plant a fault.
+        sharpness: of its weights, 1 where attention is peaked.
     Raises:
         NoTwin: none can be made.
     """
@@ -66,12 +69,14 @@ def make_twin(model: Any, row_tokens: int, moved: tuple[int, int] | None = None)
     for is_narrow in (False, True) if is_small else (True, False):
         for layers in _layer_choices(kinds):
             config = copy.deepcopy(model.config)
+            if "flash" in str(config._attn_implementation):  # runs on GPUs alone; the first real batch tries it
+                config._attn_implementation = "sdpa"
             try:
                 kept = None if layers is None else (layers, len(kinds or ()))
                 small = SmallConfig(config, row_tokens, kept, is_narrow=is_narrow, moved=moved)
                 first = FIRST_ORDINARY_TOKEN if is_narrow else 1
                 tokens = (first, config.get_text_config().vocab_size)
-                twin = Twin(_built(kind, config), small.lengths, small.parts, tokens)
+                twin = Twin(_built(kind, config, sharpness), small.lengths, small.parts, tokens, sharpness)
                 _try_out(twin)
             except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
                 reasons.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
@@ -108,7 +113,7 @@ def _try_out(twin: Twin) -> None:
         raise NoTwin("its numbers are not finite")
 
 
-def _built(kind: type, config: Any) -> Any:
+def _built(kind: type, config: Any, sharpness: float) -> Any:
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         size = sum(p.numel() for p in _on_meta(kind, config).parameters())
         if size > MAX_PARAMETERS:
@@ -120,12 +125,12 @@ def _built(kind: type, config: Any) -> Any:
             twin = without_dropout(kind(config).float()).eval()
         finally:
             torch.set_default_dtype(before)
-        _sharpen(twin)
+        _sharpen(twin, sharpness)
     return twin.requires_grad_(False)
 
 
 @torch.no_grad()
-def _sharpen(model: Any) -> None:
+def _sharpen(model: Any, sharpness: float) -> None:
     """Random weights of the size at which tokens and positions matter."""
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     head = None if output is None else getattr(output, "weight", None)
@@ -136,7 +141,8 @@ def _sharpen(model: Any) -> None:
             parameter.normal_(0.0, 2.0 * parameter.shape[-1] ** -0.5)
         elif parameter.ndim >= 2:
             fan_in = 1 if "embed" in name or "wte" in name or "wpe" in name else parameter.shape[-1]
-            parameter.normal_(0.0, (2.0 if QUERY_OR_KEY.search(name) else 1.0) * fan_in**-0.5)
+            gain = sharpness * (2.0 if QUERY_OR_KEY.search(name) else 1.0)
+            parameter.normal_(0.0, gain * fan_in**-0.5)
         elif name.endswith("bias"):
             parameter.normal_(0.0, 0.1)
 

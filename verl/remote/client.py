@@ -143,9 +143,14 @@ class Client:
         if body is None:
             return _Fault(f"an answer of more than {self.endpoint.max_answer_mib:g} MiB (max_answer_mib)", "answer")
         try:
-            ask.read(ask.parse(body))
+            answer = ask.parse(body)
         except (ValueError, RecursionError):
             return _Fault(f"an answer that is no JSON: {_shown(body)}", "answer")
+        try:
+            ask.read(answer)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            why = f"{type(error).__name__}: {error}"
+            return _Fault(f"an answer of an unexpected form ({why}): {_shown(body)}", "answer")
         except Unfit as error:
             return _Fault(str(error), "refused", may_pass=False)
         except Unusable as error:

@@ -70,7 +70,7 @@ from verl.workers.reward import RewardElsewhere
 from verl.workers.state import SavedRole
 
 PROMPT_FIELDS = ["prompts", "prompt_mask", "prompt_ids", "group_ids"]
-DRIVER_FIELDS = [*PROMPT_FIELDS, "is_replayed"]  # that no role reads in an update
+DRIVER_FIELDS = [*PROMPT_FIELDS, "is_replayed", "is_on_policy"]  # that no role reads in an update
 SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
 
 
@@ -179,6 +179,7 @@ class PPOTrainer:
             self.reuse = Reuse(run, context, self.saving.directory)
             tell_budget(run, context, self.saving.directory)
             self._start_roles(run, context)
+            self.guard.numerics = self.actor.numerics().result()
             seed_everything(derive_seed(self.settings.seed, "driver"))  # roles that are built here have drawn from it
             if self.saving.resumed is not None:
                 self._go_on_from(self.saving.resumed)
@@ -322,7 +323,8 @@ class PPOTrainer:
         sequences = rollout.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[])
         if self.algorithm.needs_old_log_probs:
             with self.stages.stage("old") as note:
-                rollout = rollout.union(self.actor.compute_log_probs(sequences).result())
+                drawn = rollout.select([*SEQUENCE_FIELDS, "policy_version"], non_tensor_batch_keys=[])
+                rollout = rollout.union(self.actor.compute_log_probs(drawn).result())
                 note.say("log-probs of the responses under the present policy")
         if self.reference is not None:
             with self.stages.stage("ref") as note:

@@ -62,6 +62,8 @@ class SFTRun(Description):
         yield from sharding_faults(
             [Divided(path, own or self.sharding, count, self.actor.model, "actor.model")], self.trainer
         )
+        if (fault := self.actor.model.policy_fault()) is not None:
+            yield f"actor.model.{fault}"
         length, limit = getattr(self.data, "max_length", None), self.actor.model.max_positions()
         if length is not None and limit is not None and length > limit:
             yield f"data.max_length is {length}: actor.model holds {limit} tokens. Lower it."

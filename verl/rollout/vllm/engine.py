@@ -68,6 +68,7 @@ class VLLMEngine(RolloutEngine):
         self._directory = Path(tempfile.mkdtemp(prefix="verl_engine_", dir=_memory_directory()))
         try:
             self.setting = setting_of(options, model, autocast, self._directory)
+            self.compute_type = str(self.setting.dtype).removeprefix("torch.")
             write_model_directory(model, self._directory)
             variables = environment(options, context, self.setting.num_threads)
             self._process = EngineProcess(self.setting, variables, self._directory, _log_file(context, self._directory))
