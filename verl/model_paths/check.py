@@ -390,6 +390,8 @@ def _is_causal_below(model: Any) -> bool:
 def _causality_of_the_model(model: Any) -> str | None:
     """Why a model without a twin cannot be trained, by rows of its own."""
     device = next(model.parameters()).device
+    if device.type == "meta":
+        return None  # its weights come later, and with them the first batch
     size = model.config.get_text_config().vocab_size
     limits = [n for path, n in lengths_in(model.config).items() if LIMIT.search(path.rpartition(".")[2])]
     tolerance = PROBE_TOLERANCES.get(next(model.parameters()).dtype, PROBE_TOLERANCE)

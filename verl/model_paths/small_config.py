@@ -49,6 +49,7 @@ MOST = {  # by name, the largest value of the small model
     "mamba_dt_rank": 4,
     "time_step_rank": 4,
     "zero_expert_num": 2,
+    "encoder_hash_byte_group_vocab": 64,
     "index_n_heads": 32,  # enough that no score of an indexer is zero, and none is tied with another
 }
 
@@ -207,7 +208,8 @@ class SmallConfig:
             size = ROTARY_SIZE if self._is_latent else HEAD_SIZE
             share = min(size, self._rotary) / self._rotary
             if "section" in name:
-                return [max(1, int(item * share)) for item in value]
+                sections = [max(1, int(item * share)) for item in value]
+                return [sections[0] + max(0, round(sum(value) * share) - sum(sections)), *sections[1:]]
             wanted = max(1, round(len(value) * share))  # factors of frequencies
             return [value[i * len(value) // wanted] for i in range(wanted)]
         return [self._smaller(name, item, path) for item in value]

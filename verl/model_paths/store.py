@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def digest(model: Any, key: tuple) -> str:
         "attention": str(config._attn_implementation),
         "class": model_class(model).__qualname__,
         "key": key,
-        "versions": [importlib.metadata.version(name) for name in LIBRARIES],
+        "versions": library_versions(),
     }
     found = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
     for source in (*_sources(model_class(model)), _own_code()):
@@ -76,18 +76,32 @@ def _own_code() -> bytes:
 
 def _read(file: Path) -> Finding | None:
     try:
-        found = json.loads(file.read_text())
-        paths = ModelPaths(**{**found["paths"], "reasons": tuple(found["paths"]["reasons"])})
-        return Finding(paths, found["refusal"], found["distances"])
+        return finding_in(json.loads(file.read_text()))
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not there, or not ours: it is found anew
+
+
+def finding_in(told: Mapping[str, Any]) -> Finding:
+    """What a file of the cache tells.
+
+    Raises:
+        KeyError, TypeError: it is another kind of file.
+    """
+    paths = ModelPaths(**{**told["paths"], "reasons": tuple(told["paths"]["reasons"])})
+    return Finding(paths, told["refusal"], told["distances"])
+
+
+def library_versions() -> list[str]:
+    """Of `LIBRARIES` as they are installed."""
+    return [importlib.metadata.version(name) for name in LIBRARIES]
 
 
 def _write(file: Path, finding: Finding, model: Any, key: tuple) -> None:
     """Leave it for the next run, whole or not at all; a disk that refuses costs the next run seconds."""
     from verl.model_paths.twin import model_class
 
-    told = {"model": model_class(model).__name__, "family": model.config.model_type, "key": key, **asdict(finding)}
+    kind, family = model_class(model).__name__, model.config.model_type
+    told = {"model": kind, "family": family, "key": key, "versions": library_versions(), **asdict(finding)}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")

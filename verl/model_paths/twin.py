@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.model_paths.small_config import FIRST_ORDINARY_TOKEN, SmallConfig, layer_counts
+from verl.models.call import call_model
 from verl.models.pretrained import quiet_transformers
 from verl.models.source import without_dropout
 
@@ -107,7 +108,7 @@ def _on_meta(kind: type, config: Any) -> nn.Module:
 @torch.no_grad()
 def _try_out(twin: Twin) -> None:
     first, end = twin.token_ids
-    found = twin.model(input_ids=first + torch.arange(32)[None] % (end - first))
+    found = call_model(twin.model, input_ids=first + torch.arange(32)[None] % (end - first), use_cache=False)
     if not torch.isfinite(found[0] if isinstance(found[0], Tensor) else found.logits).all():
         raise NoTwin("its numbers are not finite")
 
