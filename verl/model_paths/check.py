@@ -27,6 +27,7 @@ from verl.model_paths.trial import TrialRow, alone, decoded, distance, numbers_o
 from verl.model_paths.twin import NoTwin, Twin, has_own_code, layer_kinds, make_twin
 from verl.models.call import takes, unwrapped
 from verl.models.pretrained import quiet_transformers
+from verl.utils.progress import report
 
 TOLERANCE = 1e-4  # nats, of one number of the twin in float32
 TOLD_APART = 10 * TOLERANCE  # a planted fault must change some number by so much
@@ -204,6 +205,7 @@ class Examination:
     def _blind_for(self) -> str | None:
         """A planted fault that is too small to be seen. One that changes nothing at all is none for this model."""
         for name, least, found in self._planted():
+            report()
             self.distances[f"planted: {name}"] = far = distance([found], self.wanted[:1])
             if least < far < TOLD_APART:
                 return name
@@ -318,6 +320,7 @@ class Examination:
 
     def _tried(self, name: str, run: Callable[[], list[Tensor]], wanted: Sequence[Tensor]) -> str | None:
         """None if a way gives what is wanted, or what is wrong with it."""
+        report()
         try:
             self.distances[name] = far = distance(run(), wanted)
         except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
