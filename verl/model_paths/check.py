@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,24 +37,25 @@ LEAKED = 40  # tokens of another row that a planted fault shows
 PROBE_TOKENS = 24, 37, ROW_TOKENS  # of rows of the model itself, where it has no twin
 PROBE_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}  # of the spread of its numbers
 PROBE_TOLERANCE = 0.02  # in narrower types
+PROBED = "probed"  # in the place of lengths, of what was found without a twin
 NOT_A_POLICY = "each token sees those that come after it, so it cannot be a policy. Give a causal language model."
 NOT_REPEATABLE = "its numbers differ from one forward pass of a row to the next, so it has no log-probs to train on."
-DECODING = tuple(  # from the fastest way to the plainest: pads prompts, repeats and drops rows, shares a prefix
-    ModelPaths(cache=cache, pads_prompts=pads, repeats_rows=rows, drops_rows=rows, shares_prefix=prefix)
-    for cache, pads, rows, prefix in typing.cast(
-        tuple[tuple[CacheKind, bool, bool, bool], ...],
-        (
-            ("in_place", True, True, True),
-            ("in_place", True, True, False),
-            ("in_place", False, True, False),
-            ("own", True, True, False),
-            ("own", False, True, False),
-            ("own", True, False, False),
-            ("own", False, False, False),
-            ("none", True, True, False),
-            ("none", False, True, False),
-        ),
-    )
+
+
+def _way(cache: CacheKind, pads: bool, rows: bool, prefix: bool = False) -> ModelPaths:
+    return ModelPaths(cache=cache, pads_prompts=pads, repeats_rows=rows, drops_rows=rows, shares_prefix=prefix)
+
+
+DECODING = (  # from the fastest way to the plainest: whether it pads prompts, repeats and drops rows, shares a prefix
+    _way("in_place", True, True, True),
+    _way("in_place", True, True),
+    _way("in_place", False, True),
+    _way("own", True, True),
+    _way("own", False, True),
+    _way("own", True, False),
+    _way("own", False, False),
+    _way("none", True, True),
+    _way("none", False, True),
 )
 
 _log = logging.getLogger(__name__)
@@ -83,14 +83,18 @@ def finding_for(model: Any, row_tokens: int, examine: Callable[[Any, int], Findi
     """What is found of a model for rows of up to so many tokens: known of this object, kept on disk, or found now."""
     base = unwrapped(model)
     known = vars(base).setdefault("_verl_findings", {})
-    key = (examine.__name__, crossed_lengths(base.config, row_tokens))
+    key: tuple = (examine.__name__, crossed_lengths(base.config, row_tokens))
     if vars(base).setdefault("_verl_findings_of", told := _told(base.config)) != told:  # somebody has changed it
         known.clear()
         vars(base)["_verl_findings_of"] = told
+    if (probed := (examine.__name__, PROBED)) in known:  # by its own weights: all processes that hold it took part
+        return known[probed]
     if key not in known:
         run = functools.partial(_undisturbed, examine, base, row_tokens)
-        known[key] = run() if has_own_code(base) else store.kept(base, key, run)
-        _tell(base, known[key])
+        found = run() if has_own_code(base) else store.kept(base, key, run)
+        key = key if found.distances else probed
+        known[key] = found
+        _tell(base, found)
     return known[key]
 
 
@@ -192,9 +196,9 @@ class Examination:
         )
         if self.distances["causality"] <= TOLERANCE:
             return None
-        names = {path: n for path, n in lengths_in(self.model.config).items() if n < self.row_tokens}
         if self.twin.lengths and _is_causal_below(self.model):
-            told = ", ".join(f"{path} {n}" for path, n in names.items())
+            crossed = crossed_lengths(self.model.config, self.row_tokens)
+            told = ", ".join(f"{path} {n}" for path, n in lengths_in(self.model.config).items() if n in crossed)
             return (
                 f"the numbers of a token change with the length of its row once that exceeds a limit ({told}), so that "
                 f"what is drawn later changes what was drawn before. Rows of this run have up to {self.row_tokens} "

@@ -26,6 +26,8 @@ def kept(model: Any, key: tuple, examine: Callable[[], Finding]) -> Finding:
     file = cache_dir() / f"{digest(model, key)}.json"
     if (finding := _read(file)) is None:
         finding = examine()
+        if not finding.distances:  # nothing was tried, for a reason that may pass
+            return finding
         _write(file, finding, model, key)
     return finding
 
