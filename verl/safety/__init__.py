@@ -1,1 +1,1 @@
-"""What watches a run: numbers that are not finite, log-probs that are not the trainer's, spikes; with the batch behind."""
+"""What watches a run: numbers that are not finite, spikes, log-probs that are not the trainer's; with their batches."""
