@@ -139,7 +139,8 @@ def test_a_warning_is_told_once_and_a_wrong_start_is_never_the_measure(model32, 
         run = faulty(model32, "other model", safety=safety, total_steps=4)
         with run.build(BuildContext(run_dir=tmp_path)) as trainer:
             assert trainer.fit().status == "finished"
-            assert trainer.guard.state_dict()["log_prob_gap"] == {"first_nats": None, "is_beyond": True}
+            state = trainer.guard.state_dict()["log_prob_gap"]
+            assert (state["first_nats"], state["is_beyond"]) == (None, True)
     told = [record.getMessage() for record in caplog.records if GAP in record.getMessage()]
     assert len(told) == 1
     assert told[0].startswith(f"Step 1: {GAP} is")
@@ -241,7 +242,9 @@ def test_a_resumed_run_keeps_the_first_gap_bit_for_bit_and_an_older_checkpoint_g
     (first, *_), point = steps_of(tmp_path / "whole"), tmp_path / "whole/checkpoints/global_step_1"
     with course(tmp_path / "again", str(point)).build(BuildContext(run_dir=tmp_path / "again")) as trainer:
         trainer.fit()
-        assert trainer.guard.state_dict()["log_prob_gap"] == {"first_nats": first[GAP], "is_beyond": False}
+        of = ["float32", "float32", "FaultySampler", 1.0]
+        state = {"first_nats": first[GAP], "of": of, "is_beyond": False}
+        assert trainer.guard.state_dict()["log_prob_gap"] == state
     again = [without_times(line) for line in steps_of(tmp_path / "again")]
     assert again == [without_times(line) for line in steps_of(tmp_path / "whole")[1:]]
 
@@ -250,7 +253,19 @@ def test_what_an_older_checkpoint_does_not_hold_begins_anew():
     watch = GapWatch(LogProbGapLimit())
     watch.add({GAP: 1e-4}, None)
     watch.load_state_dict({})
-    assert watch.state_dict() == {"first_nats": None, "is_beyond": False}
+    assert watch.state_dict() == {"first_nats": None, "of": None, "is_beyond": False}
+
+
+def test_a_run_resumed_with_another_type_measures_its_first_step_anew():
+    watch, narrow = GapWatch(LogProbGapLimit()), Numerics("bfloat16", "bfloat16", "", 1.0)
+    watch.add({GAP: 0.02}, narrow)
+    again = GapWatch(LogProbGapLimit())
+    again.load_state_dict(json.loads(json.dumps(watch.state_dict())))
+    assert again.add({GAP: 0.04}, narrow) is None
+    assert again.first == 0.02
+    excess = again.add({GAP: 0.04}, Numerics("float32", "float32", "", 1.0))
+    assert excess is not None
+    assert excess.limit == LIMITS["float32"]
 
 
 # The limit
@@ -281,7 +296,7 @@ def test_five_times_the_first_step_counts_up_to_a_cap():
     excess = watch.add({GAP: 0.21, LARGEST: 3.0}, types)
     assert excess is not None
     assert excess.limit == pytest.approx(0.2)
-    watch.load_state_dict({"first_nats": 0.09})
+    watch.load_state_dict({**watch.state_dict(), "first_nats": 0.09})
     assert watch.add({GAP: 0.29}, types) is None
     excess = watch.add({GAP: 0.31}, types)
     assert excess is not None

@@ -17,6 +17,7 @@ from verl.ops.noise import TRAINING
 from verl.protocol import DataProto
 
 ALONE = BuildContext()
+DRAWN = ("response_mask", "responses", "rollout_log_probs")  # fields that an engine makes
 LARGEST_LOG_PROB = 1e-3  # nats above 0 that are put down to rounding; more is no log-prob
 PLACEHOLDER = -9000.0  # nats: at and below it stands what engines write for minus infinity, such as vLLM's -9999
 
@@ -229,7 +230,11 @@ def refuse_wrong_responses(rows: DataProto, num_tokens: int | None = None) -> No
     Raises:
         RolloutError: see `assemble`.
     """
-    mask, tokens, log_probs = (rows.batch[name] for name in ("response_mask", "responses", "rollout_log_probs"))
+    if missing := [name for name in DRAWN if name not in rows.batch]:
+        raise RolloutError(
+            f"The rollout engine gives rows without {', '.join(missing)}: see verl.rollout.base.assemble."
+        )
+    mask, tokens, log_probs = (rows.batch[name] for name in DRAWN)
     if not bool(mask.any()):
         return
     lowest, highest = log_probs[mask].aminmax()  # one pass: nan comes through

@@ -8,6 +8,7 @@ on never becomes its own measure.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -130,6 +131,7 @@ class GapWatch:
     def __init__(self, settings: LogProbGapLimit):
         self.settings = settings
         self.first: float | None = None
+        self._of: list[Any] | None = None  # what that one was computed with
         self._is_beyond = False
 
     def add(self, metrics: Mapping[str, float], numerics: Numerics | None) -> Excess | None:
@@ -141,6 +143,9 @@ class GapWatch:
         gap = metrics.get(GAP)
         if gap is None or not math.isfinite(gap):
             return None
+        of = None if numerics is None else list(dataclasses.astuple(numerics))
+        if of != self._of:  # resumed with another engine or type, whose rounding is another
+            self.first, self._of = None, of
         limit, reason = self._limit(numerics)
         if gap <= limit:
             self._is_beyond = False
@@ -152,12 +157,13 @@ class GapWatch:
         return Excess(gap, metrics.get(LARGEST, math.nan), limit, reason, self.first, numerics, is_news, stops)
 
     def state_dict(self) -> dict[str, Any]:
-        """The first gap, and whether the last one was beyond the limit."""
-        return {"first_nats": self.first, "is_beyond": self._is_beyond}
+        """The first gap and what it was computed with, and whether the last one was beyond the limit; plain values."""
+        return {"first_nats": self.first, "of": self._of, "is_beyond": self._is_beyond}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave; from nothing, the next step is the first."""
-        self.first, self._is_beyond = state.get("first_nats"), state.get("is_beyond", False)
+        self.first, self._of = state.get("first_nats"), state.get("of")
+        self._is_beyond = state.get("is_beyond", False)
 
     def _limit(self, numerics: Numerics | None) -> tuple[float, str]:
         limit, reason = limit_of(numerics)
