@@ -111,7 +111,7 @@ class TrainingEngine:
         assert self.recipe is not None, "this engine only infers"
         assert self.optimizer is not None
         totals = self._totals(batch)
-        self.model.train()
+        self.model.train(self.paths(batch).trains)
         self.optimizer.zero_grad(set_to_none=True)
         shares: dict[str, Tensor] = {}
         for micro in self._micro_batches(batch):

@@ -155,7 +155,8 @@ class Examination:
         scoring = self._rows_beside_each_other()
         if scoring is None:
             return Finding(PLAIN, "a row has other numbers beside a row of the same length.", self.distances)
-        paths = self._decoding(self._packed(ModelPaths(scoring=scoring)))
+        trains = self._computes_the_same_in_training()
+        paths = self._decoding(self._packed(ModelPaths(scoring=scoring, trains=trains)))
         if paths is None:
             return Finding(PLAIN, "its tokens have other numbers when they are drawn one by one.", self.distances)
         return Finding(replace(paths, reasons=tuple(self.reasons)), None, self.distances)
@@ -243,6 +244,14 @@ class Examination:
 
     # How it may be run
 
+    def _computes_the_same_in_training(self) -> bool:
+        model = self.twin.model.train()
+        why = self._tried("training mode", lambda: [alone(model, row) for row in self.rows], self.wanted)
+        model.eval()
+        if why is not None:
+            self.reasons.append(f"training mode: {why}")
+        return why is None
+
     def _rows_beside_each_other(self) -> Scoring | None:
         forms: tuple[Scoring, ...] = ("padded", "right_padded", "equal_lengths")
         for form in forms:
@@ -303,7 +312,12 @@ class Examination:
             ):
                 continue
             whole = replace(
-                option, scoring=paths.scoring, shares_prompts=paths.shares_prompts, own_attention=paths.own_attention
+                paths,
+                cache=option.cache,
+                pads_prompts=option.pads_prompts,
+                repeats_rows=option.repeats_rows,
+                drops_rows=option.drops_rows,
+                shares_prefix=option.shares_prefix,
             )
             name = _name_of(option)
             why = self._tried(
@@ -431,6 +445,8 @@ def _tell(model: Any, finding: Finding) -> None:
         slow.append("every token is computed from its whole row, without a cache")
     elif not paths.pads_prompts:
         slow.append("only prompts of one length are decoded together")
+    if not paths.trains:
+        slow.append("it is trained in evaluation mode, without gradient checkpointing")
     if slow and finding.refusal is None:
         _log.warning(
             "%s takes a plain path: %s. %s", kind, "; ".join(slow), " ".join(f"{r}." for r in paths.reasons[:3])

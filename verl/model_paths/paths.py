@@ -24,6 +24,8 @@ class ModelPaths:
         repeats_rows: a prompt may be read once and its cache repeated for each of its samples.
         drops_rows: rows that have ended may leave the batch.
         shares_prefix: attention may read the keys and values of a prompt once for all its samples.
+        trains: it computes the same in training mode, where some models draw experts at random or want further inputs;
+            where not, it is trained in evaluation mode, without gradient checkpointing.
         own_attention: attention is taken from `verl.model_paths.packed_attention`.
         reasons: why a way is not used, one sentence each.
     """
@@ -35,6 +37,7 @@ class ModelPaths:
     repeats_rows: bool = False
     drops_rows: bool = False
     shares_prefix: bool = False
+    trains: bool = True
     own_attention: bool = False
     reasons: tuple[str, ...] = ()
 
