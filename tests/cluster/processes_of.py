@@ -25,6 +25,19 @@ def workers_of(driver: int) -> list[int]:
     return sorted(found)
 
 
+def engines_of(parent: int) -> list[int]:
+    """The vLLM engines that a process has started."""
+    mark = f"VERL_ENGINE_PARENT={parent}".encode()
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (directory / "environ").read_bytes().split(b"\0"):
+                found.append(int(directory.name))
+        except OSError:
+            continue
+    return found
+
+
 def is_running(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
     try:

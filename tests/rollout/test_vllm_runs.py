@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster.processes_of import wait_until_gone, wait_until_removed
+from cluster.processes_of import engines_of, wait_until_gone, wait_until_removed
 from rollout.engines import save_family
 from trainer.runs import GRPO, Prompts, ppo_run
 
@@ -36,19 +36,6 @@ engine.start()
 """
 
 
-def children_of(parent: int) -> list[int]:
-    """The engines that a process has started."""
-    mark = f"VERL_ENGINE_PARENT={parent}".encode()
-    found = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in (directory / "environ").read_bytes().split(b"\0"):
-                found.append(int(directory.name))
-        except OSError:
-            continue
-    return found
-
-
 def test_the_engine_ends_with_a_trainer_that_is_killed_and_removes_its_directory(tmp_path):
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER],
@@ -59,7 +46,7 @@ def test_the_engine_ends_with_a_trainer_that_is_killed_and_removes_its_directory
     assert trainer.stdout is not None
     directories = [Path(path) for path in trainer.stdout.readline().split()]
     assert all(directory.is_dir() for directory in directories)
-    while not (children := children_of(trainer.pid)):
+    while not (children := engines_of(trainer.pid)):
         time.sleep(0.01)
     time.sleep(0.3)  # its interpreter is up, and it watches
     trainer.send_signal(signal.SIGKILL)
@@ -105,7 +92,7 @@ def test_main_ppo_trains_with_vllm_and_leaves_no_process(tmp_path):
     )
     said, _ = trainer.communicate()
     assert trainer.returncode == 0, said[-3000:]
-    assert children_of(trainer.pid) == []
+    assert engines_of(trainer.pid) == []
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "actor/loss" in line]
     assert len(steps) == 2

@@ -149,6 +149,7 @@ if __name__ == "__main__":
 
     imported_main()
 elif __name__ == "__mp_main__":  # a worker that vLLM has spawned
+    faulthandler.enable()
     name_shared_memory()
     of_all = Progress.open(os.environ[PROGRESS_PATH_VARIABLE])
     report_to(of_all, _worker_slot(of_all))

@@ -27,7 +27,7 @@ from verl.models.precision import Autocast
 from verl.protocol import DataProto
 from verl.rollout.base import Request, RolloutEngine, Synced, assemble, stop_tokens
 from verl.rollout.drawing import Drawing
-from verl.rollout.vllm.faults import as_config_error
+from verl.rollout.vllm.faults import as_config_error, as_death
 from verl.rollout.vllm.feeds import Feed, Loading, plan
 from verl.rollout.vllm.files import EngineFiles
 from verl.rollout.vllm.options import VLLMRollout
@@ -163,6 +163,8 @@ class VLLMEngine(RolloutEngine):
         try:
             self.told = self._process.start(self.options.start_timeout_s)
         except EngineError as error:
+            if (death := as_death(error)) is not None:
+                raise death from error
             raise as_config_error(error, self.setting, self.model) from error
 
     def _call(self, method: str, *args: Any) -> Any:

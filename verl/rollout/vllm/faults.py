@@ -7,11 +7,20 @@ import re
 from typing import Any
 
 from verl.errors import ConfigError, RolloutError
-from verl.rollout.vllm.process import EngineError
+from verl.rollout.vllm.process import EngineDied, EngineError
 from verl.rollout.vllm.setting import GIB, Setting
 
 BLOCK_TOKENS = 128  # of the cache, at most
 NO_ROOM = ("GiB KV cache is needed", "No available memory for the cache blocks")
+
+LOST_WORKER = "WorkerProc initialization failed"  # said of workers that raised, and of those that are gone
+
+
+def as_death(error: EngineError) -> EngineDied | None:
+    """A worker process that was lost while the engine started; None where it is something else that failed."""
+    if LOST_WORKER not in error.reason or (error.found is not None and error.found.cause is not None):
+        return None
+    return EngineDied("The vLLM engine lost a worker process while it started.", error.found)
 
 
 def as_config_error(error: EngineError, setting: Setting, model: Any) -> Exception:

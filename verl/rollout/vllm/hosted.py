@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from verl.rollout.vllm.setting import Setting
 from verl.rollout.vllm.told import Drawn, Told, Wanted
 from verl.sync.engine_side import answer
 from verl.sync.questions import Question
-from verl.utils.process_exit import describe_exit
+from verl.utils.process_exit import describe_exit, memory_kills
 from verl.utils.progress import report
 
 
@@ -46,6 +47,7 @@ class HostedEngine:
     """vLLM with our noise, without weights until `load` brings them."""
 
     def __init__(self, setting: Setting):
+        self._memory_kills = memory_kills()
         torch.set_num_threads(setting.num_threads)
         if (
             setting.options.tensor_parallel_size == 1 or not setting.is_on_gpu
@@ -75,12 +77,13 @@ class HostedEngine:
         return Told(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers)
 
     def lost_worker(self) -> str | None:
-        """How the first of vLLM's worker processes that is gone ended; None while all are there."""
-        if self._num_workers == 1:
-            return None
-        for worker in getattr(self.llm.llm_engine.model_executor, "workers", None) or ():
-            if (code := worker.proc.exitcode) is not None and code != 0:
-                return f"its worker process {worker.proc.pid} ended with {describe_exit(code)}"
+        """Which of vLLM's worker processes ended by itself, and how; None while all are there."""
+        workers = getattr(self.llm.llm_engine.model_executor, "workers", None) or ()
+        codes = {worker.proc.pid: worker.proc.exitcode for worker in workers}
+        ended = {pid: code for pid, code in codes.items() if code}
+        first = {pid: code for pid, code in ended.items() if code != -signal.SIGTERM}  # which vLLM sends to the others
+        for pid, code in {**first, **ended}.items():
+            return f"its worker process {pid}, which ended with {describe_exit(code, self._memory_kills)}"
         return None
 
     def wants(self, shapes: dict[str, tuple[int, ...]]) -> list[Wanted] | None:
@@ -164,15 +167,19 @@ class HostedEngine:
         self.llm.wake_up(tags=[what])
 
     def _report_steps(self, engine: Any) -> None:
-        """Report each step of a `vllm.LLMEngine`, and how much is left."""
-        step = engine.step
+        """Report each step of a `vllm.LLMEngine` and each request that it takes, and how much is left."""
+        step, add_request = engine.step, engine.add_request
+
+        def added(*args: Any, **options: Any) -> Any:
+            report()
+            return add_request(*args, **options)
 
         def counted() -> Any:
             outputs = step()
-            report(f"{self._doing}, {engine.get_num_unfinished_requests()} sequences left")
+            report(f"{self._doing}; sequences left: {engine.get_num_unfinished_requests()}")
             return outputs
 
-        engine.step = counted
+        engine.step, engine.add_request = counted, added
 
     @property
     def _num_workers(self) -> int:

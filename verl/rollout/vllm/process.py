@@ -47,7 +47,6 @@ ASKED = {  # a call, as messages say it
     "sleep": "give its GPU memory back",
     "wake": "take GPU memory again",
 }
-NO_ERROR = "Its log shows no error: {log}"
 
 
 class EngineDied(RolloutError):
@@ -56,7 +55,7 @@ class EngineDied(RolloutError):
     Args:
         reason: how, as one sentence; it ends the message.
         found: of its log.
-        log: where that is.
+        log: where that is; empty for a file that nobody else sees.
     """
 
     def __init__(self, reason: str, found: LogExcerpt | None = None, log: str = ""):
@@ -232,7 +231,7 @@ class EngineProcess:
             self.kill()
             raise
         if answer.lost is not None:
-            death = EngineDied(f"{self._name}: {answer.lost}.", self._excerpt(), self._log_name)
+            death = EngineDied(f"{self._name} lost {answer.lost}.", self._excerpt(), self._log_name)
             self.kill()
             raise death
         found = None if answer.error is None else self._excerpt()
@@ -329,7 +328,7 @@ class EngineProcess:
 
     @property
     def _log_name(self) -> str:
-        return "not kept, since the run has no directory" if self.log is None else str(self.log)
+        return "" if self.log is None else str(self.log)
 
     def _open_log(self) -> IO[bytes]:
         if self._unnamed_log is not None:
@@ -357,9 +356,10 @@ def told_after_log(reason: str, found: LogExcerpt | None, log: str) -> str:
     """A message whose last line is the reason, after those lines of a log that belong to it."""
     if found is None:
         return reason
+    place = f" ({log})" if log else ""
     if not found.lines:
-        return f"{NO_ERROR.format(log=log)}\n{reason}"
-    return "\n".join([f"From its log, {log}:", *(f"  {line}" for line in found.lines), reason])
+        return f"The log of the vLLM engine{place} shows no error.\n{reason}"
+    return "\n".join([f"From the log of the vLLM engine{place}:", *(f"  {line}" for line in found.lines), reason])
 
 
 def _state_of_group(group: int) -> str:
