@@ -32,6 +32,7 @@ from verl.tracking.logs import setup_logging
 from verl.trainer.stopping import Terminated, orderly_termination
 from verl.utils import torchrun
 from verl.utils.exits import component_exits
+from verl.utils.progress import report_to_starter
 from verl.utils.redact import redact
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None
         def command() -> None:
             if torchrun.number() > 0:  # the first one drives
                 return
+            report_to_starter()
             with _clean_end(), orderly_termination():
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # a user's own modules lie where the user stands
