@@ -137,6 +137,9 @@ def resume_check(
             "the first layout alone."
         ),
     ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds of a run without progress, after which it is ended.", min=0.001)
+    ] = 1800.0,
     keep: Annotated[Path | None, typer.Option(help="Run in this new directory, and leave it.")] = None,
     plant: Annotated[str | None, typer.Option(hidden=True, help="Flip a bit of this tensor, COMPONENT/NAME.")] = None,
 ) -> None:
@@ -152,11 +155,23 @@ def resume_check(
             if topology is not None:
                 chain = topologies(topology)
                 legs = Legs(
-                    root=root, steps=len(chain), directory=directory, overrides=overrides or (), tell=typer.echo
+                    root=root,
+                    steps=len(chain),
+                    directory=directory,
+                    overrides=overrides or (),
+                    timeout_s=timeout,
+                    tell=typer.echo,
                 )
                 check = TopologyCheck(legs, chain, tolerance)
             else:
-                legs = Legs(root=root, steps=steps, directory=directory, overrides=overrides or (), tell=typer.echo)
+                legs = Legs(
+                    root=root,
+                    steps=steps,
+                    directory=directory,
+                    overrides=overrides or (),
+                    timeout_s=timeout,
+                    tell=typer.echo,
+                )
                 check = ResumeCheck(
                     legs=legs,
                     stop_after=steps // 2 if at is None else at,

@@ -38,7 +38,7 @@ from verl.cluster.worker import READY, Answer, Call, Start
 from verl.description import BuildContext
 from verl.dispatch import Dispatch, dispatch_of
 from verl.errors import VerlError, WorkerError, WorkerHung
-from verl.utils.progress import ProgressWatch
+from verl.utils.progress import ProgressWatch, report
 
 GRACE_S = 0.3  # an error waits so long to be told: a sibling's death, where that is the cause, is told first
 
@@ -242,6 +242,8 @@ class Processes:
             elif watch.is_overdue:
                 self._fail(self._crew.silence(waiting, pending.name, pending.step, limit_s))
                 return
+            elif not watch.idle_s:
+                report()  # to whoever waits for this process
 
     def _on_hang_up(self, rank: int) -> None:
         with self._lock:

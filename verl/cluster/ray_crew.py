@@ -25,7 +25,7 @@ from verl.cluster.versions import refuse_mixed
 from verl.description import BuildContext
 from verl.errors import WorkerDied, WorkerError, WorkerHung
 from verl.utils.process_exit import excerpt
-from verl.utils.progress import Progress, ProgressWatch, state_of
+from verl.utils.progress import Progress, ProgressWatch, report, state_of
 
 GRACE_S = 0.5  # an error waits so long to be told: a sibling's death, where that is the cause, is told first
 STACK_TIMEOUT_S = 5.0
@@ -204,6 +204,7 @@ class RayCrew:
             if count != self._counts.get(rank):
                 self._counts[rank] = count
                 seen.advance(slot=rank)
+                report()  # to whoever waits for this process
 
     def _told_progress(self, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
         """By rank, of those that answer: what they say of their progress."""

@@ -33,6 +33,7 @@ from verl.trainer.stopping import Terminated, orderly_termination
 from verl.utils import torchrun
 from verl.utils.exits import component_exits
 from verl.utils.kernel_cache import set_kernel_cache
+from verl.utils.progress import report_to_starter
 from verl.utils.redact import redact
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None
         def command() -> None:
             if torchrun.number() > 0:  # the first one drives
                 return
+            report_to_starter()
             with _clean_end(), orderly_termination():
                 set_kernel_cache()
                 schema.register()

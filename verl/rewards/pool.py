@@ -28,7 +28,7 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.utils.child_process import kill, limit_waits
-from verl.utils.progress import Progress, ProgressWatch, is_stopped, state_of
+from verl.utils.progress import Progress, ProgressWatch, is_stopped, report, state_of
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +103,7 @@ class Pool:
                 if not busy:
                     return outcomes
                 for worker, outcome in self._finished(list(busy)):
+                    report()
                     index, message = busy.pop(worker)
                     if outcome.is_blameless and index not in retried:
                         _log.warning("path is %r: %s. A new process takes the sample.", self.path, outcome.failure)

@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+STARTER_VARIABLE = "VERL_PROGRESS"  # holds a file descriptor
 NUM_SLOTS = 16
 SLOT_BYTES, STAGE_OFFSET = 256, 8  # of each slot: a counter of 8 bytes, then the stage as UTF-8, zero bytes after it
 STAGE_BYTES = SLOT_BYTES - STAGE_OFFSET
@@ -189,6 +190,14 @@ def report(stage: str | None = None) -> None:
     if target is not None:
         progress, slot = target
         progress.advance(stage, slot)
+
+
+def report_to_starter() -> None:
+    """From now on `report` of this process advances the memory that whoever started it has put into its environment."""
+    source = os.environ.pop(STARTER_VARIABLE, None)
+    if source is not None:
+        with contextlib.suppress(OSError, ValueError):  # it was meant for another process
+            report_to(Progress.open(int(source)))
 
 
 @contextlib.contextmanager
