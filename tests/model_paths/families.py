@@ -53,6 +53,52 @@ BYTES = {
     "num_attention_heads": 2,
     "head_dim": 16,
 }
+GEMMA4 = {
+    **WIDTHS,
+    "num_hidden_layers": 4,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 128,
+    "num_kv_shared_layers": 2,
+}
+QWEN4 = {
+    **WIDTHS,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    "indexer_budget": 32,
+    "indexer_compress_ratio": 4,
+    "indexer_head_dim": 16,
+    "indexer_kv_heads": 1,
+    "indexer_n_heads": 4,
+    "hc_lowrank": 16,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 200,
+    "split_ngram_parts": 4,
+    "ple_embed_dim": 64,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+
+
+def _longrope(original: int) -> dict[str, Any]:
+    """Phi-3 with other rotary frequencies in rows of more than `original` tokens."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [2.0 + i for i in range(8)],
+        "original_max_position_embeddings": original,
+    }
+    return {**WIDTHS, "pad_token_id": 0, "original_max_position_embeddings": original, "rope_parameters": rope}
+
+
 # Of a few families the default configuration cannot be made small, and some are tried with settings beside it: name ->
 # family and its whole configuration
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -115,45 +161,13 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": SLIDING,
         },
     ),
-    "gemma4_text": (
-        "gemma4_text",
-        {
-            **WIDTHS,
-            "num_hidden_layers": 4,
-            "sliding_window": 20,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "hidden_size_per_layer_input": 16,
-            "vocab_size_per_layer_input": 128,
-            "num_kv_shared_layers": 2,
-        },
-    ),
+    "gemma4_text": ("gemma4_text", GEMMA4),
+    "gemma4_unified_text": ("gemma4_unified_text", GEMMA4),
+    "gemma4": ("gemma4", {"text_config": GEMMA4, "vision_config": None, "audio_config": None}),
+    "gemma4_unified": ("gemma4_unified", {"text_config": GEMMA4, "vision_config": None, "audio_config": None}),
     "xmod": ("xmod", {**WIDTHS, "is_decoder": True, "languages": ["en_XX"], "default_language": "en_XX"}),
-    "qwen4_exp_text": (
-        "qwen4_exp_text",
-        {
-            **WIDTHS,
-            "num_hidden_layers": 4,
-            "layer_types": ["linear_attention", "indexed_attention"] * 2,
-            "indexer_budget": 32,
-            "indexer_compress_ratio": 4,
-            "indexer_head_dim": 16,
-            "indexer_kv_heads": 1,
-            "indexer_n_heads": 4,
-            "hc_lowrank": 16,
-            "heads_per_ngram": 2,
-            "ngram_vocab_size_base": 200,
-            "split_ngram_parts": 4,
-            "ple_embed_dim": 64,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-        },
-    ),
+    "qwen4_exp_text": ("qwen4_exp_text", QWEN4),
+    "qwen4_exp": ("qwen4_exp", {"text_config": QWEN4}),
     "cohere_compass_text": (
         "cohere_compass_text",
         {
@@ -183,32 +197,8 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {**WIDTHS, "max_position_embeddings": 40, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
     ),
-    "phi3 longrope": (
-        "phi3",
-        {
-            **WIDTHS,
-            "pad_token_id": 0,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "short_factor": [1.0 + i / 8 for i in range(8)],
-                "long_factor": [2.0 + i for i in range(8)],
-                "original_max_position_embeddings": 40,
-            },
-        },
-    ),
-    "phi3 longrope, short rows": (
-        "phi3",
-        {
-            **WIDTHS,
-            "pad_token_id": 0,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "short_factor": [1.0 + i / 8 for i in range(8)],
-                "long_factor": [2.0 + i for i in range(8)],
-                "original_max_position_embeddings": 256,
-            },
-        },
-    ),
+    "phi3 longrope": ("phi3", _longrope(40)),
+    "phi3 longrope, short rows": ("phi3", _longrope(256)),
     "mistral window": ("mistral", {**WIDTHS, "sliding_window": 20}),
     "qwen3 window": ("qwen3", {**WIDTHS, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
     "falcon alibi": (

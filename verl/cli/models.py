@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import typer
 
 from verl.cli.output import print_table
-from verl.model_paths.paths import Finding
 from verl.model_paths.report import KeptFinding, decoding_of, kept_findings, scoring_of, status_of
 from verl.utils.env_check import installed
 
@@ -21,12 +20,12 @@ NEEDS = ("torch", "transformers", "numpy")  # to find anything out
 def print_summary() -> None:
     """How many models were tried on this machine, and a line for each that takes no fast way."""
     kept = kept_findings() if all(installed(name) for name in NEEDS) else []
-    found = Counter(status_of(one.finding) for one in kept)
+    found = Counter(one.status for one in kept)
     counts = ", ".join(f"{found[status]} {status}" for status in ("fast", "plain", "refused") if found[status])
     typer.echo(f"    models tried here: {counts or 'none yet'}; see verl env --models")
-    slow = [one for one in kept if status_of(one.finding) != "fast"]
+    slow = [one for one in kept if one.status != "fast"]
     for one in slow[:MOST_LINES]:
-        typer.echo(_shortened(f"        {_name(one)}: {_in_words(one.finding)}"))
+        typer.echo(_shortened(f"        {_name(one)}: {_in_words(one)}"))
     if len(slow) > MOST_LINES:
         typer.echo(f"        and {len(slow) - MOST_LINES} more")
 
@@ -38,7 +37,7 @@ def print_kept() -> None:
         typer.echo("No model was tried yet on this machine with the installed libraries. A run tries its own when it")
         typer.echo("starts; `verl env --models FAMILY`, such as llama, tries the default model of a family now.")
         return
-    rows = [(_name(one), *_cells(one.finding)) for one in kept]
+    rows = [(_name(one), *_cells(one)) for one in kept]
     print_table(("model", "scoring", "decoding"), rows, width=WIDTH)
 
 
@@ -71,18 +70,17 @@ def print_families(names: Sequence[str]) -> None:
 
 def _name(one: KeptFinding) -> str:
     crossed = f", rows > {one.crossed[-1]}" if one.crossed else ""
-    return one.family + " (reward)" * one.is_classifier + crossed
+    return one.family + f" ({one.role})" * (one.role != "policy") + crossed
 
 
-def _cells(finding: Finding) -> tuple[str, str]:
-    if finding.refusal is not None:
-        return "refused", finding.refusal
-    return scoring_of(finding.paths), decoding_of(finding.paths)
+def _cells(one: KeptFinding) -> tuple[str, str]:
+    if one.finding.refusal is not None:
+        return "refused", one.finding.refusal.partition(" Rows of this run")[0]
+    return scoring_of(one.finding.paths), decoding_of(one.finding.paths) if one.role == "policy" else ""
 
 
-def _in_words(finding: Finding) -> str:
-    status = status_of(finding)
-    return f"{status}: {finding.refusal}" if status == "refused" else f"{status}: {', '.join(_cells(finding))}"
+def _in_words(one: KeptFinding) -> str:
+    return f"{one.status}: " + ", ".join(cell for cell in _cells(one) if cell not in ("", one.status))
 
 
 def _shortened(line: str) -> str:

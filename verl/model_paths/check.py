@@ -24,7 +24,7 @@ from verl.model_paths.paths import PLAIN, CacheKind, Finding, ModelPaths, Scorin
 from verl.model_paths.small_config import LIMIT, ROW_TOKENS, crossed_lengths, lengths_in
 from verl.model_paths.trial import TrialRow, alone, decoded, distance, numbers_of, random_tokens, scored, states_of
 from verl.model_paths.twin import NoTwin, Twin, has_own_code, layer_kinds, make_twin
-from verl.models.call import takes, unwrapped
+from verl.models.call import has_lm_head, takes, unwrapped
 from verl.models.pretrained import quiet_transformers
 from verl.utils.progress import report
 
@@ -202,8 +202,8 @@ class Examination:
             told = ", ".join(f"{path} {n}" for path, n in lengths_in(self.model.config).items() if n in crossed)
             return (
                 f"the numbers of a token change with the length of its row once that exceeds a limit ({told}), so that "
-                f"what is drawn later changes what was drawn before. Rows of this run have up to {self.row_tokens} "
-                "tokens: lower data.max_prompt_length or rollout.max_new_tokens to stay below, or choose another model."
+                "what is drawn later changes what was drawn before. Rows of this run may be longer: lower "
+                "data.max_prompt_length or rollout.max_new_tokens to stay below, or choose another model."
             )
         return NOT_A_POLICY
 
@@ -302,8 +302,8 @@ class Examination:
         return None
 
     def _decoding(self, paths: ModelPaths) -> ModelPaths | None:
-        if not hasattr(self.twin.model, "lm_head") and self.twin.model.get_output_embeddings() is None:
-            return paths  # a model without a language-model head draws nothing
+        if not has_lm_head(self.twin.model):
+            return paths
         long, short = _decoding_rows(self.twin)
         wanted = [[alone(self.twin.model, row) for row in rows] for rows in (long, short)]
         for option in DECODING:
@@ -441,9 +441,9 @@ def _tell(model: Any, finding: Finding) -> None:
     slow = []
     if paths.scoring in ("right_padded", "equal_lengths"):
         slow.append(f"rows are scored as {paths.scoring.replace('_', ' ')} batches")
-    if paths.cache == "none":
+    if has_lm_head(model) and paths.cache == "none":
         slow.append("every token is computed from its whole row, without a cache")
-    elif not paths.pads_prompts:
+    elif has_lm_head(model) and not paths.pads_prompts:
         slow.append("only prompts of one length are decoded together")
     if not paths.trains:
         slow.append("it is trained in evaluation mode, without gradient checkpointing")

@@ -46,6 +46,7 @@ def examine_classifier(classifier: Any, row_tokens: int) -> Finding:
         lengths = [ROW_TOKENS, 150, 9, 5, *(max(1, n + by) for n in twin.lengths for by in (-1, 1))]
         texts = [random_tokens(length, twin.token_ids, seed) for seed, length in enumerate(lengths)]
         wanted = [score_texts(model, [text]) for text in texts]
+        again = [score_texts(model, [text]) for text in reversed(texts)]
         blind = [
             place
             for place in twin.lengths
@@ -58,6 +59,8 @@ def examine_classifier(classifier: Any, row_tokens: int) -> Finding:
         return Finding(
             replace(PLAIN, reasons=(f"a small model of its kind does not show a change at {blind[0]} tokens",))
         )
+    if distance(again, wanted[::-1]) > TOLERANCE:
+        return Finding(PLAIN, "the score of a text depends on those that were scored before it.")
     together = distance([score_texts(model, texts)], [torch.cat(wanted)])
     if together <= TOLERANCE:
         return Finding(ModelPaths(scoring="padded"), None, {"padded": together})

@@ -12,13 +12,19 @@ from verl.model_paths import store
 from verl.model_paths.paths import Finding, ModelPaths
 
 Status = Literal["fast", "plain", "refused"]
+Role = Literal["policy", "critic", "reward"]
 
 
-def status_of(finding: Finding) -> Status:
-    """`fast`: no way that costs much is left out; `plain`: one is; `refused`: the model cannot be trained."""
+def status_of(finding: Finding, draws: bool = True) -> Status:
+    """`fast`: no way that costs much is left out; `plain`: one is; `refused`: the model cannot be trained.
+
+    Args:
+        draws: tokens are drawn from it; not from critics and reward models.
+    """
     if finding.refusal is not None:
         return "refused"
-    return "fast" if finding.paths.is_fast else "plain"
+    is_fast = finding.paths.is_fast if draws else finding.paths.scoring != "equal_lengths"
+    return "fast" if is_fast else "plain"
 
 
 def scoring_of(paths: ModelPaths) -> str:
@@ -46,25 +52,28 @@ class KeptFinding:
         family: `model_type` of transformers.
         model: its class.
         crossed: lengths of its configuration that the rows exceeded, in tokens.
-        is_classifier: it was tried as a reward model.
+        role: what it was tried as.
     """
 
     family: str
     model: str
     crossed: tuple[int, ...]
-    is_classifier: bool
+    role: Role
     finding: Finding
+
+    @property
+    def status(self) -> Status:
+        return status_of(self.finding, draws=self.role == "policy")
 
 
 def kept_findings() -> list[KeptFinding]:
     """Those of the cache that hold for the installed libraries, by family; of equal ones the newest."""
-    found: dict[tuple[str, str, tuple[int, ...], bool], KeptFinding] = {}
+    found: dict[tuple[str, str, tuple[int, ...], str], KeptFinding] = {}
     for told in _kept_files():
         name, crossed = told["key"]
-        kept = KeptFinding(
-            told["family"], told["model"], tuple(crossed), name == "examine_classifier", store.finding_in(told)
-        )
-        found[kept.family, kept.model, kept.crossed, kept.is_classifier] = kept
+        role: Role = "reward" if name == "examine_classifier" else "policy" if told["draws"] else "critic"
+        kept = KeptFinding(told["family"], told["model"], tuple(crossed), role, store.finding_in(told))
+        found[kept.family, kept.model, kept.crossed, role] = kept
     return [found[key] for key in sorted(found)]
 
 
@@ -76,7 +85,7 @@ def _kept_files() -> Iterator[Mapping[str, Any]]:
             told = json.loads(file.read_text())
             name, crossed = told["key"]
             store.finding_in(told)
-            if told["versions"] == versions and isinstance(name, str) and all(isinstance(n, int) for n in crossed):
+            if told["versions"] == versions and isinstance(told["draws"], bool) and isinstance(name, str) and all(isinstance(n, int) for n in crossed):
                 yield told
         except (OSError, ValueError, KeyError, TypeError):
             continue

@@ -65,8 +65,22 @@ def lengths_in(config: Any) -> dict[str, int]:
 
 def crossed_lengths(config: Any, row_tokens: int) -> tuple[int, ...]:
     """The lengths of a configuration that rows of so many tokens exceed, without mere limits of the context."""
-    found = lengths_in(config)
-    return tuple(sorted({n for path, n in found.items() if n < row_tokens and not LIMIT.search(path.split(".")[-1])}))
+    found, is_dynamic = lengths_in(config), has_dynamic_rope(config)
+    names = {path: path.rpartition(".")[2] for path in found}
+    return tuple(
+        sorted({n for path, n in found.items() if n < row_tokens and not _is_mere_limit(names[path], is_dynamic)})
+    )
+
+
+def has_dynamic_rope(config: Any) -> bool:
+    """Whether rotary frequencies change with the length of a row, beyond the context that the configuration names."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
+    return any("dynamic" in str(kind.get("rope_type", "")) for kind in kinds)
+
+
+def _is_mere_limit(name: str, is_dynamic: bool) -> bool:
+    return bool(LIMIT.search(name)) and not (is_dynamic and name == "max_position_embeddings")
 
 
 def layer_counts(config: Any) -> list[int]:
@@ -101,6 +115,7 @@ class SmallConfig:
     ):
         self.layers, self.total = layers or (None, None)
         self.is_narrow = is_narrow
+        self._is_dynamic = has_dynamic_rope(config)
         places: dict[int, int] = {}
         for value in crossed_lengths(config, row_tokens):
             least = max(places.values(), default=-8) + 8
@@ -163,7 +178,7 @@ class SmallConfig:
         return self._size(name, value) if isinstance(value, int) else value
 
     def _length(self, name: str, value: int) -> int:
-        if LIMIT.search(name):
+        if _is_mere_limit(name, self._is_dynamic):
             return CONTEXT
         return self._places.get(value, BEYOND)
 

@@ -101,9 +101,10 @@ def library_versions() -> list[str]:
 def _write(file: Path, finding: Finding, model: Any, key: tuple) -> None:
     """Leave it for the next run, whole or not at all; a disk that refuses costs the next run seconds."""
     from verl.model_paths.twin import model_class
+    from verl.models.call import has_lm_head
 
-    kind, family = model_class(model).__name__, model.config.model_type
-    told = {"model": kind, "family": family, "key": key, "versions": library_versions(), **asdict(finding)}
+    about = {"model": model_class(model).__name__, "family": model.config.model_type, "draws": has_lm_head(model)}
+    told = {**about, "key": key, "versions": library_versions(), **asdict(finding)}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")

@@ -26,6 +26,11 @@ def takes(model: Any, name: str) -> bool:
     return taken is None or name in taken
 
 
+def has_lm_head(model: Any) -> bool:
+    """Whether a Hugging Face model gives logits of tokens; critics and reward models do not."""
+    return hasattr(model, "lm_head") or model.get_output_embeddings() is not None
+
+
 def unwrapped(model: Any) -> Any:
     """The Hugging Face model itself, without an adapter or a compiled form around it."""
     if hasattr(model, "_orig_mod"):
