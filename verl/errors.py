@@ -10,6 +10,7 @@ VerlError
 │   └── WorkerDied                            the process itself is gone
 │       └── WorkerHung                        it is there and does not answer
 ├── RolloutError (RuntimeError)               an engine that generates failed
+├── ActorBusy (RuntimeError)                  another thread was in a call to this HybridActor for too long
 ├── WeightSyncError (RuntimeError)            a rollout engine does not hold the trainer's weights; names the tensors
 ├── StorageError (OSError)                    object storage
 │   ├── ObjectNotFound (FileNotFoundError)    there is no such object
@@ -124,6 +125,10 @@ class WorkerHung(WorkerDied):
 
 class RolloutError(VerlError, RuntimeError):
     """An engine that generates failed."""
+
+
+class ActorBusy(VerlError, RuntimeError):
+    """Another thread was in a call to the same HybridActor for longer than this one may wait."""
 
 
 class WeightSyncError(VerlError, RuntimeError):
