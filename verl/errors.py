@@ -13,6 +13,7 @@ VerlError
 ├── ComponentHung (RuntimeError)              code of a component did not return
 ├── RolloutError (RuntimeError)               an engine that generates failed
 │   └── LogProbGapError                       its log-probs are not the trainer's, by more than rounding
+├── ActorBusy (RuntimeError)                  another thread was in a call to this HybridActor for too long
 ├── WeightSyncError (RuntimeError)            a rollout engine does not hold the trainer's weights; names the tensors
 ├── StorageError (OSError)                    object storage
 │   ├── ObjectNotFound (FileNotFoundError)    there is no such object
@@ -151,6 +152,10 @@ class LogProbGapError(RolloutError):
 
     def __reduce__(self):
         return type(self), (str(self), self.gap_nats, self.limit_nats)
+
+
+class ActorBusy(VerlError, RuntimeError):
+    """Another thread was in a call to the same HybridActor for longer than this one may wait."""
 
 
 class WeightSyncError(VerlError, RuntimeError):

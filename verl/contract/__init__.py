@@ -1,1 +1,1 @@
-"""What stands behind DataProto: who made a field, what it must hold, what is equal, how rows join and travel."""
+"""What stands behind DataProto: who made a field, what it must hold, which values are equal, how rows join, travel."""

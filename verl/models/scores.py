@@ -67,7 +67,7 @@ class ScoreModel(nn.Module):
 
 
 def _forget_lengths(rotary: nn.Module) -> None:
-    """Let dynamic rotary frequencies be those of the next texts alone; transformers keeps those of the longest so far."""
+    """Let dynamic rotary frequencies be those of the next texts alone; transformers keeps those of the longest one."""
     for name in [*vars(rotary), *rotary._buffers]:
         if name.endswith("max_seq_len_cached"):
             setattr(rotary, name, rotary.original_max_seq_len)
