@@ -34,6 +34,7 @@ from verl.hybrid.model_changes import (
 )
 from verl.hybrid.processes import Company, company_of, own_device
 from verl.hybrid.settings import HybridConfig
+from verl.model_paths.check import forget
 from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained, quiet_transformers
@@ -389,6 +390,8 @@ class HybridActor:
 
     def _model_changed(self, told: str, is_of_form: bool = True) -> None:
         """Forget what was proven of the former model; and end its engine, where that was built for another form."""
+        if is_of_form:
+            forget(self.model)
         if is_of_form or not self._holds_weights():
             if self._engine is not None:
                 _log.info("The rollout engine is made anew, since the model has changed: %s.", told)

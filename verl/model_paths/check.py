@@ -98,6 +98,11 @@ def finding_for(model: Any, row_tokens: int, examine: Callable[[Any, int], Findi
     return known[key]
 
 
+def forget(model: Any) -> None:
+    """What was found of a model no longer holds: somebody has changed its parts."""
+    vars(unwrapped(model)).pop("_verl_findings", None)
+
+
 def _told(config: Any) -> str:
     return repr([(name, x) for name, x in vars(config).items() if not name.startswith("_")])
 
