@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from verl.model_paths import packed_attention
+
 # Of a configuration, what changes no number, and is switched on and off by training scripts.
 _WITHOUT_EFFECT = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict"})
 
@@ -295,7 +297,8 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 def _entries(config: Any) -> dict[str, Any]:
     entries = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
-    entries["attn_implementation"] = getattr(config, "_attn_implementation", None)
+    attention = getattr(config, "_attn_implementation", None)
+    entries["attn_implementation"] = "sdpa" if attention == packed_attention.NAME else attention  # we have put it there
     return {key: value for key, value in entries.items() if key not in _WITHOUT_EFFECT}
 
 
