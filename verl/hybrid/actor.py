@@ -390,8 +390,7 @@ class HybridActor:
 
     def _model_changed(self, told: str, is_of_form: bool = True) -> None:
         """Forget what was proven of the former model; and end its engine, where that was built for another form."""
-        if is_of_form:
-            forget(self.model)
+        forget(self.model)
         if is_of_form or not self._holds_weights():
             if self._engine is not None:
                 _log.info("The rollout engine is made anew, since the model has changed: %s.", told)

@@ -39,6 +39,7 @@ PROBE_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}  # of the spread o
 PROBE_TOLERANCE = 0.02  # in narrower types
 PROBED = "probed"  # in the place of lengths, of what was found without a twin
 NOT_A_POLICY = "each token sees those that come after it, so it cannot be a policy. Give a causal language model."
+NOT_BESIDE_OTHERS = "a row has other numbers beside a row of the same length than alone."
 NOT_REPEATABLE = "its numbers differ from one forward pass of a row to the next, so it has no log-probs to train on."
 
 
@@ -71,7 +72,7 @@ def paths_for(model: Any, row_tokens: int, name: str = "model") -> ModelPaths:
     Raises:
         ConfigError: the model cannot be trained, whatever way it is run.
     """
-    finding = finding_for(model, row_tokens, examine)
+    finding = finding_for(model, row_tokens, examine, _probe)
     if finding.refusal is not None:
         raise ConfigError(f"{name} is a {type(unwrapped(model)).__name__}: {finding.refusal}")
     if not finding.paths.own_attention or packed_attention.enable(unwrapped(model)) is None:
@@ -79,8 +80,18 @@ def paths_for(model: Any, row_tokens: int, name: str = "model") -> ModelPaths:
     return replace(PLAIN, reasons=("its attention cannot be replaced",))
 
 
-def finding_for(model: Any, row_tokens: int, examine: Callable[[Any, int], Finding]) -> Finding:
-    """What is found of a model for rows of up to so many tokens: known of this object, kept on disk, or found now."""
+def finding_for(
+    model: Any,
+    row_tokens: int,
+    examine: Callable[[Any, int], Finding],
+    probe: Callable[[str, Any, int], Finding],
+) -> Finding:
+    """What is found of a model for rows of up to so many tokens: known of this object, kept on disk, or found now.
+
+    Args:
+        examine: tries the ways of running it on its twin.
+        probe: looks at a model that no twin stands for, for a reason.
+    """
     base = unwrapped(model)
     known = vars(base).setdefault("_verl_findings", {})
     key: tuple = (examine.__name__, crossed_lengths(base.config, row_tokens))
@@ -90,8 +101,11 @@ def finding_for(model: Any, row_tokens: int, examine: Callable[[Any, int], Findi
     if (probed := (examine.__name__, PROBED)) in known:  # by its own weights: all processes that hold it took part
         return known[probed]
     if key not in known:
-        run = functools.partial(_undisturbed, examine, base, row_tokens)
-        found = run() if has_own_code(base) else store.kept(base, key, run)
+        reason = has_own_code(model)
+        if reason is None:
+            found = store.kept(base, key, functools.partial(_undisturbed, examine, base, row_tokens))
+        else:
+            found = _undisturbed(functools.partial(probe, reason), model, row_tokens)
         key = key if found.distances else probed
         known[key] = found
         _tell(base, found)
@@ -132,8 +146,13 @@ def examine(model: Any, row_tokens: int) -> Finding:
         return finding
     except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
         kind = "" if isinstance(error, NoTwin) else f"{type(error).__name__}: "
-        why = f"no small model of its kind could be tried ({kind}{error})"
-        return Finding(replace(PLAIN, reasons=(why,)), _causality_of_the_model(model))
+        return _probe(f"{kind}{error}", model, row_tokens)
+
+
+def _probe(reason: str, model: Any, row_tokens: int) -> Finding:
+    """What rows of the model itself tell, where it has no twin for some reason."""
+    why = f"no small model of its kind could be tried ({reason})"
+    return Finding(replace(PLAIN, reasons=(why,)), _causality_of_the_model(model))
 
 
 class Examination:
@@ -159,7 +178,7 @@ class Examination:
             return Finding(replace(PLAIN, reasons=(why,)), None, self.distances)
         scoring = self._rows_beside_each_other()
         if scoring is None:
-            return Finding(PLAIN, "a row has other numbers beside a row of the same length.", self.distances)
+            return Finding(PLAIN, NOT_BESIDE_OTHERS, self.distances)
         trains = self._computes_the_same_in_training()
         paths = self._decoding(self._packed(ModelPaths(scoring=scoring, trains=trains)))
         if paths is None:
@@ -425,9 +444,8 @@ def _causality_of_the_model(model: Any) -> str | None:
         ids = random_tokens(tokens, (min(8, size - 1), size), 0).to(device)
         half = max(1, tokens // 2)
         try:
-            whole, again, part = (
-                states_of(model, input_ids=x[None])[0, :half].double() for x in (ids, ids, ids[:half])
-            )
+            batches = ids[None], ids[None], ids[None, :half], torch.stack([ids, ids.flip(0)])
+            whole, again, part, beside = (states_of(model, input_ids=x)[0, :half].double() for x in batches)
         except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
             return f"it cannot read a row of {tokens} tokens ({type(error).__name__}: {error})."
         spread = whole.std().clamp(min=1e-12)
@@ -435,6 +453,8 @@ def _causality_of_the_model(model: Any) -> str | None:
             return NOT_REPEATABLE
         if float((whole - part).abs().mean() / spread) > tolerance:
             return NOT_A_POLICY
+        if float((whole - beside).abs().mean() / spread) > tolerance:
+            return NOT_BESIDE_OTHERS
     return None
 
 

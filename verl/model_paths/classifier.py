@@ -32,7 +32,7 @@ def text_batches_for(model: Any, row_tokens: int) -> TextBatches:
     """
     if not isinstance(model, ScoreModel):
         return "padded"
-    finding = finding_for(model.classifier, row_tokens, examine_classifier)
+    finding = finding_for(model.classifier, row_tokens, examine_classifier, _not_tried)
     if finding.refusal is not None:
         raise ConfigError(f"model is a {type(unwrapped(model.classifier)).__name__}: {finding.refusal}")
     return "padded" if finding.paths.scoring == "padded" else "equal_lengths"
@@ -54,7 +54,7 @@ def examine_classifier(classifier: Any, row_tokens: int) -> Finding:
         ]
     except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
         kind = "" if isinstance(error, NoTwin) else f"{type(error).__name__}: "
-        return Finding(replace(PLAIN, reasons=(f"no small model of its kind could be tried ({kind}{error})",)))
+        return _not_tried(f"{kind}{error}", classifier, row_tokens)
     if blind:
         return Finding(
             replace(PLAIN, reasons=(f"a small model of its kind does not show a change at {blind[0]} tokens",))
@@ -69,6 +69,10 @@ def examine_classifier(classifier: Any, row_tokens: int) -> Finding:
     why = f"texts of several lengths beside each other: their scores differ by {together:.2g}"
     refusal = None if twice <= TOLERANCE else "the score of a text depends on the texts that are scored beside it."
     return Finding(replace(PLAIN, reasons=(why,)), refusal, found)
+
+
+def _not_tried(reason: str, classifier: Any, row_tokens: int) -> Finding:
+    return Finding(replace(PLAIN, reasons=(f"no small model of its kind could be tried ({reason})",)))
 
 
 @torch.no_grad()

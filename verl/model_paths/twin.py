@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.model_paths.small_config import FIRST_ORDINARY_TOKEN, SmallConfig, layer_counts
-from verl.models.call import call_model
+from verl.models.call import call_model, layers_around, unwrapped
 from verl.models.pretrained import quiet_transformers
 from verl.models.source import without_dropout
 
@@ -60,8 +60,6 @@ def make_twin(model: Any, row_tokens: int, moved: tuple[int, int] | None = None,
     Raises:
         NoTwin: none can be made.
     """
-    if has_own_code(model):
-        raise NoTwin("its forward was replaced on the object")
     kind = model_class(model)
     whole = _on_meta(kind, model.config)  # the model itself may carry an adapter, or be divided
     kinds, reasons = layer_kinds(whole), []
@@ -95,9 +93,26 @@ def model_class(model: Any) -> type:
     return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
 
 
-def has_own_code(model: Any) -> bool:
-    """Whether the forward of a model is not that of its class; accelerate's, which moves weights, is no other."""
-    return "forward" in vars(model) and not hasattr(model, "_hf_hook")
+def has_own_code(model: Any) -> str | None:
+    """What of a model is not what its class and configuration make of it, so that no other model has its code.
+
+    Accelerate's forward, which moves weights, is no other; nor are adapters around a layer, or what transformers itself
+    has put in to load quantized weights.
+    """
+    if any("forward" in vars(layer) and not hasattr(layer, "_hf_hook") for layer in layers_around(model)):
+        return "its forward was replaced on the object"
+    model = unwrapped(model)
+    if getattr(model.config, "quantization_config", None) is not None:
+        return None
+    try:
+        made = {name: type(module) for name, module in _on_meta(model_class(model), model.config).named_modules()}
+    except Exception:  # noqa: BLE001 - whatever a class of its own needs to be made
+        return "its class cannot be made from its configuration"
+    for name, module in model.named_modules():
+        kind = model_class(module)
+        if name in made and kind is not made[name] and not hasattr(module, "base_layer"):
+            return f"its part {name} is a {kind.__name__}, where its class has a {made[name].__name__}"
+    return None
 
 
 def _on_meta(kind: type, config: Any) -> nn.Module:

@@ -31,13 +31,24 @@ def has_lm_head(model: Any) -> bool:
     return hasattr(model, "lm_head") or model.get_output_embeddings() is not None
 
 
+def layers_around(model: Any) -> list[Any]:
+    """A model and what is inside of it, down to the Hugging Face model itself: adapters and compiled forms, if any."""
+    found = [model]
+    while (base := unwrapped_once(found[-1])) is not found[-1]:
+        found.append(base)
+    return found
+
+
 def unwrapped(model: Any) -> Any:
     """The Hugging Face model itself, without an adapter or a compiled form around it."""
+    return layers_around(model)[-1]
+
+
+def unwrapped_once(model: Any) -> Any:
+    """Without its outermost adapter or compiled form; a plain model as it is."""
     if hasattr(model, "_orig_mod"):
-        return unwrapped(model._orig_mod)
-    if hasattr(model, "get_base_model"):
-        return unwrapped(model.get_base_model())
-    return model
+        return model._orig_mod
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @functools.lru_cache
