@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -205,6 +206,21 @@ def test_a_second_stop_in_a_row_ends_the_run_in_words(pair, monkeypatch):
     last = str(caught.value).splitlines()[-1]
     assert last.startswith("The rollout engine died twice in a row. The second time: The vLLM engine (process ")
     assert "asked to load weights, made no progress for 6 s (rollout.call_timeout_s) at: idle" in last
+
+
+@pytest.mark.exhaustive
+def test_an_engine_that_is_stopped_when_it_is_to_give_memory_back_is_ended_and_made_anew_when_it_is_needed(
+    pair, monkeypatch, caplog
+):
+    vllm, _, _ = pair
+    expected = vllm.generate(random_prompts(), Request(6, 4))
+    os.kill(vllm.process_id, signal.SIGSTOP)
+    with monkeypatch.context() as on_gpu, caplog.at_level(logging.WARNING):
+        on_gpu.setattr(vllm, "setting", dataclasses.replace(vllm.setting, is_on_gpu=True))
+        vllm.rest()
+    assert "asked to give its GPU memory back, made no progress" in caplog.text
+    assert vllm.process_id is None
+    assert agreement(expected, vllm.generate(random_prompts(), Request(6, 4)))[0] == 1
 
 
 @pytest.mark.exhaustive

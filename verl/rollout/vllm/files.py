@@ -34,9 +34,10 @@ class EngineFiles:
         in_memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         self.directory = in_memory / self.name
         self.temporary = Path(tempfile.gettempdir()).absolute() / f"{self.name}.tmp"
-        self._registered = [
-            CLEANUP.register(directories=[self.directory, self.temporary], shared_memory=self._shared_memory)
-        ]
+        of_trainer = f"torch_{os.getpid()}_"  # made by torch for handles of memory on a GPU
+        self._registered = CLEANUP.register(
+            directories=[self.directory, self.temporary], shared_memory=[*self._shared_memory, of_trainer]
+        )
         self.directory.mkdir(mode=0o700)
         self.temporary.mkdir(mode=0o700)
 
@@ -65,8 +66,7 @@ class EngineFiles:
         self._remove_shared_memory()
         shutil.rmtree(self.directory, ignore_errors=True)
         shutil.rmtree(self.temporary, ignore_errors=True)
-        for number in self._registered:
-            CLEANUP.withdraw(number)
+        CLEANUP.withdraw(self._registered)
 
     @property
     def _shared_memory(self) -> list[str]:

@@ -112,7 +112,7 @@ class EngineProcess:
         call_timeout_s: float = 300.0,
     ):
         self.setting, self.environment, self.files, self.log = setting, environment, files, log
-        self.call_timeout_s = call_timeout_s
+        self.call_timeout_s, self._owner = call_timeout_s, os.getpid()
         self._unnamed_log: IO[bytes] | None = tempfile.TemporaryFile() if log is None else None  # noqa: SIM115
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: MessageSocket | None = None
@@ -257,8 +257,9 @@ class EngineProcess:
 
     def _leave(self) -> None:
         """Where the trainer ends and nobody has closed the engine: it goes, and its files with it."""
-        self.kill()
-        self.files.remove()
+        if os.getpid() == self._owner:  # and not where a fork of the trainer ends
+            self.kill()
+            self.files.remove()
 
     def _send(self, method: str, message: Any) -> None:
         if self._socket is None:
