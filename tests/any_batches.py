@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -139,11 +140,11 @@ _ARRAYS = npst.arrays(
 )  # fmt: skip
 
 
-def values(tensors_too: bool = True) -> st.SearchStrategy:
+@functools.cache
+def values() -> st.SearchStrategy:
     """Anything that a row of a column may hold and that a file keeps."""
-    leaves = _SCALARS | _ARRAYS | (tensors(2) if tensors_too else st.nothing())
     return st.recursive(
-        leaves,
+        _SCALARS | _ARRAYS | tensors(2),
         lambda inner: (
             st.lists(inner, max_size=3)
             | st.lists(inner, max_size=3).map(tuple)

@@ -6,6 +6,7 @@ import copy
 import datetime
 import decimal
 import enum
+import multiprocessing
 import pickle
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
@@ -20,12 +21,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from replay.rows_here import scored_rows
 
+from verl.cluster import mailbox
 from verl.cluster.parcel import Rows, unwrap, wrap
 from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto
 from verl.replay.rows import Part, Segment, pack, rebuild
 
-few = settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+few = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 
 
 def saved(data: DataProto, directory: Path) -> DataProto:
@@ -70,6 +72,24 @@ def test_a_batch_is_the_same_after_every_journey_and_joins_with_what_arrives(tmp
         joined = data.union(found)
         assert_identical(joined, data, journey)
         assert all(joined[name] is data[name] for name in [*data.batch, *data.non_tensor_batch]), journey
+
+
+@settings(few, max_examples=20)
+@given(any_batches())
+def test_a_batch_is_the_same_behind_shared_memory(monkeypatch, data):
+    """Through a connection of two processes, whose tensors lie in a shared block however few they are."""
+    monkeypatch.setattr(mailbox, "SMALL", 1)
+    ends, posts = multiprocessing.Pipe(), (mailbox.Post(), mailbox.Post())
+    here, there = (mailbox.Mailbox(end, post) for end, post in zip(ends, posts))
+    try:
+        for sent in (data, Rows(data, torch.arange(len(data)))):
+            here.send(posts[0].pack(sent))
+            found = there.receive()
+            assert_identical(found, data)
+            assert_identical(data.union(found), data)
+    finally:
+        for one in (here, there, *posts):
+            one.close()
 
 
 @few
@@ -204,7 +224,7 @@ def test_a_value_is_the_same_as_its_own_copy(value):
         lambda n: np.array([n, float("nan")]),
         lambda n: torch.tensor([n, 1]),
         lambda n: torch.tensor([2**53 + n]) if n else torch.tensor([0.5]),
-        lambda n: {"list": [np.arange(n), torch.arange(n)]},
+        lambda n: {"list": [np.arange(n % 9), torch.arange(2) + n]},
         lambda n: (n, str(n), None, float("nan"))[n % 4],
         lambda n: np.float32(n),
     ],
@@ -213,7 +233,7 @@ def test_rows_that_are_compared_at_once_are_compared_in_full(row):
     """As many as are taken together, and a last one that is alone."""
     ours, theirs = ([row(n) for n in range(4097)] for _ in range(2))
     column(*ours).union(column(*theirs))
-    for place in (4096, 4094, 7):
+    for place in (4096, 7):
         changed = list(theirs)
         changed[place] = row(place + 1)
         with pytest.raises(DataProtoValidationError, match=f"First offending row: {place}\n"):
