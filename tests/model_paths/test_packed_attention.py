@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from random_models import save_random_model
+from transformers import masking_utils
+from transformers.models.llama import modeling_llama
 
 from verl.model_paths import packed_attention
-from verl.model_paths.packed_attention import call_packed, take
+from verl.model_paths.packed_attention import MaskShape, call_packed, describe_mask, take
 from verl.models.pretrained import Pretrained
 from verl.ops.packing import pack
 
@@ -84,3 +86,85 @@ def test_a_saved_model_knows_nothing_of_it(tmp_path):
     assert packed_attention.enable(model) is None
     model.save_pretrained(tmp_path / "b")
     assert packed_attention.NAME not in (tmp_path / "b/config.json").read_text()
+
+
+def blocks(length: int) -> torch.Tensor:
+    """[1 S] a block of 20 tokens in the middle that see each other, as those of an image do."""
+    ids = torch.full((1, length), -1)
+    ids[0, 20:40] = 3
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("mask_function", "shape"),
+    [
+        (masking_utils.causal_mask_function, MaskShape()),
+        (masking_utils.sliding_window_causal_mask_function(7), MaskShape(7)),
+        (masking_utils.sliding_window_causal_mask_function(151), MaskShape()),
+        (masking_utils.chunked_causal_mask_function(64, torch.zeros(1, dtype=torch.long)), None),
+        (masking_utils.chunked_causal_mask_function(10, torch.zeros(1, dtype=torch.long)), None),
+        (masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(blocks(151))), None),
+        (masking_utils.bidirectional_mask_function, None),
+        (masking_utils.sliding_window_bidirectional_mask_function(7), None),
+        (
+            masking_utils.and_masks(
+                masking_utils.causal_mask_function,
+                masking_utils.packed_sequence_mask_function((torch.arange(151) // 50)[None]),
+            ),
+            None,
+        ),
+        (lambda batch, head, query, key: (key <= query) & ((query - key) % 2 == 0), None),
+        (lambda batch, head, query, key: bool(query >= key), None),  # cannot be asked of many at a time
+    ],
+    ids="causal sliding wide chunked chunks-of-10 blockwise bidirectional around packed strided scalar".split(),
+)
+def test_a_mask_is_known_by_what_it_shows(mask_function, shape):
+    assert describe_mask(mask_function, 151) == shape
+
+
+def attended(attention_mask: torch.Tensor | None = None, layer: torch.nn.Module | None = None, **keywords):
+    packing = pack(PROMPTS, RESPONSES, PROMPT_OF, padded_rows()["mask"], P, True)
+    states = torch.randn(1, 2, len(packing.tokens), 4, generator=torch.Generator().manual_seed(0))
+    layer = layer or torch.nn.Module()
+    return packed_attention.attend(layer, states, states, states, attention_mask, packing=packing, **keywords)[0]
+
+
+def test_a_keyword_that_is_not_known_is_refused_if_it_has_a_value():
+    expected = attended()
+    for name in ("softcap", "s_aux", "position_bias", "anything_new"):
+        assert torch.equal(attended(**{name: None}), expected)
+        with pytest.raises(NotImplementedError, match=rf"attention with {name} has no such form"):
+            attended(**{name: torch.ones(2) if name == "s_aux" else 0.5})
+    with pytest.raises(NotImplementedError, match="is_causal"):
+        attended(is_causal=False)
+    assert torch.equal(attended(is_causal=True, use_cache=False), expected)
+
+
+def test_a_mask_that_nobody_has_described_is_refused():
+    line = attended().shape[1]
+    with pytest.raises(NotImplementedError, match="cannot tell what the mask of a layer was"):
+        attended(torch.ones(1, 1, line, line, dtype=torch.bool).tril())
+    with pytest.raises(NotImplementedError, match="cannot tell what the mask of a layer was"):
+        attended(sliding_window=4)  # and no mask that says so
+    layer = torch.nn.Module()
+    layer.is_causal = False
+    with pytest.raises(NotImplementedError, match="cannot tell what the mask of a layer was"):
+        attended(layer=layer)
+
+
+@pytest.mark.parametrize("made", ["create_chunked_causal_mask", "create_bidirectional_mask"])
+def test_a_model_that_asks_for_another_mask_on_a_packed_line_is_refused(made, tmp_path, monkeypatch):
+    save_random_model(tmp_path, "llama", torch.float32)
+    model, rows = Pretrained(path=str(tmp_path)).load_causal_lm("cpu"), padded_rows()
+    model.config.attention_chunk_size = 4
+    assert packed_attention.enable(model) is None
+    weight = torch.ones(model.config.vocab_size)
+    run(model, rows, weight, share=True)
+    create = getattr(masking_utils, made)
+
+    def other(past_key_values=None, position_ids=None, **given):
+        return create(**given) if "bidirectional" in made else create(past_key_values=None, **given)
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", other)
+    with pytest.raises(NotImplementedError, match="causal and sliding masks only|cannot tell what the mask"):
+        run(model, rows, weight, share=True)

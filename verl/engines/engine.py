@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -188,8 +187,8 @@ class TrainingEngine:
         tokens = batch.batch["attention_mask"].sum(dim=1)
         paths = paths_for(getattr(self.model, "backbone", self.model), int(tokens.max()) if len(batch) else 0)
         if self._limit is not None:
-            return replace(paths, scoring=self._limit)
-        return replace(paths, scoring="padded") if self.packing == "off" and paths.scoring == "packed" else paths
+            paths = paths.limited_to(self._limit)
+        return paths.limited_to("padded") if self.packing == "off" else paths
 
     def limit(self, scoring: Scoring) -> None:
         """From here on run rows in this way, since the first batch has shown the other to be wrong."""

@@ -151,7 +151,8 @@ def make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 def describe_mask(mask_function: Callable[..., Any], length: int) -> MaskShape | None:
     """What a mask function of transformers is on a row of so many tokens; None if it is not causal or sliding."""
     keys = torch.arange(length)
-    queries = torch.unique(torch.linspace(0, length - 1, MASK_ROWS).round().long())
+    spread = torch.linspace(0, length - 1, MASK_ROWS).round().long()
+    queries = torch.unique(torch.cat([spread, (spread - 1).clamp_min(0)]))  # chunks differ from one query to the next
     try:
         zero = torch.zeros((), dtype=torch.long)
         seen = torch.as_tensor(mask_function(zero, zero, queries[:, None], keys[None, :])).expand(len(queries), length)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Scoring = Literal["packed", "padded", "right_padded", "equal_lengths"]
+PLAINER: tuple[Scoring, ...] = ("packed", "padded", "right_padded", "equal_lengths")  # each than those before it
 CacheKind = Literal["in_place", "own", "none"]
 
 
@@ -40,6 +41,12 @@ class ModelPaths:
     trains: bool = True
     own_attention: bool = False
     reasons: tuple[str, ...] = ()
+
+    def limited_to(self, scoring: Scoring) -> ModelPaths:
+        """The same with rows scored in this way, unless they already are in a plainer one."""
+        if PLAINER.index(scoring) <= PLAINER.index(self.scoring):
+            return self
+        return replace(self, scoring=scoring)
 
     @property
     def is_fast(self) -> bool:

@@ -64,7 +64,7 @@ class CriticWorker(TrainedWorker):
     def __init__(self, engine: TrainingEngine, algorithm: Algorithm, tokenizer: Any):
         super().__init__(engine, tokenizer)
         self.algorithm = algorithm
-        self.first_batch = FirstBatch("critic.model", engine, self._value, self._value)
+        self.first_batch = FirstBatch("critic.model", engine, self._probe, self._probe)
 
     @by_rows
     def compute_values(self, batch: DataProto) -> DataProto:
@@ -81,6 +81,9 @@ class CriticWorker(TrainedWorker):
     def _value(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         return {"values": _values(model, micro)}
 
+    def _probe(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        return {"values": _values(model, micro, probe=True)}
+
     def _loss(self, model: nn.Module, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         mask = micro.tensors["response_mask"]
         per_token, stats = self.algorithm.value_loss(_values(model, micro), micro.tensors)
@@ -88,9 +91,9 @@ class CriticWorker(TrainedWorker):
         return loss, {name: aggregate(stat, mask, "token-mean", totals) for name, stat in stats.items()}
 
 
-def _values(model: Any, micro: MicroBatch) -> Tensor:
+def _values(model: Any, micro: MicroBatch, **options: bool) -> Tensor:
     def values_of(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
-        return model(**inputs).values
+        return model(**inputs, **options).values
 
     values, mask = micro.predict(values_of), micro.tensors["response_mask"]
     return torch.zeros(mask.shape, dtype=values.dtype, device=mask.device).masked_scatter(mask, values)

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from verl.engines.engine import Compute, TrainingEngine
 from verl.errors import ConfigError
-from verl.model_paths.paths import Scoring
+from verl.model_paths.paths import PLAINER, Scoring
 from verl.protocol import DataProto
 
 GROUP = 3  # rows that share a prompt
-# Mean difference over the tokens of the rows, in nats or in the units of a value: rounding stays below, and another
+# Mean difference over the tokens of a row, in nats or in the units of a value: rounding stays below, and another
 # window, position or text beside a row is far above
 BOUNDS = {torch.float64: 1e-4, torch.float32: 5e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
-PLAINER: tuple[Scoring, ...] = ("padded", "right_padded", "equal_lengths")
 
 _log = logging.getLogger(__name__)
 
@@ -50,31 +49,42 @@ class FirstBatch:
         self.is_done = True
         rows = batch[chosen_rows(batch)]
         wanted = self._first(self.engine.infer(rows, self.plain, alone=True))
-        for scoring in (None, *PLAINER):
-            if scoring is not None:
+        first = self.engine.parallel.most(PLAINER.index(self.engine.paths(rows).scoring))
+        worst = 0.0
+        for scoring in PLAINER[first:]:
+            if scoring != PLAINER[first]:
                 self.engine.limit(scoring)
             difference = self._difference(self._first(self.engine.infer(rows, self.compute)), wanted, rows)
             if difference <= self._bound():
+                self._tell(PLAINER[first], scoring, worst)
                 return
-            kind = type(self.engine.model).__name__
-            _log.warning(
-                "%s, a %s: rows of the first batch have other numbers than each has alone (%.2g on average). A plainer "
-                "way of running it is taken.",
-                self.name,
-                kind,
-                difference,
-            )
+            worst = max(worst, difference)
         raise ConfigError(
             f"{self.name} is a {type(self.engine.model).__name__}: rows of the first batch have other numbers beside "
-            "each other than alone, however they are run. Choose another attention implementation or another model."
+            f"each other than alone ({worst:.2g} on average), however they are run. Choose another attention "
+            "implementation or another model."
         )
 
+    def _tell(self, before: Scoring, scoring: Scoring, worst: float) -> None:
+        if scoring != before:
+            words = (way.replace("_", " ") for way in (before, scoring))
+            _log.warning(
+                "%s is a %s: as %s batches, rows of the first batch have other numbers than each has alone (%.2g on "
+                "average). From here on rows are run as %s batches.",
+                self.name,
+                type(self.engine.model).__name__,
+                next(words),
+                worst,
+                next(words),
+            )
+
     def _difference(self, found: Tensor | None, wanted: Tensor | None, rows: DataProto) -> float:
-        """The mean over tokens, the largest of all processes."""
+        """The mean over the tokens of a row, the largest of all rows and processes."""
         own = 0.0
         if found is not None and wanted is not None and bool(rows["response_mask"].any()):
             mask = rows["response_mask"]
-            own = float((found - wanted).abs()[mask].double().mean())
+            counts = mask.sum(dim=1).clamp_min(1)
+            own = float(((found - wanted).abs().double().masked_fill(~mask, 0.0).sum(dim=1) / counts).max())
             if not torch.isfinite(wanted[mask]).all():
                 own = 0.0  # weights that are not finite: the first step tells of those
         return self.engine.parallel.most(int(min(own if own == own else 1e6, 1e6) * 1e9)) / 1e9
