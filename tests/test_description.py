@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from verl import errors
 from verl.description import BuildContext, Description, as_plain, field_types, type_fault
 from verl.errors import (
+    ActorBusy,
     BadCheckpoint,
     CheckpointCorrupt,
     CheckpointError,
@@ -27,6 +28,8 @@ from verl.errors import (
     CheckpointReadFailed,
     CheckpointTooNew,
     CheckpointWriteFailed,
+    ComponentExit,
+    ComponentHung,
     ConfigError,
     DataProtoValidationError,
     FileFault,
@@ -225,6 +228,9 @@ def test_field_types_and_type_fault_speak_of_the_resolved_annotations():
 
 
 EXAMPLES = [
+    ActorBusy("another thread is in generate."),
+    ComponentExit("reward() at line 3 of my.py raised SystemExit(0)"),
+    ComponentHung("reward() at line 3 of my.py did not return."),
     ConfigError("size is 1: must be 2."),
     ConfigError(["a is 1.", "b is 2."]),
     DataProtoValidationError("Field `values` breaks its contract."),

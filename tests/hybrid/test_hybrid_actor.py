@@ -202,7 +202,8 @@ def tensor_bytes() -> int:
     """Of all storages that Python knows of."""
     storages = {}
     for found in gc.get_objects():
-        if type(found) in (torch.Tensor, torch.nn.Parameter):  # torch.compile leaves some that have no memory
+        is_tensor = type(found) in (torch.Tensor, torch.nn.Parameter)  # torch.compile leaves some that have no memory
+        if is_tensor and found.layout == torch.strided:
             storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
     return sum(storages.values())
 

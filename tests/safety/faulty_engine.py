@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from verl.model_paths.decode import Decoder
 from verl.protocol import DataProto
 from verl.rollout.base import Request, Synced
 from verl.rollout.hf import HFRollout, HFSampler
@@ -62,9 +63,23 @@ class FaultySampler(HFSampler):
     def finish(self) -> DataProto:
         return self._begun
 
-    def _forward(self, tokens: Any, attention: Any, positions: Any, cache: Any) -> Any:
-        if self.fault == "padding":
-            attention = torch.ones_like(attention)
-        if self.fault == "positions" and tokens.shape[1] == 1:
-            positions = positions - positions.min()
-        return super()._forward(tokens, attention, positions, cache)
+    def _decoder(self, longest_prompt: int) -> Decoder:
+        decoder = super()._decoder(longest_prompt)
+        return replace(decoder, model=_Disturbed(decoder.model, self.fault))
+
+
+class _Disturbed:
+    """A model that is asked with another mask or other positions than its caller gave."""
+
+    def __init__(self, model: Any, fault: Fault):
+        self._orig_mod, self.fault = model, fault
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._orig_mod, name)
+
+    def __call__(self, input_ids: Any, **inputs: Any) -> Any:
+        if self.fault == "padding" and "attention_mask" in inputs:
+            inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+        if self.fault == "positions" and input_ids.shape[1] == 1:
+            inputs["position_ids"] = inputs["position_ids"] - inputs["position_ids"].min()
+        return self._orig_mod(input_ids=input_ids, **inputs)

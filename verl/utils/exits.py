@@ -13,6 +13,7 @@ import contextlib
 import linecache
 import os
 import signal
+import sys
 import sysconfig
 import threading
 import traceback
@@ -166,4 +167,6 @@ def _place(trace: TracebackType | None) -> tuple[str, str]:
 def _is_of_component(file: str) -> bool:
     if file.startswith(("<", _PACKAGE)):
         return False
+    if file == getattr(getattr(sys.exit, "__code__", None), "co_filename", None):
+        return False  # a library has put a function of its own there, as W&B does, and this is that
     return not file.startswith(_STANDARD) or file.startswith(_INSTALLED)
