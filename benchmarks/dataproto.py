@@ -1,10 +1,12 @@
-"""Cost of DataProto's checks: a union of ten fields always checked, and the strict check of a whole batch.
+"""Cost of DataProto's checks: a union of ten fields always checked, the strict check of a whole batch, equal columns.
 
     python benchmarks/dataproto.py
 
 Prints one JSON line. Times are medians with the quartiles as spread. The costs of a union, and the same union without
 any check, are measured in turns within one run. The share of a step is measured in real PPO steps on the embedded model
 with strict checks on: the time spent in them, over the time of the step. Targets: union below 50 us, strict below 2%.
+A union of two batches that both have a column of 10^6 equal rows, none of the same object, is measured in turns with
+`numpy.array_equal` of the two columns, which knows nothing of types, NaN or arrays in rows.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import torch
 
 from verl.protocol import DataProto
@@ -77,6 +81,26 @@ def measure(calls: dict[str, Callable[[], object]], rounds: int, inner: int) -> 
                 call()
             samples[name].append((time.perf_counter() - start) / inner * 1e6)
     return samples
+
+
+ROWS = {
+    "texts": lambda row: f"row number {row}",
+    "numbers": lambda row: row / 3,
+    "messages": lambda row: {"role": "user", "content": f"row number {row}"},
+}
+
+
+def equal_columns(rows: int, rounds: int) -> dict[str, tuple[float, float]]:
+    """Milliseconds of a union with an equal column of so many rows, and of NumPy's comparison, medians."""
+    found = {}
+    for name, row in ROWS.items():
+        columns = [np.fromiter(map(row, range(rows)), dtype=object, count=rows) for _ in range(2)]
+        left, right = (DataProto.from_dict(non_tensors={"column": column}) for column in columns)
+        calls = {"union": partial(left.union, right), "numpy": partial(np.array_equal, *columns)}
+        samples = measure(calls, rounds, 1)
+        union, numpy = (statistics.median(samples[call]) / 1e3 for call in ("union", "numpy"))
+        found[name] = union, numpy
+    return found
 
 
 def strict_shares(steps: int) -> list[float]:
@@ -144,10 +168,16 @@ def main(arguments: list[str] | None = None) -> None:
     result["union_target_us"] = 50
     low, share, high = statistics.quantiles(strict_shares(options.steps), n=4)
     result |= {"strict_share_of_step": round(share, 5), "strict_share_spread": [round(low, 5), round(high, 5)]}
+    columns = equal_columns(10**6, 7)
+    result["equal_columns_ms"] = {name: [round(x, 1) for x in pair] for name, pair in columns.items()}
     union, spread = result["union_us"], result["union_spread_us"]
     result["rows"] = [
         ["checked union of ten fields, 384 rows", f"{union} us {spread}", "target: below 50 us"],
         ["strict data checks in a PPO step", f"{share:.2%} [{low:.2%}, {high:.2%}] of the step", "target: below 2%"],
+        *(
+            [f"union with 10^6 equal {name}", f"{union:.0f} ms", f"numpy.array_equal: {numpy:.0f} ms"]
+            for name, (union, numpy) in columns.items()
+        ),
     ]
     print(json.dumps(result))
 

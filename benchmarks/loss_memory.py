@@ -24,8 +24,8 @@ def rise_mib(way: str, vocabulary: int, tokens: int) -> float:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from verl.engines.micro import MicroBatch
     from verl.engines.token_scores import score_tokens
+    from verl.model_paths.micro_batch import MicroBatch
     from verl.models.output_head import OutputHead
     from verl.ops.logprobs import entropy_of, log_probs_of, response_positions
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import _workload as work
 import torch
 
-from verl.models import line_attention
+from verl.model_paths import packed_attention
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rollout.base import Request
@@ -93,7 +93,7 @@ def measure(case: dict[str, Any], directory: str, options: argparse.Namespace) -
     prompts, samples = random_prompts(case["prompts"], case["prompt_length"]), case["samples"]
     lengths = work.response_lengths(case["lengths"], case["prompts"] * samples, options.new_tokens)
     plain, ours = (Pretrained(path=directory).load_causal_lm("cpu") for _ in range(2))
-    assert line_attention.enable(ours) is None
+    assert packed_attention.enable(ours) is None
     ways = {
         "verl": verl_way(ours, prompts, lengths, samples),
         "without_savings": verl_way(ours, prompts, lengths, samples, share_prefix=False, drop_finished=False),

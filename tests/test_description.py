@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from verl import errors
 from verl.description import BuildContext, Description, as_plain, field_types, type_fault
 from verl.errors import (
+    ActorBusy,
     BadCheckpoint,
     CheckpointCorrupt,
     CheckpointError,
@@ -27,9 +28,12 @@ from verl.errors import (
     CheckpointReadFailed,
     CheckpointTooNew,
     CheckpointWriteFailed,
+    ComponentExit,
+    ComponentHung,
     ConfigError,
     DataProtoValidationError,
     FileFault,
+    LogProbGapError,
     NonFiniteError,
     NonFiniteRewardError,
     NoSpaceForCheckpoint,
@@ -224,6 +228,9 @@ def test_field_types_and_type_fault_speak_of_the_resolved_annotations():
 
 
 EXAMPLES = [
+    ActorBusy("another thread is in generate."),
+    ComponentExit("reward() at line 3 of my.py raised SystemExit(0)"),
+    ComponentHung("reward() at line 3 of my.py did not return."),
     ConfigError("size is 1: must be 2."),
     ConfigError(["a is 1.", "b is 2."]),
     DataProtoValidationError("Field `values` breaks its contract."),
@@ -234,6 +241,7 @@ EXAMPLES = [
     WorkerDied(0, "critic.values", None, "exit status -9"),
     WorkerHung(0, "actor.update", 3, "no answer within 60 s"),
     RolloutError("the engine died twice in a row"),
+    LogProbGapError("the engine's log-probs are not the trainer's", 0.6, 0.1),
     WeightSyncError(["lm_head.weight"], ["lm_head.weight is stale"], 26, 0.5),
     WeightSyncError([], [], 26, 0.5, 1e-4),
     *(

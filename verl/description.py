@@ -30,6 +30,7 @@ class BuildContext:
         rank, world_size: place of this process among the data-parallel ones.
         tokenizer: the actor's tokenizer, once it is loaded.
         run_dir: where results are written, or None.
+        row_tokens: of the longest row that the run can have, prompt and response; None where it is not known.
         job: of a sweep, or empty: what must not be shared by its jobs carries it in its name.
     """
 
@@ -39,6 +40,7 @@ class BuildContext:
     world_size: int = 1
     tokenizer: Any = None
     run_dir: Path | None = None
+    row_tokens: int | None = None
     job: str = ""
 
 

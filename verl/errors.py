@@ -9,7 +9,11 @@ VerlError
 ├── WorkerError (RuntimeError)                a role failed in another process; carries that process's traceback
 │   └── WorkerDied                            the process itself is gone
 │       └── WorkerHung                        it is there and does not answer
+├── ComponentExit (RuntimeError)              a reward, a data set, a tracker, ... wanted to end the whole program
+├── ComponentHung (RuntimeError)              code of a component did not return
 ├── RolloutError (RuntimeError)               an engine that generates failed
+│   └── LogProbGapError                       its log-probs are not the trainer's, by more than rounding
+├── ActorBusy (RuntimeError)                  another thread was in a call to this HybridActor for too long
 ├── WeightSyncError (RuntimeError)            a rollout engine does not hold the trainer's weights; names the tensors
 ├── StorageError (OSError)                    object storage
 │   ├── ObjectNotFound (FileNotFoundError)    there is no such object
@@ -122,8 +126,36 @@ class WorkerHung(WorkerDied):
     """A worker process did not answer in time and was ended."""
 
 
+class ComponentExit(VerlError, RuntimeError):
+    """Code of a component called `sys.exit`, `exit` or `os._exit`, or raised KeyboardInterrupt; names its line."""
+
+
+class ComponentHung(VerlError, RuntimeError):
+    """Code of a component did not return, in a thread that others wait for; says where it stands."""
+
+
 class RolloutError(VerlError, RuntimeError):
     """An engine that generates failed."""
+
+
+class LogProbGapError(RolloutError):
+    """The engine that sampled and the trainer give the same tokens other log-probs.
+
+    Args:
+        gap_nats: mean distance over the tokens of the step.
+        limit_nats: what is put down to rounding.
+    """
+
+    def __init__(self, message: str, gap_nats: float, limit_nats: float):
+        self.gap_nats, self.limit_nats = gap_nats, limit_nats
+        super().__init__(message)
+
+    def __reduce__(self):
+        return type(self), (str(self), self.gap_nats, self.limit_nats)
+
+
+class ActorBusy(VerlError, RuntimeError):
+    """Another thread was in a call to the same HybridActor for longer than this one may wait."""
 
 
 class WeightSyncError(VerlError, RuntimeError):

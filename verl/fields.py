@@ -19,6 +19,14 @@ DIMS = {"B": "responses", "P": "prompt length", "T": "response length", "S": "P 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {"int64": (torch.int64,), "bool": (torch.bool,), "float": _FLOATS}
 
+# dtypes with less than a byte to an entry, with which torch itself can do next to nothing
+_SUB_BYTE = frozenset(
+    getattr(torch, f"{sign}int{bits}")
+    for sign in ("", "u")
+    for bits in range(1, 8)
+    if hasattr(torch, f"{sign}int{bits}")
+)
+
 # dim -> (size, the field that bound it)
 Bound = dict[str, tuple[int, str]]
 
@@ -93,11 +101,13 @@ def check_tensor(name: str, tensor: Any, bound: Bound, sources: Mapping[str, Sou
     Raises:
         DataProtoValidationError: naming the field, what was expected and found, and who made it.
     """
+    _check_name(name, sources)
     field = _TABLE.get(name)
-    if not isinstance(name, str):
-        raise contract_error(name, "a text as the name of a field", type(name).__name__, sources.get(name))
     if not isinstance(tensor, torch.Tensor):
         raise contract_error(name, "a torch.Tensor", f"{type(tensor).__name__}{_hint(tensor)}", sources.get(name))
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.dtype in _SUB_BYTE:
+        kind = "a nested tensor" if tensor.is_nested else f"{_dtype(tensor)}, {tensor.layout}"
+        raise contract_error(name, "a dense tensor of whole bytes", kind, sources.get(name))
     shape = tensor.shape
     if field is None:
         if not shape:
@@ -120,10 +130,21 @@ def check_tensor(name: str, tensor: Any, bound: Bound, sources: Mapping[str, Sou
 
 def check_rows(name: str, rows: int, bound: Bound, sources: Mapping[str, Source]) -> None:
     """Check and bind B for a column of Python objects, which may not take the name of a registered field."""
+    _check_name(name, sources)
     if name in _TABLE:
         raise contract_error(name, f"a tensor {_TABLE[name].shape}", "a column that is no tensor", sources.get(name))
     if bound.setdefault("B", (rows, name))[0] != rows:
         raise _size_error(name, ("B",), "B", [rows], bound, sources)
+
+
+def _check_name(name: Any, sources: Mapping[str, Source]) -> None:
+    if not isinstance(name, str):
+        raise contract_error(name, "a text as the name of a field", type(name).__name__, sources.get(name))
+    if not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise contract_error(name, "a name in Unicode", f"{name!r}, half a character", sources.get(name)) from None
 
 
 def _size_error(
@@ -196,6 +217,7 @@ _add("sample_ids", "B", "int64", "", "index of the response within its group", "
 _add("group_ids", "B", "int64", "", "which responses share a prompt", "rollout")
 _add("policy_version", "B", "int64", "optimizer step", "the step whose weights sampled the row", "rollout")
 _add("is_replayed", "B", "bool", "", "the row was drawn in an earlier step", "replay buffer", False)
+_add("is_on_policy", "B", "bool", "", "the weights that gave old_log_probs drew the row", "actor", False)
 _add("rollout_log_probs", "BT", "float", "nats", "log-probability by the engine that sampled", "rollout")
 _add("old_log_probs", "BT", "float", "nats", "log-probability by the trainer's weights before the update", "actor")
 _add("ref_log_probs", "BT", "float", "nats", "log-probability by the frozen reference", "reference")

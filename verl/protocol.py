@@ -9,6 +9,7 @@ Shape letters: B responses, P prompt length, T response length, S = P + T. A bat
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -19,19 +20,13 @@ import numpy as np
 import torch
 
 from verl import config
-from verl.contract.columns import Indices, ReadOnlyFields, absent_error, object_array, only, row_indices
+from verl.contract.columns import Indices, ReadOnlyFields, absent_error, object_array, only, row_indices, row_number
 from verl.contract.content import check_content
-from verl.contract.joining import (
-    in_threads,
-    join_arrays,
-    join_tensors,
-    lengths_of,
-    merged_meta,
-    same_tensor,
-    same_value,
-)
+from verl.contract.equality import Difference, column_difference, tensor_difference
+from verl.contract.joining import in_threads, join_arrays, join_tensors, lengths_of, merged_meta
 from verl.contract.source import Source, contract_error, source_of, source_of_caller
 from verl.contract.storing import pack, read, unpack, write
+from verl.contract.tensor_bytes import copied, portable, taken
 from verl.errors import DataProtoValidationError
 from verl.fields import Bound, check_rows, check_tensor
 
@@ -127,7 +122,7 @@ class DataProto:
         """A field by its name, or the rows by an index, a slice, a list of indices or a bool mask `[B]`.
 
         Raises:
-            DataProtoValidationError: no such field, or a mask of another length.
+            DataProtoValidationError: no such field, a mask of another length, or what is no index of rows.
             IndexError: a row outside the batch.
         """
         if isinstance(key, str):
@@ -138,11 +133,10 @@ class DataProto:
                 if key in self._arrays
                 else self._missing(key)
             )
-        if isinstance(key, (int, np.integer)) or getattr(key, "ndim", None) == 0:
-            key = int(key)  # type: ignore[arg-type]
-            row = key + len(self) if key < 0 else key
+        if (number := row_number(key)) is not None:
+            row = number + len(self) if number < 0 else number
             if not 0 <= row < len(self):
-                raise IndexError(f"row {key} of a batch of {len(self)} rows")
+                raise IndexError(f"row {number} of a batch of {len(self)} rows")
             key = slice(row, row + 1)
         if isinstance(key, slice) and (key.step is None or key.step > 0):
             return self._rows(lambda tensor: tensor[key], lambda array: array[key], len(range(*key.indices(len(self)))))
@@ -222,24 +216,31 @@ class DataProto:
     def union(self, other: DataProto) -> DataProto:
         """The fields of both, checked against each other; neither is changed.
 
-        A name in both is fine where the values are equal.
+        A name in both is fine where the values are the same, and this batch's stay. They are where type, shape and
+        every number agree (NaN with NaN): `verl.contract.equality` has the rules.
 
         Raises:
-            DataProtoValidationError: a field of `other` breaks its contract or contradicts one of this batch; both
-                producers are named.
+            DataProtoValidationError: a field of `other` breaks its contract or contradicts one of this batch: the
+                first row that differs, both values and both producers are named.
         """
         tensors, arrays, bound = dict(self._tensors), dict(self._arrays), dict(self._bound)
         sources = {**other._sources, **self._sources}
         for name, tensor in other._tensors.items():
-            if name in tensors or name in arrays:
-                if name in arrays or not same_tensor(tensors[name], tensor):
-                    raise self._conflict(name, other)
+            if name in tensors:
+                if (found := tensor_difference(tensors[name], tensor)) is not None:
+                    raise self._conflict(name, other, found)
                 continue
+            if name in arrays:
+                raise self._conflict(name, other)
             check_tensor(name, tensor, bound, sources)
             tensors[name] = tensor
         for name, array in other._arrays.items():
-            if name in tensors or not same_value(arrays.get(name, array), array):
+            if name in tensors:
                 raise self._conflict(name, other)
+            if name in arrays:
+                if (differing := column_difference(arrays[name], array)) is not None:
+                    raise self._conflict(name, other, differing[1], differing[0])
+                continue
             check_rows(name, len(array), bound, sources)
             arrays[name] = array
         meta_info = merged_meta([self.meta_info, other.meta_info], "union")
@@ -264,6 +265,8 @@ class DataProto:
 
     def repeat(self, n: int, interleave: bool = True) -> DataProto:
         """Each row n times: `a a b b` interleaved, `a b a b` otherwise."""
+        if n < 0:
+            raise DataProtoValidationError(f"repeat({n}): expected 0 or more.")
         rows = torch.arange(len(self))
         return self._take(rows.repeat_interleave(n) if interleave else rows.repeat(n))
 
@@ -357,14 +360,17 @@ class DataProto:
     def save(self, path: str | Path) -> None:
         """Write one file: tensors as safetensors, all else as JSON within it, no pickle. Gradients are not kept.
 
+        Columns and `meta_info` may hold numbers of Python and NumPy, texts, bytes, arrays, tensors, None, and lists,
+        tuples and dicts of these.
+
         Raises:
-            DataProtoValidationError: a column or `meta_info` holds what JSON cannot.
+            DataProtoValidationError: they hold something else, or a dict with other keys than texts.
         """
         write(Path(path), self._tensors, self._arrays, self.meta_info, self._sources)
 
     @staticmethod
     def load(path: str | Path) -> DataProto:
-        """What `save` wrote, on the CPU, checked. Tuples come back as lists.
+        """What `save` wrote, on the CPU, checked.
 
         Raises:
             DataProtoValidationError: no such file, or not one that `save` wrote.
@@ -373,11 +379,21 @@ class DataProto:
         return DataProto()._fill(tensors, arrays, meta_info, sources, {}).check()
 
     def __getstate__(self):
-        return pack(self._tensors), dict(self._arrays), self.meta_info, self._sources, self._bound
+        arrays = {name: portable(array) for name, array in self._arrays.items()}
+        return pack(self._tensors), arrays, portable(self.meta_info), self._sources, self._bound
 
     def __setstate__(self, state):
         packed, arrays, meta_info, sources, bound = state
         self._fill(unpack(packed), arrays, meta_info, sources, bound)
+
+    def __copy__(self) -> DataProto:
+        return self._rows(lambda tensor: tensor, lambda array: array, len(self))
+
+    def __deepcopy__(self, memo: dict) -> DataProto:
+        tensors = {name: copied(tensor) for name, tensor in self._tensors.items()}
+        arrays = {name: copy.deepcopy(portable(array), memo) for name, array in self._arrays.items()}
+        meta_info = copy.deepcopy(portable(self.meta_info), memo)
+        return DataProto()._fill(tensors, arrays, meta_info, dict(self._sources), dict(self._bound))
 
     # Inner steps
 
@@ -402,17 +418,23 @@ class DataProto:
         """Copies of the rows with these indices, int64 on the CPU, all within the batch."""
         on = {device: rows.to(device) for device in {tensor.device for tensor in self._tensors.values()}}
         positions = rows.numpy()
-        return self._rows(lambda t: t.index_select(0, on[t.device]), lambda array: array[positions], len(rows))
+        return self._rows(lambda t: taken(t, on[t.device]), lambda array: array[positions], len(rows))
 
     def _missing(self, name: str) -> Any:
         raise absent_error(name, {**self._tensors, **self._arrays})
 
-    def _conflict(self, name: str, other: DataProto) -> DataProtoValidationError:
+    def _conflict(
+        self, name: str, other: DataProto, found: Difference | None = None, row: int | None = None
+    ) -> DataProtoValidationError:
         mine, theirs = self._describe(name), other._describe(name)
+        if found is not None and (row is not None or found.path):
+            one, another = found.texts()
+            place = f"{name}{'' if row is None else f'[{row}]'}{found.path}"
+            mine, theirs = f"{one} at {place}; {mine}", f"{another} at {place}; {theirs}"
+            row = row if row is not None else int(found.path[1:-1].split(",")[0])
         hint = "To replace a field, pop it first."
-        return contract_error(
-            name, f"the values it has already: {mine}", f"other values: {theirs}. {hint}", other._sources.get(name)
-        )
+        expected, value = f"the values it has already: {mine}", f"other values: {theirs}. {hint}"
+        return contract_error(name, expected, value, other._sources.get(name), row)
 
     def _describe(self, name: str) -> str:
         value, source = self[name], self._sources.get(name)

@@ -172,6 +172,19 @@ def test_equal_rewards_and_groups_of_one_give_exact_zeros(reward, dtype):
         assert credit["advantages"].dtype is dtype
 
 
+@pytest.mark.parametrize("estimator", [GroupRelative(), RewardToGo(), WhitenedGroupBaseline(), GAE()])
+def test_rewards_whose_squares_overflow_are_still_told_apart(estimator):
+    small, large = (
+        estimator(
+            batch_of([[x], [3 * x], [2 * x], [6 * x]], dtype=torch.float32, group_ids=[0, 0, 1, 1], values=[[0]] * 4)
+        )
+        for x in (10.0, 1e25)
+    )
+    assert torch.allclose(large["advantages"], small["advantages"], rtol=1e-5)
+    assert large["advantages"].abs().max() > 0.5
+    assert large["advantages"].dtype == torch.float32
+
+
 def test_a_row_with_an_empty_mask_gives_zeros_and_leaves_its_siblings_alone():
     batch = batch_of([[1.0], [3.0], [0.0]], mask=[[1], [1], [0]], group_ids=[0, 0, 0])
     credit = GroupRelative(normalize_std=False)(batch)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +30,13 @@ from verl.checkpoint.retention import Retention, prune
 from verl.checkpoint.store import OWN_BYTES, CheckpointStore
 from verl.checkpoint.verify import verify
 from verl.checkpoint.writer import CheckpointWriter
-from verl.errors import CheckpointCorrupt, CheckpointIncomplete, ConfigError, NoSpaceForCheckpoint
+from verl.errors import (
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    CheckpointWriteFailed,
+    ConfigError,
+    NoSpaceForCheckpoint,
+)
 from verl.trainer.resume import find
 
 WEIGHTS = "actor/model.safetensors"
@@ -315,6 +325,57 @@ def test_copies_of_processes_that_ended_are_removed(tmp_path, monkeypatch):
     assert not left.exists()
     assert plain_directory(newest, "optimizer").parent == plain.parent
     assert plain.exists()  # this process uses it
+
+
+USER = """
+import sys, time
+from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.plain import plain_directory
+print(plain_directory(CheckpointManager(sys.argv[1]).published, "actor"), flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "is killed", "is killed beside another"])
+def test_nothing_is_left_of_a_copy_whose_last_user(how, tmp_path):
+    *_, newest = save_all(tmp_path / "checkpoints", 2)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", USER, str(newest.directory), "0" if how == "ends" else "600"]
+    count = 2 if "another" in how else 1
+    users = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    try:
+        (plain,) = {Path(user.stdout.readline().strip()) for user in users}
+        if how == "ends":
+            assert users[0].wait(timeout=60) == 0
+        for user in users:
+            user.kill()
+            user.wait()
+            if user is not users[-1]:
+                time.sleep(1.0)
+                assert names(plain) == ["config.json", "model.safetensors"]
+        until_gone = time.monotonic() + 60
+        while names(temporary) and time.monotonic() < until_gone:
+            time.sleep(0.02)
+        assert names(temporary) == []
+    finally:
+        for user in users:
+            user.kill()
+            user.stdout.close()
+
+
+def test_whoever_holds_the_lock_and_does_nothing_is_not_waited_for_for_ever(tmp_path, monkeypatch):
+    *_, newest = save_all(tmp_path / "checkpoints", 2)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("verl.checkpoint.plain.LOCK_TIMEOUT_S", 0.3)
+    root = tmp_path / f"verl-plain-{os.getuid()}"
+    root.mkdir()
+    with open(root / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointWriteFailed, match="another process has locked it and written nothing for 0.3 s"):
+            plain_directory(newest, "actor")
+    assert names(plain_directory(newest, "actor")) == ["config.json", "model.safetensors"]
 
 
 def test_a_checkpoint_that_lost_a_stored_file_from_its_manifest_is_refused(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from cli.small_runs import small_run
 from typer.testing import CliRunner
 
-from verl.cli.legs import laid_over
+from verl.cli.legs import LegFailed, Legs, laid_over
 from verl.cli.main import app
 from verl.trainer.comparing import Closeness, first_step_apart
 
@@ -37,6 +37,36 @@ def test_a_flipped_bit_is_found_with_its_step_its_tensor_and_its_size(model32, t
     assert "DIFFERS: tensor actor/" in result.output
     assert "in the first run and" in result.output
     assert "at most by" in result.output
+
+
+STOPPING = """
+import os, signal, time
+from verl.utils.progress import report, report_to_starter
+report_to_starter()
+for _ in range(30):
+    time.sleep(0.1)
+    report("generating")
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_run_that_stands_still_is_named_with_its_stage_and_ended(tmp_path):
+    legs = Legs(root="ppo", steps=1, directory=tmp_path, timeout_s=2.0)
+    told = r"the straight run made no progress for 2 s \(--timeout\) at: generating; it is stopped .*; it was ended"
+    with pytest.raises(LegFailed, match=told):
+        legs.run("straight", "straight", [], script=("-c", STOPPING))
+
+
+@pytest.mark.exhaustive
+def test_a_training_that_is_stopped_in_a_step_is_named_with_the_stage(model32, tmp_path):
+    reward = tmp_path / "stop.py"
+    reward.write_text("import os, signal\ndef rate(prompts, responses):\n    os.kill(os.getpid(), signal.SIGSTOP)\n")
+    stop = [f"reward.path={reward}:rate", "trainer.eval_before=false"]
+    overrides = [text for text in small_run(model32, tmp_path) if not text.startswith("reward.path")]
+    result = runner.invoke(app, ["resume-check", "--timeout", "30", *overrides, *stop])
+    assert result.exit_code == 2, result.output
+    told = "the straight run made no progress for 30 s (--timeout) at: reward; it is stopped (SIGSTOP or SIGTSTP)"
+    assert told in result.output
 
 
 @pytest.mark.exhaustive

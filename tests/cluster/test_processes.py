@@ -110,6 +110,18 @@ def test_an_exception_in_one_worker_fails_the_call_by_name_and_ends_all(own_tmp)
     assert temporary_directories(own_tmp) == []
 
 
+def test_an_exit_of_a_role_is_its_error_and_names_the_line(own_tmp):
+    cluster, toy = start(2)
+    try:
+        with pytest.raises(WorkerError, match=r"rank 1 failed in toy\.exit_on") as caught:
+            toy.exit_on(1).result(timeout=30)
+        assert not isinstance(caught.value, WorkerDied)
+        assert "toy_roles.py" in str(caught.value)
+        assert "sys.exit(0)\nSystemExit: 0" in str(caught.value)
+    finally:
+        cluster.close()
+
+
 def test_a_worker_that_dies_in_a_call_is_named_and_not_the_sibling_that_noticed(own_tmp, monkeypatch):
     monkeypatch.setattr(processes, "GRACE_S", 10.0)  # a machine under load takes its time to end a process
     cluster, toy = start(2)
@@ -140,6 +152,48 @@ def test_a_worker_killed_while_idle_fails_the_next_call(own_tmp):
     finally:
         cluster.close()
     assert temporary_directories(own_tmp) == []
+
+
+def test_a_call_may_take_as_long_as_it_needs_while_a_worker_makes_progress():
+    cluster, toy = start(2, timeout_s=0.5)
+    try:
+        toy.work(2.0).result(timeout=60)
+        with pytest.raises(WorkerHung, match=r"no answer within 0\.5 s, and no progress meanwhile"):
+            toy.sleep(600).result(timeout=60)
+    finally:
+        cluster.close()
+
+
+def test_a_worker_that_is_stopped_is_named_and_not_the_sibling_that_failed_for_it(own_tmp):
+    cluster, toy = start(2)
+    workers = workers_of(os.getpid())
+    try:
+        with pytest.raises(WorkerHung, match=r"rank 1 failed in toy\.wait_for") as caught:
+            toy.wait_for(1, 0.2).result(timeout=60)
+        assert "the process is stopped (SIGSTOP or SIGTSTP), and rank 0 failed for it" in str(caught.value)
+        assert "a sibling took too long" in str(caught.value)
+        assert wait_until_gone(workers) == []
+    finally:
+        cluster.close()
+
+
+def test_workers_that_are_stopped_end_with_a_driver_that_is_killed_and_leave_nothing(tmp_path, own_tmp):
+    script = tmp_path / "script.py"
+    script.write_text(driver(2) + "import time\ntime.sleep(600)\n")
+    environment = os.environ | {"TMPDIR": str(own_tmp)}
+    process = subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "0\n"
+        workers = workers_of(process.pid)
+        assert len(workers) == 2
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)
+    finally:
+        process.kill()
+        process.wait()
+    process.stdout.close()
+    assert wait_until_gone(workers) == []
+    assert os.listdir(own_tmp) == []
 
 
 def test_a_worker_that_stands_still_while_it_builds_its_roles_is_named(own_tmp, monkeypatch):

@@ -31,6 +31,37 @@ def start(size: int, run_dir: Path | None = None, timeout_s: float = 60.0, num_c
     return cluster, role_handles(cluster, host)["toy"]
 
 
+def test_a_call_may_take_as_long_as_it_needs_while_a_worker_makes_progress():
+    cluster, toy = start(2, timeout_s=1.0)
+    try:
+        toy.work(4.0).result(timeout=60)
+    finally:
+        cluster.close()
+
+
+def test_a_worker_that_is_stopped_is_named_and_not_the_sibling_that_failed_for_it(monkeypatch):
+    monkeypatch.setattr(ray_crew, "STACK_TIMEOUT_S", 2.0)
+    cluster, toy = start(2)
+    try:
+        with pytest.raises(WorkerHung, match=r"rank 1 failed in toy\.wait_for") as caught:
+            toy.wait_for(1, 0.2).result(timeout=60)
+        assert "the process does nothing: it is stopped (SIGSTOP or SIGTSTP). Rank 0 failed for it" in str(caught.value)
+        assert all_gone(cluster.pids)
+    finally:
+        cluster.close()
+
+
+def test_an_exit_of_a_role_is_its_error_and_names_the_line():
+    cluster, toy = start(2)
+    try:
+        with pytest.raises(WorkerError, match=r"rank 1 failed in toy\.exit_on[\s\S]*SystemExit: 0") as caught:
+            toy.exit_on(1).result(timeout=30)
+        assert not isinstance(caught.value, WorkerDied)
+        assert "toy_roles.py" in str(caught.value)
+    finally:
+        cluster.close()
+
+
 def test_calls_are_divided_joined_and_ended_with_nothing_left(tmp_path):
     cluster, toy = start(2, tmp_path)
     try:

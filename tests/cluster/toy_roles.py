@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from verl.description import BuildContext, Description
 from verl.dispatch import by_rows, by_rows_to_one, on_all
 from verl.engines.sharding import DDP, Sharding
 from verl.protocol import DataProto
+from verl.utils.progress import report
 
 
 class Toy:
@@ -44,6 +46,13 @@ class Toy:
         self.sleep(600)
 
     @on_all
+    def exit_on(self, rank: int) -> None:
+        """One rank's code wants to end the program, and its siblings wait for it."""
+        if self.rank == rank:
+            sys.exit(0)
+        self.sleep(600)
+
+    @on_all
     def die_on(self, rank: int) -> None:
         """One rank dies, and its siblings fail for it, as in a collective operation; the driver hears of them first."""
         if self.rank != rank:
@@ -57,6 +66,22 @@ class Toy:
         if sign is not None:
             Path(sign).touch()
         time.sleep(seconds)
+
+    @on_all
+    def work(self, seconds: float) -> None:
+        """Work for a while, a piece at a time."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(0.02)
+            report()
+
+    @on_all
+    def wait_for(self, rank: int, seconds: float) -> None:
+        """One rank stops, and its siblings give it up after a while, as in a collective operation."""
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(seconds)
+        raise ConnectionError("a sibling took too long")
 
     @by_rows
     def back(self, batch: DataProto) -> DataProto:

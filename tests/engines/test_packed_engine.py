@@ -6,7 +6,8 @@ import pytest
 import torch
 from roles import experience, start_actor, start_critic, weights
 
-from verl.engines.micro import cut_into_micro_batches
+from verl.model_paths.micro_batch import cut_into_micro_batches
+from verl.model_paths.paths import FAST
 from verl.models.tiny import TinyModel
 
 MODEL = TinyModel(dtype="float64", hidden_size=32, intermediate_size=64)
@@ -21,10 +22,10 @@ def pair(start, **options):
 def test_actor_and_critic_do_the_same_packed_and_padded(budget, checkpointing, prompts):
     options = {"micro_batch_tokens": budget, "gradient_checkpointing": checkpointing}
     packed, padded = pair(start_actor, **options)
-    assert packed.engine.can_pack
-    assert not padded.engine.can_pack
     rows = experience(padded, prompts(), num_samples=6)
-    micros = list(cut_into_micro_batches(rows, budget, can_pack=True))
+    assert packed.engine.paths(rows).scoring == "packed"
+    assert padded.engine.paths(rows).scoring == "padded"
+    micros = list(cut_into_micro_batches(rows, budget, FAST))
     assert all(micro.packing is not None for micro in micros)
     for name in ("old_log_probs", "entropies"):
         found = packed.compute_log_probs(rows)[name]
@@ -47,7 +48,7 @@ def agree(found, expected):
 
 def test_each_row_is_in_one_micro_batch_and_each_within_its_budget(prompts):
     rows = experience(start_actor(MODEL), prompts(), num_samples=5)
-    micros = list(cut_into_micro_batches(rows, 48, can_pack=True))
+    micros = list(cut_into_micro_batches(rows, 48, FAST))
     assert len(micros) > 1
     assert sorted(torch.cat([micro.rows for micro in micros]).tolist()) == list(range(len(rows)))
     assert all(len(micro.packing.tokens) <= 48 or len(micro.rows) == 1 for micro in micros)
@@ -57,7 +58,7 @@ def test_rows_that_share_nothing_and_are_equally_long_stay_padded(prompts):
     rows = experience(start_actor(MODEL), prompts(), num_samples=1)
     lengths = rows["attention_mask"].sum(1)
     equal = rows[lengths == lengths.mode().values]
-    assert all(micro.packing is None for micro in cut_into_micro_batches(equal, 10_000, can_pack=True))
+    assert all(micro.packing is None for micro in cut_into_micro_batches(equal, 10_000, FAST))
 
 
 def test_one_update_without_old_log_probs_is_the_update_with_them(prompts):

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.engines import token_scores
-from verl.engines.micro import cut_into_micro_batches
 from verl.engines.token_scores import score_tokens
+from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.models.output_head import OutputHead
 from verl.models.pretrained import Pretrained
 from verl.ops.logprobs import entropy_of, log_probs_of, response_positions

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint.requests import request, tensors_of
-from faults.process_disks import COUNTED, KILL_AT, KILLS, SLEEP, KillingProcessDisk
+from faults.process_disks import COUNTED, KILL_AT, KILLS, SLEEP, KillingProcessDisk, SlowDisk
 from faults.scenarios import fast_directory
 
+from verl.checkpoint import writer as writer_module
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.writer import CheckpointWriter
 from verl.errors import CheckpointWriteFailed, NoSpaceForCheckpoint
@@ -153,6 +154,29 @@ def test_a_writer_that_is_stopped_and_goes_on_catches_up(tmp_path):
         os.kill(writer.process_id, signal.SIGCONT)
         assert [outcome.num_deaths for outcome in writer.drain()] == [0, 0, 0]
     check(store, [1, 2, 3])
+
+
+def test_a_save_that_makes_progress_may_take_longer_than_its_writer_may_stand_still(tmp_path, monkeypatch):
+    monkeypatch.setenv(SLEEP, "0.35")
+    store = CheckpointStore(tmp_path / "checkpoints", disk=SlowDisk())
+    with CheckpointWriter(store, timeout_s=2.0) as writer:
+        writer.save(request(1, weights(1)))
+        (outcome,) = writer.drain()
+    assert outcome.num_deaths == 0
+    assert outcome.total_s > 2.0
+
+
+def test_a_disk_that_does_not_answer_ends_the_wait_in_words(tmp_path, monkeypatch, caplog):
+    claim = CheckpointStore(tmp_path / "checkpoints").claim_directory()
+    monkeypatch.setenv(SLEEP, "5")
+    monkeypatch.setattr(writer_module, "START_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(writer_module, "END_TIMEOUT_S", 0.5)
+    writer = CheckpointWriter(CheckpointStore(tmp_path / "checkpoints", disk=SlowDisk(), claim=claim), timeout_s=0.5)
+    writer.save(request(1, weights(1)))
+    with pytest.raises(CheckpointWriteFailed, match=r"made no progress for 1\.5 s.* Does the disk answer\?"):
+        writer.drain()
+    assert caplog.text.count("made no progress for 0.5 s (checkpoint.writer_timeout_s) at: saving step 1") == 2
+    writer.close(timeout_s=0.1)
 
 
 def test_closing_gives_up_a_writer_that_hangs_and_says_so(tmp_path, caplog):

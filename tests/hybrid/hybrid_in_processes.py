@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -66,14 +67,25 @@ def main() -> None:
 
 
 def refused(path: str, config: dict) -> dict:
-    """What siblings are told who were given different rows."""
+    """What siblings are told who were given different rows, or change what is divided."""
     actor = HybridActor.from_pretrained(path, hybrid_config=config, dtype="float64", device="cpu")
     ids = torch.full((1, 4), 5 + torch.distributed.get_rank())
+    found = {"refused": told(actor, input_ids=ids)}
+    found["replaced"] = told(setattr, actor, "model", HybridActor.from_pretrained(path, device="cpu").model)
+    found["copied"] = told(copy.deepcopy, actor)
+    actor.generate(torch.full((1, 4), 5), max_new_tokens=1)
+    actor.generate(torch.full((1, 4), 5), max_new_tokens=1)  # nothing has changed in between
+    actor.model.config.rope_parameters = {"rope_type": "default", "rope_theta": 7.0}
+    found["changed"] = told(actor.generate, torch.full((1, 4), 5), max_new_tokens=1)
+    return found
+
+
+def told(call, *args, **options) -> str:
     try:
-        actor(input_ids=ids)
+        call(*args, **options)
     except ConfigError as error:
-        return {"refused": str(error)}
-    return {}
+        return str(error)
+    return ""
 
 
 def begun_apart(path: str, config: dict) -> dict:

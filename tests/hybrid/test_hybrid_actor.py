@@ -202,7 +202,8 @@ def tensor_bytes() -> int:
     """Of all storages that Python knows of."""
     storages = {}
     for found in gc.get_objects():
-        if issubclass(type(found), torch.Tensor):
+        is_tensor = type(found) in (torch.Tensor, torch.nn.Parameter)  # torch.compile leaves some that have no memory
+        if is_tensor and found.layout == torch.strided:
             storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
     return sum(storages.values())
 
@@ -357,7 +358,7 @@ def test_one_engine_serves_calls_of_any_options_until_responses_end_otherwise(di
     assert actor._engine[1] is not engine
 
 
-def test_a_model_that_ignores_padding_is_refused_when_it_meets_some(tmp_path, encoded):
+def test_a_model_that_ignores_padding_is_never_shown_any(tmp_path, encoded):
     directory = save_random_model(tmp_path / "model", "qwen2", torch.float32)
     model = Pretrained(path=str(directory)).load_causal_lm("cpu")
     plain = model.forward
@@ -367,5 +368,9 @@ def test_a_model_that_ignores_padding_is_refused_when_it_meets_some(tmp_path, en
 
     model.forward = blind
     actor = HybridActor(model)
-    assert actor.generate(encoded["input_ids"][1:2], max_new_tokens=2).shape[0] == 1
-    assert "gives a text other numbers once the text is padded on the left" in faults_of(actor.generate, **encoded)
+    width = encoded["input_ids"].shape[1]
+    together = actor.generate(**encoded, max_new_tokens=4, do_sample=False)[:, width:]
+    for ids, mask, found in zip(encoded["input_ids"], encoded["attention_mask"], together, strict=True):
+        text = ids[mask.bool()][None]
+        alone = actor.generate(text, max_new_tokens=4, do_sample=False)[0, text.shape[1] :]
+        assert torch.equal(found[: len(alone)], alone)

@@ -93,6 +93,7 @@ def test_a_tokenizer_without_padding_pads_with_its_end_of_text_on_the_left(dir64
         ("llama", {"attention_dropout": 0.5}),
         ("gpt_neox", {"attention_dropout": 0.5, "hidden_dropout": 0.5}),
         ("starcoder2", {"attention_dropout": 0.5, "residual_dropout": 0.5, "embedding_dropout": 0.5}),
+        ("mixtral", {"router_jitter_noise": 0.5, "num_key_value_heads": 2}),
         ("opt", {"dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5, "ffn_dim": 64, "word_embed_proj_dim": 32}),
         ("gpt2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}),
     ],

@@ -16,6 +16,7 @@ import pytest
 from remote.servers import Say, in_turn, serving
 
 from verl.description import BuildContext
+from verl.errors import ComponentExit, ComponentHung
 from verl.remote.asking import Ask, Unusable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -267,3 +268,27 @@ def test_bodies_are_json_whatever_numbers_they_are_made_of():
         encoded(float("nan"))
     with pytest.raises(TypeError, match="a object has no form in JSON"):
         encoded(object())
+
+
+def test_code_that_reads_an_answer_and_does_not_return_is_named(asked_of):
+    class Endless(Number):
+        def read(self, answer):
+            time.sleep(3.0)
+
+    with serving(in_turn(1)) as server, pytest.raises(ComponentHung, match=r"not returned for 0\.3 s:[\s\S]*in read"):
+        asked_of(server, [Endless()], total_timeout_s=0.3)
+
+
+def test_a_batch_may_take_as_long_as_it_needs_while_answers_come(asked_of):
+    with serving(in_turn(Say(1, delay_s=0.3))) as server:
+        reports = asked_of(server, [Number(i) for i in range(8)], total_timeout_s=1.5, max_concurrency=1)
+    assert [report.failure for report in reports] == [None] * 8
+
+
+def test_an_exit_of_code_that_reads_an_answer_is_the_callers_error(asked_of):
+    class Exiting(Number):
+        def read(self, answer):
+            sys.exit(0)
+
+    with serving(in_turn(1)) as server, pytest.raises(ComponentExit, match=r"read\(\) at line"):
+        asked_of(server, [Exiting()])

@@ -140,6 +140,7 @@ def test_a_retry_asks_only_for_the_scores_that_were_missing(made):
         ({"scores": [1.0, 2.0]}, "in place of a list of 2 scores"),
         (each_of(None), "None in place of a number"),
         (each_of("high"), "'high' in place of a number"),
+        (each_of("1_0"), "'1_0' in place of a number"),
         (each_of([2.0]), "[2.0] in place of a number"),
         (Say(status=500, body="broken"), "HTTP 500"),
         (Say(content=b"oops"), "no JSON: oops"),
@@ -189,6 +190,31 @@ def test_a_server_that_refuses_all_or_is_gone_ends_the_run_whatever_may_fail(mad
             reward.score(batch_of())
     with pytest.raises(RewardError, match="the server seems to be gone"):
         reward.score(batch_of())
+
+
+@pytest.mark.parametrize("how", ["gone", "silent"])
+def test_a_server_that_is_gone_is_noticed_where_a_part_of_the_batch_comes_from_the_cache(how, made):
+    with serving(scored_by_value) as server:
+        reward = made(server, on_error="score", endpoint={"timeout_s": 0.2, "retries": 1})
+        reward.score(batch_of(RESPONSES[:2]))
+        if how == "silent":
+            server.answer, server.page = (lambda asked: Say(delay_s=60.0)), (lambda path: Say(delay_s=60.0))
+            with pytest.raises(RewardError, match="the server seems to be gone"):
+                reward.score(batch_of())
+    if how == "gone":
+        with pytest.raises(RewardError, match="the server seems to be gone"):
+            reward.score(batch_of())
+    assert list(reward.score(batch_of(RESPONSES[:2]))["score"]) == [0, 1]  # all of it is known
+
+
+def test_a_sample_that_is_never_answered_is_its_own_affair_where_the_others_are_known(made):
+    def answer(asked):
+        return Say(hang_up=True) if asked.body[0]["response"] == "4" else scored_by_value(asked)
+
+    with serving(answer) as server:
+        reward = made(server, on_error="score", error_score=-1.0, batch_size=1)
+        for _ in range(2):  # of the second batch, it is all that is asked
+            assert list(reward.score(batch_of())["score"]) == [0, 1, 2, 3, -1]
 
 
 def test_an_evaluation_is_not_counted(made):

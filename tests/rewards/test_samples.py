@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -105,7 +106,7 @@ def test_a_hanging_sample_costs_itself_only(hang, made, batch):
     scored = reward.score(batch)
     assert list(scored["score"]) == [0, 1, -1, 3, 4]
     assert list(scored["reward/failed"]) == [0, 0, 1, 0, 0]
-    assert sum(map(is_alive, before)) == 1
+    assert sum(map(is_alive, before)) <= 1  # on a busy machine the other one may have been given up too
     assert list(reward.score(batch)["score"]) == [0, 1, -1, 3, 4]  # by a new process
 
 
@@ -431,3 +432,100 @@ def test_a_function_of_batches_is_refused_for_samples(tmp_path):
     (tmp_path / "rule.py").write_text("def score(prompts, responses): return [1]")
     with pytest.raises(ConfigError, match=r"takes no `prompt`\. It is called with prompt=, response= and columns"):
         RewardFunction(path=f"{tmp_path / 'rule.py'}:score", per_sample=True)
+
+
+def states(pids):
+    return {pid: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
+
+
+def stop(pid):
+    os.kill(pid, signal.SIGSTOP)
+    while states([pid])[pid] != "T":
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("size", [1, 1_000_000])  # a socket holds the one, and not the other
+def test_a_worker_that_was_stopped_while_it_waited_is_made_anew_and_costs_no_sample(size, made):
+    reward = made("def my_reward(prompt, response): return len(response)", num_workers=2, timeout_s=0.5)
+    before = processes_of(reward)
+    for pid in before:
+        stop(pid)
+    assert list(reward.score(batch_of(["a" * size] * 3))["score"]) == [size] * 3
+    assert not any(map(is_alive, before))
+
+
+def test_a_worker_that_was_stopped_over_a_sample_is_made_anew_and_the_sample_rated_again(made, tmp_path, caplog):
+    reward = made(
+        f"""
+        import os, signal
+        def my_reward(prompt, response):
+            if response == "1" and not os.path.exists({str(tmp_path / "once")!r}):
+                open({str(tmp_path / "once")!r}, "w").close()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return int(response)
+        """,
+        timeout_s=1.0,
+    )
+    assert list(reward.score(batch_of(RESPONSES))["score"]) == [0, 1, 2, 3, 4]
+    assert "it is stopped (SIGSTOP or SIGTSTP)" in caplog.text
+
+
+def test_a_sample_that_stops_every_process_that_rates_it_is_told_once_it_was_tried_twice(made):
+    reward = made(
+        "import os, signal\ndef my_reward(prompt, response): os.kill(os.getpid(), signal.SIGSTOP)", timeout_s=0.5
+    )
+    with pytest.raises(RewardError, match=r"no answer within timeout_s[\s\S]*it is stopped"):
+        reward.score(batch_of(["1"]))
+
+
+def test_a_run_that_was_stopped_as_a_whole_fails_no_sample(tmp_path):
+    """The clock of the system goes on meanwhile, and the workers' own alarms with it."""
+    sign = tmp_path / "rating"
+    source = f"""
+import time
+def score(prompt, response):
+    open({str(sign)!r}, "w").close()
+    time.sleep(0.5)
+    return 1.0
+"""
+    driver = script(tmp_path, source, "4")
+    assert driver.stdout is not None
+    try:
+        driver.stdout.readline()
+        family = [driver.pid, *map(int, driver.stdout.readline().split())]
+        while not sign.exists():
+            time.sleep(0.005)
+        for pid in family:
+            stop(pid)
+        time.sleep(5.0)  # longer than a sample may take
+        for pid in family:
+            os.kill(pid, signal.SIGCONT)
+        assert driver.communicate(timeout=60)[0] == "[1.0, 1.0]\n"
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+def test_workers_that_are_stopped_end_with_a_driver_that_is_killed_and_so_does_what_they_started(tmp_path):
+    source = f"""
+import subprocess, time
+def score(prompt, response):
+    child = subprocess.Popen(["sleep", "600"])
+    with open({str(tmp_path / "pids")!r}, "a") as file:
+        file.write(f"{{child.pid}}\\n")
+    time.sleep(600)
+"""
+    driver = script(tmp_path, source, "1000")
+    assert driver.stdout is not None
+    try:
+        driver.stdout.readline()
+        workers = [int(pid) for pid in driver.stdout.readline().split()]
+        while not ((tmp_path / "pids").exists() and (tmp_path / "pids").read_text().count("\n") == 2):
+            time.sleep(0.005)
+        for pid in workers:
+            stop(pid)
+    finally:
+        driver.kill()
+        driver.wait()
+    driver.stdout.close()
+    wait_for_the_end_of([*workers, *map(int, (tmp_path / "pids").read_text().split())])

@@ -56,7 +56,7 @@ def offers(weights, parallel, workers):
         shapes = {w.name: tuple(w.shape) for w in weights}
         wants = tuple({n: worker_takes(s, n, at, workers) for n, s in shapes.items()} for at in range(workers))
     groups = parallel.world_size // parallel.mesh.extent("tensor")
-    return [Offer(question, wants, workers or 1, os.getpid(), 1)] * groups
+    return [Offer(question, wants, workers or 1, os.getpid(), "", 60.0, 1)] * groups
 
 
 def fed(part):

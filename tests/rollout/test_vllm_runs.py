@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -13,8 +14,12 @@ from pathlib import Path
 import pytest
 from cluster.processes_of import engines_of, wait_until_gone, wait_until_removed
 from rollout.engines import save_family
+from trainer.runs import GRPO, Prompts, ppo_run
 
 import verl
+from verl.description import BuildContext
+from verl.errors import LogProbGapError
+from verl.rollout.vllm.options import VLLMRollout
 
 pytestmark = pytest.mark.xdist_group("vllm")
 ROOT = Path(verl.__file__).parents[1]
@@ -97,3 +102,20 @@ def test_main_ppo_trains_with_vllm_and_leaves_no_process(tmp_path):
         assert step["sync/bytes"] > 1e5
     assert "to vLLM" in Path("run/run.log").read_text()
     assert Path("run/workers/vllm_0.log").is_file()
+
+
+@pytest.mark.exhaustive
+def test_vllm_that_draws_by_another_temperature_stops_the_run_in_the_first_step(tmp_path):
+    run = ppo_run(
+        save_family(tmp_path / "model", "qwen2"),
+        dataclasses.replace(GRPO, mini_batches=1),
+        critic=None,
+        rollout=VLLMRollout(max_new_tokens=7, kv_cache_gib=0.05, num_threads=1),
+        data=Prompts(eval=()),
+        total_steps=2,
+    )
+    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        engine = trainer._cluster._host.workers["actor"].sampler
+        engine.options = dataclasses.replace(engine.options, temperature=2.0)
+        with pytest.raises(LogProbGapError, match="VLLMEngine holds another model, .* it draws by another temperature"):
+            trainer.fit()

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import struct
+import subprocess
+import sys
+import time
 
 import pytest
+from cluster.processes_of import wait_until_gone
 
 from verl.description import BuildContext
 from verl.errors import ConfigError
@@ -165,3 +170,45 @@ def test_the_id_is_kept_in_the_checkpoint_and_found_by_the_run_that_goes_on(mode
         state = json.loads((tmp_path / "checkpoints/latest/trainer_state.json").read_text())
         assert state["trackers"] == {"wandb": {"id": ids[0], "root": ids[0]}}
     assert ids[0] == ids[1]
+
+
+STOPPED = """
+import logging, os, signal, sys
+from pathlib import Path
+from verl.description import BuildContext
+from verl.tracking.trackers import Trackers
+from verl.tracking.wandb import WandB, _services
+
+logging.basicConfig()
+running = Trackers(wandb=WandB(timeout_s=1.0)).build(BuildContext())
+running.start("stopped", {}, Path(sys.argv[1]), 2)
+running.log({"reward/mean": 0.25}, 1)
+print(*_services(), flush=True)
+os.kill(_services()[0] if sys.argv[2] == "service" else os.getpid(), signal.SIGSTOP)
+running.close()
+"""
+
+
+@pytest.mark.parametrize("what", ["service", "run"])
+def test_wandb_neither_holds_a_run_up_nor_leaves_anything_of_one_that_is_killed(what, tmp_path, no_key):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", STOPPED, str(tmp_path / "run"), what]
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if what == "service":
+        _, told = run.communicate(timeout=120)
+        assert run.returncode == 0, told
+        assert "has been stopped for 1 s (tracker.wandb.timeout_s) and is ended" in told
+        assert "tracker.wandb failed while closing" in told
+        assert "Traceback" not in told
+    else:
+        (service,) = map(int, run.stdout.readline().split())
+        assert list(temporary.iterdir())
+        run.kill()
+        run.communicate()
+        assert wait_until_gone([service]) == []
+    end = time.monotonic() + 60
+    while list(temporary.iterdir()) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert list(temporary.iterdir()) == []

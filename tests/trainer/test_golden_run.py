@@ -48,4 +48,5 @@ def test_a_golden_run_goes_on_to_the_recorded_metrics(name, tmp_path):
     steps = {str(step): numbers for step, numbers in steps_of(tmp_path / "run").items()}
     assert steps.keys() == expected["steps"].keys()
     for step, numbers in expected["steps"].items():
-        assert steps[step] == pytest.approx(numbers, rel=ROUNDING, abs=ROUNDING), f"step {step}"
+        found = {name: steps[step][name] for name in numbers}  # later versions may tell more
+        assert found == pytest.approx(numbers, rel=ROUNDING, abs=ROUNDING), f"step {step}"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 import torch
-from roles import experience, largest_difference, start_actor, weights
+from roles import PPO, experience, largest_difference, start_actor, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from verl.algorithms.kl import KLInLoss
 from verl.description import BuildContext
 from verl.dispatch import dispatch_of
 from verl.engines.optim import AdamW
 from verl.engines.sharding import Parallel
 from verl.models.pretrained import Pretrained
+from verl.ops.kl_estimators import ESTIMATORS
 from verl.protocol import DataProto
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
@@ -88,6 +93,29 @@ def test_a_reference_of_its_own_stays_where_the_actor_started(model64, prompts):
     assert torch.equal(reference.compute_log_probs(rows)["ref_log_probs"], before)
     assert not torch.equal(actor.compute_log_probs(rows)["old_log_probs"], before)
     assert not any(p.requires_grad for p in reference.engine.model.parameters())
+
+
+@pytest.mark.parametrize("coef", [0.1, 1e-50, 5e-324])
+def test_the_only_update_of_a_step_measures_the_kl_itself_and_not_its_penalty(coef, model32, prompts):
+    algorithm = dataclasses.replace(PPO, kl=KLInLoss(coef=coef))
+    actor = start_actor(model32, algorithm=algorithm)
+    rows = experience(actor, prompts())
+    mask, k3 = rows["response_mask"], ESTIMATORS["k3"](rows["old_log_probs"], rows["ref_log_probs"])
+    alone = rows.select([name for name in rows.batch if name != "old_log_probs"])
+    assert actor.update(alone)["kl/reference_nats"] == pytest.approx(float(k3[mask].mean()), rel=1e-5)
+
+
+def test_a_row_is_on_policy_where_the_weights_that_score_it_drew_it(model32, prompts):
+    actor = start_actor(model32)
+    rows = actor.generate(prompts(), Request(0, 2))
+    assert actor.compute_log_probs(rows)["is_on_policy"].tolist() == [True] * 8
+    actor.update(experience(actor, prompts()))
+    assert actor.compute_log_probs(rows)["is_on_policy"].tolist() == [False] * 8
+    later = actor.generate(prompts(), Request(1, 2))
+    mixed = DataProto.concat([rows, later])
+    assert actor.compute_log_probs(mixed)["is_on_policy"].tolist() == [False] * 8 + [True] * 8
+    nobody_knows = rows.select([name for name in rows.batch if name != "policy_version"])
+    assert "is_on_policy" not in actor.compute_log_probs(nobody_knows)
 
 
 def test_every_call_from_the_driver_says_how_it_travels():

@@ -127,8 +127,9 @@ class GroupRelative(AdvantageEstimator):
         advantages = centred_in_groups(scores, batch["group_ids"], is_member)
         if self.normalize_std:
             size = group_sums(is_member, batch["group_ids"])
-            variance = group_sums(advantages.square(), batch["group_ids"]) / (size - 1).clamp(min=1)
-            advantages = advantages / (variance.sqrt() + self.epsilon)
+            squares = group_sums(advantages.double().square(), batch["group_ids"])  # large ones overflow float32
+            variance = squares / (size - 1).clamp(min=1)
+            advantages = (advantages / (variance.sqrt() + self.epsilon)).to(scores.dtype)
         return per_response(advantages, scores, mask)
 
 

@@ -18,6 +18,8 @@ from verl.ops.kl_estimators import ESTIMATORS, Estimator
 from verl.ops.masking import masked_mean, masked_sum
 from verl.protocol import DataProto
 
+_COEFS = torch.finfo(torch.float32)
+
 
 @dataclass(frozen=True, kw_only=True)
 class KLControl(Description):
@@ -51,6 +53,16 @@ class KLControl(Description):
             batch: response_mask and ref_log_probs, [B, T].
         Returns:
             [B, T], 0 off the mask; None if nothing is to be added.
+        """
+        return None
+
+    def measure(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """The KL of each token that `loss` weighs, without its coefficient: what `kl/reference_nats` is the mean of.
+
+        Args:
+            log_probs, batch: as of `loss`.
+        Returns:
+            [B, T] nats, 0 off the mask; None where the loss has no such term.
         """
         return None
 
@@ -102,14 +114,19 @@ class KLInReward(_WeightedKL):
         scores, metrics = super().shape_rewards(batch)
         if not self.needs_reference:
             return scores, metrics
+        return self.charge(scores, batch, self.coef)[:2]
+
+    def charge(self, scores: Tensor, batch: DataProto, coef: float) -> tuple[Tensor, dict[str, float], float]:
+        """Rewards [B, T] less a coefficient times the KL, their metrics, and the mean KL of a response in nats."""
         mask = batch["response_mask"]
         kl = _estimate(self.estimator, batch["old_log_probs"], batch["ref_log_probs"], mask)
-        penalties = masked_sum(self.coef * kl, mask, dim=-1)
+        of_responses = masked_mean(masked_sum(kl.double(), mask, dim=-1), mask.any(dim=-1)).item()
+        penalties = masked_sum(coef * kl, mask, dim=-1)
         metrics = {
             "kl/reference_nats": masked_mean(kl, mask).item(),
             "kl/penalty_mean": masked_mean(penalties, mask.any(dim=-1)).item(),
         }
-        return scores - self.coef * kl, metrics
+        return scores - coef * kl, metrics, of_responses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +140,9 @@ class AdaptiveKLInReward(KLInReward):
     carries the coefficient from batch to batch; the batch itself pays by the coefficient from before it.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, sec. 2.2.
-    Differs: B / horizon counts as 1 at most, so that one large batch moves the coefficient by a fifth at most.
+    Differs: B / horizon counts as 1 at most, so that one large batch moves the coefficient by a fifth at most. The
+    coefficient stays within the normal numbers of float32, in which rewards are: below them it would be rounded to
+    where no step of a fifth leads away from.
     Degenerate: a batch without responses leaves the coefficient as it is.
 
     Metrics: those of KLInReward; `kl/response_nats`, the KL that is led; `kl/coef`, what the batch paid by.
@@ -160,15 +179,13 @@ class AdaptiveKLController:
 
     def shape_rewards(self, batch: DataProto) -> tuple[Tensor, dict[str, float]]:
         """See `KLControl.shape_rewards`; moves the coefficient on."""
-        options, mask = self.options, batch["response_mask"]
-        fixed = KLInReward(coef=self.coef, estimator=options.estimator)
-        rewards, metrics = fixed.shape_rewards(batch)
-        responses = int(mask.any(dim=-1).sum())
-        kl = metrics["kl/penalty_mean"] / self.coef
+        options, scores = self.options, KLControl().shape_rewards(batch)[0]
+        rewards, metrics, kl = options.charge(scores, batch, self.coef)
         metrics |= {"kl/response_nats": kl, "kl/coef": self.coef}
-        if responses:
+        if responses := int(batch["response_mask"].any(dim=-1).sum()):
             error = min(max(kl / options.target - 1, -0.2), 0.2)
-            self.coef *= 1 + error * min(responses / options.horizon, 1.0)
+            moved = self.coef * (1 + error * min(responses / options.horizon, 1.0))
+            self.coef = min(max(moved, _COEFS.tiny), _COEFS.max)
         return rewards, metrics
 
     def state_dict(self) -> dict[str, float]:
@@ -216,9 +233,13 @@ class KLInLoss(_WeightedKL):
         return scores, metrics
 
     def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> Tensor | None:
+        kl = self.measure(log_probs, batch)
+        return None if kl is None else self.coef * kl
+
+    def measure(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> Tensor | None:
         if not self.needs_reference:
             return None
-        return self.coef * _estimate(self.estimator, log_probs, batch["ref_log_probs"], batch["response_mask"])
+        return _estimate(self.estimator, log_probs, batch["ref_log_probs"], batch["response_mask"])
 
 
 def _estimate(estimator: Estimator, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:

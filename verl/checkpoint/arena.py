@@ -14,11 +14,13 @@ from collections.abc import Callable
 
 from verl.checkpoint.images import PAGE_BYTES, Source, page_aligned
 from verl.errors import CheckpointWriteFailed
+from verl.utils.progress import ProgressWatch, report
 
 MOST_ARENAS = 2
 HEAD_BYTES = PAGE_BYTES  # the first page says how far the rest is filled
 FAILED = -1
 LOOK_EVERY_S = 0.001
+WAIT_EVERY_S = 0.5
 MADV_POPULATE_WRITE = 23  # Linux 5.14; hundreds of thousands of page faults at once
 
 _numbers = itertools.count(1)
@@ -84,13 +86,17 @@ class Arenas:
         self._free = list(reversed(self._all))  # taken from the end: the second one is used only when the first is busy
         self._changed = threading.Condition()
 
-    def acquire(self, waits: bool) -> Arena | None:
-        """A free one; None where all are in use and `waits` is false."""
+    def acquire(self, watch: ProgressWatch | None) -> Arena | None:
+        """A free one; None where all are in use.
+
+        Args:
+            watch: of those that use them: it is waited for them, as long as they make progress; None waits for nobody.
+        """
         with self._changed:
             while not self._free:
-                if not waits:
+                if watch is None or watch.is_overdue:
                     return None
-                self._changed.wait()
+                self._changed.wait(timeout=WAIT_EVERY_S)
             return self._free.pop()
 
     def give_back(self, arena: Arena) -> None:
@@ -129,7 +135,11 @@ def filling(memory: memoryview, is_filler_alive: Callable[[], bool] = lambda: Tr
     """
 
     def wait(end: int) -> None:
+        seen = -1
         while (progress := _progress(memory)) < end:
+            if progress != seen:
+                seen = progress
+                report()
             if progress == FAILED:
                 raise CheckpointWriteFailed("the tensors could not be copied; nothing was published")
             if not is_filler_alive():

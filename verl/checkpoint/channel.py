@@ -15,6 +15,8 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
+from verl.utils.progress import ProgressWatch
+
 LENGTH_BYTES = 8
 STUCK_S = 60.0  # the other end takes a message that was begun within this time, or counts as dead
 LOOK_EVERY_S = 0.5  # how soon the end of the other process is noticed where a third one holds the socket open
@@ -55,14 +57,16 @@ class Channel:
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
-    def receive(self, timeout_s: float | None = None) -> tuple[Any, int | None]:
+    def receive(self, timeout_s: float | None = None, watch: ProgressWatch | None = None) -> tuple[Any, int | None]:
         """The next object, and the file that came with it, which the caller closes.
 
+        Args:
+            watch: of the other process, which is waited for as long as it makes progress.
         Raises:
             ChannelClosed: the other end has hung up, or its process is gone.
             TimeoutError: nothing came in time.
         """
-        self._wait(timeout_s)
+        self._wait(timeout_s, watch)
         try:
             head, fds, _, _ = socket.recv_fds(self._socket, LENGTH_BYTES, 1)
             head += self._exactly(LENGTH_BYTES - len(head)) if head else b""
@@ -82,10 +86,12 @@ class Channel:
         with contextlib.suppress(OSError):
             self._socket.close()
 
-    def _wait(self, timeout_s: float | None) -> None:
+    def _wait(self, timeout_s: float | None, watch: ProgressWatch | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left = LOOK_EVERY_S if deadline is None else min(LOOK_EVERY_S, deadline - time.monotonic())
+            if watch is not None:
+                left = min(left, watch.timeout_s / 2)
             try:
                 if wait([self._socket], max(left, 0)):  # unlike select, for any number of open files
                     return
@@ -98,6 +104,8 @@ class Channel:
                 raise ChannelClosed("the process is gone")
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"no answer for {timeout_s} s")
+            if watch is not None and watch.is_overdue:
+                raise TimeoutError(f"no progress for {watch.timeout_s:g} s")
 
     def _exactly(self, size: int) -> bytes:
         data = bytearray(size)

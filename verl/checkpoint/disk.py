@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from verl.utils.progress import report
+
 T = TypeVar("T")
 
 FICLONE = 0x40049409  # ioctl: let this file share the blocks of another one, until either is changed
@@ -46,8 +48,11 @@ class Disk:
     """The file system. Each method is one operation and raises OSError as the system gives it."""
 
     def perform(self, operation: str, call: Callable[..., T], *args: Any) -> T:
-        """Run one operation; the seam for tests. Nothing below reaches the file system in another way."""
-        return call(*args)
+        """Run one operation, which is a piece of work; the seam for tests. Nothing below reaches the file system in
+        another way."""
+        result = call(*args)
+        report()
+        return result
 
     def create(self, path: Path) -> Handle:
         """Open a file that must not exist yet."""

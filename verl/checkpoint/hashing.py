@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
+from verl.utils.progress import report
+
 LEAF_BYTES = 16 * 2**20
 BLOCK_BYTES = 2**20  # small enough that what was just hashed is still in the cache when it is written
 
@@ -58,6 +60,7 @@ def hash_buffers(buffers: Iterable[Any]) -> tuple[Leaf, ...]:
     for buffer in buffers:
         for block in blocks(flat_view(buffer)):
             hasher.update(block)
+            report()
         hasher.cut()
     return tuple(hasher.leaves)
 

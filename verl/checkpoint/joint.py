@@ -19,7 +19,7 @@ from pathlib import Path
 
 import verl
 from verl.checkpoint.disk import Disk
-from verl.checkpoint.files import make_directories, remove_tree, write_by_rename, write_errors
+from verl.checkpoint.files import files_below, make_directories, remove_tree, write_by_rename, write_errors
 from verl.checkpoint.manifest import Manifest
 from verl.checkpoint.participant import PartReport
 from verl.errors import CheckpointIncomplete, FileFault
@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 
 DESK, NONCE = "reports", "nonce"
 REPORT_LIMIT_BYTES = 2**28
-LATE_S = 900.0  # a participant that has not reported by then, after all others of the driver's own, is given up
+LATE_S = 900.0  # a participant of which nothing has come for so long is given up
 LOOK_EVERY_S = 0.005
+SIZES_EVERY_S = 5.0  # how often what others have written is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Joint:
         directory: the staging directory, which the driver opened.
         name: of this participant; `main` waits for the others and commits.
         others: names of the participants that `main` waits for.
-        late_s: how long.
+        late_s: how long, while nothing comes of them.
     """
 
     directory: Path
@@ -93,25 +94,54 @@ def collect(disk: Disk, directory: Path, names: Sequence[str], late_s: float = L
 
     They come in the order of the names, whoever was first: the same content is then the same manifest.
 
+    Args:
+        late_s: without a report, and without a byte more in the staging directory.
     Raises:
         CheckpointIncomplete: one of them failed, or is late; names it, and says why.
     """
     missing: set[str] = set(names)
     reports: dict[str, PartReport] = {}
-    end = time.monotonic() + late_s
+    waiting = _Waiting(disk, directory)
     while True:
         with write_errors("looking for reports"):
             arrived = [name for name in disk.names(directory / DESK) if name in missing]
             for name in arrived:
                 reports[name] = _report(name, disk.read(directory / DESK / name, REPORT_LIMIT_BYTES), directory)
                 missing.remove(name)
+                waiting.restart()
             if not missing:
                 remove_tree(disk, directory / DESK)
                 return [reports[name] for name in names]
-        if time.monotonic() > end:
+            idle_s = waiting.idle_s()
+        if idle_s > late_s:
             late = [FileFault(name, f"it has not reported within {late_s:g} s") for name in sorted(missing)]
             raise CheckpointIncomplete(directory, late)
         time.sleep(LOOK_EVERY_S)
+
+
+class _Waiting:
+    """How long nothing has come of a save that others write; while this process was stopped does not count."""
+
+    def __init__(self, disk: Disk, directory: Path):
+        self._disk, self._directory = disk, directory
+        self._sizes: dict[str, int] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        self._idle_s = self._unseen_s = 0.0
+        self._looked_at = time.monotonic()
+
+    def idle_s(self) -> float:
+        """Seconds; asked for again and again, it looks at the files now and then."""
+        now = time.monotonic()
+        passed_s = min(now - self._looked_at, SIZES_EVERY_S)
+        self._looked_at, self._idle_s, self._unseen_s = now, self._idle_s + passed_s, self._unseen_s + passed_s
+        if self._unseen_s >= SIZES_EVERY_S:
+            self._unseen_s = 0.0
+            sizes = files_below(self._disk, self._directory)[0]
+            if sizes != self._sizes:
+                self._sizes, self._idle_s = sizes, 0.0
+        return self._idle_s
 
 
 def give_up_missing(disk: Disk, directory: Path, names: Collection[str], reason: str) -> None:

@@ -56,6 +56,9 @@ class Checkpointing(Description):
         keep_waiting: most checkpoints that are kept on the local disk, beyond those that retention keeps, only because
             the store has not confirmed them.
         upload_wait_s: at the end of the run, wait at most this long for uploads.
+        writer_timeout_s: without progress of the process that writes, after which it is ended and made anew, and writes
+            the same save again; a save that makes progress may take as long as it needs.
+        upload_timeout_s: the same of the process that uploads.
     """
 
     save_dir: str | None = None
@@ -83,6 +86,8 @@ class Checkpointing(Description):
     upload_interval: int | None = 1
     keep_waiting: int = 8
     upload_wait_s: float = 600.0
+    writer_timeout_s: float = 600.0
+    upload_timeout_s: float = 600.0
 
     def faults(self) -> Iterator[str]:
         for name in (
@@ -92,6 +97,8 @@ class Checkpointing(Description):
             "keep_every",
             "time_limit_s",
             "upload_interval",
+            "writer_timeout_s",
+            "upload_timeout_s",
         ):
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -1,6 +1,8 @@
 """The writer process as the trainer sees it: started when it is needed, and again when it died, ended with the trainer.
 
 A plan is tried twice by a process, since its bytes are still there when the first one dies, and then by the trainer.
+One that makes no progress, such as one that is stopped, is ended and counts as dead; one that does may take as long as
+it needs.
 """
 
 from __future__ import annotations
@@ -17,18 +19,32 @@ from pathlib import Path
 
 from verl.checkpoint.arena import Arena, Arenas, filling
 from verl.checkpoint.carry_out import carry_out
-from verl.checkpoint.channel import STUCK_S, Channel, ChannelClosed
+from verl.checkpoint.channel import LOOK_EVERY_S, STUCK_S, Channel, ChannelClosed
 from verl.checkpoint.plan import SavePlan, SaveReport
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.writer_process import PARENT_VARIABLE, SOCKET_VARIABLE, Answer, Order, Setting, Start
+from verl.checkpoint.writer_process import (
+    OF_PROCESS,
+    OF_TRAINER,
+    PARENT_VARIABLE,
+    PROGRESS_VARIABLE,
+    SOCKET_VARIABLE,
+    Answer,
+    Order,
+    Setting,
+    Start,
+)
 from verl.errors import CheckpointError, CheckpointWriteFailed, VerlError
+from verl.utils.child_process import kill
+from verl.utils.process_exit import describe_exit
+from verl.utils.progress import Progress, ProgressWatch, reporting_to, state_of
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
 ATTEMPTS = 2
+SETTING = "checkpoint.writer_timeout_s"
 
 
 class WriterDied(VerlError, RuntimeError):
@@ -43,11 +59,12 @@ class WriterProcess:
     would count for nothing (Linux shares processors among sessions first).
 
     Args:
-        timeout_s: a plan that takes longer is treated as the death of the process.
+        timeout_s: without progress, which is treated as the death of the process.
+        progress: where it reports it.
     """
 
-    def __init__(self, setting: Setting, arenas: Arenas, timeout_s: float):
-        self._setting, self._arenas, self._timeout_s = setting, arenas, timeout_s
+    def __init__(self, setting: Setting, arenas: Arenas, timeout_s: float, progress: Progress):
+        self._setting, self._arenas, self._timeout_s, self._progress = setting, arenas, timeout_s, progress
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
 
@@ -82,17 +99,17 @@ class WriterProcess:
         self.start()
         assert self._channel is not None
         order = Order(plan, arena.number, arena.num_bytes, self._arenas.numbers)
+        watch = ProgressWatch(self._progress, self._timeout_s, [OF_PROCESS], look_every_s=2 * LOOK_EVERY_S)
         try:
             self._channel.send(order, arena.fd)
             answer: Answer
-            answer, _ = self._channel.receive(self._timeout_s)
+            answer, _ = self._channel.receive(watch=watch)
         except ChannelClosed as error:
             raise WriterDied(f"the checkpoint writer died while it saved step {plan.step}{self.kill()}") from error
         except TimeoutError as error:
+            found = watch.describe(self.process_id, SETTING)
             self.kill()
-            raise WriterDied(
-                f"the checkpoint writer has not saved step {plan.step} within {self._timeout_s:.0f} s and was ended"
-            ) from error
+            raise WriterDied(f"the checkpoint writer {found}; it was ended, and step {plan.step} not saved") from error
         if answer.report is None:
             assert answer.error is not None
             error = pickle.loads(answer.error)
@@ -110,7 +127,7 @@ class WriterProcess:
         self.kill()
 
     def kill(self) -> str:
-        """End it at once. Returns how it ended, for a message."""
+        """End it at once; one that is stopped too. Returns how it ended, or was before, for a message."""
         if self._channel is not None:
             self._channel.close()
         process, self._process, self._channel = self._process, None, None
@@ -118,11 +135,10 @@ class WriterProcess:
             return ""
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel ends when that lets it
             ended_by_itself = process.wait(timeout=0.2)
-            return f" (it ended with {ended_by_itself})"
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=END_TIMEOUT_S)
-        return ""
+            return f" (it ended with {describe_exit(ended_by_itself)})"
+        state = state_of(process.pid)
+        kill(process)
+        return f" ({state})" if state else ""
 
     def _spawn(self) -> Channel:
         package_root = str(Path(__file__).resolve().parents[2])
@@ -131,12 +147,13 @@ class WriterProcess:
             env = os.environ | {
                 "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")])),
                 SOCKET_VARIABLE: str(theirs.fileno()),
+                PROGRESS_VARIABLE: str(self._progress.fd),
                 PARENT_VARIABLE: str(os.getpid()),
             }
             command = [sys.executable, "-m", "verl.checkpoint.writer_process"]
             process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
-                process_group=0,
+                command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), self._progress.fd], process_group=0,
             )  # fmt: skip
         self._process = process
         return Channel(ours, lambda: process.poll() is None, min(STUCK_S, self._timeout_s))
@@ -154,14 +171,21 @@ class ProcessSetting:
 class Supervisor:
     """Has plans carried out, whatever happens to processes. Used by one thread; `give_up` by any.
 
+    Args:
+        progress: of the process, and of what the trainer does itself.
     Attributes:
         num_deaths: of writer processes so far.
     """
 
     def __init__(
-        self, store: CheckpointStore, arenas: Arenas, retention: Retention | None, process_setting: ProcessSetting
+        self,
+        store: CheckpointStore,
+        arenas: Arenas,
+        retention: Retention | None,
+        process_setting: ProcessSetting,
+        progress: Progress,
     ):
-        self.num_deaths = 0
+        self.num_deaths, self._progress = 0, progress
         self._store, self._arenas, self._retention, self._setting = store, arenas, retention, process_setting
         self._process: WriterProcess | None = None
         self._gives_up = False
@@ -186,6 +210,7 @@ class Supervisor:
             CheckpointError: nothing was published.
         """
         for _ in range(ATTEMPTS if self._setting.is_used else 0):
+            self._progress.advance("starting the checkpoint writer", OF_TRAINER)
             try:
                 self._process = self._process or self._new_process()
                 return self._process.carry_out(plan, arena)
@@ -197,7 +222,8 @@ class Supervisor:
         if self._setting.is_used:
             log.error("the checkpoint writer died %d times: the trainer itself writes step %d", ATTEMPTS, plan.step)
         assert arena.memory is not None
-        with memoryview(arena.memory) as memory:
+        self._progress.advance(f"saving step {plan.step} in the trainer", OF_TRAINER)
+        with memoryview(arena.memory) as memory, reporting_to(self._progress, OF_TRAINER):
             return carry_out(self._store, plan, filling(memory), self._retention)
 
     def give_up(self) -> None:
@@ -220,4 +246,4 @@ class Supervisor:
             retention=self._retention,
             niceness=self._setting.niceness,
         )
-        return WriterProcess(setting, self._arenas, self._setting.timeout_s)
+        return WriterProcess(setting, self._arenas, self._setting.timeout_s, self._progress)

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Literal
 
-from verl.checkpoint.arena import FAILED, Arena, Arenas, note_progress
+from verl.checkpoint.arena import FAILED, WAIT_EVERY_S, Arena, Arenas, note_progress
 from verl.checkpoint.content import SaveRequest, plan_of
 from verl.checkpoint.joint import hand_in_failure
 from verl.checkpoint.plan import SaveOutcome, SavePlan, SaveReport
@@ -30,13 +30,15 @@ from verl.checkpoint.retention import Retention
 from verl.checkpoint.snapshot import Snapshot
 from verl.checkpoint.staging import Staging
 from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.supervisor import END_TIMEOUT_S, ProcessSetting, Supervisor
+from verl.checkpoint.supervisor import END_TIMEOUT_S, START_TIMEOUT_S, ProcessSetting, Supervisor
 from verl.errors import CheckpointWriteFailed
+from verl.utils.progress import Progress, ProgressWatch
 
 log = logging.getLogger(__name__)
 
 NICENESS = 10
 CLOSE_TIMEOUT_S = 600.0
+WRITER_TIMEOUT_S = 600.0
 
 
 @dataclass(kw_only=True)
@@ -84,7 +86,7 @@ class CheckpointWriter:
         retention: applied after every save.
         niceness: of the writer process, so that training keeps its processors.
         num_copy_threads: None is one for each processor, at most four.
-        timeout_s: a save that takes longer is treated as the death of the writer process.
+        timeout_s: without progress, which is treated as the death of the writer process.
     """
 
     def __init__(
@@ -96,14 +98,15 @@ class CheckpointWriter:
         retention: Retention | None = None,
         niceness: int = NICENESS,
         num_copy_threads: int | None = None,
-        timeout_s: float = 1800.0,
+        timeout_s: float = WRITER_TIMEOUT_S,
     ):
         self.store, self.mode, self.when_busy = store, mode, when_busy
         self._num_copy_threads = num_copy_threads or min(4, os.cpu_count() or 1)
         self._arenas = Arenas(most=1 if mode == "sync" else 2)
         self._owner = os.getpid()
         setting = ProcessSetting(mode == "async", niceness, timeout_s)
-        self._supervisor = Supervisor(store, self._arenas, retention, setting)
+        self._progress, self._timeout_s = Progress(num_slots=2), timeout_s
+        self._supervisor = Supervisor(store, self._arenas, retention, setting, self._progress)
         self._to_copy: SimpleQueue[_Job | _Reservation | None] = SimpleQueue()
         self._to_write: SimpleQueue[_Job | _Reservation | None] = SimpleQueue()
         self._last: _Job | None = None
@@ -128,7 +131,7 @@ class CheckpointWriter:
 
     def reserve(self, num_bytes: int) -> None:
         """`prepare` for saves of so many bytes."""
-        if self.mode == "async" and (arena := self._arenas.acquire(waits=False)) is not None:
+        if self.mode == "async" and (arena := self._arenas.acquire(None)) is not None:
             self._to_copy.put(_Reservation(arena, num_bytes))
 
     def save(self, request: SaveRequest, staging: Staging | None = None, began: float | None = None) -> bool:
@@ -141,12 +144,15 @@ class CheckpointWriter:
             False where it was skipped.
         Raises:
             ValueError, TypeError: the request cannot be saved by anyone; see `plan_of`.
+            CheckpointWriteFailed: it waits for an earlier one, which makes no progress.
         """
         began = time.perf_counter() if began is None else began
         assert self._is_open, "this writer was closed"
         plan, pieces = plan_of(request)
         snapshot = Snapshot(pieces, self._num_copy_threads)
-        arena = self._arenas.acquire(waits=self.when_busy == "wait")
+        arena = self._arenas.acquire(self._watch() if self.when_busy == "wait" else None)
+        if arena is None and self.when_busy == "wait":
+            raise self._stands_still()
         if arena is None:
             log.warning("the checkpoint of step %d was skipped: two earlier saves are still under way", plan.step)
             self.note(SaveOutcome(step=plan.step, tag=plan.tag, was_skipped=True))
@@ -190,26 +196,51 @@ class CheckpointWriter:
     def drain(self, timeout_s: float | None = None, raises: bool = True) -> list[SaveOutcome]:
         """Wait for every save under way, then `poll`.
 
+        Args:
+            timeout_s: in total; None waits as long as they make progress.
         Raises:
-            CheckpointWriteFailed: a save takes longer than `timeout_s`; it goes on.
+            CheckpointWriteFailed: a save takes longer than `timeout_s`, or makes no progress; it goes on.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._num_under_way == 0, timeout_s):
+            if timeout_s is None:
+                if not self._wait_for_all(self._watch()):
+                    raise self._stands_still()
+            elif not self._changed.wait_for(lambda: self._num_under_way == 0, timeout_s):
                 raise CheckpointWriteFailed(f"a save in {self.store.directory} is still under way after {timeout_s} s")
         return self.poll(raises)
+
+    def _watch(self, timeout_s: float | None = None) -> ProgressWatch:
+        """Of saves under way; by default longer than it takes to replace a process that stands still, twice."""
+        limit_s = 2 * self._timeout_s + START_TIMEOUT_S + END_TIMEOUT_S if timeout_s is None else timeout_s
+        return ProgressWatch(self._progress, limit_s, look_every_s=2 * WAIT_EVERY_S)
+
+    def _wait_for_all(self, watch: ProgressWatch) -> bool:
+        """Wait, with `_changed` held, until no save is under way; False where they make no progress."""
+        pause_s = min(WAIT_EVERY_S, watch.timeout_s)
+        while not self._changed.wait_for(lambda: self._num_under_way == 0, pause_s):
+            if watch.is_overdue:
+                return False
+        return True
+
+    def _stands_still(self) -> CheckpointWriteFailed:
+        found = self._watch().describe(self.process_id)
+        return CheckpointWriteFailed(f"a save in {self.store.directory} {found}. Does the disk answer?")
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Finish the saves under way, end the process, give the memory back. Called again, it does nothing.
 
         What failed and was never polled is logged once more.
+
+        Args:
+            timeout_s: without progress of the saves, after which they are given up.
         """
         if not self._is_open or os.getpid() != self._owner:
             return
         self._is_open = False
         atexit.unregister(self.close)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._num_under_way == 0, timeout_s):
-                log.error("a save in %s was given up after %s s", self.store.directory, timeout_s)
+            if not self._wait_for_all(self._watch(timeout_s)):
+                log.error("a save in %s was given up after %s s without progress", self.store.directory, timeout_s)
                 self._supervisor.give_up()
         self._to_copy.put(None)
         self._to_write.put(None)
@@ -218,6 +249,8 @@ class CheckpointWriter:
         self._supervisor.end()
         self._last = None
         self._arenas.release()
+        if not any(thread.is_alive() for thread in self._threads):
+            self._progress.close()
         for outcome in self._outcomes:
             if outcome.error is not None:
                 log.error("step %d was never saved: %s", outcome.step, outcome.error)
@@ -290,7 +323,7 @@ class CheckpointWriter:
                 self._end(job, error=job.copy_error)
             else:
                 note_progress(memory, FAILED)
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception) and not self._threads:  # a thread has more saves to copy
                 raise
         finally:
             job.snapshot = None  # the tensors may be freed
@@ -304,7 +337,7 @@ class CheckpointWriter:
             report = self._supervisor.carry_out(job.plan, job.arena)
         except BaseException as error:  # the same
             failure = error if isinstance(error, Exception) else _interrupted(job)
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception) and not self._threads:
                 raise
         finally:
             job.copied.wait()

@@ -26,8 +26,12 @@ from verl.checkpoint.images import Source
 from verl.checkpoint.plan import SavePlan, SaveReport
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.store import CheckpointStore
+from verl.utils.child_process import resume_without_parent
+from verl.utils.progress import Progress, report, report_to
 
 SOCKET_VARIABLE, PARENT_VARIABLE = "VERL_WRITER_SOCKET", "VERL_WRITER_PARENT"
+PROGRESS_VARIABLE = "VERL_WRITER_PROGRESS"
+OF_PROCESS, OF_TRAINER = 0, 1  # slots of the progress: what the process does, and what the trainer does itself
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,9 @@ def serve(channel: Channel, is_trainer_alive: Callable[[], bool]) -> None:
     channel.send(Answer())
     mapped: dict[int, mmap.mmap] = {}
     while True:
+        report("idle")
         order, fd = channel.receive()
+        report(f"saving step {order.plan.step}")
         assert fd is not None, "an order comes with its arena"
         memory = _mapped(mapped, order, fd)
         with memoryview(memory) as view:
@@ -136,6 +142,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="checkpoint writer: %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     parent = int(os.environ.pop(PARENT_VARIABLE))
+    resume_without_parent()  # if it is stopped: what was copied is still to be saved
+    report_to(Progress.open(int(os.environ.pop(PROGRESS_VARIABLE))), OF_PROCESS)
     end = socket.socket(fileno=int(os.environ.pop(SOCKET_VARIABLE)))
 
     def is_trainer_alive() -> bool:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from verl.errors import ConfigError
+from verl.utils.child_process import kill
+from verl.utils.progress import STARTER_VARIABLE, Progress, ProgressWatch
 
 if TYPE_CHECKING:
     from verl.checkpoint.published import Published
 
 TAIL_LINES = 25
+LOOK_EVERY_S = 0.5
+END_TIMEOUT_S = 20.0  # of a run that was interrupted
 
 
 class LegFailed(Exception):
@@ -32,6 +38,7 @@ class Legs:
         steps: of the whole run.
         directory: where the runs write.
         overrides: of all runs, as on the command line of the main script.
+        timeout_s: of a run without progress, after which it is ended.
         tell: takes a line of progress.
     """
 
@@ -39,6 +46,7 @@ class Legs:
     steps: int
     directory: Path
     overrides: Sequence[str] = ()
+    timeout_s: float = 1800.0
     tell: Callable[[str], None] = field(default=lambda line: None)
 
     def run(
@@ -51,7 +59,7 @@ class Legs:
         Returns:
             The directory of the run.
         Raises:
-            LegFailed: it ended early.
+            LegFailed: it ended early, or stood still.
         """
         run_dir, began = self.directory / name, time.monotonic()
         mode = [] if any(text.startswith("checkpoint=") for text in self.overrides) else ["checkpoint=sync"]
@@ -66,19 +74,36 @@ class Legs:
         ]
         settings = laid_over(laid_over([*mode, *self.overrides], settings), overrides)
         command = [sys.executable, *(script or [str(main_script(self.root))]), *settings]
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            env={**os.environ, **environment},
-        )
-        if done.returncode != 0:
-            tail = "\n".join(done.stdout.splitlines()[-TAIL_LINES:])
-            raise LegFailed(f"the {name} run ended with status {done.returncode}:\n{tail}")
+        with tempfile.TemporaryFile() as output:
+            fault = self._fault(command, environment, output)
+            if fault is not None:
+                output.seek(0)
+                tail = "\n".join(output.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
+                raise LegFailed(f"the {name} run {fault}:\n{tail}")
         self.tell(f"{name}: done in {time.monotonic() - began:.1f} s")
         return run_dir
+
+    def _fault(self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> str | None:
+        """Run a command to its end; what was wrong with that."""
+        with contextlib.closing(Progress(num_slots=1)) as progress:
+            watch = ProgressWatch(progress, self.timeout_s, look_every_s=2 * LOOK_EVERY_S)
+            env = {**os.environ, **environment, STARTER_VARIABLE: str(progress.fd)}
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=env, pass_fds=[progress.fd]
+            )
+            try:
+                while True:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        code = process.wait(timeout=LOOK_EVERY_S)
+                        return None if code == 0 else f"ended with status {code}"
+                    if watch.is_overdue:
+                        return f"{watch.describe(process.pid, '--timeout')}; it was ended"
+            except KeyboardInterrupt:  # it has come there, too
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=END_TIMEOUT_S)
+                raise
+            finally:
+                kill(process)
 
     def last(self, saved_in: str, strict: bool = True) -> Published:
         """The newest checkpoint of some runs."""

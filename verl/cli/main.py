@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import verl
 from verl.cli import checkpoint_upkeep  # which adds its commands to those of checkpoint.py
 from verl.cli.lineage import lineage
+from verl.cli.models import print_families, print_kept, print_summary
+from verl.cli.output import one_line_errors
 from verl.cli.policy import evaluate, generate
 from verl.cli.resume_check import resume_check
 from verl.cli.samples import samples
 from verl.errors import ConfigError
 from verl.utils.env_check import BACKENDS, check_env
+from verl.utils.exits import component_exits
 
-app = typer.Typer(name="verl", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+class _Commands(TyperGroup):
+    """Commands that a component which they call cannot end with a status of its own."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with component_exits():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    name="verl", cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 app.add_typer(checkpoint_upkeep.app)
 app.command("resume-check")(resume_check)
 app.command()(lineage)
@@ -47,10 +62,27 @@ def env(
             "--backend", "-b", help=f"Also look for what this backend calls: {', '.join(BACKENDS)}. Repeatable."
         ),
     ] = None,
+    models: Annotated[
+        bool,
+        typer.Option(
+            "--models",
+            help="Which ways of running are used for the models tried on this machine; with FAMILY, try those now.",
+        ),
+    ] = False,
+    family: Annotated[
+        list[str] | None, typer.Argument(help="With --models: a model_type of transformers, such as llama.")
+    ] = None,
 ) -> None:
     """Check that everything verl needs is installed; the exit status is 1 if something is not."""
+    if family and not models:
+        raise typer.BadParameter("families are tried with --models only.", param_hint="FAMILY")
+    if models:
+        with one_line_errors():
+            print_families(family) if family else print_kept()
+        return
     try:
         met = check_env(tuple(backend), exit_on_failure=False) if backend else check_env(exit_on_failure=False)
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="--backend") from error
+    print_summary()
     raise typer.Exit(0 if met else 1)

@@ -66,11 +66,14 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()) -> None:
-    """Columns with a head; nothing is cut off where the output is no terminal.
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = (), width: int = 10_000
+) -> None:
+    """Columns with a head; nothing is cut off.
 
     Args:
         right: columns of numbers.
+        width: characters beyond which a cell is folded, where the output is no terminal.
     """
     from rich.console import Console
     from rich.table import Table
@@ -83,7 +86,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], right:
         table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
     is_terminal = sys.stdout.isatty()
     drawn = io.StringIO()
-    Console(file=drawn, force_terminal=is_terminal, width=None if is_terminal else 10_000).print(table)
+    Console(file=drawn, force_terminal=is_terminal, width=None if is_terminal else width).print(table)
     for line in drawn.getvalue().splitlines():
         typer.echo(line.rstrip())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 
 from verl.errors import CheckpointError, ConfigError, RewardError, StorageError
 from verl.storage.options import is_address
+from verl.utils.temporary import TemporaryDirectory
 
 if TYPE_CHECKING:
     from verl.compose.saved_policy import SavedPolicy
@@ -66,7 +66,7 @@ def generate(
         raise typer.BadParameter("give --prompt or --data, not both", param_hint="--prompt")
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     settings = [f"rollout.{key}={value}" for key, value in given.items() if value is not None]
-    with _faults_told(), tempfile.TemporaryDirectory(prefix="verl-prompts-") as directory, _located(path) as saved:
+    with _faults_told(), TemporaryDirectory("verl-prompts-") as directory, _located(path) as saved:
         if prompt:
             data = Path(directory) / "prompts.jsonl"
             asked = [[{"role": "user", "content": text}] if chat else text for text in prompt]
@@ -102,7 +102,7 @@ def _located(path: str) -> Iterator[SavedPolicy]:
         return
     from verl.checkpoint.tiers.resuming import bring
 
-    with tempfile.TemporaryDirectory(prefix="verl-fetched-") as directory:
+    with TemporaryDirectory("verl-fetched-") as directory:
         yield locate(str(bring(path, Path(directory)).directory))
 
 
@@ -115,7 +115,7 @@ def _running(saved: SavedPolicy, root: str, overrides: Sequence[str], data: Path
     run = policy_run(saved, root, overrides, None if data is None else data.absolute())
     own_reward = root == "ppo" and not any(text.startswith("reward") for text in overrides)
     with (
-        tempfile.TemporaryDirectory(prefix="verl-policy-") as directory,
+        TemporaryDirectory("verl-policy-") as directory,
         run.build(BuildContext(run_dir=Path(directory))) as trainer,
     ):
         if own_reward and saved.point is not None:

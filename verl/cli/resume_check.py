@@ -10,7 +10,6 @@ Compared: the metrics of each step, and everything in the last checkpoints of `s
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import typer
 from verl.cli.legs import LegFailed, Legs
 from verl.cli.topology_check import TopologyCheck, topologies
 from verl.errors import ConfigError
+from verl.utils.temporary import TemporaryDirectory
 
 if TYPE_CHECKING:
     from verl.checkpoint.published import Published
@@ -137,6 +137,9 @@ def resume_check(
             "the first layout alone."
         ),
     ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds of a run without progress, after which it is ended.", min=0.001)
+    ] = 1800.0,
     keep: Annotated[Path | None, typer.Option(help="Run in this new directory, and leave it.")] = None,
     plant: Annotated[str | None, typer.Option(hidden=True, help="Flip a bit of this tensor, COMPONENT/NAME.")] = None,
 ) -> None:
@@ -152,11 +155,23 @@ def resume_check(
             if topology is not None:
                 chain = topologies(topology)
                 legs = Legs(
-                    root=root, steps=len(chain), directory=directory, overrides=overrides or (), tell=typer.echo
+                    root=root,
+                    steps=len(chain),
+                    directory=directory,
+                    overrides=overrides or (),
+                    timeout_s=timeout,
+                    tell=typer.echo,
                 )
                 check = TopologyCheck(legs, chain, tolerance)
             else:
-                legs = Legs(root=root, steps=steps, directory=directory, overrides=overrides or (), tell=typer.echo)
+                legs = Legs(
+                    root=root,
+                    steps=steps,
+                    directory=directory,
+                    overrides=overrides or (),
+                    timeout_s=timeout,
+                    tell=typer.echo,
+                )
                 check = ResumeCheck(
                     legs=legs,
                     stop_after=steps // 2 if at is None else at,
@@ -176,7 +191,7 @@ def resume_check(
 def _directory(keep: Path | None) -> Iterator[Path]:
     """Where the runs write: the directory that is asked for, or one that is removed afterwards."""
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix="verl-resume-check-") as directory:
+        with TemporaryDirectory("verl-resume-check-") as directory:
             yield Path(directory)
         return
     if keep.exists() and any(keep.iterdir()):

@@ -1,30 +1,34 @@
-"""The worker processes of a run: started, connected to the driver, and ended."""
+"""The worker processes of a run: started, connected to the driver, and ended.
+
+Nothing of theirs has a name: the connections are socket pairs, what they meet by is a file in memory, and so is the
+progress that they publish. However processes end, nothing is left but the logs of the run.
+"""
 
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import BinaryIO
 
 from verl.cluster.base import Deadline
 from verl.errors import WorkerDied, WorkerHung
+from verl.utils.child_process import kill
+from verl.utils.orphan_cleanup import CLEANUP
+from verl.utils.process_exit import LogExcerpt, describe_exit, excerpt, log_size, memory_kills
+from verl.utils.progress import Progress, is_stopped, state_of
 
-START_TIMEOUT_S = 300.0  # of a process, until it connects
-BUILD_TIMEOUT_S = 600.0  # of its roles, unless calls are given longer
+START_TIMEOUT_S = 300.0  # of a process, until it says that it is there
+BUILD_TIMEOUT_S = 600.0  # of its roles without progress, unless calls are given longer
 END_TIMEOUT_S = 5.0
 STACK_TIMEOUT_S = 5.0
-LOG_TAIL_LINES = 20
-LONGEST_SOCKET_PATH = 100  # bytes; Linux allows 107, macOS 103
 
 
 class Crew:
@@ -33,63 +37,75 @@ class Crew:
     Args:
         size: how many.
         num_threads: that each may use.
-        logs: directory for what they print; None for one that goes with the run.
+        logs: directory for what they print; None keeps it as long as the run lasts.
     Attributes:
         connections: one per rank, once `start` has returned.
+        progress: a slot per rank, which each advances as it works.
     """
 
     def __init__(self, size: int, num_threads: int, logs: Path | None):
         self.size, self.num_threads = size, num_threads
         self.connections: list[Connection] = []
+        self.progress = Progress(num_slots=size)
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._directory = _short_directory()
-        self._logs = self._directory if logs is None else logs
-        self._logs.mkdir(parents=True, exist_ok=True)
+        self._registered: list[int] = []
+        self._meeting: BinaryIO | None = None
+        self._logs = [_log_file(logs, rank) for rank in range(size)]
+        self._memory_kills = memory_kills()
 
     def start(self) -> None:
-        """Start every process and wait until all have connected.
+        """Start every process and wait until all are there.
 
         Raises:
-            WorkerDied: one of them ended before it connected, or took too long.
+            WorkerDied: one of them ended before it was there; WorkerHung: it took too long.
         """
-        key = secrets.token_bytes(32)
-        address = str(self._directory / "driver")
-        with Listener(address, family="AF_UNIX", backlog=self.size, authkey=key) as listener:
-            for rank in range(self.size):
-                self._processes.append(self._spawn(rank, address, key))
-            arrived = self._accept_all(listener)
-        self.connections = [arrived[rank] for rank in range(self.size)]
+        self._meeting = _meeting_file()
+        for rank in range(self.size):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._processes.append(self._spawn(rank, theirs.fileno()))
+            self.connections.append(Connection(ours.detach()))
+            self._registered.append(CLEANUP.register(process_groups=[self._processes[rank].pid]))
+        self._await_all()
 
     def death(self, rank: int, call: str, step: int | None) -> WorkerDied:
-        """How a process ended, with the last lines that it printed."""
+        """How a process ended, with the lines of its log that may tell why."""
         try:
             code = self._processes[rank].wait(timeout=END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return WorkerDied(rank, call, step, "the process does not answer")
-        return WorkerDied(rank, call, step, f"the process ended with {_ending(code)}\n{self._tail(rank)}")
+            return WorkerDied(rank, call, step, f"the process does not answer{self._state(rank)}")
+        ended = describe_exit(code, self._memory_kills)
+        return WorkerDied(rank, call, step, f"the process ended with {ended}\n{self._tail(rank)}")
 
     def silence(self, ranks: Sequence[int], call: str, step: int | None, timeout_s: float) -> WorkerHung:
         """Who of those that do not answer is to blame: first a process that does not react at all."""
-        said = {rank: self._log_size(rank) for rank in ranks}
+        said = {rank: log_size(self._logs[rank].fileno()) for rank in ranks}
         for rank in ranks:
             self._processes[rank].send_signal(signal.SIGUSR2)
         deadline = Deadline(STACK_TIMEOUT_S)
         silent = list(ranks)
         while silent and deadline.left_s:
             time.sleep(0.1)
-            silent = [rank for rank in silent if self._log_size(rank) == said[rank]]
-        waited = f"no answer within {timeout_s:g} s"
+            silent = [rank for rank in silent if log_size(self._logs[rank].fileno()) == said[rank]]
+        waited = f"no answer within {timeout_s:g} s, and "
         if silent:
-            return WorkerHung(silent[0], call, step, f"{waited}, and the process does not react at all")
-        where = [f"rank {rank} stands at:\n{self._tail(rank, said[rank])}" for rank in ranks]
-        return WorkerHung(ranks[0], call, step, "\n".join([waited, *where]))
+            rank = next((rank for rank in silent if self.is_stopped(rank)), silent[0])
+            stage = f"; its last progress was at: {found}" if (found := self.progress.stage(rank)) else ""
+            at_all = f"the process does not react at all{self._state(rank)}{stage}"
+            return WorkerHung(rank, call, step, waited + at_all)
+        where = [f"rank {rank} stands at:\n{self._text(rank, said[rank])}" for rank in ranks]
+        return WorkerHung(ranks[0], call, step, "\n".join([f"{waited}no progress meanwhile", *where]))
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether a process is stopped by a signal, so that it does nothing, and its siblings wait for it."""
+        return is_stopped(self._processes[rank].pid)
 
     def kill(self) -> None:
-        """End every process at once."""
+        """End every process at once; stopped ones too."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.wait()
+            kill(process)
 
     def end(self) -> None:
         """Give the processes time to end by themselves, then make them; leave nothing behind. May be called again."""
@@ -98,13 +114,18 @@ class Crew:
             try:
                 process.wait(timeout=deadline.left_s)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                kill(process)
+        for number in self._registered:
+            CLEANUP.withdraw(number)
         for connection in self.connections:
             connection.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        for file in (*self._logs, self._meeting):
+            if file is not None:
+                file.close()
+        self.progress.close()
 
-    def _spawn(self, rank: int, address: str, key: bytes) -> subprocess.Popen[bytes]:
+    def _spawn(self, rank: int, connection: int) -> subprocess.Popen[bytes]:
+        assert self._meeting is not None
         package_root = str(Path(__file__).resolve().parents[2])
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")])),
@@ -112,77 +133,68 @@ class Crew:
             "WORLD_SIZE": str(self.size),
             "LOCAL_RANK": str(rank),
             "OMP_NUM_THREADS": str(self.num_threads),
-            "VERL_RENDEZVOUS": f"file://{self._directory / 'rendezvous'}",
-            "VERL_WORKER_ADDRESS": address,
-            "VERL_WORKER_KEY": key.hex(),
+            "VERL_RENDEZVOUS": f"file:///dev/fd/{self._meeting.fileno()}",
+            "VERL_WORKER_CONNECTION": str(connection),
+            "VERL_WORKER_PROGRESS": str(self.progress.fd),
             "VERL_WORKER_PARENT": str(os.getpid()),
         }
         if sys.platform == "linux":
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine: no need to resolve its name
-        with self._log(rank).open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "verl.cluster.worker"],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        return subprocess.Popen(
+            [sys.executable, "-m", "verl.cluster.worker"],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=self._logs[rank],
+            stderr=subprocess.STDOUT,
+            pass_fds=(connection, self._meeting.fileno(), self.progress.fd),
+            start_new_session=True,
+        )
 
-    def _accept_all(self, listener: Listener) -> dict[int, Connection]:
-        """The connection of each rank; a worker that dies before it connects is named."""
-        arrived: dict[int, Connection] = {}
-        done = threading.Event()
-
-        def accept() -> None:
-            while len(arrived) < self.size:
+    def _await_all(self) -> None:
+        """Wait for the first message of each; a worker that ends before, or takes too long, is named."""
+        waiting, deadline = list(range(self.size)), Deadline(START_TIMEOUT_S)
+        while waiting:
+            wait([self.connections[rank] for rank in waiting], timeout=0.1)
+            for rank in list(waiting):
                 try:
-                    connection = listener.accept()
-                    arrived[connection.recv()] = connection
-                except (AuthenticationError, EOFError):  # a stranger at the door: noqa: PERF203
-                    continue
-                except OSError:  # the listener was closed
-                    return
-            done.set()
-
-        threading.Thread(target=accept, daemon=True).start()
-        deadline = Deadline(START_TIMEOUT_S)
-        while not done.wait(timeout=0.1):
-            for rank, process in enumerate(self._processes):
-                if process.poll() is not None or (rank not in arrived and not deadline.left_s):
+                    if self.connections[rank].poll(0):
+                        self.connections[rank].recv()
+                        waiting.remove(rank)
+                        continue
+                except (EOFError, OSError):
+                    raise self.death(rank, "start", None) from None
+                if self._processes[rank].poll() is not None:
                     raise self.death(rank, "start", None)
-        return arrived
+            if waiting and not deadline.left_s:
+                rank = next((rank for rank in waiting if self.is_stopped(rank)), waiting[0])
+                detail = f"it was not there within {START_TIMEOUT_S:g} s{self._state(rank)}\n{self._tail(rank)}"
+                raise WorkerHung(rank, "start", None, detail)
 
-    def _log(self, rank: int) -> Path:
-        return self._logs / f"rank_{rank}.log"
+    def _state(self, rank: int) -> str:
+        found = state_of(self._processes[rank].pid)
+        return f": {found}" if found else ""
 
-    def _log_size(self, rank: int) -> int:
-        try:
-            return self._log(rank).stat().st_size
-        except OSError:
-            return 0
+    def _tail(self, rank: int) -> str:
+        """The last lines of a worker's log, without those of libraries that are well."""
+        found: LogExcerpt = excerpt(self._logs[rank].fileno())
+        return "\n".join(found.lines)
 
-    def _tail(self, rank: int, start: int = 0) -> str:
-        """The last lines of a worker's log, or what it says from a place on."""
-        try:
-            lines = self._log(rank).read_bytes()[start:].decode(errors="replace").splitlines()
-        except OSError as error:
-            return f"(its log cannot be read: {error})"
-        return "\n".join(lines if start else lines[-LOG_TAIL_LINES:])
-
-
-def _short_directory() -> Path:
-    """A new directory whose path is short enough for a socket, wherever TMPDIR points."""
-    directory = Path(tempfile.mkdtemp(prefix="verl_"))
-    if len(str(directory / "driver")) < LONGEST_SOCKET_PATH:
-        return directory
-    directory.rmdir()
-    return Path(tempfile.mkdtemp(prefix="verl_", dir="/tmp"))
+    def _text(self, rank: int, start: int) -> str:
+        """What a worker's log says from a place on."""
+        fd = self._logs[rank].fileno()
+        return os.pread(fd, max(0, log_size(fd) - start), start).decode(errors="replace")
 
 
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"exit status {code}"
-    hint = " (out of memory, if nobody sent it)" if -code == signal.SIGKILL else ""
-    names = {int(known): known.name for known in signal.Signals}
-    return f"signal {names.get(-code, -code)}{hint}"
+def _log_file(directory: Path | None, rank: int) -> BinaryIO:
+    """An empty file for what a worker prints, open for both; without a name where it goes with the run."""
+    if directory is None:
+        return tempfile.TemporaryFile()  # type: ignore[return-value]
+    directory.mkdir(parents=True, exist_ok=True)
+    return (directory / f"rank_{rank}.log").open("w+b")
+
+
+def _meeting_file() -> BinaryIO:
+    """An empty file by which processes that inherit it find each other."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("verl_rendezvous", os.MFD_CLOEXEC), "w+b")
+    return tempfile.TemporaryFile()  # type: ignore[return-value]

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.contract.tensor_bytes import raw_bytes, taken
 from verl.protocol import DataProto
 
 warnings.filterwarnings("ignore", message=".*buffer is not writable.*")  # received fields are read, never written
@@ -40,12 +41,12 @@ class TakenRows(NamedTuple):
     def write(self, into: np.ndarray) -> None:
         """Take the rows, into memory of as many bytes."""
         shape = (len(self.rows), *self.tensor.shape[1:])
-        tensor, rows = self.tensor.detach(), self.rows.to(self.tensor.device)
+        tensor, rows = self.tensor.detach().resolve_conj().resolve_neg(), self.rows.to(self.tensor.device)
         place = torch.frombuffer(into, dtype=self.tensor.dtype).view(shape)
         if tensor.device.type == "cpu":
-            torch.index_select(tensor, 0, rows, out=place)
+            taken(tensor, rows, place)
         else:
-            place.copy_(tensor.index_select(0, rows))
+            place.copy_(taken(tensor, rows))
 
 
 class Parcel(NamedTuple):
@@ -95,10 +96,12 @@ class _Wrapper(pickle.Pickler):
             stands_for_it = pickle.PickleBuffer(bytearray())
             self._to_take[id(stands_for_it)] = stands_for_it, obj
             return _tensor, (stands_for_it, obj.tensor.dtype, (len(obj.rows), *obj.tensor.shape[1:]))
-        if not isinstance(obj, Tensor) or obj.layout != torch.strided or not obj.numel():
+        if not isinstance(obj, Tensor) or obj.layout != torch.strided or obj.is_quantized or obj.is_nested:
             return NotImplemented
-        flat = obj.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-        return _tensor, (pickle.PickleBuffer(flat.numpy()), obj.dtype, tuple(obj.shape))
+        if not obj.numel():
+            return _empty, (tuple(obj.shape), obj.dtype)
+        buffer: Any = raw_bytes(obj).numpy()
+        return _tensor, (pickle.PickleBuffer(buffer), obj.dtype, tuple(obj.shape))
 
 
 def _fields(batch: DataProto) -> tuple[Any, ...]:

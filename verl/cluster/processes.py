@@ -5,7 +5,8 @@
                      rank 0 <──gloo/nccl──> rank 1
 
 A worker's exception, its death and its silence fail the call that was under way with the rank, the call and the step,
-and end all workers: their siblings may be waiting for them in a collective operation for ever.
+and end all workers: their siblings may be waiting for them in a collective operation for ever. Silent is a group of
+which no worker makes progress for `call_timeout_s`; a call may take as long as it needs while one does.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from verl.cluster.base import Deadline, HostDescription
-from verl.cluster.crew import BUILD_TIMEOUT_S, END_TIMEOUT_S, Crew
+from verl.cluster.base import HostDescription
+from verl.cluster.crew import BUILD_TIMEOUT_S, END_TIMEOUT_S, STACK_TIMEOUT_S, Crew
 from verl.cluster.mailbox import Letter, Mailbox, Post, quietly_send
 from verl.cluster.memory import Block, Blocks, lease
 from verl.cluster.parcel import Rows
@@ -36,7 +37,8 @@ from verl.cluster.versions import refuse_mixed
 from verl.cluster.worker import READY, Answer, Call, Start
 from verl.description import BuildContext
 from verl.dispatch import Dispatch, dispatch_of
-from verl.errors import VerlError, WorkerError
+from verl.errors import VerlError, WorkerError, WorkerHung
+from verl.utils.progress import ProgressWatch, report
 
 GRACE_S = 0.3  # an error waits so long to be told: a sibling's death, where that is the cause, is told first
 
@@ -48,7 +50,7 @@ class Processes:
         num_threads: that torch may use in each.
         devices: of each, `cuda:N` or `cpu:N`, the N-th core that this process may use; None numbers the GPUs by rank.
         name: of a directory for the logs, where there are several groups of processes.
-        call_timeout_s: after which a call that is not answered names who is silent.
+        call_timeout_s: without progress of any worker, after which a call under way names who is silent.
     Raises:
         WorkerError: a worker could not build its roles.
         WorkerDied: a worker ended while it was starting; WorkerHung: it did not come to an end with that.
@@ -80,6 +82,7 @@ class Processes:
         self._post, self._joined, self._expected = Post(), Blocks(shared=False), Expectations()
         self._mailboxes: list[Mailbox] = []
         self._sender = threading.Thread(target=self._send_calls, daemon=True)
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._call_timeout_s, self._is_closed = call_timeout_s, threading.Event()
         self._devices = devices or [_device(context.device, rank) for rank in range(world_size)]
         logs = None if context.run_dir is None else context.run_dir / "workers" / name
@@ -139,6 +142,8 @@ class Processes:
             pending.future.set_exception(ended)
         self._is_closed.set()
         self._outbox.put(None)
+        if self._watcher.is_alive():
+            self._watcher.join(timeout=2 * STACK_TIMEOUT_S)
         self._crew.end()
         if self._sender.is_alive():
             self._sender.join(timeout=END_TIMEOUT_S)
@@ -159,7 +164,7 @@ class Processes:
             self._mailboxes.append(mailbox := Mailbox(connection, self._post))
             threading.Thread(target=self._listen, args=(rank, mailbox), daemon=True).start()
         self._sender.start()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._watcher.start()
         refuse_mixed(ready.future.result(), "sharding")
 
     def _send_calls(self) -> None:
@@ -191,7 +196,18 @@ class Processes:
                 self._take(answer, rank, pending)
             else:
                 time.sleep(GRACE_S)
-                self._fail(WorkerError(rank, pending.name, pending.step, answer.error))
+                self._fail(self._failure_of(rank, pending, answer))
+
+    def _failure_of(self, rank: int, pending: PendingCall, answer: Answer) -> WorkerError:
+        """The error of a worker; where a sibling that it needs has been stopped, that of the sibling."""
+        with self._lock:
+            answered = self._answers.get(answer.number, {})
+            others = [other for other in range(self.world_size) if other != rank and other not in answered]
+        stopped = next((other for other in others if self._crew.is_stopped(other)), None)
+        if stopped is None:
+            return WorkerError(rank, pending.name, pending.step, answer.error or "")
+        detail = f"the process is stopped (SIGSTOP or SIGTSTP), and rank {rank} failed for it:\n{answer.error}"
+        return WorkerHung(stopped, pending.name, pending.step, detail)
 
     def _take(self, answer: Answer, rank: int, pending: PendingCall) -> None:
         with self._lock:
@@ -211,19 +227,23 @@ class Processes:
             pending.future.set_result(result)
 
     def _watch(self) -> None:
-        """Name who is silent, where the oldest call under way takes too long."""
-        oldest, deadline = None, Deadline(self._call_timeout_s)
-        while not self._is_closed.wait(min(5.0, self._call_timeout_s / 5)):
+        """Name who is silent, where nobody makes progress with the oldest call under way."""
+        oldest, look_every_s = None, min(5.0, self._call_timeout_s / 5)
+        watch = ProgressWatch(self._crew.progress, self._call_timeout_s, look_every_s=2 * look_every_s)
+        while not self._is_closed.wait(look_every_s):
             with self._lock:
                 number = min(self._pending, default=None)
                 pending = None if number is None else self._pending[number]
                 waiting = [rank for rank in range(self.world_size) if rank not in self._answers.get(number, {})]
             limit_s = max(self._call_timeout_s, BUILD_TIMEOUT_S) if number == READY else self._call_timeout_s
             if number != oldest or pending is None:
-                oldest, deadline = number, Deadline(limit_s)
-            elif not deadline.left_s:
+                oldest = number
+                watch.restart(limit_s)
+            elif watch.is_overdue:
                 self._fail(self._crew.silence(waiting, pending.name, pending.step, limit_s))
                 return
+            elif not watch.idle_s:
+                report()  # to whoever waits for this process
 
     def _on_hang_up(self, rank: int) -> None:
         with self._lock:

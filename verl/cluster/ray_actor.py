@@ -1,6 +1,7 @@
 """What runs in a Ray actor: the roles of one process, and the calls to them. Knows nothing of Ray itself.
 
-Calls come one after another in one thread; `stack` and `end` come in a second one, and so are answered during a call.
+Calls come one after another in one thread; `progress`, `stack` and `end` come in a second one, and so are answered
+during a call.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 from verl.cluster.parcel import Parcel, unwrap, wrap
 from verl.cluster.versions import versions
+from verl.utils.progress import Progress, report, report_to
 
 
 class Told(NamedTuple):
@@ -36,6 +38,8 @@ class RoleActor:
     def __init__(self, log: str | None):
         self._host: Any = None
         self._thread: int | None = None
+        self._progress = Progress(num_slots=1)
+        report_to(self._progress)
         if log is not None and Path(log).parent.is_dir():
             with open(log, "wb") as file:
                 os.dup2(file.fileno(), 1)
@@ -58,13 +62,14 @@ class RoleActor:
         import torch
 
         self._thread = threading.get_ident()
+        report("building the roles")
         try:
             os.environ.update(env)
             sys.path[:] = [*search_path, *(path for path in sys.path if path not in search_path)]
             torch.set_num_threads(num_threads)
             host, context = pickle.loads(payload)
             self._host = host.build(context)
-        except Exception:  # noqa: BLE001 - the driver's to handle
+        except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
             return Told(None, traceback.format_exc())
         return Told(wrap(None))
 
@@ -75,14 +80,19 @@ class RoleActor:
             rows: indices of those of the batch that this process works on; None for all that it is sent.
             is_heard: the result is sent back.
         """
+        report(f"{role}.{method}")
         try:
             given = unwrap(args)
             if rows is not None:
                 given = (given[0][rows], *given[1:])
             result = self._host.call(role, method, given)
             return Told(wrap(result if is_heard else None))
-        except Exception:  # noqa: BLE001 - the driver's to handle
+        except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
             return Told(None, traceback.format_exc())
+
+    def progress(self) -> tuple[int, str]:
+        """Pieces of work so far, and what is done now."""
+        return self._progress.count(0), self._progress.stage()
 
     def stack(self) -> str:
         """Where the call under way stands."""
@@ -93,5 +103,5 @@ class RoleActor:
         """Let go of the models and leave the group of processes."""
         host, self._host = self._host, None
         if host is not None:
-            with contextlib.suppress(Exception):  # the process ends next
+            with contextlib.suppress(BaseException):  # the process ends next
                 host.close()

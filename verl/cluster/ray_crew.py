@@ -17,16 +17,19 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.cluster.base import Deadline, HostDescription
-from verl.cluster.crew import BUILD_TIMEOUT_S, END_TIMEOUT_S, LOG_TAIL_LINES, START_TIMEOUT_S
+from verl.cluster.crew import BUILD_TIMEOUT_S, END_TIMEOUT_S, START_TIMEOUT_S
 from verl.cluster.parcel import Parcel, unwrap
 from verl.cluster.ray_actor import RoleActor, Told
 from verl.cluster.ray_session import Session
 from verl.cluster.versions import refuse_mixed
 from verl.description import BuildContext
 from verl.errors import WorkerDied, WorkerError, WorkerHung
+from verl.utils.process_exit import excerpt
+from verl.utils.progress import Progress, ProgressWatch, report, state_of
 
 GRACE_S = 0.5  # an error waits so long to be told: a sibling's death, where that is the cause, is told first
 STACK_TIMEOUT_S = 5.0
+LOOK_EVERY_S = 5.0
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -40,7 +43,7 @@ class Group:
         num_cpus, num_gpus: of each.
         num_threads: that torch may use in each.
         strategy: of Ray's placement group.
-        call_timeout_s: after which a call that is not answered names who is silent.
+        call_timeout_s: without progress of any worker, after which a call under way names who is silent.
     """
 
     name: str
@@ -57,16 +60,17 @@ class RayCrew:
 
     Attributes:
         pids: process ids by rank, each on its own machine, once `start` has returned.
-        is_on_this_machine: all actors share the driver's memory.
+        shares_store: all actors share the driver's memory: they are on its machine.
     """
 
-    is_on_this_machine = False
+    shares_store = False
 
     def __init__(self, session: Session, group: Group, logs: Path | None):
         self._group, self._logs = group, logs
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
         self._actors: list[Any] = []
+        self._counts: dict[int, int] = {}  # of each worker's progress, when it was asked last
         self.pids: list[int] = []
         self._room = session.reserve([self._bundle()] * group.size, group.strategy)
 
@@ -138,7 +142,7 @@ class RayCrew:
             for rank, (actor, share, own) in enumerate(zip(self._actors, sent, rows, strict=True))
         ]
 
-    def answers(self, name: str, step: int | None, refs: Sequence[Any], timeout_s: float | None) -> list[Any]:
+    def answers(self, name: str, step: int | None, refs: Sequence[Any], timeout_s: float) -> list[Any]:
         """What the workers answered, by rank.
 
         Raises:
@@ -151,21 +155,28 @@ class RayCrew:
         self,
         name: str,
         refs: Sequence[Any],
-        timeout_s: float | None,
+        timeout_s: float,
         step: int | None = None,
         failed: Callable | None = None,
     ) -> list[Any]:
-        deadline, waiting, found = Deadline(timeout_s if timeout_s is not None else float("inf")), list(refs), {}
-        while waiting:
-            ready, waiting = ray.wait(waiting, timeout=min(deadline.left_s, 3600.0))
-            if not ready and not deadline.left_s:
-                raise self._silence([refs.index(ref) for ref in waiting], name, step, timeout_s)
-            for ref in ready:
-                rank = refs.index(ref)
-                found[rank] = self._get(ref, rank, name, step)
-                if failed is not None and failed(found[rank]):
-                    self._look_for_the_dead(refs, waiting, name, step)
-                    raise WorkerError(rank, name, step, found[rank][1])
+        waiting, found, look_every_s = list(refs), {}, min(LOOK_EVERY_S, timeout_s / 5)
+        with contextlib.closing(Progress(num_slots=len(refs))) as seen:
+            watch = ProgressWatch(seen, timeout_s, look_every_s=look_every_s + 2 * STACK_TIMEOUT_S)
+            while waiting:
+                ready, waiting = ray.wait(waiting, timeout=look_every_s)
+                ranks = [refs.index(ref) for ref in waiting]
+                if not ready and watch.idle_s >= timeout_s / 2:  # workers are asked only where it matters
+                    self._note_progress(ranks, seen)
+                if not ready and watch.is_overdue:
+                    raise self._silence(ranks, name, step, timeout_s)
+                for ref in ready:
+                    rank = refs.index(ref)
+                    seen.advance(slot=rank)
+                    found[rank] = self._get(ref, rank, name, step)
+                    if failed is not None and failed(found[rank]):
+                        self._look_for_the_dead(refs, waiting, name, step)
+                        self._look_for_the_stopped(ranks, rank, name, step, found[rank][1])
+                        raise WorkerError(rank, name, step, found[rank][1])
         return [found[rank] for rank in range(len(refs))]
 
     def _get(self, ref: Any, rank: int, name: str, step: int | None) -> Any:
@@ -187,7 +198,41 @@ class RayCrew:
                     continue
                 self._get(ref, refs.index(ref), name, step)
 
-    def _silence(self, ranks: list[int], name: str, step: int | None, timeout_s: float | None) -> WorkerHung:
+    def _note_progress(self, ranks: Sequence[int], seen: Progress) -> None:
+        """Advance the slot of each worker that has done something since it was asked before."""
+        for rank, (count, _) in self._told_progress(ranks).items():
+            if count != self._counts.get(rank):
+                self._counts[rank] = count
+                seen.advance(slot=rank)
+                report()  # to whoever waits for this process
+
+    def _told_progress(self, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
+        """By rank, of those that answer: what they say of their progress."""
+        asked = [self._actors[rank].progress.options(concurrency_group="watch").remote() for rank in ranks]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=STACK_TIMEOUT_S)
+        told = {}
+        for rank, ref in zip(ranks, asked, strict=True):
+            if ref in answered:
+                with contextlib.suppress(RayError):  # it has ended: whoever waits for its answer is told
+                    told[rank] = ray.get(ref)
+        return told
+
+    def _look_for_the_stopped(self, ranks: list[int], failed: int, name: str, step: int | None, error: str) -> None:
+        """An error may be that of a worker that has waited for one that does nothing."""
+        silent = sorted(set(ranks) - self._told_progress(ranks).keys()) if ranks else []
+        if silent:
+            rank = silent[0]
+            state = self._state(rank) or ": it does not react at all"
+            raise WorkerHung(
+                rank, name, step, f"the process does nothing{state}. Rank {failed} failed for it:\n{error}"
+            )
+
+    def _state(self, rank: int) -> str:
+        """What the system says of a worker on this machine."""
+        found = state_of(self.pids[rank]) if self.shares_store and self.pids else ""
+        return f": {found}" if found else ""
+
+    def _silence(self, ranks: list[int], name: str, step: int | None, timeout_s: float) -> WorkerHung:
         """Who does not answer: first a process that does not even say where it stands."""
         asked = {rank: self._actors[rank].stack.options(concurrency_group="watch").remote() for rank in ranks}
         stacks, end = {}, Deadline(STACK_TIMEOUT_S)
@@ -195,10 +240,10 @@ class RayCrew:
             try:
                 stacks[rank] = ray.get(ref, timeout=end.left_s)
             except (RayError, GetTimeoutError):
-                detail = f"no answer within {timeout_s:g} s, and the process does not react at all\n{self._tail(rank)}"
-                return WorkerHung(rank, name, step, detail)
+                at_all = f"no answer within {timeout_s:g} s, and the process does not react at all{self._state(rank)}"
+                return WorkerHung(rank, name, step, f"{at_all}\n{self._tail(rank)}")
         where = "\n".join(f"rank {rank} stands at:\n{stack}" for rank, stack in stacks.items())
-        return WorkerHung(ranks[0], name, step, f"no answer within {timeout_s:g} s\n{where}")
+        return WorkerHung(ranks[0], name, step, f"no answer within {timeout_s:g} s, and no progress meanwhile\n{where}")
 
     def end(self) -> None:
         """Ask the actors to let go of what they hold, if they do so soon."""
@@ -225,7 +270,7 @@ class RayCrew:
     def _tail(self, rank: int) -> str:
         if self._logs is None or not self._log(rank).is_file():
             return ""
-        return "\n".join(self._log(rank).read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+        return "\n".join(excerpt(self._log(rank)).lines)
 
 
 class _Place(NamedTuple):

@@ -34,7 +34,8 @@ class RayPlacement(Placement):
             as many, and the STRICT_ ones insist.
         object_store_mib: shared memory for batches under way, of a cluster that is started here; null as Ray chooses.
         start_timeout_s: how long room in the cluster is waited for.
-        call_timeout_s: a worker that has not answered a call by then is named and ended.
+        call_timeout_s: when no worker has made progress with a call for so long, the one that stands still is named,
+            and all are ended.
         max_restarts: of a run that lost a worker, from its last checkpoint; 0 for none.
     """
 

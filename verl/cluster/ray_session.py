@@ -8,22 +8,23 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import shutil
 import signal
 import socket
+import tempfile
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from verl.cluster.crew import _short_directory
 from verl.errors import ConfigError, VerlError
+from verl.utils.temporary import TemporaryDirectory
 
+LONGEST_SOCKET_PATH = 103  # bytes; Linux allows 107
+RAYS_OWN = 62  # bytes that Ray adds to its directory
 KNOCK_TIMEOUT_S = 10.0
 # Ray gives memory back by the hundred objects, or once a second. Until then the next batch goes to memory that nobody
 # has touched yet, and that takes several times what copying it does.
@@ -57,7 +58,7 @@ class Session:
 
     _users: ClassVar[int] = 0
     _opened: ClassVar[bool] = False
-    _directory: ClassVar[Path | None] = None
+    _held: ClassVar[TemporaryDirectory | None] = None
 
     def __init__(self, wanted: Wanted):
         self.wanted = wanted
@@ -100,9 +101,9 @@ class Session:
     @classmethod
     def _end(cls) -> None:
         ray.shutdown()
-        directory, cls._directory = cls._directory, None
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+        held, cls._held = cls._held, None
+        if held is not None:
+            held.cleanup()
 
     def _open(self, wanted: Wanted) -> None:
         quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
@@ -118,7 +119,7 @@ class Session:
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         memory = {} if wanted.object_store_mib is None else {"object_store_memory": wanted.object_store_mib * 2**20}
-        Session._directory = _short_directory()
+        Session._held = _short_directory()
         atexit.register(Session._end)  # of a driver that ends without `close`
         try:
             ray.init(
@@ -126,13 +127,19 @@ class Session:
                 num_cpus=max(os.cpu_count() or 1, int(wanted.num_cpus + 0.999)),
                 include_dashboard=False,
                 _system_config=AT_ONCE,
-                _temp_dir=str(Session._directory),
+                _temp_dir=Session._held.name,
                 **memory,
                 **quiet,
             )
         except BaseException:
             Session._end()
             raise
+
+
+def _short_directory() -> TemporaryDirectory:
+    """A new directory whose path leaves room for that of a socket, wherever TMPDIR points."""
+    is_short = len(tempfile.gettempdir()) + RAYS_OWN + len("/verl_123456789012") < LONGEST_SOCKET_PATH
+    return TemporaryDirectory("verl_", None if is_short else "/tmp")
 
 
 def _knock(address: str) -> None:

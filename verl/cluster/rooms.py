@@ -20,6 +20,7 @@ from torch import Tensor
 from verl.cluster.dividing import Division, spread
 from verl.cluster.memory import ALIGNMENT
 from verl.contract.joining import set_rows
+from verl.contract.tensor_bytes import taken
 from verl.fields import FIELDS
 from verl.protocol import DataProto
 
@@ -115,7 +116,7 @@ class Room:
         if type(answer) is not Placed:
             return answer
         places = spread(rows, self._layout.each)
-        return _with_tensors(answer.rest, {name: x.index_select(0, places) for name, x in fields.items()}, answer.rest)
+        return _with_tensors(answer.rest, {name: taken(x, places) for name, x in fields.items()}, answer.rest)
 
 
 class Expectations:

@@ -1,6 +1,6 @@
 """A worker process: `python -m verl.cluster.worker`, started by `verl.cluster.processes` and by nobody else.
 
-It connects back to the driver, builds its roles, and carries out one call after another until the driver hangs up.
+It says that it is there, builds its roles, and carries out one call after another until the driver hangs up.
 Started this way, and not by multiprocessing's spawn, it never imports the driver's main script.
 """
 
@@ -9,17 +9,16 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
-import shutil
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
+
+from verl.utils.child_process import end_with_parent
+from verl.utils.progress import Progress, report, report_to
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def serve(connection: Connection) -> None:
         start: Start = connection.recv()
         try:
             host = _build(start)
-        except Exception:  # noqa: BLE001 - the driver's to handle
+        except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
             from verl.cluster.mailbox import Mailbox, Post
 
             Mailbox(connection, post := Post()).send(post.pack(Answer(READY, error=traceback.format_exc())))
@@ -87,12 +86,15 @@ def serve(connection: Connection) -> None:
 
         mailbox = Mailbox(connection, post := Post())
         mailbox.send(post.pack(Answer(READY, versions())))
+        report("idle")
         while (call := mailbox.receive()) is not None:
+            report(f"{call.role}.{call.method}")
             answer = _packed(post, _carry_out(host, call, mailbox.room))
             call = mailbox.room = None  # what it lies on is used again, unless the role has kept something
             mailbox.send(answer)
-    except (EOFError, ConnectionError):
-        _sweep()  # the driver is gone: nobody else is left to tidy up
+            report("idle")
+    except (EOFError, ConnectionError):  # the driver is gone
+        pass
     finally:
         if host is not None:
             host.close()
@@ -112,6 +114,7 @@ def _build(start: Start) -> Any:
     import torch
 
     torch.set_num_threads(start.num_threads)
+    report("building the roles")
     host, context = pickle.loads(start.payload)
     return host.build(context)
 
@@ -126,32 +129,20 @@ def _carry_out(host: Any, call: Call, room: Any) -> Answer:
 
             result = place(result, call.rows, call.layout, room)
         return Answer(call.number, result)
-    except Exception:  # noqa: BLE001 - the driver's to handle
+    except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
         return Answer(call.number, error=traceback.format_exc())
-
-
-def _end_with(parent: int) -> None:
-    """End this process soon after the driver has ended, even in the middle of a computation."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    _sweep()
-    os._exit(1)
-
-
-def _sweep() -> None:
-    """Remove the directory of the sockets, which a driver that was killed has left."""
-    shutil.rmtree(Path(os.environ["VERL_WORKER_ADDRESS"]).parent, ignore_errors=True)
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # may reach all processes of a job: the driver ends its workers
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR2)  # the driver asks where a silent worker stands; the log has the answer
-    parent = int(os.environ["VERL_WORKER_PARENT"])
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    key = bytes.fromhex(os.environ.pop("VERL_WORKER_KEY"))
-    with Client(os.environ["VERL_WORKER_ADDRESS"], authkey=key) as connection:
-        connection.send(int(os.environ["RANK"]))
+    end_with_parent(int(os.environ["VERL_WORKER_PARENT"]))
+    rank = int(os.environ["RANK"])
+    report_to(Progress.open(int(os.environ.pop("VERL_WORKER_PROGRESS"))), rank)
+    with Connection(int(os.environ.pop("VERL_WORKER_CONNECTION"))) as connection:
+        report("importing")
+        connection.send(rank)
         serve(connection)
 
 

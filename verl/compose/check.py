@@ -18,6 +18,7 @@ from verl.compose.nearest import hint, nearest_path
 from verl.compose.plain import UNKNOWN, Plain, Unknown, join, read_plain
 from verl.description import Description, _as_declared, field_types, type_fault
 from verl.errors import ConfigError
+from verl.utils.exits import as_component_exit, raised_by_code
 
 TARGET = "_target_"
 
@@ -137,6 +138,11 @@ def _import(target: str) -> type[Description] | str:
         return f"there is no module {error.name}"
     except ImportError as error:
         return f"it cannot be imported ({error})"
+    except BaseException as error:  # the user's module runs here and may raise anything
+        if not raised_by_code(error):
+            raise
+        found = error if isinstance(error, Exception) else as_component_exit(error)
+        return f"importing it raised {type(found).__name__}: {found}"
     if found is None:
         return f"{module_name} has no {name}"
     if not (isinstance(found, type) and issubclass(found, Description)):

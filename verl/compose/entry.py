@@ -31,7 +31,9 @@ from verl.errors import CheckpointError, ConfigError
 from verl.tracking.logs import setup_logging
 from verl.trainer.stopping import Terminated, orderly_termination
 from verl.utils import torchrun
+from verl.utils.exits import component_exits
 from verl.utils.kernel_cache import set_kernel_cache
+from verl.utils.progress import report_to_starter
 from verl.utils.redact import redact
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None
     """Make `main(job)` a command: `root` names the configuration, `ppo` or `sft`.
 
     A fault in the configuration prints as a list and ends with status 2, Ctrl-C with 130, SIGTERM with 143, any other
-    error with its traceback and 1.
+    error with its traceback and 1; an `exit()` of a component is such an error, whatever status it asks for.
     """
 
     def decorate(main: Callable[[Job], Any]) -> Callable[[], None]:
@@ -81,6 +83,7 @@ def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None
         def command() -> None:
             if torchrun.number() > 0:  # the first one drives
                 return
+            report_to_starter()
             with _clean_end(), orderly_termination():
                 set_kernel_cache()
                 schema.register()
@@ -113,7 +116,7 @@ def _run_hydra(root: str, main: Callable[[Job], Any], faults: Sequence[str]) -> 
         try:
             with _clean_end():
                 try:
-                    with job.closing:
+                    with job.closing, component_exits(directly=False):
                         main(job)
                 finally:
                     _remove_if_empty(run_dir)

@@ -12,8 +12,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +25,7 @@ from verl.compose.paths import conf_dir, group_options
 from verl.description import BuildContext, Description, as_plain
 from verl.errors import ConfigError
 from verl.models.pretrained import WARM_START
+from verl.utils.temporary import TemporaryDirectory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -92,8 +91,8 @@ def _actor_dir(name: str, console: Console, overrides: Sequence[str]) -> Path:
 def _make(run: Any, final: Path) -> None:
     """Train into a sibling directory and rename it, so that a half-made warm start is never taken for a whole one."""
     final.parent.mkdir(parents=True, exist_ok=True)
-    making = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
-    try:
+    with TemporaryDirectory(f".{final.name}-", final.parent) as directory:
+        making = Path(directory)
         trainer = run.build(BuildContext(run_dir=making))
         try:
             trainer.fit()
@@ -101,8 +100,6 @@ def _make(run: Any, final: Path) -> None:
             trainer.close()
         assert (making / "actor" / "config.json").is_file(), "supervised fine-tuning saved no actor"
         _publish(making, final)
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
 
 
 def _publish(making: Path, final: Path) -> None:

@@ -1,1 +1,1 @@
-"""What stands behind DataProto: who made a field, what its content must be, how rows join and are stored."""
+"""What stands behind DataProto: who made a field, what it must hold, which values are equal, how rows join, travel."""

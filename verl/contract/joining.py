@@ -1,8 +1,7 @@
-"""How the fields of several batches become one: equality, re-padding, and facts that must agree."""
+"""How the fields of several batches become one: re-padding, and facts that must agree."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.contract.equality import difference
 from verl.contract.source import Source, contract_error
 from verl.errors import DataProtoValidationError
 from verl.fields import FIELDS, Bound, Field
@@ -18,37 +18,6 @@ WORTH_THREADS = 2**22  # bytes
 
 # a dim of an unregistered field, the same in every part
 _FREE = ""
-
-
-def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal dtype, shape and values; NaN equals NaN."""
-    if left is right:
-        return True
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    right = right.to(left.device)
-    return torch.equal(left, right) or (
-        left.is_floating_point() and torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
-    )
-
-
-def same_value(left: Any, right: Any) -> bool:
-    """Equality that also holds for tensors, arrays and what contains them."""
-    if left is right:
-        return True
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return same_tensor(left, right)
-    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
-        if left.shape != right.shape:
-            return False
-        return all(map(same_value, left.flat, right.flat)) if left.dtype == object else np.array_equal(left, right)
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(same_value(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(same_value, left, right))
-    if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
-        return math.isnan(right)
-    return bool(np.all(left == right))
 
 
 def merged_meta(metas: Sequence[Mapping[str, Any]], verb: str) -> dict[str, Any]:
@@ -60,9 +29,10 @@ def merged_meta(metas: Sequence[Mapping[str, Any]], verb: str) -> dict[str, Any]
     merged: dict[str, Any] = {}
     for meta in metas:
         for key, value in meta.items():
-            if not same_value(merged.setdefault(key, value), value):
+            if (found := difference(merged.setdefault(key, value), value)) is not None:
+                one, other = found.texts()
                 raise DataProtoValidationError(
-                    f"meta_info `{key}` is {merged[key]!r} in one batch of this {verb} and {value!r} in another: "
+                    f"meta_info `{key}`{found.path} is {one} in one batch of this {verb} and {other} in another: "
                     "pop it from one of them."
                 )
     return merged
@@ -130,7 +100,8 @@ def set_rows(whole: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> N
         whole.index_copy_(0, places.to(whole.device), rows)
         return
     same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[whole.itemsize]
-    whole.view(same_size).numpy()[places.numpy()] = rows.detach().view(same_size).numpy()
+    rows = rows.detach().resolve_conj().resolve_neg()
+    whole.view(same_size).numpy()[places.numpy()] = rows.view(same_size).numpy()
 
 
 def in_threads(jobs: Sequence[Callable[[], Any]], num_bytes: int) -> list[Any]:

@@ -6,7 +6,6 @@ become micro-batches, and takes sums with its sibling processes. Nothing that a 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
@@ -15,20 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from verl.engines.layouts import Readable, laid_out_as
-from verl.engines.micro import MicroBatch, cut_into_micro_batches, empty_micro_batch
 from verl.engines.optim import AdamW
 from verl.engines.parallel import Parallel
-from verl.models import line_attention
+from verl.model_paths.check import paths_for
+from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches, empty_micro_batch
+from verl.model_paths.paths import PLAIN, ModelPaths, Scoring
 from verl.models.division import compute_device
 from verl.models.precision import Autocast, computing_in
 from verl.ops.aggregate import Totals
 from verl.protocol import DataProto
+from verl.utils.progress import report
 
 Compute = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
 Packs = Literal["auto", "off"]
 Loss = Callable[[nn.Module, MicroBatch, Totals], tuple[Tensor, dict[str, Tensor]]]
-
-_log = logging.getLogger(__name__)
 
 
 class TrainingEngine:
@@ -41,8 +40,9 @@ class TrainingEngine:
         optimizer: None for a model that only infers.
         total_updates: of the whole run, for the schedule of the learning rate.
         autocast: the type that the model computes in, if not that of its weights.
-        packing: whether rows may run as one line of tokens, with shared prompts once: `auto` where the model can and
-            it leaves clearly fewer tokens; `off` never. Changes no result but by rounding.
+        packing: whether rows may run as one line of tokens, with shared prompts once: `auto` where that was shown to be
+            right for the model (`verl.model_paths`) and leaves clearly fewer tokens; `off` never. Changes no result but
+            by rounding.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class TrainingEngine:
         self.optimizer = None if optimizer is None else optimizer.attach(self.parameters.values())
         self.device = compute_device(model)
         self.autocast = autocast
-        why_not = "packing is off" if packing == "off" else line_attention.enable(getattr(model, "backbone", model))
-        self.can_pack = why_not is None
-        _log.debug("packed rows: %s", why_not or "yes")
+        self.packing = packing
+        self._limit: Scoring | None = None
 
     @torch.no_grad()
-    def infer(self, batch: DataProto, compute: Compute) -> dict[str, Tensor]:
+    def infer(self, batch: DataProto, compute: Compute, *, alone: bool = False) -> dict[str, Tensor]:
         """Run a function of the model over a batch without gradients.
 
         Args:
             batch: see `cut_into_micro_batches`.
             compute: gives per-token tensors [b t] for a micro-batch.
+            alone: each row by itself, on the plainest path.
         Returns:
             The same names with tensors [B T], zero where the response mask is off, on the batch's device; no names
             for a batch without rows, which is a process's share where there are fewer rows than processes.
@@ -85,12 +85,13 @@ class TrainingEngine:
         mask = batch.batch["response_mask"]
         results: dict[str, Tensor] = {}
         with computing_in(self.autocast, self.model):
-            for micro in self._micro_batches(batch):
+            for micro in self._micro_batches(batch, alone):
                 for name, x in compute(self.model, micro).items():
                     x = x.masked_fill(~micro.tensors["response_mask"], 0.0).to(mask.device)
                     whole = results.setdefault(name, x.new_zeros(mask.shape))
                     if len(micro.rows):
                         whole[micro.rows.to(mask.device), : x.shape[1]] = x
+                report()
         self.parallel.settle(self.model)
         return results
 
@@ -109,7 +110,7 @@ class TrainingEngine:
         assert self.recipe is not None, "this engine only infers"
         assert self.optimizer is not None
         totals = self._totals(batch)
-        self.model.train()
+        self.model.train(self.paths(batch).trains)
         self.optimizer.zero_grad(set_to_none=True)
         shares: dict[str, Tensor] = {}
         for micro in self._micro_batches(batch):
@@ -120,6 +121,7 @@ class TrainingEngine:
                 value.backward()
             for name, x in {"loss": value, **stats}.items():
                 shares[name] = shares.get(name, 0.0) + x.detach().double()
+            report()
         self.parallel.sum_gradients(self.parameters.values())
         metrics = self.parallel.sums({name: float(x) for name, x in shares.items()})
         metrics["grad_norm"] = float(self.parallel.clip(self.parameters.values(), self.recipe.max_grad_norm))
@@ -130,6 +132,7 @@ class TrainingEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        report()
         self.updates += 1
         return {**metrics, "lr": lr}
 
@@ -164,11 +167,13 @@ class TrainingEngine:
             self.optimizer.state[parameter][key] = (
                 laid_out_as(parameter, tensor) if ndim else tensor[()].to(parameter.device, copy=True)
             )
+            report()
         self.updates = updates
 
-    def _micro_batches(self, batch: DataProto) -> Iterator[MicroBatch]:
+    def _micro_batches(self, batch: DataProto, alone: bool = False) -> Iterator[MicroBatch]:
         batch = batch.to(self.device)
-        made = cut_into_micro_batches(batch, self.micro_batch_tokens, self.can_pack)
+        budget, paths = (1, PLAIN) if alone else (self.micro_batch_tokens, self.paths(batch))
+        made = cut_into_micro_batches(batch, budget, paths)
         if not self.parallel.in_step:
             yield from made
             return
@@ -176,6 +181,18 @@ class TrainingEngine:
         most = self.parallel.most(len(cut))  # before the first of them: it is an exchange itself
         yield from cut
         yield from (empty_micro_batch(batch) for _ in range(most - len(cut)))
+
+    def paths(self, batch: DataProto) -> ModelPaths:
+        """How the rows of a batch may be run, as far as the settings want it."""
+        tokens = batch.batch["attention_mask"].sum(dim=1)
+        paths = paths_for(getattr(self.model, "backbone", self.model), int(tokens.max()) if len(batch) else 0)
+        if self._limit is not None:
+            paths = paths.limited_to(self._limit)
+        return paths.limited_to("padded") if self.packing == "off" else paths
+
+    def limit(self, scoring: Scoring) -> None:
+        """From here on run rows in this way, since the first batch has shown the other to be wrong."""
+        self._limit = scoring
 
     def _totals(self, batch: DataProto) -> Totals:
         own = Totals.of(batch.batch["response_mask"])

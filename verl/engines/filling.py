@@ -7,6 +7,7 @@ from torch import nn
 
 from verl.engines.layouts import local, own_box
 from verl.models.weight_files import WeightFiles
+from verl.utils.progress import report
 
 
 @torch.no_grad()
@@ -29,6 +30,7 @@ def fill(model: nn.Module, files: WeightFiles, device: torch.device, resting: to
         own = local(parameter)
         if own.numel():
             own.copy_(files.read(name, own_box(parameter)).view_as(own))
+        report()
     for name, buffer in model.named_buffers():
         if files.name_of(name) is not None:
             buffer.copy_(files.read(name))

@@ -15,6 +15,7 @@ from verl.description import BuildContext
 from verl.engines.layouts import local
 from verl.layout import Mesh
 from verl.models.precision import Autocast
+from verl.utils.progress import report
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"  # dimensions of the mesh of processes
 
@@ -46,6 +47,10 @@ class Parallel:
     def sums(self, values: Mapping[str, float]) -> dict[str, float]:
         """Named numbers, each added up over the processes with other rows; one may lack names that another has."""
         return dict(values)
+
+    def of_each(self, values: Mapping[str, float]) -> list[dict[str, float]]:
+        """Named numbers of each of the processes with other rows."""
+        return [dict(values)]
 
     def most(self, count: int) -> int:
         """The largest of a number that each process has."""
@@ -96,10 +101,14 @@ class TorchParallel(Parallel):
         self.data_group: Any = None  # all processes
 
     def sums(self, values: Mapping[str, float]) -> dict[str, float]:
-        everyone: list[dict[str, float]] = [{} for _ in range(self.dist.get_world_size(self.data_group))]
-        self.dist.all_gather_object(everyone, dict(values), group=self.data_group)
+        everyone = self.of_each(values)
         names = dict.fromkeys(name for given in everyone for name in given)
         return {name: sum(given.get(name, 0.0) for given in everyone) for name in names}
+
+    def of_each(self, values: Mapping[str, float]) -> list[dict[str, float]]:
+        everyone: list[dict[str, float]] = [{} for _ in range(self.dist.get_world_size(self.data_group))]
+        self.dist.all_gather_object(everyone, dict(values), group=self.data_group)
+        return everyone
 
     def most(self, count: int) -> int:
         found = torch.tensor([count], device=self.device)
@@ -121,8 +130,10 @@ class TorchParallel(Parallel):
             self.dist.all_reduce(flat, group=group)
             for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
                 grad.copy_(total.view_as(grad))
+            report()
         for work, grad, total in zip(under_way, large, sums, strict=True):
             work.wait()
+            report()
             if total is not grad:
                 grad.copy_(total)
 

@@ -16,7 +16,8 @@ class Sharding(Description):
 
     Attributes:
         needs_processes: whether the roles live in processes of their own, which the driver starts.
-        call_timeout_s: a process that has not answered a call by then is named and ended.
+        call_timeout_s: when no process has made progress with a call for so long, the one that stands still is named,
+            and all are ended.
     """
 
     needs_processes: ClassVar[bool] = False
@@ -53,7 +54,8 @@ class _Processes(Sharding):
 
     Args:
         timeout_s: how long a process waits for its siblings in one collective operation.
-        call_timeout_s: how long the driver waits for a process; that of trainer.placement, if it has one, goes first.
+        call_timeout_s: how long the driver waits for processes that make no progress; that of trainer.placement, if it
+            has one, goes first.
     """
 
     timeout_s: float = 600.0
@@ -72,7 +74,8 @@ class DDP(_Processes):
 
     Args:
         timeout_s: how long a process waits for its siblings in one collective operation.
-        call_timeout_s: how long the driver waits for a process; that of trainer.placement, if it has one, goes first.
+        call_timeout_s: how long the driver waits for processes that make no progress; that of trainer.placement, if it
+            has one, goes first.
     """
 
     def build(self, context: BuildContext) -> Parallel:
@@ -90,7 +93,8 @@ class FSDP(_Processes):
             backward pass; SHARD_GRAD_OP keeps them until then: more memory, a third less traffic.
         cpu_offload: weights, gradients and optimizer state rest in main memory, where the optimizer steps too.
         timeout_s: how long a process waits for its siblings in one collective operation.
-        call_timeout_s: how long the driver waits for a process; that of trainer.placement, if it has one, goes first.
+        call_timeout_s: how long the driver waits for processes that make no progress; that of trainer.placement, if it
+            has one, goes first.
     """
 
     strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP"] = "FULL_SHARD"
@@ -146,7 +150,8 @@ class TP(_Processes):
         tensor_parallel: processes that hold the model together; it must divide the number of key-value heads. null:
             all of the run. With more processes than that, each such group has a share of the rows.
         timeout_s: how long a process waits for its siblings in one collective operation.
-        call_timeout_s: how long the driver waits for a process; that of trainer.placement, if it has one, goes first.
+        call_timeout_s: how long the driver waits for processes that make no progress; that of trainer.placement, if it
+            has one, goes first.
     """
 
     tensor_parallel: int | None = None

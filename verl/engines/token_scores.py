@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from verl.engines.micro import MicroBatch
+from verl.model_paths.micro_batch import MicroBatch
+from verl.models.call import call_model
 from verl.models.output_head import OutputHead
 from verl.ops.logprobs import entropy_of, log_probs_of
 
@@ -45,6 +46,7 @@ def score_tokens(
     *,
     entropy: Entropy = None,
     rank: bool = False,
+    parts: int = 1,
 ) -> TokenScores:
     """Score the response tokens of a micro-batch; everything is 0 off the mask.
 
@@ -53,18 +55,19 @@ def score_tokens(
         temperature: divides the logits.
         entropy: give entropies too, with their gradient or as mere values.
         rank: say too whether each token is the likeliest.
+        parts: at least so many parts are made of the tokens.
     """
     mask = micro.tensors["response_mask"]
     tokens = micro.tensors["responses"][mask]
 
     def last_states(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
-        return model(**inputs, use_cache=False, logits_to_keep=logits_to_keep).logits
+        return call_model(model, **inputs, use_cache=False, logits_to_keep=logits_to_keep).logits
 
     if not head.is_separable:
         return _place(_score(micro.predict(last_states), tokens, temperature, entropy, rank), mask, entropy, rank)
     with head.left_out():
         hidden = micro.predict(last_states)
-    at_a_time = max(1, LOGITS_AT_A_TIME // model.config.get_text_config().vocab_size)
+    at_a_time = max(1, min(LOGITS_AT_A_TIME // model.config.get_text_config().vocab_size, -(-len(tokens) // parts)))
 
     def part(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         return _score(head(hidden), tokens, temperature, entropy, rank)
@@ -76,6 +79,19 @@ def score_tokens(
         for h, y in zip(hidden.split(at_a_time), tokens.split(at_a_time), strict=True)
     ]
     return _place(tuple(torch.cat(column) for column in zip(*parts, strict=True)), mask, entropy, rank)
+
+
+def plain_log_probs(model: Any, micro: MicroBatch, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities of the response tokens [b t] by the model's own forward pass, with all logits at a time."""
+    mask = micro.tensors["response_mask"]
+
+    def all_logits(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
+        return call_model(model, **inputs, use_cache=False).logits
+
+    logits = micro.predict(all_logits)
+    return _place(
+        _score(logits, micro.tensors["responses"][mask], temperature, None, False), mask, None, False
+    ).log_probs
 
 
 def _score(logits: Tensor, tokens: Tensor, temperature: float, entropy: Entropy, rank: bool) -> tuple[Tensor, ...]:

@@ -6,6 +6,7 @@ forward, backward, step ──> the weights <── generate
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,14 +20,23 @@ from torch import Tensor, nn
 from verl.compose.keywords import described
 from verl.compose.option import named_rollout
 from verl.description import BuildContext
-from verl.errors import ConfigError
-from verl.hybrid.call import Call, prompt_rows, read_call, warn_of_settings_left_out
+from verl.errors import ConfigError, RolloutError, WeightSyncError
+from verl.hybrid.call import Call, prompt_rows, read_call, settings_left_out
 from verl.hybrid.ends import naming_ends
+from verl.hybrid.lock import ActorLock
+from verl.hybrid.model_changes import (
+    ModelForm,
+    is_quantized,
+    own_weights_fault,
+    prompt_learning_fault,
+    unwrapped,
+    with_code_of_its_own,
+)
 from verl.hybrid.processes import Company, company_of, own_device
 from verl.hybrid.settings import HybridConfig
+from verl.model_paths.check import forget
 from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA
-from verl.models.padding import refuse_padding_blind
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.rollout.base import SAME_TENSORS, Request, Rollout, RolloutEngine, Synced
 from verl.utils.device_memory import release_cached
@@ -47,6 +57,10 @@ class HybridActor:
     States are switched by need: `generate` puts the model into the state that sampling wants, gives the engine the
     present weights, and leaves the model as it found it, gradients that wait for their step included.
 
+    The model may be changed or replaced between calls: the next one samples from what is there, by an engine that is
+    made anew where the former was built for something else, or says what cannot be sampled from. Calls of several
+    threads wait for each other.
+
     In several processes, all of which make the same calls, it is divided as `hybrid_config` says: docs/library.md.
 
     Args:
@@ -59,9 +73,11 @@ class HybridActor:
         seed: of the noise that samples are drawn with.
 
     Attributes:
-        model: the Hugging Face model, with its adapter if it has one.
-        tokenizer: or None.
-        hybrid_config: the settings, as a `HybridConfig`.
+        model: the Hugging Face model, with its adapter if it has one. May be set, unless it is divided.
+        tokenizer: or None. May be set.
+        rollout: the description of the engine. May be set, by name too.
+        seed: may be set.
+        hybrid_config: the settings, as a `HybridConfig`; those that divide nothing may be set.
 
     Raises:
         ConfigError: the model lacks what an actor offers, a key is unknown, or this version cannot do what it asks for.
@@ -76,29 +92,28 @@ class HybridActor:
         lora: LoRA | Mapping[str, Any] | None = None,
         seed: int = 0,
     ):
-        self.hybrid_config = described(HybridConfig, "hybrid_config", hybrid_config)
-        if isinstance(model, (str, Path)):
-            raise ConfigError(
-                f"model is {str(model)!r}: expected a loaded model. HybridActor.from_pretrained loads one."
-            )
-        check_interface("actor", model, "model")
+        self._hybrid_config = described(HybridConfig, "hybrid_config", hybrid_config)
+        _refuse_no_actor(model)
         company = company_of(self.hybrid_config, str(model.device))
         if company is not None:
             company.refuse_other_weights(model)
         self._start(model, tokenizer, rollout, lora, seed, company)
 
     def _start(self, model: Any, tokenizer: Any, rollout: Any, lora: Any, seed: int, company: Company | None) -> None:
-        self.rollout = named_rollout(rollout)
+        self._lock = ActorLock()
+        self._rollout = named_rollout(rollout)
         adapter = None if lora is None else described(LoRA, "lora", lora)
         with nullcontext() if company is None else company.drawing_alike():
-            self.model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
+            self._model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
         self.tokenizer, self.seed, self._company = tokenizer, seed, company
         self._engine: tuple[Any, Any] | None = None  # with what it was attached for
-        self._is_padding_tried = False
+        self._form: ModelForm | None = None  # that the model had when something was last built for it or proven of it
+        self._was_synced = False
+        self._settings_told: dict[str, Any] = {}
         self._refuse_scattered()
         if company is not None:
             company.take(self.model)
-        warn_of_settings_left_out(self.model)
+        self._tell_settings_left_out()
 
     @classmethod
     def from_pretrained(
@@ -122,7 +137,7 @@ class HybridActor:
         chosen = described(Pretrained, "from_pretrained", {"path": str(name_or_path), **source})
         place = own_device() if device == "auto" else device
         company, actor = company_of(config, place), cls.__new__(cls)
-        actor.hybrid_config = config
+        actor._hybrid_config = config
         if company is None:
             model = chosen.load_causal_lm(place)
         else:
@@ -130,21 +145,86 @@ class HybridActor:
         actor._start(model, chosen.load_tokenizer(), rollout, lora, seed, company)
         return actor
 
+    # What may be replaced
+
+    @property
+    def model(self) -> Any:
+        return self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        with self._held("model = ..."):
+            _refuse_no_actor(model)
+            self._refuse_if_divided("model cannot be replaced")
+            self._model, self._form = model, None
+            self._model_changed("another model was set")
+
+    @property
+    def rollout(self) -> Rollout:
+        return self._rollout
+
+    @rollout.setter
+    def rollout(self, rollout: str | Rollout) -> None:
+        with self._held("rollout = ..."):
+            self._rollout, self._form = named_rollout(rollout), None
+            self._end_engine()
+
+    @property
+    def hybrid_config(self) -> HybridConfig:
+        return self._hybrid_config
+
+    @hybrid_config.setter
+    def hybrid_config(self, hybrid_config: HybridConfig | Mapping[str, Any] | None) -> None:
+        config = described(HybridConfig, "hybrid_config", hybrid_config)
+        for name in ("tp_size", "dp_size", "fsdp_sharding"):
+            if (asked := getattr(config, name)) != (now := getattr(self._hybrid_config, name)):
+                raise ConfigError(
+                    f"hybrid_config.{name} is {asked}, and the actor was divided with {now}: make a new HybridActor."
+                )
+        self._hybrid_config = config
+
+    def _held(self, call: str) -> Any:
+        return self._lock.held(call, self._hybrid_config.busy_timeout_s)
+
+    def _refuse_if_divided(self, fault: str) -> None:
+        if self._company is not None:
+            raise ConfigError(
+                f"{fault}: it is divided over {self._company.world_size} processes. Make a new HybridActor."
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HybridActor:
+        with self._held("__deepcopy__"):
+            made = type(self).__new__(type(self))
+            made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the engine, which a copy starts for itself with its first call."""
+        self._refuse_if_divided("an actor cannot be copied or pickled")
+        left_out = dict.fromkeys(("_engine", "_form")) | {"_was_synced": False}
+        return {name: value for name, value in vars(self).items() if name != "_lock"} | left_out
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = ActorLock()
+
     # Training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward: `actor(input_ids=..., attention_mask=..., labels=...).loss`."""
-        if self._engine is not None and hasattr(self._engine[1], "rest"):
-            self._engine[1].rest()  # an engine with weights of its own leaves the memory to training
-        if self._company is not None:
-            self._company.refuse_other_rows(kwargs.get("input_ids", args[0] if args else None))
-        return self.model(*args, **kwargs)
+        with self._held("forward"):
+            if self._engine is not None and hasattr(self._engine[1], "rest"):
+                self._engine[1].rest()  # an engine with weights of its own leaves the memory to training
+            if self._company is not None:
+                self._company.refuse_other_rows(kwargs.get("input_ids", args[0] if args else None))
+            return self.model(*args, **kwargs)
 
     forward = __call__
 
     def train(self, mode: bool = True) -> HybridActor:
         """As of any torch module; never needed for `generate`."""
-        self.model.train(mode)
+        with self._held("train"):
+            self.model.train(mode)
         return self
 
     def eval(self) -> HybridActor:
@@ -152,7 +232,8 @@ class HybridActor:
 
     @property
     def training(self) -> bool:
-        return self.model.training
+        with self._held("training"):
+            return self.model.training
 
     @property
     def config(self) -> Any:
@@ -180,17 +261,20 @@ class HybridActor:
         return self._settled().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._settled().load_state_dict(*args, **kwargs)
+        with self._held("load_state_dict"):
+            return self._settled().load_state_dict(*args, **kwargs)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale gradients down to a norm of `max_norm` over all weights of all processes; gives the norm before."""
-        if self._company is not None:
-            return self._company.clip(self.parameters(), max_norm)
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+        with self._held("clip_grad_norm_"):
+            if self._company is not None:
+                return self._company.clip(self.parameters(), max_norm)
+            return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
     def _settled(self) -> Any:
         if self._company is not None:
-            self._company.settle(self.model)
+            with self._held("parameters"):
+                self._company.settle(self.model)
         return self.model
 
     def save_pretrained(self, directory: str | Path) -> None:
@@ -198,7 +282,7 @@ class HybridActor:
 
         Of a divided actor the first process writes it; all of them call this.
         """
-        with quiet_transformers():
+        with self._held("save_pretrained"), quiet_transformers():
             if self._company is not None:
                 self._company.save(self.model, self.tokenizer, directory)
                 return
@@ -231,8 +315,29 @@ class HybridActor:
         Returns:
             [B * num_return_sequences, P + T]: prompts with their responses, the samples of a prompt side by side.
         Raises:
-            ConfigError: an option that is not known here, or a value that cannot be.
+            ConfigError: an option that is not known here, a value that cannot be, or a model that the engine cannot
+                sample from as it is now.
+            ActorBusy: another thread was in a call for longer than `hybrid_config.busy_timeout_s`.
+            RolloutError: another thread wrote to the weights meanwhile.
         """
+        with self._held("generate"):
+            try:
+                return self._generate(input_ids, attention_mask, seed, generator, options)
+            except ConfigError as error:
+                if "quantized" in str(error) or not is_quantized(unwrapped(self.model)):
+                    raise
+                told = "model is quantized: where scales are taken over a batch, a row depends on those beside it."
+                raise ConfigError([*error.faults, told]) from error
+
+    def _generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        seed: int | None,
+        generator: torch.Generator | None,
+        options: Mapping[str, Any],
+    ) -> Tensor:
+        self._notice_changes()
         width = input_ids.shape[-1] if isinstance(input_ids, Tensor) else 0
         call = read_call(options, self.model, self.tokenizer, width)
         prompts = prompt_rows(input_ids, attention_mask, call)
@@ -242,38 +347,122 @@ class HybridActor:
             number = company.agreed(number)
         request = Request(number, call.num_samples, call.greedy)
         with self.sampling():
-            if not self._is_padding_tried and (company is not None or not bool(prompts["prompt_mask"].all())):
-                refuse_padding_blind(self.model, "model")
-                self._is_padding_tried = True
-            engine = self._engine_for(call)
-            self.sync()
+            written = self._times_written()
+            engine = self._synced_engine_for(call)
             rows = engine.generate(prompts, request)
+            if self._times_written() != written:
+                raise RolloutError(
+                    "the weights were written to while responses were drawn from them, by an optimizer's step or a "
+                    "load in another thread: what was drawn belongs to no one model. Let one thread do both, or "
+                    "hold a lock of your own around them."
+                )
         return rows["input_ids"].to(input_ids.device)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """The state that sampling wants; what was before comes back, module by module, whatever happens within."""
-        self._refuse_scattered()
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
+        with self._held("sampling"):
+            self._refuse_scattered()
+            training = [module for module in self.model.modules() if module.training]
+            self.model.eval()
+            try:
+                yield
+            finally:
+                for module in training:
+                    module.training = True
+                if self.hybrid_config.clears_cache:
+                    release_cached(self.device)
+
+    def _notice_changes(self) -> None:
+        """Compare the model with what it was when something was last built for it or proven of it."""
+        form, before = ModelForm.of(unwrapped(self._settled())), self._form
+        change = None if before is None else form.change_since(before)
+        if change is not None:
+            if change.is_of_form:
+                self._refuse_if_divided(f"model has changed ({change.told})")
+            self._model_changed(change.told, change.is_of_form)
+        self._tell_settings_left_out()
+        if change is not None or before is None:
+            if (fault := prompt_learning_fault(self.model)) is not None:
+                raise ConfigError(fault)
+            self._refuse_unfit()
+        self._form = form
+
+    def _model_changed(self, told: str, is_of_form: bool = True) -> None:
+        """Forget what was proven of the former model; and end its engine, where that was built for another form."""
+        forget(self.model)
+        if is_of_form or not self._holds_weights():
+            if self._engine is not None:
+                _log.info("The rollout engine is made anew, since the model has changed: %s.", told)
+            self._end_engine()
+
+    def _holds_weights(self) -> bool:
+        """Whether the engine has weights of its own, which are sent to it."""
+        return self._rollout.chosen_for(unwrapped(self.model)).runs_ahead
+
+    def _refuse_unfit(self) -> None:
+        if self._company is None and self._holds_weights() and getattr(self._rollout, "weights", None) != "fixed":
+            sends_adapter = getattr(self._rollout, "lora", "merged") == "adapter"
+            if (fault := own_weights_fault(unwrapped(self.model), sends_adapter)) is not None:
+                raise ConfigError(fault)
+
+    def _times_written(self) -> int:
+        """How often tensors of the model were written to, as far as torch counts that."""
+        if self._company is not None:  # whose gathering writes to them too
+            return 0
+        return sum(p._version for p in self.model.parameters() if not p.is_inference())
+
+    def _tell_settings_left_out(self) -> None:
+        """Warn of what the model's generation configuration asks for beyond what is done here, once of each setting."""
+        found = settings_left_out(self.model)
+        new = {name: value for name, value in found.items() if self._settings_told.get(name) != value}
+        self._settings_told = found
+        if new:
+            told = ", ".join(f"{name}={value}" for name, value in new.items())
+            _log.warning("the generation configuration of the model has %s, which this actor does not do.", told)
+
+    def _synced_engine_for(self, call: Call) -> RolloutEngine:
+        """The engine with the present weights.
+
+        One that was proven before and is not now has missed a change that shows neither in a tensor's shape nor in the
+        configuration: it is made anew, once.
+
+        Raises:
+            ConfigError: the model runs code of the user's, which the engine does not.
+        """
+        engine, was_synced = self._engine_for(call), self._was_synced
         try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
-            if self.hybrid_config.clears_cache:
-                release_cached(self.device)
+            engine.sync()
+        except WeightSyncError as error:
+            if not error.faults and (names := with_code_of_its_own(unwrapped(self.model))):
+                raise ConfigError(
+                    f"model has hooks, or a forward set on the object, at {', '.join(names[:3])}: the rollout engine "
+                    f"does not run them, and computes other log-probs ({error.gap_nats:.1e} nats apart). Take them "
+                    "off, or set rollout='hf', which samples from the model itself."
+                ) from error
+            if not was_synced or self._company is not None:
+                raise
+            _log.warning("The rollout engine is made anew, since it does not follow the model any more: %s", error)
+            self._model_changed("the engine could not be proven")
+            engine = self._engine_for(call)
+            engine.sync()
+        self._was_synced = True
+        return engine
 
     def _engine_for(self, call: Call) -> RolloutEngine:
         """The engine, drawing as the call says; another one where responses end otherwise, or where it must know."""
         asked: Any = replace(self.rollout, **call.sampling)
-        options = asked.chosen_for(self.model)
-        key = (call.stops, call.pad, self.device, None if options.may_change else options)
+        model = unwrapped(self.model)
+        options = asked.chosen_for(model)
+        size = len(self.tokenizer) if hasattr(self.tokenizer, "__len__") else None
+        key = (call.stops, call.pad, self.device, None if options.may_change else options, self.tokenizer, size)
         if self._engine is None or self._engine[0] != key:
-            self.close()
-            with naming_ends(self.model, self.tokenizer, call) as tokenizer:
-                self._engine = (key, asked.attach(self.model, tokenizer, self.seed, None, self._context()))
+            self._end_engine()
+            with naming_ends(model, self.tokenizer, call) as tokenizer:
+                self._engine = (key, asked.attach(model, tokenizer, self.seed, None, self._context()))
         engine = self._engine[1]
+        if hasattr(engine, "seed"):
+            engine.seed = self.seed  # type: ignore[attr-defined]
         if options.may_change:  # an engine in a process of its own need not start again
             engine.options = options
         return engine
@@ -287,11 +476,27 @@ class HybridActor:
 
     def sync(self) -> Synced:
         """Give the engine the present weights, as `generate` does by itself; nothing to do where they are the same."""
-        return SAME_TENSORS if self._engine is None else self._engine[1].sync()
+        with self._held("sync"):
+            if self._engine is None:
+                return SAME_TENSORS
+            if not self._holds_weights():
+                return self._engine[1].sync()
+            self._notice_changes()
+            if self._engine is None:
+                return Synced("the model has changed: the next `generate` starts another engine")
+            with self.sampling():  # the proof compares with what the model computes without dropout
+                synced = self._engine[1].sync()
+            self._was_synced = True
+            return synced
 
     def close(self) -> None:
         """End the engine, if it lives outside of this process; the next call starts it again."""
+        with self._held("close"):
+            self._end_engine()
+
+    def _end_engine(self) -> None:
         engine, self._engine = self._engine, None
+        self._was_synced = False
         if engine is not None and hasattr(engine[1], "close"):
             engine[1].close()
 
@@ -309,6 +514,14 @@ class HybridActor:
         for parameter in scattered.values():
             parameter.data = parameter.data.contiguous()
         _log.info("made contiguous: %s", names)
+
+
+def _refuse_no_actor(model: Any) -> None:
+    if isinstance(model, (str, Path)):
+        raise ConfigError(f"model is {str(model)!r}: expected a loaded model. HybridActor.from_pretrained loads one.")
+    if (fault := prompt_learning_fault(model)) is not None:
+        raise ConfigError(fault)
+    check_interface("actor", unwrapped(model), "model")
 
 
 def _number(call: Call, seed: int | None, generator: torch.Generator | None) -> int:

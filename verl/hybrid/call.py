@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +39,6 @@ NOT_DONE_HERE: dict[str, tuple[Any, ...]] = {
     "begin_suppress_tokens": (None, []),
     "forced_eos_token_id": (None,),
 }
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -115,14 +112,11 @@ def prompt_rows(input_ids: Any, attention_mask: Tensor | None, call: Call) -> Da
     return DataProto.from_dict({"prompts": ids, "prompt_mask": mask, "prompt_ids": rows, "group_ids": rows})
 
 
-def warn_of_settings_left_out(model: Any) -> None:
-    """Tell of what the model's generation configuration asks for beyond what is done here."""
+def settings_left_out(model: Any) -> dict[str, Any]:
+    """What the model's generation configuration asks for beyond what is done here."""
     config = model.generation_config
     found = {name: getattr(config, name, None) for name in NOT_DONE_HERE}
-    found = {name: value for name, value in found.items() if value not in NOT_DONE_HERE[name]}
-    if found:
-        told = ", ".join(f"{name}={value}" for name, value in found.items())
-        _log.warning("the generation configuration of the model has %s, which this actor does not do.", told)
+    return {name: value for name, value in found.items() if value not in NOT_DONE_HERE[name]}
 
 
 def _chosen(name: str, given: Mapping[str, Any], config: Any) -> Any:

@@ -26,6 +26,7 @@ class HybridConfig(Description):
         contiguous: lay parameters that are views of other tensors out in memory anew, instead of refusing them.
         auto_cache_clear: give back what generating has cached once it is done. The keys and values go in any case; on a
             GPU this is the memory that torch keeps for later. Null follows `verl.config.auto_cache_clear`.
+        busy_timeout_s: how long a call waits while another thread is in one; then it is refused. 0 refuses at once.
     """
 
     tp_size: int = 1
@@ -33,11 +34,14 @@ class HybridConfig(Description):
     fsdp_sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] | None = None
     contiguous: bool = False
     auto_cache_clear: bool | None = None
+    busy_timeout_s: float = 600.0
 
     def faults(self) -> Iterator[str]:
         for name in ("tp_size", "dp_size"):
             if (size := getattr(self, name)) is not None and size < 1:
                 yield f"{name} is {size}: must be at least 1."
+        if not self.busy_timeout_s >= 0:
+            yield f"busy_timeout_s is {self.busy_timeout_s}: must be at least 0."
 
     @property
     def shards(self) -> bool:

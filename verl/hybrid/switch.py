@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from verl.errors import ConfigError
 from verl.hybrid.actor import HybridActor
 from verl.models.pretrained import Pretrained
 from verl.utils.device_memory import settle, used_bytes
+from verl.utils.temporary import TemporaryDirectory
 
 Mode = Literal["train_to_generate", "generate_to_train", "round_trip", "reload"]
 MIB = 2**20
@@ -88,7 +88,7 @@ class _Reload:
     def __call__(self) -> tuple[float, int]:
         actor, clock = self.actor, _Clock(self.actor)
         dtype = str(next(actor.parameters()).dtype).removeprefix("torch.")
-        with tempfile.TemporaryDirectory(prefix="verl-reload-") as directory:
+        with TemporaryDirectory("verl-reload-") as directory:
             with clock.running(True):
                 actor.save_pretrained(directory)
                 second = Pretrained(path=directory, dtype=dtype).load_causal_lm(str(actor.device))  # type: ignore[arg-type]

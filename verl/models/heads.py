@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from verl.models.call import call_model
 from verl.models.pretrained import VALUE_HEAD_FILE, quiet_transformers
 
 
@@ -54,13 +55,25 @@ class ValueModel(nn.Module):
         return self.backbone.config
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None, **others: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        probe: bool = False,
+        **others: Any,
     ) -> ValueOutput:
-        """Values of each position, [B S]; `others` are the backbone's own."""
-        hidden = self.backbone(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **others
-        ).last_hidden_state
-        return ValueOutput(values=self.head(hidden.to(self.head.weight.dtype)).squeeze(-1))
+        """Values of each position, [B S]; `others` are the backbone's own.
+
+        Args:
+            probe: give what a fixed random head reads from hidden states of unit size, since an untrained one sees
+                nothing of them.
+        """
+        given = {"attention_mask": attention_mask, "position_ids": position_ids}
+        others |= {name: x for name, x in given.items() if x is not None}
+        hidden = call_model(self.backbone, input_ids=input_ids, use_cache=False, **others).last_hidden_state
+        hidden = hidden.to(self.head.weight.dtype)
+        return ValueOutput(values=_probed(hidden) if probe else self.head(hidden).squeeze(-1))
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:
         self.backbone.gradient_checkpointing_enable(**options)
@@ -86,3 +99,10 @@ class ValueModel(nn.Module):
             {name: p.detach().cpu().contiguous() for name, p in parts["head."].items()},
             directory / VALUE_HEAD_FILE,
         )
+
+
+def _probed(hidden: Tensor) -> Tensor:
+    """[B S D] to [B S], numbers of about unit size."""
+    size = hidden.shape[-1]
+    direction = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=hidden.dtype).to(hidden.device)
+    return hidden / hidden.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12) @ direction / size**0.5

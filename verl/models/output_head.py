@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verl.models.call import call_model
+
 
 class OutputHead:
     """The output head of a causal language model, apart from what comes before it.
@@ -54,9 +56,9 @@ class OutputHead:
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
         was_training = self.model.training
         self.model.eval()
-        whole = self.model(**inputs).logits
+        whole = call_model(self.model, **inputs).logits
         with self.left_out():
-            hidden = self.model(**inputs).logits
+            hidden = call_model(self.model, **inputs).logits
         self.model.train(was_training)
         return hidden.shape[-1] != whole.shape[-1] and torch.allclose(self(hidden), whole, atol=1e-5, rtol=1e-3)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,37 @@ from torch import nn
 from verl.models.division import casts_weights
 
 Autocast = Literal["bfloat16"] | None
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """What the log-probs of the trainer and of the engine that samples are computed with.
+
+    Attributes:
+        trainer, engine: types, as `compute_type` names them.
+        engine_kind: class of the engine.
+        temperature: that divides the logits.
+    """
+
+    trainer: str
+    engine: str
+    engine_kind: str
+    temperature: float
+
+
+def compute_type(model: nn.Module, autocast: Autocast = None) -> str:
+    """The coarsest type in which a model computes: `float64`, `float32`, `tf32`, `float16`, `bfloat16` or narrower.
+
+    That of its weights, of `autocast`, or for float32 what torch is told to multiply it in
+    (`torch.set_float32_matmul_precision`).
+    """
+    if autocast is not None:
+        return autocast
+    found = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
+    name = str(max(found, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
+    if name == "float32":
+        return {"highest": "float32", "high": "tf32"}.get(torch.get_float32_matmul_precision(), "bfloat16")
+    return name
 
 
 @contextlib.contextmanager

@@ -49,11 +49,13 @@ class Pretrained(ModelSource):
     def load_causal_lm(self, device: str) -> Any:
         from transformers import AutoModelForCausalLM
 
+        self._refuse_encoder_decoders()
         return self._load(AutoModelForCausalLM, device)
 
     def load_backbone(self, device: str) -> Any:
         from transformers import AutoModel
 
+        self._refuse_encoder_decoders()
         if (self._adapter() or {}).get("task_type") == "CAUSAL_LM":
             return self.load_causal_lm(device).base_model
         return self._load(AutoModel, device)
@@ -111,6 +113,14 @@ class Pretrained(ModelSource):
         if kind is None or self.trust_remote_code or "SequenceClassification" in kind:
             return None
         return f"path is {self.path!r}: a {kind}, where a sequence-classification model with one score is expected."
+
+    def policy_fault(self) -> str | None:
+        """See `ModelSource.policy_fault`: an encoder-decoder reads a prompt in another part than it writes."""
+        config = self._config()
+        if not config.get("is_encoder_decoder"):
+            return None
+        kind = next(iter(config.get("architectures") or ()), config.get("model_type"))
+        return f"path is {self.path!r}: a {kind}, an encoder-decoder. Give a causal language model."
 
     def labels(self) -> list[str] | None:
         """The names of a classifier's labels, or None where they cannot be known without loading."""
@@ -191,6 +201,12 @@ class Pretrained(ModelSource):
                     output_loading_info=True,
                 )
             except (ValueError, ImportError) as error:
+                if "Unrecognized configuration class" in str(error):
+                    kind = type(self.load_config()).__name__
+                    raise ConfigError(
+                        f"path is {self.path!r}: transformers has no {auto_class.__name__} for a {kind}. Give the "
+                        "directory of a causal language model."
+                    ) from error
                 if "attention" not in str(error) and "flash_attn" not in str(error):
                     raise
                 raise ConfigError(f"attention is {self.attention!r}: {error} Set attention=eager.") from error
@@ -209,6 +225,10 @@ class Pretrained(ModelSource):
         import torch
 
         return getattr(torch, self.dtype)
+
+    def _refuse_encoder_decoders(self) -> None:
+        if (fault := self.policy_fault()) is not None:
+            raise ConfigError(fault)
 
     def _refuse_lost_caps(self, config: Any) -> None:
         """Gemma 2 squashes its attention scores, and sdpa leaves that out without a word: another model's numbers."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from verl.models.heads import ValueModel
 from verl.models.pretrained import VALUE_HEAD_FILE, quiet_transformers
+from verl.utils.temporary import TemporaryDirectory
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_BIN = "adapter_model.bin"  # for tools that need it
@@ -95,7 +95,7 @@ def small_files(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
 
         head = {name: p.detach().cpu().contiguous() for name, p in _below("head.", tensors).items()}
         return {**small_files(model.backbone, {}), VALUE_HEAD_FILE: save(head)}
-    with tempfile.TemporaryDirectory() as directory, quiet_transformers():
+    with TemporaryDirectory() as directory, quiet_transformers():
         if hasattr(model, "peft_config"):
             model.peft_config[model.active_adapter].save_pretrained(directory)
             return {name: _in_order(data) for name, data in files_in(Path(directory)).items()}
@@ -112,7 +112,7 @@ def as_torch_file(tensors: Mapping[str, Tensor]) -> bytes:
 
 def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
     """What `tokenizer.save_pretrained` writes."""
-    with tempfile.TemporaryDirectory() as directory:
+    with TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
         return files_in(Path(directory))
 

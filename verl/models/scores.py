@@ -46,9 +46,12 @@ class ScoreModel(nn.Module):
         self.pad_id = config.pad_token_id
         own_code = type(classifier).__module__.startswith("transformers.")  # code of others may pool in its own way
         self.reads_last_token = own_code and isinstance(getattr(classifier, "score", None), nn.Linear)
+        self._rotary = [m for m in classifier.modules() if "dynamic" in str(getattr(m, "rope_type", ""))]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> ScoreOutput:
         """Score B texts, [B S], padded on either side; each has a token at least."""
+        for module in self._rotary:
+            _forget_lengths(module)
         order = attention_mask.long().argsort(dim=1, descending=True, stable=True)  # padding to the right
         mask = attention_mask.gather(1, order)
         ids = input_ids.gather(1, order).masked_fill(~mask.bool(), self.pad_id)
@@ -61,6 +64,15 @@ class ScoreModel(nn.Module):
             logits = self.classifier(input_ids=ids, attention_mask=mask, **types).logits
         chosen = logits[:, self.label]
         return ScoreOutput(chosen if chosen.dtype == torch.float64 else chosen.float())
+
+
+def _forget_lengths(rotary: nn.Module) -> None:
+    """Let dynamic rotary frequencies be those of the next texts alone; transformers keeps those of the longest one."""
+    for name in [*vars(rotary), *rotary._buffers]:
+        if name.endswith("max_seq_len_cached"):
+            setattr(rotary, name, rotary.original_max_seq_len)
+        elif name.endswith("original_inv_freq"):
+            setattr(rotary, name.replace("original_inv_freq", "inv_freq"), getattr(rotary, name))
 
 
 def label_fault(label: int | None, labels: list[str]) -> str | None:

@@ -11,6 +11,10 @@ from verl.description import Description
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+# Names of what multiplies hidden states by chance while training (Mixtral, MiniMax, DBRX). `router_jitter_noise` is
+# none of them: PhiMoE's modules have a threshold of that name, which counts in evaluation too.
+ROUTER_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
@@ -18,8 +22,8 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 class ModelSource(Description):
     """Where a language model comes from.
 
-    Dropout is switched off in every model: the ratio pi_new / pi_old of policy-gradient methods compares two forward
-    passes of the same text, and dropout would make them differ with no change of weights.
+    Dropout and the noise of routers are switched off in every model: the ratio pi_new / pi_old of policy-gradient
+    methods compares two forward passes of the same text, and they would make them differ with no change of weights.
 
     Args:
         dtype: of the parameters.
@@ -58,19 +62,23 @@ class ModelSource(Description):
         """The numbers of attention heads and of key-value heads, or None where they cannot be known without loading."""
         return None
 
+    def policy_fault(self) -> str | None:
+        """Why this cannot be a policy nor a value function, by its configuration; None if that tells nothing."""
+        return None
+
     def value_head(self) -> Path | None:
         """The file of a trained value head that lies with the weights, or None."""
         return None
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    """Set every dropout probability of a model to zero."""
+    """Set every dropout probability of a model to zero, and the noise that routers of experts add while training."""
     import torch
 
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for name, value in list(vars(module).items()):  # many families keep the number and call F.dropout
-            if isinstance(value, float) and "drop" in name:
+            if isinstance(value, float) and ("drop" in name or name in ROUTER_NOISE):
                 setattr(module, name, 0.0)
     return model

@@ -46,8 +46,8 @@ def masked_whiten(x: Tensor, mask: Tensor, epsilon: float = 1e-8) -> Tensor:
     lowest = torch.where(mask, x, torch.inf).amin() if x.numel() else x.new_zeros(())
     shifted = torch.where(mask, x - lowest, x.new_zeros(()))
     centred = torch.where(mask, shifted - masked_mean(shifted, mask), x.new_zeros(()))
-    variance = masked_mean(centred.square(), mask)
-    return centred * torch.rsqrt(variance + epsilon)
+    variance = masked_mean(centred.double().square(), mask)  # large squares overflow float32
+    return (centred * torch.rsqrt(variance + epsilon)).to(x.dtype)
 
 
 def last_true(mask: Tensor) -> Tensor:

@@ -18,9 +18,11 @@ from typing import Any
 import httpx
 
 from verl.remote.asking import Ask, Kind, Report, Unfit, Unusable, encoded
-from verl.remote.background import END_TIMEOUT_S, Background
+from verl.remote.background import END_TIMEOUT_S, LOOK_EVERY_S, Background
 from verl.remote.endpoint import Endpoint
 from verl.remote.pace import Backoff, Pace, retry_after_s
+from verl.utils.exits import as_component_exit
+from verl.utils.progress import report
 from verl.utils.redact import MASK, redact
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,41 @@ class _Fault:
     kind: Kind
     may_pass: bool = True
     wait_s: float = 0.0  # that the server asks for
+
+
+class _Batch:
+    """What was asked at once, and how long none of it has had a usable answer.
+
+    Time in which this process was stopped, or busy with other things, does not count.
+
+    Attributes:
+        is_over: it was for too long: what has no answer yet is given up.
+    """
+
+    def __init__(self, timeout_s: float):
+        self.is_over = False
+        self._timeout_s = self._left_s = timeout_s
+
+    def restart(self) -> None:
+        """There is an answer: the server works, and so does this process."""
+        report()
+        self._left_s = self._timeout_s
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep; raises TimeoutError at once where no answer could come in time after it."""
+        if seconds > self._left_s:
+            raise TimeoutError
+        await asyncio.sleep(seconds)
+
+    async def end_in_time(self, tasks: Sequence[asyncio.Task[Report]]) -> None:
+        """Give up what is open, once nothing was answered for too long."""
+        while self._left_s > 0:
+            pause_s = min(self._left_s, LOOK_EVERY_S)
+            await asyncio.sleep(pause_s)
+            self._left_s -= pause_s
+        self.is_over = True
+        for task in tasks:
+            task.cancel()
 
 
 class _Knock(Ask):
@@ -74,8 +111,12 @@ class Client:
         return self._background.begin(self._all(asks, stop_at_failure))
 
     def wait(self, begun: Future[list[Report | None]]) -> list[Report | None]:
-        """Wait for the answers to what was begun."""
-        return self._background.wait(begun)
+        """Wait for the answers to what was begun.
+
+        Raises:
+            ComponentHung: code that reads an answer does not return for `total_timeout_s`.
+        """
+        return self._background.wait(begun, stuck_s=self.endpoint.total_timeout_s)
 
     def absence(self) -> str | None:
         """Why no server answers at the address, in words; None where one does, whatever it says."""
@@ -92,8 +133,9 @@ class Client:
         self._background.close()
 
     async def _all(self, asks: Sequence[Ask], stop_at_failure: bool) -> list[Report | None]:
-        deadline = asyncio.get_running_loop().time() + self.endpoint.total_timeout_s
-        tasks = [asyncio.create_task(self._asked(ask, deadline)) for ask in asks]
+        batch = _Batch(self.endpoint.total_timeout_s)
+        tasks = [asyncio.create_task(self._asked(ask, batch)) for ask in asks]
+        watch = asyncio.create_task(batch.end_in_time(tasks))
         try:
             for finished in asyncio.as_completed(tasks):
                 report = await finished
@@ -101,33 +143,46 @@ class Client:
                     break
             return [task.result() if task.done() else None for task in tasks]
         finally:
-            for task in tasks:
+            for task in [*tasks, watch]:
                 task.cancel()
 
-    async def _asked(self, ask: Ask, deadline: float) -> Report:
+    async def _asked(self, ask: Ask, batch: _Batch) -> Report:
         """One question, to its usable answer or its last failure."""
         seconds: list[float] = []
         fault, retries = None, self.endpoint.retries
         try:
-            async with asyncio.timeout_at(deadline):
-                for retry in range(retries + 1):
-                    fault = await self._attempt(ask, deadline, seconds)
-                    if fault is None or not fault.may_pass:
-                        break
-                    if retry < retries:
-                        await _sleep(max(fault.wait_s, self._backoff.delay_s(retry)), deadline)
-        except TimeoutError:
+            for retry in range(retries + 1):
+                fault = await self._attempt(ask, batch, seconds)
+                if fault is None or not fault.may_pass:
+                    break
+                if retry < retries:
+                    await batch.sleep(max(fault.wait_s, self._backoff.delay_s(retry)))
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not batch.is_over:
+                raise
             limit = f"no usable answer within total_timeout_s, which is {self.endpoint.total_timeout_s:g}"
             last = "" if fault is None else f"; before that: {fault.why}"
             fault = _Fault(limit + last, "unreachable" if fault is None else fault.kind)
         if fault is None:
+            batch.restart()
             return Report(tuple(seconds))
         return Report(tuple(seconds), redact(self.without_key(fault.why)), fault.kind)
 
-    async def _attempt(self, ask: Ask, deadline: float, seconds: list[float]) -> _Fault | None:
-        """What is wrong with one attempt; None where its answer was taken."""
+    async def _attempt(self, ask: Ask, batch: _Batch, seconds: list[float]) -> _Fault | None:
+        """What is wrong with one attempt; None where its answer was taken.
+
+        Raises:
+            ComponentExit: code that makes the question or reads the answer wanted to end the program, which would end
+                the thread that all answers come through.
+        """
+        try:
+            return await self._tried(ask, batch, seconds)
+        except (SystemExit, KeyboardInterrupt) as error:  # no signal comes to this thread
+            raise as_component_exit(error) from error
+
+    async def _tried(self, ask: Ask, batch: _Batch, seconds: list[float]) -> _Fault | None:
         async with self._slots:
-            await self._turn(deadline)
+            await self._turn(batch)
             started = time.perf_counter()
             try:
                 async with asyncio.timeout(self.endpoint.timeout_s):
@@ -143,19 +198,24 @@ class Client:
         if body is None:
             return _Fault(f"an answer of more than {self.endpoint.max_answer_mib:g} MiB (max_answer_mib)", "answer")
         try:
-            ask.read(ask.parse(body))
+            answer = ask.parse(body)
         except (ValueError, RecursionError):
             return _Fault(f"an answer that is no JSON: {_shown(body)}", "answer")
+        try:
+            ask.read(answer)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            why = f"{type(error).__name__}: {error}"
+            return _Fault(f"an answer of an unexpected form ({why}): {_shown(body)}", "answer")
         except Unfit as error:
             return _Fault(str(error), "refused", may_pass=False)
         except Unusable as error:
             return _Fault(str(error), "answer")
         return None
 
-    async def _turn(self, deadline: float) -> None:
+    async def _turn(self, batch: _Batch) -> None:
         now = asyncio.get_running_loop().time
         while (wait_s := self._pace.wait_s(now())) > 0:
-            await _sleep(wait_s, deadline)
+            await batch.sleep(wait_s)
         self._pace.take(now())
 
     async def _send(self, path: str, body: Any) -> tuple[httpx.Response, bytes | None]:
@@ -208,13 +268,6 @@ class Client:
     def without_key(self, text: str) -> str:
         """What a server wrote, for logs and files: it may repeat the key."""
         return text.replace(self._key, MASK) if self._key else text
-
-
-async def _sleep(seconds: float, deadline: float) -> None:
-    """Sleep; a sleep that would end after the deadline is not begun."""
-    if asyncio.get_running_loop().time() + seconds > deadline:
-        raise TimeoutError
-    await asyncio.sleep(seconds)
 
 
 def _shown(body: bytes) -> str:

@@ -32,7 +32,8 @@ class Endpoint(Description):
         max_concurrency: requests under way at a time.
         requests_per_minute: at most, evenly spaced, retries included; null: no limit.
         timeout_s: for one request, from its start to the last byte of the answer.
-        total_timeout_s: for all that is asked at once, such as the samples of a batch, retries included.
+        total_timeout_s: without one usable answer to what is asked at once, such as the samples of a batch, retries
+            included; each answer starts it anew, so that a large batch may take as long as it needs.
         retries: of one request, after what may pass: no connection, no answer in time, status 408, 425, 429 or from
             500, an answer that cannot be used.
         backoff_s: before the first retry, twice as long before each further one, up to a minute, less up to half of it

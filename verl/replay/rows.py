@@ -9,7 +9,8 @@ B responses, P prompt length, T response length. Prompts lie right-aligned in a 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,36 +19,56 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from verl.contract.json_values import KEY, column_to_json, loads
+from verl.contract.source import contract_error
+from verl.contract.tensor_bytes import in_order
 from verl.fields import FIELDS
 from verl.protocol import DataProto
 
 # What a batch has beside, and what is computed anew under the weights of the day.
 REBUILT = ("input_ids", "attention_mask", "position_ids", "prompt_mask", "group_ids", "is_replayed")
 COMPUTED = (
-    "old_log_probs", "entropies", "ref_log_probs", "log_probs", "values", "token_level_rewards", "returns",
-    "advantages",
+    "old_log_probs", "is_on_policy", "entropies", "ref_log_probs", "log_probs", "values", "token_level_rewards",
+    "returns", "advantages",
 )  # fmt: skip
 INDEX = ("group", "step", "policy_version", "score", "advantage")  # columns that stay in memory for every row
-OTHERS = "columns"  # the column of JSON objects
+OTHERS = "columns"  # the column of JSON objects, of `verl.contract.json_values`
 _KEY = b"verl.fields"
-_AS_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.bool: torch.uint8}
+_ARROW_DTYPES = frozenset(
+    {torch.float64, torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32,
+     torch.uint16, torch.uint8}
+)  # fmt: skip
+_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.float64}
+_INT32 = torch.iinfo(torch.int32)
 
 
 @dataclass(frozen=True)
 class RowField:
-    """How a field is kept: `kind` P or T for one value a token, B for one (or a block of `shape`) a row."""
+    """How a field is kept.
+
+    Attributes:
+        kind: P or T for one value a token, B for one (or a block of `shape`) a row.
+        column: its column of the record batch, where that is not called as the field is.
+    """
 
     kind: str
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
+    column: str | None = None
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """Of kind B: `shape` in the numbers that Arrow has, of which a complex128 takes two."""
+        return (*self.shape, 2) if self.dtype == torch.complex128 else self.shape
 
     def as_json(self) -> list[Any]:
-        return [self.kind, str(self.dtype).removeprefix("torch."), list(self.shape)]
+        column = [] if self.column is None else [self.column]
+        return [self.kind, str(self.dtype).removeprefix("torch."), list(self.shape), *column]
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> RowField:
-        kind, dtype, shape = value
-        return cls(kind, getattr(torch, dtype), tuple(shape))
+        kind, dtype, shape, *column = value
+        return cls(kind, getattr(torch, dtype), tuple(shape), *column)
 
 
 @dataclass(frozen=True)
@@ -74,9 +95,10 @@ class Segment:
         fields = fields_of(batch.schema)
         flat, ends = {}, {}
         for name, field in fields.items():
-            column = batch.column(name)
+            column = batch.column(field.column or name)
             if field.kind == "B":
-                values = column.flatten() if field.shape else column
+                values = column.flatten() if field.block else column
+                values = values if math.prod(field.block) else values.slice(0, 0)
             else:
                 values, ends[field.kind] = column.values, column.offsets.to_numpy()
             flat[name] = values.to_numpy()
@@ -92,7 +114,7 @@ class Segment:
         begins = {"B": first, **{kind: int(ends[first]) for kind, ends in self.ends.items()}}
         flat = {}
         for name, field in self.fields.items():
-            size = int(np.prod(field.shape, dtype=int)) if field.kind == "B" else 1
+            size = math.prod(field.block) if field.kind == "B" else 1
             flat[name] = np.array(self.flat[name][begins[field.kind] * size :])
         ends = {kind: x[first:] - x[first] for kind, x in self.ends.items()}
         num_bytes = self.num_bytes * (self.num_rows - first) // max(self.num_rows, 1)
@@ -125,8 +147,11 @@ def pack(batch: DataProto, index: Mapping[str, np.ndarray]) -> pa.RecordBatch:
 
     Args:
         batch: prompts, prompt_mask, responses, attention_mask and whatever else is known of the rows; what the roles
-            compute is left out.
+            compute is left out, and `meta_info` too.
         index: `INDEX` without what the batch holds, [B].
+    Raises:
+        DataProtoValidationError: a column holds what JSON has no form for, or a registered field has dims that rows
+            without padding do not have.
     """
     prompts = batch["prompts"].shape[1]
     lengths = {"P": batch["prompt_mask"].sum(1), "T": batch["attention_mask"][:, prompts:].sum(1)}
@@ -137,20 +162,25 @@ def pack(batch: DataProto, index: Mapping[str, np.ndarray]) -> pa.RecordBatch:
     for name, tensor in batch.batch.items():
         if name in REBUILT or name in COMPUTED:
             continue
-        field = fields[name] = _field_of(name, tensor)
-        values = _plain(name, tensor)
+        field = fields[name] = _field_of(name, tensor, taken={*index, *arrays, OTHERS})
+        column, values = field.column or name, _plain(name, tensor)
         if field.kind == "B":
-            flat = pa.array(values.reshape(-1))
-            size = int(np.prod(field.shape, dtype=int))
-            arrays[name] = pa.FixedSizeListArray.from_arrays(flat, size) if field.shape else flat
+            arrays[column] = _blocks(values) if field.block else pa.array(values)
         else:
             flat = _unpadded(values, counts[field.kind], is_right=field.kind == "P")
-            arrays[name] = pa.ListArray.from_arrays(offsets[field.kind], pa.array(flat))
+            arrays[column] = pa.ListArray.from_arrays(offsets[field.kind], pa.array(flat))
     arrays |= {name: pa.array(values) for name, values in index.items()}
     arrays[OTHERS] = pa.array(_json_rows(batch), type=pa.large_string())
     told = json.dumps({name: field.as_json() for name, field in fields.items()})
     schema = pa.schema([(name, array.type) for name, array in arrays.items()], metadata={_KEY: told.encode()})
     return pa.record_batch(list(arrays.values()), schema=schema)
+
+
+def _blocks(values: np.ndarray) -> pa.Array:
+    """[B ...] as one list a row; Arrow has none of fixed size 0, for which a list of one number stands."""
+    size = math.prod(values.shape[1:])
+    flat = values.reshape(-1) if size else np.zeros(len(values), values.dtype)
+    return pa.FixedSizeListArray.from_arrays(pa.array(flat), size or 1)
 
 
 def rebuild(parts: Sequence[Part], pad_token_id: int, after: Callable[[Part], None] | None = None) -> DataProto:
@@ -161,7 +191,7 @@ def rebuild(parts: Sequence[Part], pad_token_id: int, after: Callable[[Part], No
         pad_token_id: fills up prompts and responses.
         after: called with each part once it is read.
     """
-    fields, count = parts[0].segment.fields, sum(len(part.rows) for part in parts)
+    fields, count = _common_fields(parts), sum(len(part.rows) for part in parts)
     lengths = {kind: np.zeros(count, dtype=np.int64) for kind in "PT"}
     for segment, rows, places, _ in parts:
         for kind, ends in segment.ends.items():
@@ -177,10 +207,36 @@ def rebuild(parts: Sequence[Part], pad_token_id: int, after: Callable[[Part], No
         for name, field in fields.items():
             _fill(tensors[name], field, name, part)
         for row, place in zip(part.rows.tolist(), part.places.tolist(), strict=True):
-            objects[place] = json.loads(part.segment.others[row].as_py())
+            objects[place] = loads(part.segment.others[row].as_py())
         if after is not None:
             after(part)
     return DataProto.from_dict(tensors | _rebuilt(tensors, lengths, longest), _columns(objects))
+
+
+def _common_fields(parts: Sequence[Part]) -> dict[str, RowField]:
+    """The fields that all parts have.
+
+    Raises:
+        DataProtoValidationError: one has another dtype or shape in some of them.
+    """
+    fields = dict(parts[0].segment.fields)
+    for part in parts[1:]:
+        others = part.segment.fields
+        if others is parts[0].segment.fields:
+            continue
+        for name, field in list(fields.items()):
+            if name not in others:
+                del fields[name]
+            elif (other := replace(others[name], column=field.column)) != field:
+                raise contract_error(
+                    name, f"{_described(field)} as in other rows of the buffer", _described(other), None
+                )
+    return fields
+
+
+def _described(field: RowField) -> str:
+    dims = "".join(f" {size}" for size in field.shape)
+    return f"[B{dims if field.kind == 'B' else f' {field.kind}'}] {str(field.dtype).removeprefix('torch.')}"
 
 
 def _rebuilt(tensors: Mapping[str, Tensor], lengths: Mapping[str, np.ndarray], longest: Mapping[str, int]) -> dict:
@@ -199,10 +255,9 @@ def _rebuilt(tensors: Mapping[str, Tensor], lengths: Mapping[str, np.ndarray], l
 def _columns(objects: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
     """The columns that are no tensors; None where a row does not have one."""
     names = dict.fromkeys(name for found in objects for name in found)
-    columns = {name: np.empty(len(objects), dtype=object) for name in names}
-    for name, column in columns.items():
-        column[:] = [found.get(name) for found in objects]
-    return columns
+    return {
+        name: np.fromiter((found.get(name) for found in objects), dtype=object, count=len(objects)) for name in names
+    }
 
 
 def _fill(target: Tensor, field: RowField, name: str, part: Part) -> None:
@@ -214,7 +269,7 @@ def _fill(target: Tensor, field: RowField, name: str, part: Part) -> None:
         return
     values, bits = np.asarray(flat), _bits(target).numpy()
     if field.kind == "B":
-        bits[places] = values.reshape(segment.num_rows, *field.shape)[rows]
+        bits[places] = values.reshape(segment.num_rows, *field.block)[rows]
         return
     ends = segment.ends[field.kind]
     begins, stops = ends[rows].tolist(), ends[rows + 1].tolist()
@@ -230,7 +285,7 @@ def _fill_from_device(target: Tensor, field: RowField, flat: Tensor, part: Part)
     segment, rows, places, _ = part
     at, bits = torch.from_numpy(places), _bits(target)
     if field.kind == "B":
-        chosen = flat.view(segment.num_rows, *field.shape)[torch.from_numpy(rows).to(flat.device)]
+        chosen = flat.view(segment.num_rows, *field.block)[torch.from_numpy(rows).to(flat.device)]
         bits[at] = chosen.cpu().to(bits.dtype)
         return
     ends, width = torch.from_numpy(segment.ends[field.kind].astype(np.int64)), target.shape[1]
@@ -244,26 +299,42 @@ def _fill_from_device(target: Tensor, field: RowField, flat: Tensor, part: Part)
     bits[at] = found
 
 
-def _field_of(name: str, tensor: Tensor) -> RowField:
-    known = FIELDS.get(name)
+def _field_of(name: str, tensor: Tensor, taken: Collection[str]) -> RowField:
+    known, column = FIELDS.get(name), name
+    while column in taken:
+        column = f"_{column}"
+    column_name = None if column == name else column
     if known is None or known.dims == ("B",):
-        return RowField("B", tensor.dtype, tuple(tensor.shape[1:]))
+        return RowField("B", tensor.dtype, tuple(tensor.shape[1:]), column_name)
     kind = known.dims[-1]
-    assert len(known.dims) == 2, f"{name} has dims {known.dims}"
-    assert kind in "PT", f"{name} has dims {known.dims}: the buffer keeps prompts and responses apart"
-    return RowField(kind, tensor.dtype)
+    if len(known.dims) != 2 or kind not in "PT":
+        expected = "dims [B], [B P] or [B T]: the replay buffer keeps prompts and responses apart"
+        raise contract_error(name, expected, f"dims {known.shape}", None)
+    return RowField(kind, tensor.dtype, (), column_name)
 
 
 def _plain(name: str, tensor: Tensor) -> np.ndarray:
-    """On the host, in a type that Arrow has; token ids in half the bytes."""
-    tensor = _bits(tensor.detach().cpu())
-    if name in FIELDS and FIELDS[name].unit == "token id":
+    """On the host, in a type that Arrow has; token ids in half the bytes, where they fit."""
+    tensor = _bits(in_order(tensor))
+    if name in FIELDS and FIELDS[name].unit == "token id" and _fits_int32(tensor):
         tensor = tensor.to(torch.int32)
     return tensor.numpy()
 
 
+def _fits_int32(tensor: Tensor) -> bool:
+    if not tensor.numel():
+        return True
+    least, most = torch.aminmax(tensor)
+    return bool(least >= _INT32.min) and bool(most <= _INT32.max)
+
+
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view(_AS_BITS[tensor.dtype]) if tensor.dtype in _AS_BITS else tensor
+    """The same memory in a dtype of as many bytes that Arrow has; [... 2] for numbers of 16 bytes."""
+    if tensor.dtype in _ARROW_DTYPES:
+        return tensor
+    if tensor.dtype == torch.complex128:
+        return torch.view_as_real(tensor)
+    return tensor.view(_OF_SIZE[tensor.itemsize])
 
 
 def _unpadded(values: np.ndarray, counts: np.ndarray, is_right: bool) -> np.ndarray:
@@ -275,12 +346,12 @@ def _unpadded(values: np.ndarray, counts: np.ndarray, is_right: bool) -> np.ndar
 
 
 def _json_rows(batch: DataProto) -> list[str]:
-    columns = batch.non_tensor_batch
-    names = list(columns)
-    rows = zip(*columns.values(), strict=True) if names else ((),) * len(batch)
-    encode = json.JSONEncoder(default=_as_json).encode  # made once: json.dumps makes one for each row
-    return [encode(dict(zip(names, row))) for row in rows]
-
-
-def _as_json(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    columns = {
+        name: column_to_json(f"column `{name}`", array, batch.producer(name))
+        for name, array in batch.non_tensor_batch.items()
+    }
+    rows = zip(*columns.values(), strict=True) if columns else ((),) * len(batch)
+    encode = json.JSONEncoder().encode  # made once: json.dumps makes one for each row
+    if KEY in columns:  # an object with that key alone would be read as something else
+        return [encode({KEY: ["dict", list(zip(columns, row))]}) for row in rows]
+    return [encode(dict(zip(columns, row))) for row in rows]

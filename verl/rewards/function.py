@@ -16,6 +16,7 @@ from verl.rewards.locate import load_function, own_line, path_faults
 from verl.rewards.results import reward_error
 from verl.rewards.samples import SampleReward, pool_faults
 from verl.rewards.signature import check_columns, named_parameters
+from verl.utils.exits import raised_by_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,9 @@ class CallableReward(Reward):
         check_columns(self._accepted, columns, ("prompts", "responses", *self.kwargs), self.function)
         try:
             return self._call(prompts, responses, columns)
-        except Exception as error:  # whatever user code raises is reported with its place
+        except BaseException as error:  # whatever user code raises is reported with its place
+            if not raised_by_code(error):
+                raise
             sample = self._find_sample(prompts, responses, columns, type(error))
             expected = f"{len(responses)} finite numbers, one for each response"
             found = f"{type(error).__name__}: {error}{own_line(error, self.function)}"
@@ -145,7 +148,9 @@ class CallableReward(Reward):
     def _raises(self, prompts: list, responses: list, columns: Mapping[str, list], kind: type) -> bool:
         try:
             self._call(prompts, responses, columns)
-        except Exception as error:  # noqa: BLE001 user code may raise anything
+        except BaseException as error:  # user code may raise anything
+            if not raised_by_code(error):
+                raise
             return isinstance(error, kind)
         return False
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from verl.contract.source import source_of
 from verl.errors import RewardError
+from verl.utils.exits import raised_by_code
 
 FORMS = "expected `package.module:function` or `file.py:function`"
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -63,7 +64,9 @@ def load_function(path: str) -> Callable:
         module = (
             _import_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
         )
-    except Exception as error:  # the user's module runs here and may raise anything
+    except BaseException as error:  # the user's module runs here and may raise anything
+        if not raised_by_code(error):
+            raise
         raise RewardError(f"path is {path!r}: importing it raised {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):

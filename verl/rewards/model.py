@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verl.description import BuildContext
 from verl.errors import ConfigError, faults_below
+from verl.model_paths.classifier import text_batches_for
 from verl.models.pretrained import Pretrained
 from verl.models.scores import ScoreModel, label_fault
 from verl.ops.batching import micro_batches
@@ -21,6 +22,7 @@ from verl.rewards.base import Rating, Reward, RewardDescription, texts_of
 from verl.rewards.reading import Form, Reader, Reading, chosen_form
 from verl.rewards.results import checked_scores
 from verl.rewards.running_norm import RunningNorm
+from verl.utils.progress import report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +151,7 @@ class ModelReward(NormalisedReward):
         """[B] float64, in the order of the rows; micro-batches are cut over rows sorted by length."""
         assert self.model is not None, "the reward is closed"
         scores = torch.empty(len(reading.ids), dtype=torch.float64)
-        for rows in micro_batches([len(ids) for ids in reading.ids], self.micro_batch_tokens):
+        for rows in self._batches([len(ids) for ids in reading.ids]):
             chosen = rows.tolist()
             inputs = {"input_ids": _padded([reading.ids[row] for row in chosen])}
             inputs["attention_mask"] = _padded([[1] * len(reading.ids[row]) for row in chosen])
@@ -157,7 +159,16 @@ class ModelReward(NormalisedReward):
                 inputs["token_type_ids"] = _padded([reading.types[row] for row in chosen])
             inputs = {name: x.to(self.device) for name, x in inputs.items()}
             scores[rows] = self.model(**inputs).scores.double().cpu()
+            report()
         return scores
+
+    def _batches(self, lengths: list[int]) -> list[Tensor]:
+        """Texts that are scored beside each other: by length, and of one length where others would change a score."""
+        if text_batches_for(self.model, max(lengths)) == "padded":
+            return micro_batches(lengths, self.micro_batch_tokens)
+        sizes = torch.tensor(lengths)
+        alike = [(sizes == length).nonzero()[:, 0] for length in sizes.unique()]
+        return [kind[rows] for kind in alike for rows in micro_batches(sizes[kind], self.micro_batch_tokens)]
 
     def close(self) -> None:
         """Let go of the weights."""

@@ -3,12 +3,15 @@
 driver ──sample──> worker 0, worker 1, ...      one sample at a time each
        <─score───
        ──SIGKILL─> after timeout_s; a new worker takes its place
+
+A sample whose worker was stopped, or had not even taken it, is not to blame: it is handed to a new one, once.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import pickle
 import re
@@ -17,24 +20,35 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from verl.errors import RewardError
+from verl.utils.child_process import kill, limit_waits
+from verl.utils.progress import Progress, ProgressWatch, is_stopped, report, state_of
+
+_log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0  # the user's module may import much
 GRACE_S = 0.5  # a worker that is late ends itself, and says where it was; after this it is killed
+LOOK_EVERY_S = 0.5
+EARLY = 0.5  # of the time of a sample: a worker that ended itself before that was stopped together with the driver
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a sample: its number, or in words why it has none."""
+    """What became of a sample: its number, or in words why it has none.
+
+    Attributes:
+        is_blameless: it is not the sample that kept its worker from an answer.
+    """
 
     score: float | None = None
     failure: str | None = None
+    is_blameless: bool = False
 
 
 class Pool:
@@ -59,7 +73,7 @@ class Pool:
         atexit.register(self.close)
         try:
             for _ in range(num_workers):
-                self._workers.append(_Worker(self._start))
+                self._workers.append(_Worker(self._start, timeout_s))
             for worker in self._workers:
                 worker.await_ready(self.path)
         except BaseException:
@@ -76,19 +90,27 @@ class Pool:
             raise RewardError("The workers of this reward were ended: close() was called.")
         outcomes: list[Outcome | None] = [None] * len(samples)
         waiting = _packed(samples, outcomes, stop_at_failure)
-        busy: dict[_Worker, int] = {}
+        busy: dict[_Worker, tuple[int, bytes]] = {}
+        again: deque[tuple[int, bytes]] = deque()  # whose worker stood still
+        retried: set[int] = set()
         try:
             while True:
                 for place, worker in enumerate(self._workers):
-                    if worker in busy or (handed := next(waiting, None)) is None:
+                    if worker in busy or (handed := again.popleft() if again else next(waiting, None)) is None:
                         continue
-                    index, message = handed
-                    worker = self._workers[place] = self._hand_over(worker, message)
-                    busy[worker] = index
+                    worker = self._workers[place] = self._hand_over(worker, handed[1])
+                    busy[worker] = handed
                 if not busy:
                     return outcomes
                 for worker, outcome in self._finished(list(busy)):
-                    outcomes[busy.pop(worker)] = outcome
+                    report()
+                    index, message = busy.pop(worker)
+                    if outcome.is_blameless and index not in retried:
+                        _log.warning("path is %r: %s. A new process takes the sample.", self.path, outcome.failure)
+                        retried.add(index)
+                        again.append((index, message))
+                        continue
+                    outcomes[index] = outcome
                     if stop_at_failure and outcome.failure is not None:
                         waiting.close()
         finally:
@@ -104,13 +126,15 @@ class Pool:
 
     def _hand_over(self, worker: _Worker, message: bytes) -> _Worker:
         """Give a sample to a worker; to a new one where this one is gone. Returns who has it."""
-        if not worker.ended and worker.send(message, self.timeout_s):
-            return worker
+        if not worker.ended:
+            if worker.send(message):
+                return worker
+            _log.warning("path is %r: a worker process does not take a sample%s", self.path, worker.state())
         worker.kill()
-        worker = _Worker(self._start)
+        worker = _Worker(self._start, self.timeout_s)
         try:
             worker.await_ready(self.path)
-            if not worker.send(message, self.timeout_s):
+            if not worker.send(message):
                 raise RewardError(f"path is {self.path!r}: a new worker process ended at once.")
         except BaseException:
             worker.kill()
@@ -119,41 +143,52 @@ class Pool:
 
     def _finished(self, busy: list[_Worker]) -> Iterator[tuple[_Worker, Outcome]]:
         """Those that answered, ended or are late, each with its outcome; waits for the first."""
-        until = min(worker.deadline for worker in busy) - time.monotonic()
-        heard = set(wait([worker.connection for worker in busy], timeout=max(0.0, until)))
-        now = time.monotonic()
+        left = min(worker.watch.timeout_s - worker.watch.idle_s for worker in busy)
+        heard = set(wait([worker.connection for worker in busy], timeout=max(0.0, min(left, LOOK_EVERY_S))))
         for worker in busy:
             if worker.connection in heard:
                 yield worker, self._outcome(worker)
-            elif worker.deadline <= now:
+            elif worker.watch.is_overdue:
+                state, stands_still = worker.state(), not worker.has_taken or is_stopped(worker.pid)
                 worker.kill()
-                yield worker, self._late(worker)
+                yield worker, self._late(worker, state, stands_still)
 
     def _outcome(self, worker: _Worker) -> Outcome:
         """What a worker answered; or why it hung up, as one does by itself when its time has run out."""
         try:
             kind, detail = worker.connection.recv()
         except (EOFError, OSError):
+            is_early = worker.watch.idle_s < EARLY * self.timeout_s  # all of the run was stopped for a while
             words = worker.exit_words()
-            return self._late(worker) if worker.trace() else Outcome(failure=f"the process ended with {words}")
+            if worker.trace():
+                return self._late(worker, is_blameless=is_early)
+            return Outcome(failure=f"the process ended with {words}")
         return Outcome(score=detail) if kind == "score" else Outcome(failure=detail)
 
-    def _late(self, worker: _Worker) -> Outcome:
+    def _late(self, worker: _Worker, state: str = "", is_blameless: bool = False) -> Outcome:
         lines = re.findall(rf'File "{re.escape(self.file)}", (line \d+) in (\S+)', worker.trace())
         where = f"\n  It was at {lines[0][0]}, in {lines[0][1]}()" if lines else ""
         return Outcome(
-            failure=f"no answer within timeout_s, which is {self.timeout_s:g}: its process was killed{where}"
+            failure=f"no answer within timeout_s, which is {self.timeout_s:g}: its process was killed{state}{where}",
+            is_blameless=is_blameless,
         )
 
 
 class _Worker:
-    """One process, its connection, and the file into which it writes where it was when its time ran out."""
+    """One process, its connection, and the file into which it writes where it was when its time ran out.
 
-    def __init__(self, start: bytes):
-        self.ended, self.deadline = False, float("inf")
+    Attributes:
+        watch: of the time that it has had for its sample, as far as the driver itself was not stopped.
+    """
+
+    def __init__(self, start: bytes, timeout_s: float):
+        self.ended = False
+        self._progress, self._count = Progress(num_slots=1), 0
+        self.watch = ProgressWatch(self._progress, timeout_s + GRACE_S, look_every_s=2 * LOOK_EVERY_S)
         self._trace = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill()
         ours, theirs = socket.socketpair()
-        fds = (theirs.fileno(), self._trace.fileno())
+        limit_waits(ours, timeout_s + GRACE_S)
+        fds = (theirs.fileno(), self._trace.fileno(), self._progress.fd)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "verl.rewards.sample_worker", *map(str, fds), str(os.getpid())],
@@ -170,7 +205,7 @@ class _Worker:
 
     def await_ready(self, path: str) -> None:
         """Wait until the function is imported."""
-        kind, detail = "error", f"it was not done after {START_TIMEOUT_S:g} s"
+        kind, detail = "error", f"it was not done after {START_TIMEOUT_S:g} s{self.state()}"
         if self.connection.poll(START_TIMEOUT_S):
             try:
                 kind, detail = self.connection.recv()
@@ -179,13 +214,28 @@ class _Worker:
         if kind != "ready":
             raise RewardError(f"path is {path!r}: a worker process could not import it: {detail}.")
 
-    def send(self, message: bytes, timeout_s: float) -> bool:
-        """Send a sample; False where the worker is gone."""
-        self.deadline = time.monotonic() + timeout_s + GRACE_S
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def state(self) -> str:
+        """What the system says of it, to append to a message."""
+        found = state_of(self.pid)
+        return f" ({found})" if found else ""
+
+    @property
+    def has_taken(self) -> bool:
+        """Whether it has begun with the sample that was sent last."""
+        return self._progress.count(0) != self._count
+
+    def send(self, message: bytes) -> bool:
+        """Send a sample; False where the worker is gone, or takes nothing in."""
+        self._count = self._progress.count(0)
         try:
             self.connection.send_bytes(message)
         except OSError:
             return False
+        self.watch.restart()
         return True
 
     def trace(self) -> str:
@@ -197,10 +247,9 @@ class _Worker:
         if self.ended:
             return
         self.ended = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        kill(self._process, group=True)
         self.connection.close()
+        self._progress.close()
 
     def exit_words(self) -> str:
         try:

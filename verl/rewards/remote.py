@@ -42,7 +42,8 @@ class RemoteDescription(RewardDescription):
         endpoint: where the server is, and how it is treated.
         on_error: `raise` ends the run at a sample that has no score after all retries; `score` gives it `error_score`,
             warns, and counts it in `reward/failed`. A server that refuses all (a wrong key or path), or that answers
-            nothing in a whole batch, ends the run under both.
+            nothing in a whole batch, ends the run under both; where a part of the batch came from the cache, the server
+            is asked whether it is there at all.
         error_score: see `on_error`.
         cache_gib: most that answers kept on disk may take; what was asked once is not asked again, in this run or a
             later one. 0 keeps none.
@@ -228,17 +229,29 @@ class RemoteReward(Reward):
         first = (refused or failed)[0]
         expected = f"one finite number for each response, from {self.url}"
         error = reward_error(expected, first.failure or "", self.producer, prompts, responses, first.row)
-        is_gone = all(sample.kind == "unreachable" for sample in samples)
         if self.error_score is None and first.is_not_finite:
             raise NonFiniteRewardError(str(error), [sample.row for sample in failed if sample.is_not_finite])
         if self.error_score is None or refused:
             raise error
-        if is_gone:
-            raise RewardError(f"{error}\n  No sample of the batch has an answer: the server seems to be gone.")
+        if (why := self._absence(samples)) is not None:
+            raise RewardError(f"{error}\n  {why}: the server seems to be gone.")
         logger.warning(
             "%d of %d samples have no reward of their own and get error_score %g. The first of them:\n%s",
             len(failed), len(samples), self.error_score, error,
         )  # fmt: skip
+
+    def _absence(self, samples: Sequence[Sample]) -> str | None:
+        """What says that the server is gone: it answered nothing of all that it was asked; None where it is there.
+
+        A sample alone may be one that it never answers, beside others whose answers are known.
+        """
+        asked = [sample for sample in samples if not sample.cached]
+        if not all(sample.kind == "unreachable" for sample in asked):
+            return None
+        if len(asked) == len(samples):
+            return "No sample of the batch has an answer"
+        absence = self.client.absence()
+        return None if absence is None else f"No sample that was asked for has an answer, nor a GET ({absence})"
 
     def _rating(self, samples: list[Sample]) -> Rating:
         scores = [self.error_score if sample.score is None else sample.score for sample in samples]

@@ -15,6 +15,7 @@ from verl.rewards.remote import RemoteDescription, RemoteReward, SampleAsk
 from verl.rewards.score_text import by_path, by_pattern, number, shown
 from verl.rewards.signature import check_columns, named_parameters
 from verl.rewards.template import filled, places
+from verl.utils.exits import raised_by_code
 
 OURS = ("model", "messages", "stream", "n")  # fields of the request that `options` may not set
 
@@ -108,7 +109,9 @@ def reader_of(described: RemoteChat) -> Read:
         columns = {name: value for name, value in texts.items() if accepted is None or name in accepted}
         try:
             return function(reply=reply, **columns)
-        except Exception as error:
+        except BaseException as error:
+            if not raised_by_code(error):
+                raise
             raise Unusable(f"{type(error).__name__} in score_function: {error}, of {shown(reply)}") from error
 
     return read

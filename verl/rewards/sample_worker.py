@@ -15,16 +15,16 @@ import os
 import pickle
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from verl.rewards.locate import load_function, own_line
+from verl.utils.child_process import end_with_parent
+from verl.utils.progress import Progress
 
 
-def serve(connection: Connection, trace_fd: int) -> None:
+def serve(connection: Connection, trace_fd: int, progress: Progress) -> None:
     """Import the function, and rate samples until the driver hangs up."""
     start = pickle.loads(connection.recv_bytes())
     sys.path[:] = [*start["sys_path"], *(path for path in sys.path if path not in start["sys_path"])]
@@ -36,10 +36,12 @@ def serve(connection: Connection, trace_fd: int) -> None:
     connection.send(("ready", None))
     while True:
         message = connection.recv_bytes()
+        progress.advance("rating a sample")
         # This watchdog needs no interpreter: it also ends code that never lets go of it, and one whose driver is gone.
         faulthandler.dump_traceback_later(start["timeout_s"], exit=True, file=trace_fd)
         answer = _rated(function, message, start["kwargs"])
         faulthandler.cancel_dump_traceback_later()
+        progress.advance("waiting for a sample")
         connection.send(answer)
 
 
@@ -74,19 +76,17 @@ def plain_number(result: Any) -> float | str:
     return f"{text if len(text) <= 120 else text[:110] + ' ...'} of type {type(result).__name__}"
 
 
-def _end_with(parent: int) -> None:
-    """End this process soon after its driver."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
+def _end_all() -> None:
+    """End this process and what the user's function has started."""
+    os.killpg(0, signal.SIGKILL)
 
 
-def main(socket_fd: int, trace_fd: int, parent: int) -> None:
+def main(socket_fd: int, trace_fd: int, progress_fd: int, parent: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # may reach all processes of a job: the driver ends its workers
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    end_with_parent(parent, _end_all)
     with contextlib.suppress(EOFError, OSError):  # the driver hung up
-        serve(Connection(socket_fd), trace_fd)
+        serve(Connection(socket_fd), trace_fd, Progress.open(progress_fd))
     os._exit(0)  # whatever threads the user's code left running
 
 

@@ -69,7 +69,8 @@ def number(value: Any) -> float:
         Unusable: it is none; NotFinite where it is one, but not finite.
     """
     try:
-        found = float(value) if isinstance(value, (bool, int, float, str)) else None
+        is_one = isinstance(value, (bool, int, float)) or (isinstance(value, str) and "_" not in value)  # 1_0 is 10
+        found = float(value) if is_one else None
     except (ValueError, OverflowError):
         found = None
     if found is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -10,12 +11,15 @@ import torch
 from torch import Tensor
 
 from verl.description import BuildContext, Description
-from verl.errors import ConfigError
+from verl.errors import ConfigError, RolloutError
 from verl.models.precision import Autocast
 from verl.ops.noise import TRAINING
 from verl.protocol import DataProto
 
 ALONE = BuildContext()
+DRAWN = ("response_mask", "responses", "rollout_log_probs")  # fields that an engine makes
+LARGEST_LOG_PROB = 1e-3  # nats above 0 that are put down to rounding; more is no log-prob
+PLACEHOLDER = -9000.0  # nats: at and below it stands what engines write for minus infinity, such as vLLM's -9999
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +122,12 @@ class Synced:
     Attributes:
         note: for the line of the stage.
         metrics: `sync/...`, of this step.
+        is_current: the engine draws with the trainer's present weights from here on; False where it keeps others.
     """
 
     note: str
     metrics: dict[str, float] = field(default_factory=dict)
+    is_current: bool = True
 
 
 SAME_TENSORS = Synced("one set of weights: nothing to move")
@@ -135,9 +141,11 @@ class RolloutEngine:
     Attributes:
         has_redrawn: what `finish` gave last was not drawn by the weights of its `begin`, which were lost, but by those
             that were there by then.
+        compute_type: what it computes in, as `verl.models.precision.compute_type` names it; None: as the trainer does.
     """
 
     has_redrawn: bool = False
+    compute_type: str | None = None
 
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
         """Rows of responses, `num_samples` for each prompt in the order of the prompts; see `assemble`."""
@@ -189,6 +197,8 @@ def assemble(
     Returns:
         B = b * num_samples rows with the fields of prompts, and `sample_ids`, `input_ids`, `attention_mask`,
         `position_ids`, `responses`, `response_mask`, `rollout_log_probs`; T is the longest response.
+    Raises:
+        RolloutError: a log-prob is none, or a token id is negative; names prompt, sample and token.
     """
     width = int(mask.sum(dim=1).max()) if mask.numel() else 0
     mask = mask[:, :width]
@@ -206,4 +216,66 @@ def assemble(
             "rollout_log_probs": log_probs[:, :width].masked_fill(~mask, 0.0),
         }
     )
-    return rows.union(made)
+    made = rows.union(made)
+    refuse_wrong_responses(made)
+    return made
+
+
+def refuse_wrong_responses(rows: DataProto, num_tokens: int | None = None) -> None:
+    """Check what an engine drew, whatever engine it is.
+
+    Args:
+        rows: as of `assemble`.
+        num_tokens: that the model knows; ids are below it. None where the model is not at hand.
+    Raises:
+        RolloutError: see `assemble`.
+    """
+    if missing := [name for name in DRAWN if name not in rows.batch]:
+        raise RolloutError(
+            f"The rollout engine gives rows without {', '.join(missing)}: see verl.rollout.base.assemble."
+        )
+    mask, tokens, log_probs = (rows.batch[name] for name in DRAWN)
+    if not bool(mask.any()):
+        return
+    lowest, highest = log_probs[mask].aminmax()  # one pass: nan comes through
+    if not (float(lowest) > PLACEHOLDER and float(highest) <= LARGEST_LOG_PROB):
+        exact = log_probs.double()
+        is_wrong = ~((exact > PLACEHOLDER) & (exact <= LARGEST_LOG_PROB)) & mask
+        row, place = is_wrong.nonzero()[0].tolist()
+        fault = log_prob_fault(float(exact[row, place]))
+        raise RolloutError(f"{_of_token(rows, row, place)} has the log-prob {fault}. {_count(is_wrong, mask)}")
+    lowest, highest = tokens[mask].aminmax()
+    if int(lowest) < 0 or (num_tokens is not None and int(highest) >= num_tokens):
+        is_wrong = ((tokens < 0) | (tokens >= (num_tokens or int(highest) + 1))) & mask
+        row, place = is_wrong.nonzero()[0].tolist()
+        known = "no id is negative" if num_tokens is None else f"the model knows 0 to {num_tokens - 1}"
+        raise RolloutError(
+            f"{_of_token(rows, row, place)} is no token: {known}. {_count(is_wrong, mask)} Does the engine run with "
+            "the actor's tokenizer?"
+        )
+
+
+def log_prob_fault(log_prob: float) -> str | None:
+    """The number, and why it is not the log-prob of a token that was drawn; None where it may be."""
+    if PLACEHOLDER < log_prob <= LARGEST_LOG_PROB:
+        return None
+    if LARGEST_LOG_PROB < log_prob < math.inf:
+        return f"{log_prob:.3f}: above 0 it is none. Does the engine run with a logits mode?"
+    if not log_prob < 0 or log_prob == -math.inf:
+        return f"{log_prob}, one that is not finite: the logits were not, or the token was cut off before it was drawn"
+    return (
+        f"{log_prob:g}: that is written in place of a probability of zero (vLLM: -9999), and such a token cannot be "
+        "drawn. Log-probs must be log_softmax(logits / temperature) over the whole vocabulary, of the tokens drawn"
+    )
+
+
+def _of_token(rows: DataProto, row: int, place: int) -> str:
+    prompt, sample = int(rows["prompt_ids"][row]), int(rows["sample_ids"][row])
+    length, token = int(rows["response_mask"][row].sum()), int(rows["responses"][row, place])
+    return (
+        f"The rollout engine's response to prompt {prompt}, sample {sample}: token {place + 1} of {length}, id {token},"
+    )
+
+
+def _count(is_wrong: Tensor, mask: Tensor) -> str:
+    return f"{int(is_wrong.sum())} such of {int(mask.sum())} tokens."

@@ -1,1 +1,1 @@
-"""What watches a run: numbers that are not finite, and spikes; both with the batch that caused them."""
+"""What watches a run: numbers that are not finite, spikes, log-probs that are not the trainer's; with their batches."""

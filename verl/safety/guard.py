@@ -1,4 +1,6 @@
-"""The guard of a run: stops or skips what is not finite, tells of spikes, and keeps the batches that caused them."""
+"""The guard of a run: stops or skips what is not finite, stops where the log-probs of the engine are not those of the
+trainer, names spikes, and keeps the batches that caused them.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ from typing import Any
 
 import torch
 
-from verl.errors import NonFiniteError, NonFiniteRewardError
+from verl.errors import LogProbGapError, NonFiniteError, NonFiniteRewardError
+from verl.models.precision import Numerics
 from verl.protocol import DataProto
 from verl.safety.anomalies import Anomalies
 from verl.safety.bands import Band
 from verl.safety.blame import Blame, blame_for, described, non_finite_fields
+from verl.safety.log_prob_gap import GAP, Excess, GapWatch, where_gaps_lie
 from verl.safety.settings import Safety
 
 _log = logging.getLogger(__name__)
@@ -39,10 +43,13 @@ class Guard:
 
     Attributes:
         step: the training step under way; set by the trainer.
+        numerics: of trainer and engine, which the limit of the log-prob gap depends on; set by the trainer.
     """
 
     def __init__(self, settings: Safety, run_dir: Path, tokenizer: Any, ranking: Ranking = blame_for):
         self.settings, self.step = settings, 0
+        self.numerics: Numerics | None = None
+        self._gap = None if settings.log_prob_gap is None else GapWatch(settings.log_prob_gap)
         self._tokenizer, self._ranking = tokenizer, ranking
         self._anomalies = Anomalies(run_dir, settings.max_dumps)
         self._in_a_row: Counter[str] = Counter()
@@ -117,7 +124,29 @@ class Guard:
             raise NonFiniteError(f"Step {self.step}: {found}. The weights are as they were before.{_at(place)}")
 
     def watch(self, metrics: Mapping[str, float], batch: DataProto) -> None:
-        """Take the metrics of a step into their bands; tell of each that left its band, with the rows behind it."""
+        """Look at the metrics of a whole step, with its batch.
+
+        Raises:
+            LogProbGapError: the engine's log-probs are further from the trainer's than rounding explains.
+        """
+        excess = None if self._gap is None else self._gap.add(metrics, self.numerics)
+        if excess is not None:
+            self._tell_gap(excess, batch)
+        self._watch_bands(metrics, batch)
+
+    def _tell_gap(self, excess: Excess, batch: DataProto) -> None:
+        self._counts["log_prob_gaps"] += 1
+        if not (excess.is_news or excess.stops):
+            return
+        where = where_gaps_lie(batch)
+        place = self._dump("log_prob_gap", f"{excess}{where}", batch, [self._ranking(GAP, batch)])
+        message = f"Step {self.step}: {excess}{where} {excess.causes(where)}{_at(place)}"
+        if excess.stops:
+            raise LogProbGapError(message, excess.gap, excess.limit)
+        _log.warning("%s", message)
+
+    def _watch_bands(self, metrics: Mapping[str, float], batch: DataProto) -> None:
+        """Take the metrics into their bands; tell of each that left its band, with the rows behind it."""
         added = [self._bands[key].add(metrics[key]) for key in self._bands if key in metrics]
         spikes = [spike for spike in added if spike is not None]
         if not spikes:
@@ -140,6 +169,7 @@ class Guard:
         return {
             "bands": {key: band.state_dict() for key, band in self._bands.items()},
             "in_a_row": dict(self._in_a_row),
+            "log_prob_gap": {} if self._gap is None else self._gap.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -148,6 +178,8 @@ class Guard:
             if key in self._bands:
                 self._bands[key].load_state_dict(band)
         self._in_a_row = Counter(state.get("in_a_row", {}))
+        if self._gap is not None:
+            self._gap.load_state_dict(state.get("log_prob_gap", {}))
 
     @property
     def _factor(self) -> float:

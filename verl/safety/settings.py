@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from verl.description import Description
+from verl.safety.log_prob_gap import LogProbGapLimit
 
 WATCHED = (
     "actor/loss",
@@ -36,6 +37,7 @@ class Safety(Description):
         max_dumps: batches written to `anomalies/` in one run.
         dump_rows: rows described beside each batch, worst first.
         plant_nan_at: a training step whose updates get a loss of nan, to try all this out; null for none.
+        log_prob_gap: what to do where the engine's log-probs are not the trainer's; null does not look.
     """
 
     on_non_finite: Literal["stop", "skip"] = "stop"
@@ -47,6 +49,7 @@ class Safety(Description):
     max_dumps: int = 10
     dump_rows: int = 16
     plant_nan_at: int | None = None
+    log_prob_gap: LogProbGapLimit | None = field(default_factory=LogProbGapLimit)
 
     def faults(self) -> Iterator[str]:
         for name, least in (("max_skips", 1), ("spike_history", 3), ("max_dumps", 0), ("dump_rows", 1)):

@@ -108,8 +108,11 @@ class S3Backend(Backend):
     def _call(self, key: str, request: Callable[[Any], Awaitable[Any]]) -> Any:
         """Make one request, which must end within the time-out: a server that trickles is stopped too."""
 
+        async def connected() -> Any:
+            return await request(await self._fs.set_session())
+
         async def asked() -> Any:
-            return await asyncio.wait_for(request(await self._fs.set_session()), self._timeout_s)
+            return await asyncio.wait_for(connected(), self._timeout_s)
 
         try:
             return sync(self._fs.loop, asked)
@@ -164,10 +167,11 @@ class FsspecBackend(Backend):
         self._ask(key, lambda path: self._create(path, bytes(data)))  # type: ignore[misc]
 
     def put_stream(self, key: str, pieces: Iterable[Data]) -> None:
-        with tempfile.NamedTemporaryFile() as whole:  # a stream that is cut short would be an object cut short
+        with _temporary_file() as whole:  # a stream that is cut short would be an object cut short
             size = sum(whole.write(piece) for piece in pieces)
             whole.flush()
-            self._ask(key, lambda path: self._fs.put_file(whole.name, path))
+            name = f"/proc/self/fd/{whole.fileno()}" if isinstance(whole.name, int) else whole.name
+            self._ask(key, lambda path: self._fs.put_file(name, path))
         self._same_size(key, size)
 
     def get(self, key: str, begin: int, end: int) -> bytes:
@@ -217,6 +221,11 @@ class FsspecBackend(Backend):
             if int(str(code)) >= 500 or int(str(code)) in PASSING_STATUS:
                 raise Passing(redact(str(error))) from error
             raise StorageRefused(f"{path}: {redact(str(error))}") from error
+
+
+def _temporary_file() -> Any:
+    """A file that is gone when it is closed; without a name, where files can be opened by their descriptors."""
+    return tempfile.TemporaryFile() if os.path.isdir("/proc/self/fd") else tempfile.NamedTemporaryFile()
 
 
 def memory_backend(storage: MemoryStorage) -> Backend:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from verl.errors import StorageUnreachable
+from verl.utils.progress import report
 from verl.utils.redact import redact
 
 T = TypeVar("T")
@@ -42,6 +43,7 @@ class Retrying:
             StorageUnreachable: no try was answered.
         """
         for number in range(self._retries + 1):
+            report()  # a request is bounded by itself
             try:
                 return request()
             except Passing as error:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl.layout import Box, intersection, volume
 from verl.resharding import Move, Plan
+from verl.utils.progress import report
 
 LIMIT_BYTES = 64 * 2**20
 
@@ -48,6 +49,7 @@ def resharded(
     for moves in plan.rounds(limit_bytes):
         yield from building.up_to(moves[0].name)
         arrived = _exchange(moves, building, group)
+        report()
         for move, part in arrived:
             received(part.nbytes)
             building.put(move, part)

@@ -11,6 +11,7 @@ from typing import Any
 from verl.description import BuildContext, Description
 from verl.errors import ConfigError
 from verl.tracking.tracker import Tracker, TrackerDescription, metrics_line, stage_line
+from verl.utils.exits import as_component_exit, raised_by_code
 from verl.utils.redact import redact, redact_tree
 
 _log = logging.getLogger(__name__)
@@ -73,9 +74,9 @@ class TrackerSet(Tracker):
         except BaseException as error:
             self._trackers = started
             self.close("failed")
-            if not isinstance(error, Exception):
+            if not raised_by_code(error):
                 raise
-            cause = redact(f"{type(error).__name__}: {error}")
+            cause = _cause(error)
             fault = f"tracker.{name} could not start: {cause}. Mend it, or set tracker.{name}=null."
             raise ConfigError(fault) from error
 
@@ -126,8 +127,10 @@ class TrackerSet(Tracker):
     def _close(self, name: str, tracker: Tracker, status: str) -> None:
         try:
             tracker.close(status)
-        except Exception as error:  # noqa: BLE001 - the others still have to be released
-            _log.warning("tracker.%s failed while closing: %s", name, redact(f"{type(error).__name__}: {error}"))
+        except BaseException as error:  # the others still have to be released
+            if not raised_by_code(error):
+                raise
+            _log.warning("tracker.%s failed while closing: %s", name, _cause(error))
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in self._trackers.items():
@@ -136,11 +139,18 @@ class TrackerSet(Tracker):
     def _call(self, name: str, tracker: Tracker, call: Callable[[Tracker], None]) -> None:
         try:
             call(tracker)
-        except Exception as error:  # noqa: BLE001 - a number that cannot be shown is no reason to lose a training run
+        except BaseException as error:  # a number that cannot be shown is no reason to lose a training run
+            if not raised_by_code(error):
+                raise
             if name not in self._failed:
-                text = redact(f"{type(error).__name__}: {error}")
-                _log.warning("tracker.%s FAILED, training goes on: %s", name, text)
+                _log.warning("tracker.%s FAILED, training goes on: %s", name, _cause(error))
             self._failed[name] = self._failed.get(name, 0) + 1
+
+
+def _cause(error: BaseException) -> str:
+    """What failed, without secrets; an exit with the line that wanted it."""
+    found = error if isinstance(error, Exception) else as_component_exit(error)
+    return redact(f"{type(found).__name__}: {found}")
 
 
 def _number(key: str, value: Any) -> float:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import netrc
 import os
 import secrets
+import signal
+import tempfile
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +20,13 @@ from urllib.parse import urlsplit
 
 from verl.description import BuildContext
 from verl.tracking.tracker import Tracker, TrackerDescription
+from verl.utils.progress import is_stopped
+from verl.utils.temporary import TemporaryDirectory
 
 RUN_FILE = "wandb.json"  # in the directory of the run: where its W&B run is
+LOOK_EVERY_S = 1.0
+_TEMPORARY: list[TemporaryDirectory] = []  # of this process, once it has used W&B
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +41,8 @@ class WandB(TrackerDescription):
             else offline.
         on_resume: a run that goes on from a checkpoint is the `same` W&B run, or a `child`: one of its own, in the
             group of the root run, whose id names the group.
+        timeout_s: when W&B's background process has been stopped for so long, it is ended, since W&B waits for it
+            without a limit; the run goes on without W&B.
     """
 
     project: str = "verl"
@@ -38,10 +50,13 @@ class WandB(TrackerDescription):
     tags: tuple[str, ...] = ()
     mode: Literal["auto", "online", "offline"] = "auto"
     on_resume: Literal["same", "child"] = "same"
+    timeout_s: float = 60.0
 
     def faults(self) -> Iterator[str]:
         if not self.project:
             yield "project is '': must name a W&B project."
+        if not 0 < self.timeout_s < 1e9:
+            yield f"timeout_s is {self.timeout_s:g}: must be positive and finite."
 
     def build(self, context: BuildContext) -> WandBTracker:
         sweep = context.run_dir.resolve().parent.name if context.job and context.run_dir is not None else None
@@ -64,6 +79,10 @@ class WandBTracker(Tracker):
         return {} if self._run is None else {"id": self._run.id, "root": self._root}
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
+        with _own_temporary_files():
+            self._start(run_name, config, run_dir)
+
+    def _start(self, run_name: str, config: dict[str, Any], run_dir: Path) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -90,6 +109,7 @@ class WandBTracker(Tracker):
         )
         place = {"id": run_id, "url": self._run.url, "directory": str(Path(self._run.dir).parent)}
         (run_dir / RUN_FILE).write_text(json.dumps(place, indent=2) + "\n")
+        self._watch = _ServiceWatch(chosen.timeout_s)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -107,11 +127,79 @@ class WandBTracker(Tracker):
     def close(self, status: str) -> None:
         if self._run is None:
             return
-        self._run.finish(exit_code=0 if status in ("finished", "stopped") else 1)
-        # `finish` leaves the last records to a background process; ending that one is what waits for them. Runs of
-        # other owners in this process would end with it, so then they are left to its exit.
-        if getattr(self._wandb.setup(), "most_recent_active_run", None) is None:
-            self._wandb.teardown()
+        try:
+            self._run.finish(exit_code=0 if status in ("finished", "stopped") else 1)
+        finally:
+            # `finish` leaves the last records to a background process; ending that one is what waits for them. Runs of
+            # other owners in this process would end with it, so then they are left to its exit.
+            with contextlib.suppress(ConnectionError) if self._watch.has_ended_it else contextlib.nullcontext():
+                if self._watch.has_ended_it or getattr(self._wandb.setup(), "most_recent_active_run", None) is None:
+                    self._wandb.teardown()
+            self._watch.close()
+
+
+class _ServiceWatch:
+    """Ends W&B's background process once it has been stopped for too long.
+
+    Attributes:
+        has_ended_it: it did.
+    """
+
+    def __init__(self, timeout_s: float):
+        self.has_ended_it, self._timeout_s = False, timeout_s
+        self._processes, self._is_over = _services(), threading.Event()
+        threading.Thread(target=self._look, name="wandb_watch", daemon=True).start()
+
+    def close(self) -> None:
+        self._is_over.set()
+
+    def _look(self) -> None:
+        stopped_s, looked_at, pause_s = 0.0, time.monotonic(), min(LOOK_EVERY_S, self._timeout_s / 2)
+        while not self._is_over.wait(pause_s):
+            stopped = [pid for pid in self._processes if is_stopped(pid)]
+            now = time.monotonic()
+            stopped_s, looked_at = (stopped_s + min(now - looked_at, 2 * pause_s)) if stopped else 0.0, now
+            if stopped and stopped_s >= self._timeout_s:
+                self.has_ended_it = True
+                for pid in stopped:
+                    _log.error(
+                        "W&B's process %d has been stopped for %g s (tracker.wandb.timeout_s) and is ended",
+                        pid, self._timeout_s,
+                    )  # fmt: skip
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                return
+
+
+def _services() -> list[int]:
+    """W&B's background processes that this process has started; none where the system does not tell."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):  # ended meanwhile
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"wandb-core" in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+@contextlib.contextmanager
+def _own_temporary_files() -> Iterator[None]:
+    """Within, temporary files are made in a directory that goes with this process, also where it is killed.
+
+    W&B makes some when it is imported, and its background process when it starts; both live as long as this process.
+    """
+    if not _TEMPORARY:
+        _TEMPORARY.append(TemporaryDirectory("verl-wandb-"))
+    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    tempfile.tempdir = os.environ["TMPDIR"] = _TEMPORARY[0].name
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+        if variable is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = variable
 
 
 def wandb_mode(asked: str) -> Any:

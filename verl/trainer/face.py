@@ -20,6 +20,7 @@ from verl.trainer.loop import Course, Result, fit
 from verl.trainer.ppo import PPORun, PPOTrainer
 from verl.trainer.recovery import fit_through_losses
 from verl.trainer.reloading import load_checkpoint
+from verl.utils.exits import component_exits
 
 
 class TrainerFace:
@@ -56,13 +57,15 @@ class TrainerFace:
         """
         course = self._under_way()
         try:
-            course.step()
+            with component_exits():
+                course.step()
         except BaseException as error:
             course.failed(error)
             course.end()
             raise
         return course.result.last_metrics.get("actor/loss", math.nan)
 
+    @component_exits()
     def fit(self) -> Result:
         """Train to the end, from where the trainer is. On Ctrl-C what is finished is written first.
 
@@ -77,6 +80,7 @@ class TrainerFace:
         course = self._under_way()
         return fit(course.trainer, course.config, course)
 
+    @component_exits()
     def evaluate(self) -> dict[str, float]:
         """Metrics of the present weights on the held-out rows.
 
@@ -87,6 +91,7 @@ class TrainerFace:
             raise ConfigError("eval_dataset is missing: there are no held-out rows. Give it, or data.eval_files.")
         return self._opened().evaluate()
 
+    @component_exits()
     def save_checkpoint(self, save_dir: str | Path | None = None, tag: str | None = None) -> Path:
         """Save now, and wait until the checkpoint is published.
 
@@ -102,6 +107,7 @@ class TrainerFace:
         saving.identity = saving.identity or identity_of(as_plain(self.trainer.description), self.trainer.tokenizer)
         return course.save(tag, None if save_dir is None else Path(save_dir))
 
+    @component_exits()
     def load_checkpoint(
         self,
         path: str | Path,
@@ -127,6 +133,7 @@ class TrainerFace:
         return self.trainer.reward
 
     @reward_model.setter
+    @component_exits()
     def reward_model(self, reward: Any) -> None:
         self.trainer.replace_reward(self._described_reward(reward))
 
@@ -138,6 +145,7 @@ class TrainerFace:
         """Write what is finished, end what was started, and let go of the weights; may be called again."""
         self._end()
 
+    @component_exits()
     def _end(self, is_sound: bool = True) -> None:
         with self._closing:
             course = self.__dict__.get("_course")

@@ -22,6 +22,7 @@ from verl.checkpoint.plan import SaveOutcome
 from verl.checkpoint.settings import Checkpointing
 from verl.checkpoint.staging import Staging
 from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.supervisor import START_TIMEOUT_S
 from verl.checkpoint.writer import CheckpointWriter
 from verl.errors import CheckpointError, CheckpointWriteFailed
 from verl.workers.parts import Berth, PartOrder, PartSetting
@@ -29,6 +30,7 @@ from verl.workers.state import RemoteState
 
 FILES_OF_A_PART = 4  # about; for the check of free inodes
 LOST_GRACE_S = 10.0  # what a lost worker copied before, its writer still writes
+LATE_FACTOR = 2.5  # of the time in which a worker's own writer is replaced, twice, where it stands still
 
 _log = logging.getLogger(__name__)
 
@@ -143,7 +145,9 @@ class Parts:
         except BaseException:
             staging.abort()
             raise
-        return staging, Joint(directory=staging.directory, name="main", others=tuple(others)), nonce
+        late_s = LATE_FACTOR * self._settings.writer_timeout_s + START_TIMEOUT_S
+        joint = Joint(directory=staging.directory, name="main", others=tuple(others), late_s=late_s)
+        return staging, joint, nonce
 
     def _order(self, writer: CheckpointWriter, step: int, joint: Joint, nonce: str) -> str | None:
         """Have every process take part. Returns why one cannot."""
@@ -166,6 +170,7 @@ class Parts:
             max_shard_bytes=int(self._settings.max_shard_gib * 2**30),
             first_rank=crew.first_rank,
             increment=self._settings.increment,
+            writer_timeout_s=self._settings.writer_timeout_s,
         )
 
     def _blind(self, see: Collection[bool], directory: Path) -> str | None:

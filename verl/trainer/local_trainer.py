@@ -23,6 +23,7 @@ from verl.errors import ConfigError
 from verl.trainer.face import TrainerFace
 from verl.trainer.forms import described_data, described_reward
 from verl.trainer.given import GivenPrompts, carried_in, hand_over
+from verl.utils.exits import component_exits
 
 
 class LocalPPOTrainer(TrainerFace):
@@ -48,6 +49,7 @@ class LocalPPOTrainer(TrainerFace):
         ConfigError: every fault in the configuration, before any weight is loaded.
     """
 
+    @component_exits()
     def __init__(
         self,
         config_path: str | Path | None = "./config.yaml",

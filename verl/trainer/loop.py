@@ -32,6 +32,7 @@ from verl.trainer.saving import Saving
 from verl.trainer.settings import LoopSettings
 from verl.trainer.stages import Stages
 from verl.trainer.stopping import StopRequest, interruption
+from verl.utils.exits import component_exits
 from verl.utils.memory import forget_peak, peak_memory
 from verl.utils.redact import redact
 from verl.workers.state import SavedRole
@@ -129,7 +130,7 @@ def fit(trainer: Trainer, config: dict[str, Any], course: Course | None = None) 
     stop = StopRequest()
     forget_peak()
     try:
-        with stop.listening():
+        with component_exits(), stop.listening():
             course.run(stop)
         if stop:
             raise interruption(stop.signal)

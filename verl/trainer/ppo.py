@@ -70,7 +70,7 @@ from verl.workers.reward import RewardElsewhere
 from verl.workers.state import SavedRole
 
 PROMPT_FIELDS = ["prompts", "prompt_mask", "prompt_ids", "group_ids"]
-DRIVER_FIELDS = [*PROMPT_FIELDS, "is_replayed"]  # that no role reads in an update
+DRIVER_FIELDS = [*PROMPT_FIELDS, "is_replayed", "is_on_policy"]  # that no role reads in an update
 SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
 
 
@@ -179,6 +179,7 @@ class PPOTrainer:
             self.reuse = Reuse(run, context, self.saving.directory)
             tell_budget(run, context, self.saving.directory)
             self._start_roles(run, context)
+            self.guard.numerics = self.actor.numerics().result()
             seed_everything(derive_seed(self.settings.seed, "driver"))  # roles that are built here have drawn from it
             if self.saving.resumed is not None:
                 self._go_on_from(self.saving.resumed)
@@ -213,6 +214,7 @@ class PPOTrainer:
             restore=restore_of(self.saving),
             reward=run.reward_as_role,
         )
+        context = replace(context, row_tokens=self._row_tokens(run))
         self._cluster = start_cluster(host, run.trainer, context, run.trainer.placement)
         roles = role_handles(self._cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
@@ -223,9 +225,19 @@ class PPOTrainer:
 
     def _roomy(self, rollout: Rollout) -> Rollout:
         """With room for every prompt of the data, as far as the data tell how long those are."""
+        longest = self._longest_prompt()
+        return rollout if longest is None else rollout.with_room_for(longest)
+
+    def _longest_prompt(self) -> int | None:
+        """Tokens of the longest prompt of the data, as far as the data tell."""
         longest = [getattr(data, "longest", None) for data in (self.train_data, self.eval_data) if data is not None]
         known = [tokens for tokens in longest if tokens is not None]
-        return rollout.with_room_for(max(known)) if len(known) == len(longest) else rollout
+        return max(known) if len(known) == len(longest) else None
+
+    def _row_tokens(self, run: PPORun) -> int | None:
+        """Tokens of the longest row that the run can have."""
+        longest = self._longest_prompt() or getattr(run.data, "max_prompt_length", None)
+        return None if longest is None else longest + run.rollout.max_new_tokens
 
     def _go_on_from(self, point: ResumePoint) -> None:
         """Take over what the roles do not hold: the place in the data, KL control, statistics of rewards, old rows."""
@@ -311,7 +323,8 @@ class PPOTrainer:
         sequences = rollout.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[])
         if self.algorithm.needs_old_log_probs:
             with self.stages.stage("old") as note:
-                rollout = rollout.union(self.actor.compute_log_probs(sequences).result())
+                drawn = rollout.select([*SEQUENCE_FIELDS, "policy_version"], non_tensor_batch_keys=[])
+                rollout = rollout.union(self.actor.compute_log_probs(drawn).result())
                 note.say("log-probs of the responses under the present policy")
         if self.reference is not None:
             with self.stages.stage("ref") as note:

@@ -41,6 +41,7 @@ def faults_between(run: Any) -> Iterator[str]:
     yield from _replay_faults(run)
     yield from _placement_faults(run)
     yield from _context_faults(run)
+    yield from _model_faults(run)
 
 
 def _sharding_faults(run: Any) -> Iterator[str]:
@@ -117,3 +118,11 @@ def _context_faults(run: Any) -> Iterator[str]:
             f"data.max_prompt_length is {prompt}: with rollout.max_new_tokens {response} that makes "
             f"{prompt + response} tokens, and {role}.model holds {limit}. Lower one of them."
         )
+
+
+def _model_faults(run: Any) -> Iterator[str]:
+    """Models that are no decoders, by the path of each."""
+    for role in ("actor", "critic", "reference"):
+        model = getattr(getattr(run, role), "model", None)
+        if model is not None and (fault := model.policy_fault()) is not None:
+            yield f"{role}.model.{fault}"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.ops.log_prob_gap import LogProbGap
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
 from verl.safety.guard import is_finite
@@ -27,11 +28,9 @@ def experience_metrics(batch: DataProto) -> dict[str, float]:
         "perf/tokens": float(lengths.sum()),
     }
     if "old_log_probs" in batch:  # otherwise the update tells
-        gap = batch["rollout_log_probs"] - batch["old_log_probs"]
-        metrics |= {
-            "rollout/entropy_nats": _mean(batch["entropies"], mask),
-            "rollout/log_prob_gap_nats": _mean(gap.abs(), mask),
-        }
+        gap = LogProbGap()
+        gap.add(batch["rollout_log_probs"], batch["old_log_probs"], mask, batch.batch.get("is_on_policy"))
+        metrics |= {"rollout/entropy_nats": _mean(batch["entropies"], mask), **gap.metrics(gap.sums())}
     parts = [name for name in batch.non_tensor_batch if name.startswith("reward/")]
     metrics |= {name: float(batch[name].astype(float).mean()) for name in parts}
     if "values" in batch:
@@ -84,5 +83,6 @@ def _mean(x: Tensor, mask: Tensor) -> float:
 
 def _explained_variance(values: Tensor, returns: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for one that predicts a constant."""
+    values, returns = values.double(), returns.double()
     spread = returns.var(unbiased=False)
     return float(1 - (returns - values).var(unbiased=False) / spread) if spread > 0 else 0.0

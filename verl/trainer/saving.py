@@ -123,7 +123,13 @@ class Saving:
         store.claim_directory()
         mode = "async" if self.settings.save_async else "sync"
         retention = self.settings.retention
-        self._writer = CheckpointWriter(store, mode=mode, when_busy=self.settings.when_busy, retention=retention)
+        self._writer = CheckpointWriter(
+            store,
+            mode=mode,
+            when_busy=self.settings.when_busy,
+            retention=retention,
+            timeout_s=self.settings.writer_timeout_s,
+        )
         pointer = {"save_dir": str(self.directory), "run_id": self.run_id}
         self._run_dir = run_dir
         (run_dir / POINTER).write_text(json.dumps(pointer, indent=2) + "\n")
@@ -139,7 +145,8 @@ class Saving:
         if self._tier is None:
             write_cold(store.disk, self.directory, None)
         else:
-            self._uploads = Uploads(self._tier, self.directory, self.lineage, self.settings.upload_wait_s)
+            waits = self.settings.upload_wait_s, self.settings.upload_timeout_s
+            self._uploads = Uploads(self._tier, self.directory, self.lineage, *waits)
 
     def due(self, step: int, took_s: float, is_last: bool, is_stopping: bool) -> str | None:
         """Why a checkpoint is to be saved after this step, or None."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ class SFTRun(Description):
         yield from sharding_faults(
             [Divided(path, own or self.sharding, count, self.actor.model, "actor.model")], self.trainer
         )
+        if (fault := self.actor.model.policy_fault()) is not None:
+            yield f"actor.model.{fault}"
         length, limit = getattr(self.data, "max_length", None), self.actor.model.max_positions()
         if length is not None and limit is not None and length > limit:
             yield f"data.max_length is {length}: actor.model holds {limit} tokens. Lower it."
@@ -98,6 +100,7 @@ class SFTTrainer:
             tell_budget(run, context, self.saving.directory)
             restore = restore_of(self.saving)
             host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps, restore=restore)
+            context = replace(context, row_tokens=getattr(run.data, "max_length", None))
             self._cluster = start_cluster(host, run.trainer, context)
             self.learner = role_handles(self._cluster, host)["learner"]
             self.saving.parts = parts_of(self._cluster, {"actor": self.learner}, run.checkpoint)

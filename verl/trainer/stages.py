@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from verl.tracking.trackers import TrackerSet
+from verl.utils.progress import report
 
 
 class Note:
@@ -28,6 +29,7 @@ class Stages:
     @contextmanager
     def stage(self, name: str) -> Iterator[Note]:
         """Time what is done inside; the same name again within a step adds up."""
+        report(name)
         note, start = Note(), time.perf_counter()
         yield note
         took = time.perf_counter() - start

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from verl.utils.exits import note_interrupt
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -66,6 +68,8 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            note_interrupt()
         if self.signal is not None:
             raise interruption(number)
         self.signal = number
@@ -74,3 +78,5 @@ class StopRequest:
         with contextlib.suppress(OSError):
             # Past all buffers: the signal may have come while one of them was written, and they bear no second writer.
             os.write(2, told.encode())
+
+    _take.notes_interrupts = True  # type: ignore[attr-defined]

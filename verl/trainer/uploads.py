@@ -22,17 +22,19 @@ class Uploads:
     Args:
         directory: of checkpoints, claimed by this run.
         wait_s: most that `close` waits.
+        timeout_s: see `Uploader`.
     Attributes:
         waiting: checkpoints that the store is to get and had not confirmed when it was last heard of.
     """
 
-    def __init__(self, tier: Tier, directory: Path, lineage: Lineage, wait_s: float):
+    def __init__(self, tier: Tier, directory: Path, lineage: Lineage, wait_s: float, timeout_s: float):
         self._tier, self._lineage, self._wait_s = tier, lineage, wait_s
         self.waiting = 0
         cold = tier.cold()
         write_cold(Disk(), directory, cold)
         claim = f"{lineage.run_id}-{secrets.token_hex(4)}"
-        self._uploader = Uploader(UploadSetting(directory=str(directory), storage=tier.storage, claim=claim, cold=cold))
+        setting = UploadSetting(directory=str(directory), storage=tier.storage, claim=claim, cold=cold)
+        self._uploader = Uploader(setting, timeout_s)
 
     def published(self) -> None:
         """There is a new checkpoint."""

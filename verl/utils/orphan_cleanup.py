@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import itertools
 import json
 import logging
@@ -33,6 +34,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+LOCK = "lock"  # a file in a directory that processes share
 CHECK_EVERY_S = 0.5
 KILL_TIMEOUT_S = 20.0
 
@@ -56,6 +58,7 @@ class OrphanCleanup:
         directories: Sequence[str | Path] = (),
         shared_memory: Sequence[str] = (),
         process_groups: Sequence[int] = (),
+        shared_directories: Sequence[str | Path] = (),
     ) -> int:
         """Have these removed and ended once this process is gone. Register what is to be made before it is made.
 
@@ -63,6 +66,7 @@ class OrphanCleanup:
             directories: with all that is in them; need not exist.
             shared_memory: how the names of files in /dev/shm begin.
             process_groups: of processes that this process started.
+            shared_directories: of which what nobody uses is removed; see `remove_unused`.
         Returns:
             A number for `withdraw`.
         """
@@ -70,6 +74,7 @@ class OrphanCleanup:
             "directories": [os.path.abspath(directory) for directory in directories],
             "shared_memory": list(shared_memory),
             "process_groups": list(process_groups),
+            "shared_directories": [os.path.abspath(directory) for directory in shared_directories],
         }
         with self._lock:
             number = next(self._numbers)
@@ -163,6 +168,46 @@ def kill_group(group: int) -> None:
         time.sleep(0.02)
 
 
+def remove_unused(root: str | Path) -> None:
+    """Remove what nobody uses of a directory that processes share; and itself, once nothing is left of it.
+
+    Whoever uses something in it holds a lock (flock) on that, and takes it while he holds the lock on the file `lock`
+    in the directory. A lock is gone with the process that held it, however that ended.
+    """
+    root = Path(root)
+    with contextlib.suppress(OSError), _held(root / LOCK, KILL_TIMEOUT_S):
+        for name in os.listdir(root):
+            if name != LOCK:
+                with contextlib.suppress(OSError), _held(root / name, 0.0):
+                    shutil.rmtree(root / name, ignore_errors=True)
+        if os.listdir(root) == [LOCK]:
+            (root / LOCK).unlink()
+            root.rmdir()
+
+
+@contextlib.contextmanager
+def _held(path: Path, timeout_s: float) -> Iterator[None]:
+    """Within, this process alone has the lock on a file or directory.
+
+    Raises:
+        OSError: another one has it, for so long.
+    """
+    deadline = time.monotonic() + timeout_s
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def clean_up(entry: dict[str, Any]) -> None:
     """End and remove what one registration names."""
     for group in entry["process_groups"]:
@@ -171,6 +216,8 @@ def clean_up(entry: dict[str, Any]) -> None:
         remove_shared_memory(prefix)
     for directory in entry["directories"]:
         shutil.rmtree(directory, ignore_errors=True)
+    for directory in entry["shared_directories"]:
+        remove_unused(directory)
 
 
 def main(owner: int) -> None:

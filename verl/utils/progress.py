@@ -15,14 +15,17 @@ exists, which the system tells too, and goes on while the work hangs.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+STARTER_VARIABLE = "VERL_PROGRESS"  # holds a file descriptor
 NUM_SLOTS = 16
 SLOT_BYTES, STAGE_OFFSET = 256, 8  # of each slot: a counter of 8 bytes, then the stage as UTF-8, zero bytes after it
 STAGE_BYTES = SLOT_BYTES - STAGE_OFFSET
@@ -168,6 +171,7 @@ class ProgressWatch:
 
 
 _reported: tuple[Progress, int] | None = None  # where `report` of this process writes
+_of_thread = threading.local()
 
 
 def report_to(progress: Progress | None, slot: int = 0) -> None:
@@ -182,9 +186,32 @@ def report(stage: str | None = None) -> None:
     As with `Progress.advance`: by the thread that does the work. A process that waits for another may report the
     progress that it sees there.
     """
-    if _reported is not None:
-        progress, slot = _reported
+    target = getattr(_of_thread, "reported", _reported)
+    if target is not None:
+        progress, slot = target
         progress.advance(stage, slot)
+
+
+def report_to_starter() -> None:
+    """From now on `report` of this process advances the memory that whoever started it has put into its environment."""
+    source = os.environ.pop(STARTER_VARIABLE, None)
+    if source is not None:
+        with contextlib.suppress(OSError, ValueError):  # it was meant for another process
+            report_to(Progress.open(int(source)))
+
+
+@contextlib.contextmanager
+def reporting_to(progress: Progress, slot: int = 0) -> Iterator[None]:
+    """Within, `report` of this thread advances this slot, which another thread of the process watches."""
+    before = getattr(_of_thread, "reported", None)
+    _of_thread.reported = (progress, slot)
+    try:
+        yield
+    finally:
+        if before is None:
+            del _of_thread.reported
+        else:
+            _of_thread.reported = before
 
 
 def state_of(process_id: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +14,18 @@ from verl.algorithms.algorithm import Algorithm
 from verl.description import BuildContext
 from verl.dispatch import by_rows, by_rows_to_one, on_all
 from verl.engines.engine import TrainingEngine
-from verl.engines.micro import MicroBatch
 from verl.engines.sharding import Parallel
-from verl.engines.token_scores import TokenScores, score_tokens
+from verl.engines.token_scores import plain_log_probs, score_tokens
+from verl.model_paths.check import paths_for
+from verl.model_paths.micro_batch import MicroBatch
 from verl.models.output_head import OutputHead
-from verl.models.padding import refuse_padding_blind
+from verl.models.precision import Numerics, compute_type
 from verl.ops.aggregate import Totals, aggregate
+from verl.ops.log_prob_gap import LogProbGap
 from verl.protocol import DataProto
-from verl.rollout.base import Request, Rollout, RolloutEngine, Synced
+from verl.rollout.base import Request, Rollout, RolloutEngine, Synced, refuse_wrong_responses
 from verl.utils.device_memory import release_cached
+from verl.workers.first_batch import FirstBatch
 from verl.workers.state import Restore
 from verl.workers.training import TrainedRole, TrainedWorker
 
@@ -42,11 +46,11 @@ class Actor(TrainedRole):
         """Load the weights, those of a checkpoint if one is given, and attach the engines that train and sample.
 
         Raises:
-            ConfigError: the model cannot be padded on the left.
+            ConfigError: the model cannot be trained as a policy.
         """
         model = self.load("causal_lm", context.device, restore, "actor", parallel)
+        paths_for(model, context.row_tokens or rollout.max_new_tokens, "actor.model")
         parallel.divide(model, self.autocast)
-        refuse_padding_blind(model, "actor.model")
         engine = self.engine(model, parallel, total_updates)
         if restore is not None:
             restore.optimizer(engine, "actor")
@@ -73,7 +77,10 @@ class ActorWorker(TrainedWorker):
         super().__init__(engine, tokenizer)
         self.algorithm, self.sampler, self.temperature = algorithm, sampler, temperature
         self.head = OutputHead(engine.model)
+        self.first_batch = FirstBatch("actor.model", engine, self._score_in_parts, self._score_plainly)
         self._version_sampled: int | None = None
+        self._engine_follows = True
+        self._gap = LogProbGap()
 
     @property
     def model(self) -> Any:
@@ -89,6 +96,7 @@ class ActorWorker(TrainedWorker):
         if self._version_sampled != self.version:  # a step that was cut short ended without a sync
             self.sync()
         rows = self.sampler.generate(prompts, request)
+        refuse_wrong_responses(rows, self._num_tokens)
         self.engine.parallel.assert_siblings_agree(rows["responses"])
         if config.auto_cache_clear:
             release_cached(self.engine.device)
@@ -106,28 +114,50 @@ class ActorWorker(TrainedWorker):
     def finish_generate(self, prompts: DataProto, request: Request) -> DataProto:
         """The responses that were begun for these prompts, as `generate` gives them."""
         rows = self.sampler.finish()
+        refuse_wrong_responses(rows, self._num_tokens)
         assert len(rows) == len(prompts) * request.num_samples
         version = self.version if self.sampler.has_redrawn else self._begun_at
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), version)}))
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """`old_log_probs` and `entropies` [B T] of the responses under the present weights."""
+        """`old_log_probs` and `entropies` [B T] of the responses under the present weights.
+
+        Where the batch has `policy_version`, `is_on_policy` [B] too: whether these very weights drew the row.
+        """
         self.sampler.rest()
-        return DataProto.from_dict(self.engine.infer(batch, self._score))
+        self.first_batch.look(batch)
+        found = self.engine.infer(batch, self._score)
+        if found and (is_on_policy := self._is_on_policy(batch.batch)) is not None:
+            found["is_on_policy"] = is_on_policy
+        return DataProto.from_dict(found)
 
     @by_rows_to_one
     def update(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step on a mini-batch of experience; returns metrics of the whole mini-batch."""
+        """One optimizer step on a mini-batch of experience; returns metrics of the whole mini-batch.
+
+        Without `old_log_probs` it is the only one of its step, and tells what is otherwise known before the update.
+        """
         self.sampler.rest()
-        return self.engine.update(batch, self._loss)
+        self.first_batch.look(batch)
+        self._gap = LogProbGap()
+        metrics = self.engine.update(batch, self._loss)
+        if "old_log_probs" not in batch:
+            metrics |= LogProbGap.metrics(*self.engine.parallel.of_each(self._gap.sums()))
+        return metrics
 
     @on_all
     def sync(self) -> Synced:
         """Give the rollout engine the present weights."""
         synced = self.sampler.sync()
-        self._version_sampled = self.version
+        self._version_sampled, self._engine_follows = self.version, synced.is_current
         return synced
+
+    @on_all
+    def numerics(self) -> Numerics:
+        """What the log-probs of the model and of the rollout engine are computed with."""
+        own = compute_type(self.model, self.engine.autocast)
+        return Numerics(own, self.sampler.compute_type or own, type(self.sampler).__name__, self.temperature)
 
     def close(self) -> None:
         """End what the rollout engine has started."""
@@ -136,6 +166,12 @@ class ActorWorker(TrainedWorker):
     def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         scores = score_tokens(model, self.head, micro, self.temperature, entropy="value")
         return {"old_log_probs": scores.log_probs, "entropies": scores.entropies}
+
+    def _score_in_parts(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        return {"log_probs": score_tokens(model, self.head, micro, self.temperature, parts=3).log_probs}
+
+    def _score_plainly(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        return {"log_probs": plain_log_probs(model, micro, self.temperature)}
 
     def _loss(self, model: nn.Module, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         algorithm, x = self.algorithm, dict(micro.tensors)
@@ -152,19 +188,21 @@ class ActorWorker(TrainedWorker):
             per_token = per_token + penalty
             stats["kl_loss"] = penalty
         if is_first:
-            stats |= self._before_the_update(scores, x, penalty)
+            self._gap.add(x["rollout_log_probs"], x["old_log_probs"], mask, self._is_on_policy(x))
+            stats["rollout/entropy_nats"] = scores.entropies
+            if (kl := algorithm.kl.measure(x["old_log_probs"], x)) is not None:
+                stats["kl/reference_nats"] = kl
         if rewarded:
             per_token = per_token - algorithm.entropy_coef * scores.entropies
             stats["entropy"] = scores.entropies
         loss = aggregate(per_token, mask, algorithm.aggregation, totals, algorithm.norm_length)
         return loss, {name: aggregate(stat, mask, "token-mean", totals) for name, stat in stats.items()}
 
-    def _before_the_update(
-        self, scores: TokenScores, x: dict[str, Tensor], penalty: Tensor | None
-    ) -> dict[str, Tensor]:
-        """What `experience_metrics` and the KL control tell if log-probs are computed before the update."""
-        gap = (x["rollout_log_probs"] - x["old_log_probs"]).abs()
-        stats = {"rollout/entropy_nats": scores.entropies, "rollout/log_prob_gap_nats": gap}
-        if penalty is not None:
-            stats["kl/reference_nats"] = penalty / self.algorithm.kl.coef
-        return stats
+    @property
+    def _num_tokens(self) -> int:
+        return self.model.config.get_text_config().vocab_size
+
+    def _is_on_policy(self, rows: Mapping[str, Tensor]) -> Tensor | None:
+        """Whether the present weights drew each row [B]; None where nothing tells what drew it."""
+        version = rows.get("policy_version")
+        return None if version is None else (version == self.version) & self._engine_follows

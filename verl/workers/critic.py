@@ -12,13 +12,14 @@ from verl.algorithms.algorithm import Algorithm
 from verl.description import BuildContext
 from verl.dispatch import by_rows, by_rows_to_one
 from verl.engines.engine import TrainingEngine
-from verl.engines.micro import MicroBatch
 from verl.engines.sharding import Parallel
+from verl.model_paths.check import paths_for
+from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import ValueModel
-from verl.models.padding import refuse_padding_blind
 from verl.models.pretrained import VALUE_HEAD_FILE
 from verl.ops.aggregate import Totals, aggregate
 from verl.protocol import DataProto
+from verl.workers.first_batch import FirstBatch
 from verl.workers.state import Restore
 from verl.workers.training import TrainedRole, TrainedWorker
 
@@ -42,15 +43,15 @@ class Critic(TrainedRole):
         """Load the weights, those of a checkpoint if one is given, and attach the engine that trains them.
 
         Raises:
-            ConfigError: the model cannot be padded on the left.
+            ConfigError: the model cannot be trained as a value function.
         """
         model = ValueModel(self.load("backbone", context.device, restore, "critic", parallel))
         if restore is not None:
             model.load_head(restore.file("critic", VALUE_HEAD_FILE))
         elif (head := self.model.value_head()) is not None:
             model.load_head(head)
+        paths_for(model.backbone, context.row_tokens or 1, "critic.model")
         parallel.divide(model, self.autocast)
-        refuse_padding_blind(model.backbone, "critic.model")
         engine = self.engine(model, parallel, total_updates)
         if restore is not None:
             restore.optimizer(engine, "critic")
@@ -63,16 +64,25 @@ class CriticWorker(TrainedWorker):
     def __init__(self, engine: TrainingEngine, algorithm: Algorithm, tokenizer: Any):
         super().__init__(engine, tokenizer)
         self.algorithm = algorithm
+        self.first_batch = FirstBatch("critic.model", engine, self._probe, self._probe)
 
     @by_rows
     def compute_values(self, batch: DataProto) -> DataProto:
         """`values` [B T]: of the state in which each response token was chosen."""
-        return DataProto.from_dict(self.engine.infer(batch, lambda model, micro: {"values": _values(model, micro)}))
+        self.first_batch.look(batch)
+        return DataProto.from_dict(self.engine.infer(batch, self._value))
 
     @by_rows_to_one
     def update(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step of regression on `returns`; returns metrics of the whole mini-batch."""
+        self.first_batch.look(batch)
         return self.engine.update(batch, self._loss)
+
+    def _value(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        return {"values": _values(model, micro)}
+
+    def _probe(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        return {"values": _values(model, micro, probe=True)}
 
     def _loss(self, model: nn.Module, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         mask = micro.tensors["response_mask"]
@@ -81,9 +91,9 @@ class CriticWorker(TrainedWorker):
         return loss, {name: aggregate(stat, mask, "token-mean", totals) for name, stat in stats.items()}
 
 
-def _values(model: Any, micro: MicroBatch) -> Tensor:
+def _values(model: Any, micro: MicroBatch, **options: bool) -> Tensor:
     def values_of(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
-        return model(**inputs).values
+        return model(**inputs, **options).values
 
     values, mask = micro.predict(values_of), micro.tensors["response_mask"]
     return torch.zeros(mask.shape, dtype=values.dtype, device=mask.device).masked_scatter(mask, values)

@@ -12,6 +12,7 @@ from verl.engines.parallel import Parallel
 from verl.layout import Layout, Mesh, TensorLayout
 from verl.resharding import plan
 from verl.sync.reshard import resharded
+from verl.utils.progress import report
 
 
 def whole_on_first(tensors: Mapping[str, Tensor], parallel: Parallel) -> dict[str, Tensor]:
@@ -47,6 +48,7 @@ def whole_on_owners(tensors: Mapping[str, Tensor], owner: Mapping[str, int], par
     )
     for name, tensor in moves:
         whole[name] = tensor.cpu()
+        report()
     return {name: whole[first] for name, tensor in tensors.items() if (first := names[id(tensor)]) in own}
 
 

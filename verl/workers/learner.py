@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from verl.description import BuildContext
 from verl.dispatch import by_rows_to_one
 from verl.engines.engine import TrainingEngine
-from verl.engines.micro import MicroBatch
 from verl.engines.sharding import Parallel
-from verl.engines.token_scores import score_tokens
+from verl.engines.token_scores import plain_log_probs, score_tokens
+from verl.model_paths.check import paths_for
+from verl.model_paths.micro_batch import MicroBatch
 from verl.models.output_head import OutputHead
 from verl.ops.aggregate import Totals, aggregate
 from verl.protocol import DataProto
+from verl.workers.first_batch import FirstBatch
 from verl.workers.state import Restore
 from verl.workers.training import TrainedRole, TrainedWorker
 
@@ -28,6 +30,7 @@ class Learner(TrainedWorker):
     def __init__(self, engine: TrainingEngine, tokenizer: Any):
         super().__init__(engine, tokenizer)
         self.head = OutputHead(engine.model)
+        self.first_batch = FirstBatch("actor.model", engine, self._score_in_parts, self._score_plainly)
 
     @classmethod
     def start(
@@ -40,6 +43,7 @@ class Learner(TrainedWorker):
     ) -> Learner:
         """Load the weights, those of a checkpoint if one is given, and attach the engine that trains them."""
         model = role.load("causal_lm", context.device, restore, "actor", parallel)
+        paths_for(model, context.row_tokens or 1, "actor.model")
         parallel.divide(model, role.autocast)
         engine = role.engine(model, parallel, total_updates)
         if restore is not None:
@@ -49,12 +53,15 @@ class Learner(TrainedWorker):
     @by_rows_to_one
     def update(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on the mean negative log-likelihood per token where `loss_mask` is on."""
-        return self.engine.update(_as_continuation(batch), self._loss)
+        rows = _as_continuation(batch)
+        self.first_batch.look(rows)
+        return self.engine.update(rows, self._loss)
 
     @by_rows_to_one
     def evaluate(self, batch: DataProto) -> dict[str, float]:
         """Sums over the masked tokens: `nll` in nats, `correct` greedy predictions, and `tokens`."""
         rows = _as_continuation(batch)
+        self.first_batch.look(rows)
         found = self.engine.infer(rows, self._judge)
         sums = {name: float(x.double().sum()) for name, x in found.items()}
         return self.engine.parallel.sums({**sums, "tokens": float(rows.batch["response_mask"].sum())})
@@ -62,6 +69,12 @@ class Learner(TrainedWorker):
     def _loss(self, model: nn.Module, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         log_probs = score_tokens(model, self.head, micro).log_probs
         return aggregate(-log_probs, micro.tensors["response_mask"], "token-mean", totals), {}
+
+    def _score_in_parts(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        return {"log_probs": score_tokens(model, self.head, micro, parts=3).log_probs}
+
+    def _score_plainly(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        return {"log_probs": plain_log_probs(model, micro)}
 
     def _judge(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         scores = score_tokens(model, self.head, micro, rank=True)

@@ -21,7 +21,7 @@ from verl.checkpoint.increment import Incremental
 from verl.checkpoint.joint import Joint, hand_in_failure, sees
 from verl.checkpoint.shares import model_files, owners, shares
 from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.writer import CheckpointWriter
+from verl.checkpoint.writer import WRITER_TIMEOUT_S, CheckpointWriter
 from verl.engines.layouts import layout_of, local
 from verl.engines.parallel import TENSOR, Parallel
 from verl.layout import Box
@@ -64,6 +64,7 @@ class PartSetting:
     max_shard_bytes: int
     first_rank: int
     increment: Incremental | None = None
+    writer_timeout_s: float = WRITER_TIMEOUT_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,4 +264,5 @@ def _num_bytes(worker: TrainedWorker) -> int:
 
 def _writer_of(setting: PartSetting) -> CheckpointWriter:
     store = CheckpointStore(setting.directory, setting.run_id, setting.disk_type(), setting.claim)
-    return CheckpointWriter(store, mode="async" if setting.is_async else "sync")
+    mode = "async" if setting.is_async else "sync"
+    return CheckpointWriter(store, mode=mode, timeout_s=setting.writer_timeout_s)

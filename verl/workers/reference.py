@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from verl.description import BuildContext, Description
 from verl.dispatch import by_rows
 from verl.engines.engine import TrainingEngine
-from verl.engines.micro import MicroBatch
 from verl.engines.sharding import Parallel, Sharding
-from verl.engines.token_scores import score_tokens
+from verl.engines.token_scores import plain_log_probs, score_tokens
+from verl.model_paths.check import paths_for
+from verl.model_paths.micro_batch import MicroBatch
 from verl.models.lora import adapter_off
 from verl.models.output_head import OutputHead
-from verl.models.padding import refuse_padding_blind
 from verl.models.source import ModelSource
 from verl.protocol import DataProto
 from verl.workers.actor import Actor, ActorWorker
+from verl.workers.first_batch import FirstBatch
 from verl.workers.training import undivided
 
 
@@ -51,9 +52,8 @@ class Reference(Description):
             engine = self._engine(running.model, parallel, actor)
             return ReferenceWorker(engine, temperature, lambda: adapter_off(running.model))
         model = undivided(self.model or actor.model, "causal_lm", context.device, parallel).requires_grad_(False)
+        paths_for(model, context.row_tokens or 1, "reference.model")
         parallel.divide(model, actor.autocast)
-        if self.model is not None:  # the actor's has been tried
-            refuse_padding_blind(model, "reference.model")
         return ReferenceWorker(self._engine(model, parallel, actor), temperature)
 
     def _engine(self, model: nn.Module, parallel: Parallel, actor: Actor) -> TrainingEngine:
@@ -76,12 +76,20 @@ class ReferenceWorker:
     ):
         self.engine, self.temperature, self.frozen = engine, temperature, frozen
         self.head = OutputHead(engine.model)
+        self.first_batch = FirstBatch("reference.model", engine, self._score_in_parts, self._score_plainly)
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """`ref_log_probs` [B T] of the responses."""
         with self.frozen():
+            self.first_batch.look(batch)
             return DataProto.from_dict(self.engine.infer(batch, self._score))
 
     def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         return {"ref_log_probs": score_tokens(model, self.head, micro, self.temperature).log_probs}
+
+    def _score_in_parts(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        return {"log_probs": score_tokens(model, self.head, micro, self.temperature, parts=3).log_probs}
+
+    def _score_plainly(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        return {"log_probs": plain_log_probs(model, micro, self.temperature)}

@@ -23,6 +23,7 @@ from verl.errors import ConfigError
 from verl.models.heads import ValueModel
 from verl.models.pretrained import VALUE_HEAD_FILE, Pretrained
 from verl.models.saved_form import ADAPTER_BIN, live_tensors, load_adapter, names_in_files, saved_form
+from verl.utils.progress import report
 from verl.workers.state import Restore
 
 
@@ -93,6 +94,7 @@ def _load_parts(model: Any, component: str, source: Reload) -> None:
     with torch.no_grad():
         for name, own in names.items():
             local(live[own]).copy_(own_part(live[own], found[name]))
+            report()
     if isinstance(model, ValueModel):
         model.load_head(source.directory / component / VALUE_HEAD_FILE)
 

@@ -45,12 +45,13 @@ def near(tmp_path: Path) -> Tier:
     return Tier(storage=LocalStorage(path=str(tmp_path / "bucket")))
 
 
-def uploader(tier: Tier, directory: Path, claim: str = "one") -> Uploader:
+def uploader(tier: Tier, directory: Path, claim: str = "one", timeout_s: float = 600.0) -> Uploader:
     CheckpointStore(directory).claim_directory()
     cold = Cold(address=tier.address, upload_interval=tier.upload_interval)
     write_cold(Disk(), directory, cold)
     return Uploader(
-        UploadSetting(directory=str(directory), storage=tier.storage, claim=claim, cold=cold, shortest_pause_s=0.05)
+        UploadSetting(directory=str(directory), storage=tier.storage, claim=claim, cold=cold, shortest_pause_s=0.05),
+        timeout_s,
     )
 
 
@@ -134,6 +135,36 @@ def test_an_uploader_that_is_killed_is_started_again_and_goes_on_where_it_was(
     assert tier.connect().verified(record, "full").step == 1
     put = [request.path for request in proxy.seen if request.method == "PUT" and "objects/" in request.path]
     assert len(put) - len(put_before) <= 1, "what had arrived was not sent again"
+
+
+@pytest.mark.parametrize("when", ["idle", "at the end"])
+def test_an_uploader_that_is_stopped_is_named_and_started_again(
+    when: str, near: Tier, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "here", 1)
+    uploading = uploader(near, tmp_path / "here", timeout_s=2.0)
+    until(uploading, "uploaded")
+    stopped = uploading.process_id
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    save(tmp_path / "here", 2)
+    if when == "idle":
+        uploading.look()
+        until(uploading, "uploaded")
+    uploading.close(wait_s=60)
+    assert [record.step for record in near.connect().records()] == [1, 2]
+    assert "made no progress for 2 s (checkpoint.upload_timeout_s)" in caplog.text
+    assert "it is stopped (SIGSTOP or SIGTSTP)" in caplog.text
+    assert not Path(f"/proc/{stopped}").exists()
+
+
+def test_a_stopped_uploader_that_takes_nothing_in_never_holds_training_up(near: Tier, tmp_path: Path) -> None:
+    uploading = uploader(near, tmp_path / "here")
+    assert uploading.process_id is not None
+    os.kill(uploading.process_id, signal.SIGSTOP)
+    for _ in range(20_000):  # more than a pipe holds
+        uploading.look()
+    uploading.close(wait_s=0.0)
 
 
 def test_a_trainer_that_is_gone_takes_its_uploader_along(near: Tier, tmp_path: Path) -> None:

@@ -29,11 +29,15 @@ from verl.checkpoint.waiting import Cold, confirm, is_confirmed, manifest_digest
 from verl.errors import BadCheckpoint, CheckpointError, CheckpointFenced, StorageError, StorageRefused, VerlError
 from verl.storage.options import Storage
 from verl.storage.store import ObjectStore
+from verl.utils.child_process import resume_without_parent
+from verl.utils.progress import Progress, report, report_to
 from verl.utils.redact import redact
 
 LOOK, FINISH = "look", "finish"
+WORK, ROUNDS = 0, 1  # slots of the progress: pieces of work, and commands that were carried out
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 120.0
 LINEAGE = "lineage.jsonl"
+PROGRESS_VARIABLE = "VERL_UPLOADER_PROGRESS"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,16 +153,19 @@ class Uploading:
             self._pusher.store.put(LINEAGE, Disk().read(self._directory.directory / LINEAGE, 2**26))
 
 
-def serve(setting: UploadSetting, commands: BinaryIO, tell: Callable[[Told], None]) -> None:
+def serve(setting: UploadSetting, commands: BinaryIO, tell: Callable[[Told], None], progress: Progress) -> None:
     """Upload when told to, until told to finish or hung up on."""
     store = setting.storage.connect()
+    num_commands = [1]  # it looks at once
     uploading = Uploading(setting, store, tell)
     asked, finishing, over = threading.Event(), threading.Event(), threading.Event()
 
     def listen() -> None:
         try:
             while True:
-                if pickle.load(commands) == FINISH:
+                is_last = pickle.load(commands) == FINISH
+                num_commands[0] += 1
+                if is_last:
                     finishing.set()
                 asked.set()
         except (EOFError, OSError, pickle.UnpicklingError):
@@ -169,9 +176,11 @@ def serve(setting: UploadSetting, commands: BinaryIO, tell: Callable[[Told], Non
     pause_s = setting.shortest_pause_s
     asked.set()
     while True:
+        report("idle")
         asked.wait()
         asked.clear()
-        is_last = finishing.is_set()
+        is_last, begun = finishing.is_set(), num_commands[0]
+        report("looking for checkpoints to upload")
         try:
             uploading.go(with_newest=is_last)
             pause_s = setting.shortest_pause_s
@@ -182,16 +191,24 @@ def serve(setting: UploadSetting, commands: BinaryIO, tell: Callable[[Told], Non
         except (StorageError, CheckpointError, VerlError, OSError) as error:
             what, is_refused = redact(f"{type(error).__name__}: {error}"), isinstance(error, StorageRefused)
             tell(Told(kind="failed", error=what, waiting=_count(uploading), is_refused=is_refused))
-            finishing.wait(0 if finishing.is_set() else pause_s)
-            if is_last:
-                time.sleep(pause_s)
+            _pause(pause_s, finishing, is_last)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             asked.set()
             continue
+        while progress.count(ROUNDS) < begun:
+            progress.advance(slot=ROUNDS)
         if is_last:
             break
     tell(Told(kind="done"))
     over.wait()
+
+
+def _pause(pause_s: float, finishing: threading.Event, is_last: bool) -> None:
+    """Wait before the store is asked again; shorter where the run is about to end."""
+    while pause_s > 0 and (is_last or not finishing.is_set()):
+        report("waiting to ask the store again")
+        finishing.wait(min(1.0, pause_s)) if not is_last else time.sleep(min(1.0, pause_s))
+        pause_s -= 1.0
 
 
 def _count(uploading: Uploading) -> int:
@@ -205,6 +222,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job: the trainer decides
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="uploader: %(levelname)s %(name)s: %(message)s", level=logging.ERROR)
+    resume_without_parent()  # if it is stopped: to notice that the trainer is gone
+    report_to(progress := Progress.open(int(os.environ.pop(PROGRESS_VARIABLE))), WORK)
     commands, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anybody prints is no answer
     path: list[str] = pickle.load(commands)
@@ -219,7 +238,7 @@ def main() -> None:
             pickle.dump(what, answers)
             answers.flush()
 
-    serve(setting, commands, tell)
+    serve(setting, commands, tell, progress)
 
 
 if __name__ == "__main__":

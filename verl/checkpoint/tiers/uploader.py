@@ -1,9 +1,10 @@
 """The process that uploads, as the trainer sees it: started with the run, told of each checkpoint, started again when
-it died, waited for at the end. Training never waits for it before."""
+it died or makes no progress with what it was told, waited for at the end. Training never waits for it before."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import pickle
@@ -14,12 +15,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.tiers.upload_process import FINISH, LOOK, Told, UploadSetting
+from verl.checkpoint.tiers.upload_process import FINISH, LOOK, PROGRESS_VARIABLE, ROUNDS, Told, UploadSetting
+from verl.utils.child_process import kill
+from verl.utils.process_exit import describe_exit
+from verl.utils.progress import Progress, ProgressWatch
 
 log = logging.getLogger(__name__)
 
 MOST_STARTS = 20
 END_TIMEOUT_S = 5.0
+LOOK_EVERY_S = 1.0
+SETTING = "checkpoint.upload_timeout_s"
 
 
 class Uploader:
@@ -31,20 +37,26 @@ class Uploader:
     ...     print(told.kind, told.name)
     >>> uploader.close(wait_s=600)
 
+    Args:
+        timeout_s: without progress, after which it is ended and started again.
     Attributes:
         is_fenced: another trainer has claimed the tier; nothing is uploaded any more.
         is_refused: after `close`: the store refused what was left.
     """
 
-    def __init__(self, setting: UploadSetting):
-        self._setting = setting
+    def __init__(self, setting: UploadSetting, timeout_s: float = 600.0):
+        self._setting, self._timeout_s = setting, timeout_s
         self._lock = threading.Lock()
         self._told: list[Told] = []
         self._changed = threading.Condition()
         self._is_done = self.is_fenced = self.is_refused = self._closing = False
-        self._starts = 0
+        self._starts = self._num_commands = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._progress = Progress(num_slots=2)
+        self._is_over = threading.Event()
         self._start()
+        self._watcher = threading.Thread(target=self._watch, name="uploader_watch", daemon=True)
+        self._watcher.start()
 
     @property
     def process_id(self) -> int | None:
@@ -96,15 +108,25 @@ class Uploader:
                 if self.process_id is None and not self._restarted():
                     return
                 assert self._process is not None
-                with contextlib.suppress(OSError):
+                try:
                     _send(self._process, command)
+                except BlockingIOError:  # it has not taken in what it was told before: `_watch` sees to it
+                    self._num_commands += 1
                     return
+                except OSError:
+                    continue
+                self._num_commands += 1
+                return
 
     def _restarted(self) -> bool:
         if self._starts >= MOST_STARTS:
+            if self._starts == MOST_STARTS:
+                log.error("the uploader has ended %d times: NOTHING MORE IS UPLOADED by this run", MOST_STARTS)
+            self._starts = MOST_STARTS + 1
             return False
         code = None if self._process is None else self._process.returncode
-        log.error("the uploader ended with %s; it is started again and goes on where it was", code)
+        ended = "" if code is None else f" with {describe_exit(code)}"
+        log.error("the uploader ended%s; it is started again and goes on where it was", ended)
         self._start()
         return True
 
@@ -112,21 +134,28 @@ class Uploader:
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "verl.checkpoint.tiers.upload_process"]
+        before, self._progress = self._progress, Progress(num_slots=2)
+        before.close()
+        environment = os.environ | {"PYTHONPATH": path, PROGRESS_VARIABLE: str(self._progress.fd)}
         self._process = subprocess.Popen(
-            command, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            process_group=0,
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, process_group=0,
+            pass_fds=[self._progress.fd],
         )  # fmt: skip
         self._starts += 1
+        self._num_commands = 1  # it looks at once
+        assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             _send(self._process, [os.path.abspath(one) for one in sys.path])
             _send(self._process, self._setting)
+        os.set_blocking(self._process.stdin.fileno(), False)  # it may be stopped, and training waits for nobody
         threading.Thread(target=self._listen, args=(self._process,), name="uploader", daemon=True).start()
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
+        answers = io.BufferedReader(process.stdout)  # type: ignore[type-var]
         with contextlib.suppress(EOFError, OSError, ValueError, pickle.UnpicklingError):
             while True:
-                self._hear(pickle.load(process.stdout))
+                self._hear(pickle.load(answers))
         with self._changed:
             self._changed.notify_all()
 
@@ -138,7 +167,26 @@ class Uploader:
             self._told.append(told)
             self._changed.notify_all()
 
+    def _watch(self) -> None:
+        """End a process that makes no progress with what it was told, and start it again."""
+        watched, watch = None, None
+        pause_s = min(LOOK_EVERY_S, self._timeout_s / 2)
+        while not self._is_over.wait(pause_s):
+            with self._lock:
+                process, is_idle = self._process, self._progress.count(ROUNDS) >= self._num_commands or self.is_fenced
+                if process is None or process.poll() is not None:
+                    continue
+                if process is not watched or watch is None or is_idle:
+                    watched, watch = process, ProgressWatch(self._progress, self._timeout_s, look_every_s=2 * pause_s)
+                if not watch.is_overdue:
+                    continue
+                log.error("the uploader %s", watch.describe(process.pid, SETTING))
+                kill(process)
+            self._say(FINISH if self._closing else LOOK)
+
     def _end(self) -> None:
+        self._is_over.set()
+        self._watcher.join(timeout=END_TIMEOUT_S)
         process, self._process = self._process, None
         assert process is not None
         with contextlib.suppress(OSError):
@@ -147,11 +195,14 @@ class Uploader:
         try:
             process.wait(timeout=END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(timeout=END_TIMEOUT_S)
+            kill(process)
+        if not self._watcher.is_alive():
+            self._progress.close()
 
 
 def _send(process: subprocess.Popen[bytes], what: Any) -> None:
+    """Send an object, all of it or, where the process takes nothing in, nothing (BlockingIOError)."""
     assert process.stdin is not None
-    pickle.dump(what, process.stdin)
-    process.stdin.flush()
+    data = memoryview(pickle.dumps(what))
+    while data:
+        data = data[os.write(process.stdin.fileno(), data) :]

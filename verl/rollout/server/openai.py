@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.remote.asking import Unfit, Unusable
+from verl.rollout.server import values
 from verl.rollout.server.protocol import Drawn, Protocol, Wish, checked
 
 TOKEN_ID = "token_id:"  # vLLM writes a token so where it is asked for ids in place of text
@@ -51,37 +52,69 @@ class OpenAI(Protocol):
         return asked
 
     def read(self, answer: Any, prompt: Sequence[int], wish: Wish) -> Drawn:
-        try:
-            choice = answer["choices"][0]
-            reason = choice["finish_reason"]
-        except (LookupError, TypeError):
-            raise Unusable("an answer without choices[0].finish_reason") from None
-        if reason not in ("stop", "length"):
-            raise Unusable(f"a response that was broken off (finish_reason {reason})")
-        told = choice.get("logprobs") or {}
-        log_probs = told.get("token_logprobs")
-        ids = choice.get("token_ids") or _ids_in(told.get("tokens"))
-        if ids is None:
-            raise Unfit(TEXT_ONLY)
-        if log_probs is None or None in log_probs:
+        choice = _only_choice(answer)
+        reason = values.reason(choice["finish_reason"], "choices[0].finish_reason", ("stop", "length"))
+        told = values.mapping(choice.get("logprobs") or {}, "choices[0].logprobs")
+        ids = _ids_of(choice, told, wish)
+        if (log_probs := told.get("token_logprobs")) is None or (isinstance(log_probs, list) and None in log_probs):
             raise Unfit("tokens without log-probs, which training needs")
-        if (seen := choice.get("prompt_token_ids")) is not None and list(seen) != list(prompt):
+        log_probs = values.log_probs(log_probs, "choices[0].logprobs.token_logprobs")
+        if (seen := choice.get("prompt_token_ids")) is not None and seen != list(prompt):
             raise Unfit("another prompt than was sent: it changes token ids")
-        drawn = Drawn(list(ids), [float(x) for x in log_probs], _of_prompt(choice.get("prompt_logprobs"), prompt))
-        return checked(drawn, reason == "length", wish)
+        of_prompt = _of_prompt(choice.get("prompt_logprobs"), prompt) if wish.tells_prompt else None
+        return checked(Drawn(ids, log_probs, of_prompt), reason == "length", wish)
 
 
-def _ids_in(tokens: Any) -> list[int] | None:
-    if not tokens or not all(isinstance(token, str) and token.startswith(TOKEN_ID) for token in tokens):
+def _only_choice(answer: Any) -> dict[str, Any]:
+    """The one response that was asked for (`n` is 1)."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or not choices:
+        raise Unusable("an answer without choices[0].finish_reason")
+    if len(choices) > 1:
+        raise Unusable(f"{len(choices)} choices, where one response was asked for (n is 1)")
+    choice = choices[0]
+    if not isinstance(choice, dict) or "finish_reason" not in choice:
+        raise Unusable("an answer without choices[0].finish_reason")
+    if (index := choice.get("index", 0)) != 0 or isinstance(index, bool):
+        raise Unusable(f"choices[0].index is {values.shown(index)}, where one response was asked for (n is 1)")
+    return choice
+
+
+def _ids_of(choice: dict[str, Any], told: dict[str, Any], wish: Wish) -> list[int]:
+    """The tokens: `token_ids`, the texts `token_id:N` in their place, or both, which must then be the same."""
+    given, written = choice.get("token_ids"), _written_ids(told.get("tokens"))
+    if not given and written is None:
+        raise Unfit(TEXT_ONLY)
+    ids = values.token_ids(given or written, "choices[0].token_ids", wish.num_tokens)
+    if written is not None and written != ids:
+        raise Unusable(f"token_ids {values.shown(ids)}, whose log-probs are of tokens {values.shown(written)}")
+    return ids
+
+
+def _written_ids(tokens: Any) -> list[int] | None:
+    """Ids from `["token_id:17", ...]`; None where texts stand there."""
+    is_list = isinstance(tokens, list) and tokens
+    if not is_list or not all(isinstance(token, str) and token.startswith(TOKEN_ID) for token in tokens):
         return None
-    return [int(token.removeprefix(TOKEN_ID)) for token in tokens]
+    numbers = [token.removeprefix(TOKEN_ID) for token in tokens]
+    if wrong := [number for number in numbers if not (number.isascii() and number.isdigit() and len(number) < 19)]:
+        raise Unusable(f"choices[0].logprobs.tokens has {values.shown(TOKEN_ID + wrong[0])}, which names no token")
+    return [int(number) for number in numbers]
 
 
 def _of_prompt(told: Any, prompt: Sequence[int]) -> list[float] | None:
-    """From `[null, {"17": {"logprob": -1.5}}, ...]`, one mapping for each token of the prompt."""
-    if not isinstance(told, list) or len(told) != len(prompt):
+    """From `[null, {"17": {"logprob": -1.5}}, ...]`, one mapping for each token of the prompt; None without any."""
+    if told is None:
         return None
-    try:
-        return [float(at[str(token)]["logprob"]) for token, at in zip(prompt[1:], told[1:], strict=True)]
-    except (LookupError, TypeError):
-        return None
+    found = []
+    if len(values.items(told, "choices[0].prompt_logprobs")) != len(prompt):
+        raise Unusable(f"{len(told)} prompt_logprobs for a prompt of {len(prompt)} tokens")
+    for place, token in enumerate(prompt):
+        what = f"choices[0].prompt_logprobs[{place}]"
+        if place == 0:
+            continue  # nothing predicts it
+        entry = values.mapping(told[place], what).get(str(token))
+        if entry is None:
+            raise Unusable(f"{what} has no log-prob of the prompt's own token {token}")
+        found.append(values.log_prob(values.mapping(entry, what).get("logprob"), what))
+    return found

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verl.remote.asking import Ask, Unfit, Unusable
-
-LARGEST_LOG_PROB = 1e-3  # rounding of the server; above that it is no log-prob
 
 
 @dataclass(frozen=True)
@@ -23,6 +20,7 @@ class Wish:
         seed: of this response; None: the server's own.
         stop_ids: tokens that end it, and belong to it.
         tells_prompt: whether log-probs of the prompt's tokens are wanted too.
+        num_tokens: that the actor's model knows; a response holds ids below it. None where that is not known.
     """
 
     max_tokens: int
@@ -34,6 +32,7 @@ class Wish:
     seed: int | None = None
     stop_ids: tuple[int, ...] = ()
     tells_prompt: bool = False
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,21 +93,19 @@ class Draw(Ask):
 
 
 def checked(drawn: Drawn, was_cut: bool, wish: Wish) -> Drawn:
-    """The response, if it is one that was wished for.
+    """The response, whose values were read by `verl.rollout.server.values`, if it is one that was wished for.
 
     Args:
         was_cut: whether it ended for its length, and not by a stop token.
     Raises:
-        Unusable: it is broken off.
-        Unfit: it ended by something that does not end a response here, or its numbers are no log-probs.
+        Unusable: it is broken off, or has another number of log-probs than of tokens.
+        Unfit: it ended by something that does not end a response here.
     """
     ids, log_probs = drawn.ids, drawn.log_probs
     if not ids or len(ids) > wish.max_tokens or (was_cut and len(ids) < wish.max_tokens):
         raise Unusable(f"a response of {len(ids)} tokens, where {wish.max_tokens} were asked for")
-    if len(log_probs) != len(ids) or not all(map(math.isfinite, log_probs)):
-        raise Unusable(f"{len(log_probs)} log-probs, or one that is not finite, for {len(ids)} tokens")
-    if max(log_probs) > LARGEST_LOG_PROB:
-        raise Unfit(f"a log-prob of {max(log_probs):.3f}: above 0 it is none. Does it run with a logits mode?")
+    if len(log_probs) != len(ids):
+        raise Unusable(f"{len(log_probs)} log-probs for {len(ids)} tokens")
     if not was_cut and ids[-1] not in wish.stop_ids:
         raise Unfit(f"a response that ended with token {ids[-1]}, which ends none here. Add it to stop_token_ids.")
     return drawn

@@ -46,6 +46,8 @@ class Parts:
         transfer: the way of new weights; None where they stay, or another process sends them.
         limit: tokens of prompt and response that the server takes, or None where it does not say.
         source: who tells the log-probs of responses.
+        gap_nats: mean distance of the server's log-probs of fixed text from the trainer's at the start; None where it
+            does not tell them.
     """
 
     client: Client
@@ -54,6 +56,7 @@ class Parts:
     transfer: Transfer | None
     limit: int | None
     source: Literal["server", "trainer"]
+    gap_nats: float | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class ServerSampler(RolloutEngine):
         self.autocast: Autocast = autocast
         self._begun: _Begun | None = None
         self._before: np.ndarray | None = None  # the trainer's log-probs of the probe at the last sync
+        self.compute_type = self._compute_type()
 
     def generate(self, prompts: DataProto, request: Request) -> DataProto:
         """See `RolloutEngine.generate`.
@@ -150,9 +154,11 @@ class ServerSampler(RolloutEngine):
             RolloutError: it did not take them, or computes something else with them.
         """
         if self.options.weights == "fixed":
+            is_first = self._before is None
             gap, _ = self._gaps()
             metrics = {} if gap is None else {"sync/probe_gap_nats": gap}
-            return Synced("the server keeps its weights", metrics)
+            is_current = is_first and gap is not None and gap <= self._allowed_nats()
+            return Synced("the server keeps its weights", metrics, is_current)
         synced = self._renew() if self.parts.transfer is not None else Synced("the first process gives it the weights")
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # no process draws before the server holds the weights
@@ -224,9 +230,20 @@ class ServerSampler(RolloutEngine):
         self._before = now
         return float(np.abs(told - now).mean()), None if before is None else float(np.abs(told - before).mean())
 
-    def _refuse_wrong_weights(self, gap: float, gap_before: float | None) -> None:
+    def _allowed_nats(self) -> float:
+        """What log-probs of fixed text may differ by, of equal weights."""
         name = self.autocast or str(self.model.dtype).removeprefix("torch.")
-        allowed = self.options.max_gap_nats or ALLOWED_NATS.get(name, ALLOWED_NATS["float32"])
+        return self.options.max_gap_nats or ALLOWED_NATS.get(name, ALLOWED_NATS["float32"])
+
+    def _compute_type(self) -> str | None:
+        """A server does not tell its type: the trainer's, unless a larger distance was seen, or is allowed."""
+        if self.parts.source == "trainer":
+            return None
+        seen = self.options.max_gap_nats or self.parts.gap_nats
+        return None if seen is not None and seen <= ALLOWED_NATS["float32"] else "bfloat16"
+
+    def _refuse_wrong_weights(self, gap: float, gap_before: float | None) -> None:
+        allowed = self._allowed_nats()
         is_stale = gap_before is not None and gap > NOISE_NATS and gap_before < gap / 2
         if gap <= allowed and not is_stale:
             return

@@ -48,17 +48,18 @@ def started(
                 options.top_k,
                 options.top_p,
                 stop_ids=stop_ids,
+                num_tokens=model.config.get_text_config().vocab_size,
             )
             rows = probe_rows_for(protocol, tokenizer, _num_tokens(model, tokenizer), limit or 4096)
             _refuse_text_only(client, protocol, rows)
             probe = Probe(client, protocol, rows, wish)
             source = _source(options, probe)
             _refuse_divided(options, model)
-            _refuse_another_model(options, probe, model, autocast)
+            gap = _refuse_another_model(options, probe, model, autocast)
             if options.weights == "reload" and context.rank == 0:  # one process gives the server what all of them hold
                 transfer = Transfer(client, options.transfer_dir)
                 transfer.check()
-            parts = Parts(client, protocol, probe, transfer, limit, source)
+            parts = Parts(client, protocol, probe, transfer, limit, source, gap)
             return ServerSampler(options, parts, wish, model, tokenizer, seed, autocast)
         except BaseException as error:
             client.close()
@@ -79,13 +80,17 @@ def _protocol(options: ServerRollout, client: Client, tokenizer: Any) -> tuple[P
     if options.protocol == "tgi":
         info = _told(client, "/info", "protocol is tgi")
         limit = info.get("max_total_tokens") if isinstance(info, dict) else None
-        return TGI(tokenizer), limit if isinstance(limit, int) else None
+        return TGI(tokenizer), _limit(limit)
     listed = _told(client, "/v1/models", "protocol is openai")
     cards = listed.get("data") if isinstance(listed, dict) else None
     cards = [card for card in cards or () if isinstance(card, dict) and isinstance(card.get("id"), str)]
     card = _chosen(cards, options.model, client.endpoint.base_url)
     limit = card.get("max_model_len")
-    return OpenAI(card["id"]), limit if isinstance(limit, int) else None
+    return OpenAI(card["id"]), _limit(limit)
+
+
+def _limit(told: Any) -> int | None:
+    return told if isinstance(told, int) and not isinstance(told, bool) and told > 0 else None
 
 
 def _chosen(cards: Sequence[dict[str, Any]], name: str | None, url: str) -> dict[str, Any]:
@@ -163,11 +168,15 @@ def _source(options: ServerRollout, probe: Probe) -> Literal["server", "trainer"
     )
 
 
-def _refuse_another_model(options: ServerRollout, probe: Probe, model: Any, autocast: Autocast) -> None:
-    """Before its weights are replaced, too: a server of another model is somebody else's."""
+def _refuse_another_model(options: ServerRollout, probe: Probe, model: Any, autocast: Autocast) -> float | None:
+    """Before its weights are replaced, too: a server of another model is somebody else's.
+
+    Returns:
+        The mean distance of log-probs of fixed text, in nats; None where the server does not tell them.
+    """
     told = probe.server_log_probs()
     if told is None:
-        return
+        return None
     gap = float(np.abs(told - probe.trainer_log_probs(model, autocast)).mean())
     limit = options.max_gap_nats or ANOTHER_MODEL_NATS
     if options.weights == "reload":  # then the setting speaks of what is left after a reload
@@ -178,6 +187,7 @@ def _refuse_another_model(options: ServerRollout, probe: Probe, model: Any, auto
             f"log-probs of fixed text differ by {gap:.3g} nats on average, more than {limit:g} (max_gap_nats). Serve "
             f"{model.config._name_or_path or 'the actor'} there."
         )
+    return gap
 
 
 def _refuse_divided(options: ServerRollout, model: Any) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from verl.errors import RolloutError
 from verl.remote.asking import Unfit, Unusable
+from verl.rollout.server import values
 from verl.rollout.server.protocol import Drawn, Protocol, Wish, checked
+
+REASONS = ("length", "eos_token", "stop_sequence")  # why a response ends
 
 
 class TGI(Protocol):
@@ -45,16 +49,21 @@ class TGI(Protocol):
         details = answer.get("details") if isinstance(answer, dict) else None
         if not isinstance(details, dict):
             raise Unfit("an answer without details, which hold the tokens: is it TGI's /generate?")
-        try:
-            reason, tokens = details["finish_reason"], details["tokens"]
-            drawn = Drawn([int(t["id"]) for t in tokens], [float(t["logprob"]) for t in tokens])
-            prefill = [(int(t["id"]), t["logprob"]) for t in details.get("prefill") or ()]
-        except (LookupError, TypeError, ValueError):
-            raise Unusable("an answer whose details hold no tokens with id and logprob") from None
+        if "finish_reason" not in details or "tokens" not in details:
+            raise Unusable("an answer whose details hold no finish_reason and tokens with id and logprob")
+        reason = values.reason(details["finish_reason"], "details.finish_reason", REASONS)
+        tokens = _listed(details["tokens"], "details.tokens")
+        ids = [values.token_id(token.get("id"), f"{what}.id", wish.num_tokens) for what, token in tokens]
+        drawn = Drawn(ids, [values.log_prob(token.get("logprob"), f"{what}.logprob") for what, token in tokens])
+        if (count := details.get("generated_tokens")) is not None and count != len(ids):
+            raise Unusable(f"details.generated_tokens is {values.shown(count)}, and details.tokens has {len(ids)}")
+        prefill = _listed(details.get("prefill") or [], "details.prefill")
         if wish.tells_prompt and prefill:
-            if (seen := [token for token, _ in prefill]) != list(prompt):
+            seen = [values.token_id(token.get("id"), f"{what}.id", None) for what, token in prefill]
+            if seen != list(prompt):
                 raise Unfit(f"its tokenizer reads a prompt as {seen}, the actor's as {list(prompt)}: another model")
-            drawn = Drawn(drawn.ids, drawn.log_probs, [float(x) for _, x in prefill[1:]])
+            told = [values.log_prob(token.get("logprob"), f"{what}.logprob") for what, token in prefill[1:]]
+            drawn = replace(drawn, prompt_log_probs=told)
         return checked(drawn, reason == "length", wish)
 
     def as_text(self, prompt: Sequence[int]) -> str:
@@ -72,3 +81,9 @@ class TGI(Protocol):
             f"no text is read as the tokens of the prompt {shown[:80]!r}, and TGI takes texts only. Use a server that "
             "takes token ids (rollout.protocol=openai)."
         )
+
+
+def _listed(value: Any, what: str) -> list[tuple[str, dict[str, Any]]]:
+    """Objects of a list, each with its place in words."""
+    found = [(f"{what}[{place}]", item) for place, item in enumerate(values.items(value, what))]
+    return [(place, values.mapping(item, place)) for place, item in found]

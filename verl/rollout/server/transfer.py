@@ -22,6 +22,7 @@ from verl.models.precision import Autocast
 from verl.remote.asking import Ask, Unfit
 from verl.remote.client import Client
 from verl.rollout.vllm.weights import weights_of
+from verl.utils.temporary import TemporaryDirectory
 
 RELOAD, RESET_CACHE = "/collective_rpc", "/reset_prefix_cache"
 FILE_BYTES = 2**30  # of one file, so that no more is held in memory beside the model
@@ -50,8 +51,8 @@ class Transfer:
         base = Path(directory).expanduser() if directory is not None else Path(_memory_directory())
         try:
             base.mkdir(parents=True, exist_ok=True)
-            # gone with this process, too, if nobody closes it
-            self._held = tempfile.TemporaryDirectory(prefix="verl_weights_", dir=base, ignore_cleanup_errors=True)
+            # gone with this process, too, if nobody closes it, or kills it
+            self._held = TemporaryDirectory("verl_weights_", base)
         except OSError as error:
             raise ConfigError(f"transfer_dir is {str(base)!r}: cannot be written ({error}).") from error
         self.directory = Path(self._held.name)

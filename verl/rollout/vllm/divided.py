@@ -60,6 +60,7 @@ class DividedEngine(RolloutEngine):
         if self.divided.rank == self.divided.siblings[0]:
             self.engine = LeadingEngine(options, model, tokenizer, seed, autocast, context)
         dtype, chunk_bytes = dtype_of(model, autocast), options.chunk_mib * MIB
+        self.compute_type = str(dtype).removeprefix("torch.")
         self._planned = PlannedSync(
             model, self.engine, dtype, autocast, chunk_bytes, may_slice=is_one_machine, may_repeat=self._may_repeat
         )

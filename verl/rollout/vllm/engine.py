@@ -69,6 +69,7 @@ class VLLMEngine(RolloutEngine):
         try:
             directory = self._files.directory
             self.setting = setting_of(options, model, autocast, directory, self._files.name)
+            self.compute_type = str(self.setting.dtype).removeprefix("torch.")
             write_model_directory(model, directory)
             variables = environment(options, context, self.setting.num_threads)
             limit_s = options.call_timeout_s

@@ -6,6 +6,7 @@ import json
 import signal
 import tempfile
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -168,15 +169,20 @@ class HostedEngine:
 
     def _report_steps(self, engine: Any) -> None:
         """Report each step of a `vllm.LLMEngine` and each request that it takes, and how much is left."""
-        step, add_request = engine.step, engine.add_request
+        kind, of, hosted = (
+            type(engine),
+            weakref.ref(engine),
+            weakref.ref(self),
+        )  # no circle: an engine ends with its object
 
         def added(*args: Any, **options: Any) -> Any:
             report()
-            return add_request(*args, **options)
+            return kind.add_request(of(), *args, **options)
 
         def counted() -> Any:
-            outputs = step()
-            report(f"{self._doing}; sequences left: {engine.get_num_unfinished_requests()}")
+            present, host = of(), hosted()
+            outputs = kind.step(present)
+            report(f"{host and host._doing}; sequences left: {present.get_num_unfinished_requests()}")
             return outputs
 
         engine.step, engine.add_request = counted, added

@@ -108,8 +108,10 @@ def _live(base: nn.Module, merge: bool) -> Iterator[tuple[str, Source]]:
             yield name, Source(name, tensor, lambda t=tensor: t)
         elif name.startswith(f"{owner}.base_layer."):
             last = name.removeprefix(f"{owner}.base_layer.")
-            is_changed = merge and last == "weight"
-            present = (lambda m=adapted[owner]: merged(m)) if is_changed else (lambda t=tensor: t)
+            layer = adapted[owner]
+            is_in_use = not getattr(layer, "disable_adapters", False) and not getattr(layer, "merged", False)
+            is_changed = merge and last == "weight" and is_in_use
+            present = (lambda m=layer: merged(m)) if is_changed else (lambda t=tensor: t)
             yield f"{owner}.{last}", Source(f"{owner}.{last}", tensor, present)
 
 

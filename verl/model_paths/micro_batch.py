@@ -2,25 +2,26 @@
 
     plan ──> rows of each micro-batch ──> MicroBatch ──> predict(call) ──> what predicts each response token [n ...]
 
-Which of the two is used changes no result but by rounding.
+Which form is used is up to the paths of the model (`verl.model_paths.paths`), and changes no result but by rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.fields import FIELDS
-from verl.models.line_attention import take
+from verl.model_paths.packed_attention import call_packed, take
+from verl.model_paths.paths import ModelPaths
 from verl.ops.batching import micro_batches, micro_batches_of_groups
 from verl.ops.logprobs import response_positions
 from verl.ops.packing import Packing, own_tokens, pack
 from verl.protocol import DataProto
 
+PADDED = ModelPaths(scoring="padded")
 WORTH_IT = 0.85  # packing, and sharing prompts, must leave at most this share of the tokens
 
 
@@ -32,12 +33,16 @@ class MicroBatch:
         rows: [b] which rows of the batch these are.
         tensors: the fields, with P and T cut to the longest prompt and response among the rows.
         response_width: T of these tensors.
-        packing: how the rows make one line of tokens, or None if they are run as padded rows.
+        packing: how the rows make one line of tokens, or None if they are run as rows.
+        is_left_aligned: rows run with all their padding on the right.
+        is_unpadded: rows are of one length, and the model counts positions by itself.
     """
 
     rows: Tensor
     tensors: dict[str, Tensor]
     packing: Packing | None = None
+    is_left_aligned: bool = False
+    is_unpadded: bool = False
 
     @property
     def response_width(self) -> int:
@@ -51,19 +56,30 @@ class MicroBatch:
                 something for each token, [b s ...]; with `logits_to_keep=k`, for the last k of them or for all.
         """
         x = self.tensors
-        if self.packing is None:
-            inputs = {name: x[name] for name in ("input_ids", "attention_mask", "position_ids")}
-            found = call(**inputs, logits_to_keep=self.response_width + 1)
-            return response_positions(found, self.response_width)[x["response_mask"]]
-        line: dict[str, Any] = {
-            "input_ids": x["input_ids"].flatten()[self.packing.tokens].unsqueeze(0),
-            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=x["input_ids"].device),  # taken as it is
-            "position_ids": self.packing.positions.unsqueeze(0),
-        }
-        return take(call(**line, packing=self.packing)[0], self.packing.predictors)
+        if self.packing is not None:
+            return take(call_packed(call, x["input_ids"], self.packing)[0], self.packing.predictors)
+        if self.is_left_aligned:
+            return self._predict_left_aligned(call)
+        names = ("input_ids",) if self.is_unpadded else ("input_ids", "attention_mask", "position_ids")
+        inputs = {name: x[name] for name in names}
+        found = call(**inputs, logits_to_keep=self.response_width + 1)
+        return response_positions(found, self.response_width)[x["response_mask"]]
+
+    def _predict_left_aligned(self, call: Callable[..., Tensor]) -> Tensor:
+        x = self.tensors
+        attention = x["attention_mask"]
+        padding = attention.long().argmax(dim=1, keepdim=True)  # of the prompt
+        place = torch.arange(attention.shape[1], device=attention.device)
+        source = (place + padding).clamp(max=attention.shape[1] - 1)
+        mask = attention.gather(1, source) * (place + padding < attention.shape[1])
+        ids = x["input_ids"].gather(1, source) * mask
+        found = call(input_ids=ids, attention_mask=mask)
+        row, t = x["response_mask"].nonzero(as_tuple=True)
+        prompt_width = attention.shape[1] - self.response_width
+        return found[row, prompt_width - padding[row, 0] + t - 1]
 
 
-def cut_into_micro_batches(batch: DataProto, token_budget: int, can_pack: bool = False) -> Iterator[MicroBatch]:
+def cut_into_micro_batches(batch: DataProto, token_budget: int, paths: ModelPaths = PADDED) -> Iterator[MicroBatch]:
     """Cut a batch by a budget of tokens, padding included, over its rows sorted by length.
 
     How a batch is cut changes no result but by rounding: losses are normalised by the counts of the whole batch.
@@ -71,7 +87,7 @@ def cut_into_micro_batches(batch: DataProto, token_budget: int, can_pack: bool =
     Args:
         batch: holds `input_ids`, `attention_mask` [B S] and `responses`, `response_mask` [B T].
         token_budget: tokens of a micro-batch, padding included, unless a single row is longer.
-        can_pack: rows may be packed; they are where that leaves clearly fewer tokens.
+        paths: how the rows may be run. They are packed only where that leaves clearly fewer tokens.
     """
     attention = batch.batch["attention_mask"]
     response_width = batch.batch["responses"].shape[1]
@@ -79,9 +95,13 @@ def cut_into_micro_batches(batch: DataProto, token_budget: int, can_pack: bool =
     prompts = attention[:, :prompt_width].sum(dim=1).cpu()
     responses = attention[:, prompt_width:].sum(dim=1).cpu()
     parts, prompt_of, share = micro_batches(prompts + responses, token_budget), None, False
-    if can_pack and len(batch):
+    if paths.scoring == "equal_lengths":
+        kinds = _alike(prompts, responses)
+        parts = [kind[rows] for kind in kinds for rows in micro_batches((prompts + responses)[kind], token_budget)]
+    if paths.scoring == "packed" and len(batch):
         padded = sum(len(rows) * int((prompts + responses)[rows[0]]) for rows in parts)
-        parts, prompt_of, share = _packed(batch, prompts, responses, padded, token_budget) or (parts, None, False)
+        packed = _packed(batch, prompts, responses, padded, token_budget, paths.shares_prompts)
+        parts, prompt_of, share = packed or (parts, None, False)
     for rows in parts:
         p, t = max(1, int(prompts[rows].max())), int(responses[rows].max())
         windows = {
@@ -94,7 +114,7 @@ def cut_into_micro_batches(batch: DataProto, token_budget: int, can_pack: bool =
         if prompt_of is not None:
             mask = tensors["response_mask"]
             packing = pack(prompts[rows], responses[rows], prompt_of[rows], mask.cpu(), p, share).to(mask.device)
-        yield MicroBatch(rows, tensors, packing)
+        yield MicroBatch(rows, tensors, packing, paths.scoring == "right_padded", paths.scoring == "equal_lengths")
 
 
 def empty_micro_batch(batch: DataProto) -> MicroBatch:
@@ -112,7 +132,7 @@ def empty_micro_batch(batch: DataProto) -> MicroBatch:
 
 
 def _packed(
-    batch: DataProto, prompts: Tensor, responses: Tensor, padded: int, token_budget: int
+    batch: DataProto, prompts: Tensor, responses: Tensor, padded: int, token_budget: int, may_share: bool
 ) -> tuple[list[Tensor], Tensor, bool] | None:
     """Rows of each micro-batch, the prompt of each row, and whether prompts are shared; None if it is not worth it."""
     width = batch.batch["attention_mask"].shape[1] - batch.batch["responses"].shape[1]
@@ -122,8 +142,8 @@ def _packed(
     separate = int((own + prompts).sum())
     of_prompt = torch.zeros(int(prompt_of.max()) + 1, dtype=torch.int64).scatter_(0, prompt_of, prompts)
     shared = int(own.sum()) + int(of_prompt.sum())
-    share = shared <= WORTH_IT * separate
-    if min(shared, separate) > WORTH_IT * padded:
+    share = may_share and shared <= WORTH_IT * separate
+    if (min(shared, separate) if may_share else separate) > WORTH_IT * padded:
         return None
     if share:
         return micro_batches_of_groups(own, prompts, prompt_of, token_budget), prompt_of, True
@@ -134,3 +154,10 @@ def _packed(
 def _cut(name: str, x: Tensor, rows: Tensor, windows: dict[str, slice]) -> Tensor:
     dims = FIELDS[name].dims if name in FIELDS else ("B",)
     return x[rows][(slice(None), *(windows[dim] for dim in dims[1:]))]
+
+
+def _alike(prompts: Tensor, responses: Tensor) -> list[Tensor]:
+    """Rows whose prompts, and whose responses, are of one length, longest first."""
+    lengths = torch.stack([prompts + responses, prompts], dim=1)
+    kinds, kind_of = torch.unique(lengths, dim=0, return_inverse=True)
+    return [(kind_of == kind).nonzero()[:, 0] for kind in range(len(kinds) - 1, -1, -1)]

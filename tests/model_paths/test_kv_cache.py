@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import DynamicCache, MistralConfig, Qwen2Config
 
-from verl.rollout.cache import RoomyLayer, roomy_cache
+from verl.model_paths.kv_cache import RoomyLayer, roomy_cache
 
 
 def states(rows, length, seed):

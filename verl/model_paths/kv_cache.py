@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 FIRST_ROOM = 32  # tokens; doubled whenever it is used up
 
@@ -25,6 +25,9 @@ class RoomyLayer(DynamicLayer):
         shared: keys and values [B / n, H, P, D] before those that `update` returns, or None; see `share`.
     """
 
+    keys: Tensor  # type: ignore[assignment]
+    values: Tensor  # type: ignore[assignment]
+
     def __init__(self, max_length: int):
         super().__init__()
         self.max_length = max_length
@@ -33,9 +36,10 @@ class RoomyLayer(DynamicLayer):
 
     def share(self, repeats: int) -> None:
         """Keep what there is as a prefix that each `repeats` rows share; what comes is the rows' own."""
+        if not self.is_initialized:
+            raise NotImplementedError("a layer without keys and values has nothing to share")
         self.shared = (self.keys, self.values)
-        batch, heads, _, size = self.keys.shape
-        self.keys = self.values = self.keys.new_empty(batch * repeats, heads, 0, size)
+        self.keys, self.values = (x.new_empty(len(x) * repeats, x.shape[1], 0, x.shape[3]) for x in self.shared)
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() + (self.shared[0].shape[2] if self.shared is not None else 0)
@@ -54,11 +58,9 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = (room[:, :, : length + added] for room in self._rooms)
         return self.keys, self.values
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._rooms = None
-        self.keys, self.values = (x.repeat_interleave(repeats, dim=0) for x in (self.keys, self.values))
-
     def batch_select_indices(self, indices: Tensor) -> None:
+        if not self.is_initialized:  # a layer that nothing was written to
+            return
         if self.shared is not None:  # samples of some prompts leave: from here on each row has its own copy
             own = (self.keys, self.values)
             repeats = self.keys.shape[0] // self.shared[0].shape[0]
@@ -84,6 +86,23 @@ class RoomyLayer(DynamicLayer):
             made.append(room)
         self._rooms = (made[0], made[1])
         self.keys, self.values = (room[:, :, :length] for room in self._rooms)
+
+
+def select_rows(cache: Any, rows: Tensor) -> None:
+    """Leave the given rows of a batch in a cache, in their order; one that is named twice is there twice.
+
+    Raises:
+        NotImplementedError: the cache is of a kind that is not known here.
+    """
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        raise NotImplementedError(f"rows cannot be chosen from a {type(cache).__name__}")
+    for layer in layers:
+        is_state = isinstance(layer, LinearAttentionCacheLayerMixin)
+        choose = getattr(layer, "reorder_cache" if is_state else "batch_select_indices", None)
+        if choose is None:
+            raise NotImplementedError(f"rows cannot be chosen from a {type(layer).__name__}")
+        choose(rows)
 
 
 def roomy_cache(config: Any, max_length: int) -> DynamicCache:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from batches import rollout
 
-from verl.engines.micro import cut_into_micro_batches
+from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.protocol import DataProto
 
 BATCH = rollout(b=12, p=6, t=7)

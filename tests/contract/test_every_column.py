@@ -1,0 +1,367 @@
+"""Every kind of tensor and column: equal to its own copy and to nothing else, and the same after every journey."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import decimal
+import enum
+import multiprocessing
+import pickle
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from any_batches import DTYPES, NAMES, alike, any_batches, assert_identical, exact, objects, tensors, values
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from replay.rows_here import scored_rows
+
+from verl.cluster import mailbox
+from verl.cluster.parcel import Rows, unwrap, wrap
+from verl.errors import DataProtoValidationError
+from verl.protocol import DataProto
+from verl.replay.rows import Part, Segment, pack, rebuild
+
+few = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+
+
+def saved(data: DataProto, directory: Path) -> DataProto:
+    data.save(directory / "rows")
+    return DataProto.load(directory / "rows")
+
+
+def journeys(data: DataProto, directory: Path):
+    yield "pickle", pickle.loads(pickle.dumps(data, 5))
+    yield "old pickle", pickle.loads(pickle.dumps(data, 2))
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(data, 5, buffer_callback=buffers.append)
+    yield "pickle beside its buffers", pickle.loads(head, buffers=[bytes(buffer.raw()) for buffer in buffers])
+    yield "file", saved(data, directory)
+    yield "parcel", unwrap(wrap({"batch": data}))["batch"]
+    yield "rows of a parcel", unwrap(filled(wrap(Rows(data, torch.arange(len(data))))))
+    yield "copy", copy.copy(data)
+    yield "deepcopy", copy.deepcopy(data)
+    yield "chunks", DataProto.concat(data.chunk(2))
+    yield "every row", data[torch.arange(len(data))]
+    yield "there and back", data[::-1][::-1]
+
+
+def filled(parcel):
+    """As it arrives: rows that are taken while they are sent are bytes by then."""
+    arrived = []
+    for buffer in parcel.buffers:
+        into = np.empty(buffer.nbytes, np.uint8)
+        if hasattr(buffer, "write"):
+            buffer.write(into)
+        else:
+            into[:] = buffer
+        arrived.append(into)
+    return parcel.head, arrived
+
+
+@few
+@given(any_batches())
+def test_a_batch_is_the_same_after_every_journey_and_joins_with_what_arrives(tmp_path_factory, data):
+    for journey, found in journeys(data, tmp_path_factory.mktemp("batch")):
+        assert_identical(found, data, journey)
+        joined = data.union(found)
+        assert_identical(joined, data, journey)
+        assert all(joined[name] is data[name] for name in [*data.batch, *data.non_tensor_batch]), journey
+
+
+@settings(few, max_examples=20)
+@given(any_batches())
+def test_a_batch_is_the_same_behind_shared_memory(monkeypatch, data):
+    """Through a connection of two processes, whose tensors lie in a shared block however few they are."""
+    monkeypatch.setattr(mailbox, "SMALL", 1)
+    ends, posts = multiprocessing.Pipe(), (mailbox.Post(), mailbox.Post())
+    here, there = (mailbox.Mailbox(end, post) for end, post in zip(ends, posts))
+    try:
+        for sent in (data, Rows(data, torch.arange(len(data)))):
+            here.send(posts[0].pack(sent))
+            found = there.receive()
+            assert_identical(found, data)
+            assert_identical(data.union(found), data)
+    finally:
+        for one in (here, there, *posts):
+            one.close()
+
+
+@few
+@given(any_batches(min_rows=1), st.data())
+def test_rows_are_chosen_repeated_and_joined_as_a_list_of_them_would_be(data, draw):
+    rows = draw.draw(st.lists(st.integers(0, len(data) - 1), max_size=6))
+    for found, wanted in [(data[rows], rows), (data.repeat(2), [r for r in range(len(data)) for _ in range(2)])]:
+        for name in data.batch:
+            assert exact(found[name]) == exact(torch.stack([data[name][r] for r in wanted])) if wanted else True, name
+        for name, column in data.non_tensor_batch.items():
+            assert exact(found[name].tolist()) == exact([column[r] for r in wanted])
+
+
+@few
+@given(st.data(), st.integers(1, 4))
+def test_a_column_that_differs_in_one_row_is_refused_with_the_row_and_both_values(draw, rows):
+    column = draw.draw(st.lists(values(), min_size=rows, max_size=rows))
+    row, other = draw.draw(st.integers(0, rows - 1)), draw.draw(values())
+    assume(alike(column[row]) != alike(other))
+    changed = [other if number == row else copy.deepcopy(value) for number, value in enumerate(column)]
+    mine, theirs = (DataProto.from_dict(non_tensors={"x": objects(some)}) for some in (column, changed))
+    for one, another in ((mine, theirs), (theirs, mine)):
+        with pytest.raises(DataProtoValidationError, match=rf"(?s)`x`.* at x\[{row}\].*First offending row: {row}\n"):
+            one.union(another)
+
+
+@few
+@given(st.data(), st.integers(1, 4))
+def test_a_tensor_that_differs_in_one_entry_is_refused_with_the_row_and_both_values(draw, rows):
+    tensor = draw.draw(tensors(rows))
+    assume(tensor.numel())
+    changed = tensor.detach().clone(memory_format=torch.contiguous_format)
+    place = tuple(draw.draw(st.integers(0, size - 1)) for size in tensor.shape)
+    changed[place] = ~changed[place] if tensor.dtype == torch.bool else torch.tensor(7.0).to(tensor.dtype)
+    mine, theirs = DataProto.from_dict({"x": tensor}), DataProto.from_dict({"x": changed})
+    with pytest.raises(DataProtoValidationError) as caught:
+        mine.union(theirs)
+    assert f" at x{list(place)}" in str(caught.value)
+    assert f"First offending row: {place[0]}\n" in str(caught.value)
+
+
+@few
+@given(st.data())
+def test_rows_of_the_replay_buffer_are_the_same(draw):
+    rows = scored_rows(4, seed=draw.draw(st.integers(0, 3)))
+    names = draw.draw(st.lists(st.sampled_from([*NAMES, "x"]), max_size=3, unique=True))
+    extra = {n: draw.draw(tensors(4) | st.lists(values(), min_size=4, max_size=4).map(objects)) for n in names}
+    batch = rows.union(DataProto.from_single_dict(extra))
+    index = dict.fromkeys(("group", "step", "score", "advantage"), np.zeros(4))
+    segment = Segment.of(pack(batch, index))
+    for found, wanted in [
+        (rebuild([Part(segment, np.array([2, 0]), np.array([1, 0]))], 0), batch[[0, 2]]),
+        (rebuild([Part(segment.last(2), np.arange(2), np.arange(2))], 0), batch[2:]),
+    ]:
+        for name in extra:
+            assert exact(found[name].tolist() if name in batch.non_tensor_batch else found[name]) == exact(
+                wanted[name].tolist() if name in batch.non_tensor_batch else wanted[name]
+            )
+
+
+# What was taken for equal, and for unequal
+
+
+def column(*rows: Any) -> DataProto:
+    return DataProto.from_dict(non_tensors={"x": objects(list(rows))})
+
+
+UNEQUAL = [
+    (np.array([1, 1]), 1), (np.array([]), 5), (np.array([1.0]), 1.0), ([1, 1], np.array([1, 1])), (True, 1), (1, 1.0),
+    (True, 1.0), ("1", b"1"), ("1", 1), (None, 0), (None, float("nan")), ((1, 2), [1, 2]), ([1, [2]], [1, [True]]),
+    ({"a": 1}, {"a": True}), ({1: "a"}, {True: "a"}), ({"a": 1}, {"a": 1, "b": None}), ([], {}), (1, 1 + 0j),
+    (np.array([1, 2]), np.array([1.0, 2.0])), (np.array([1], "i4"), np.array([1], "i8")),
+    (np.zeros((2, 0)), np.zeros((0, 2))),
+    (np.float32(0.1), 0.1), (torch.ones(1), 1.0), (torch.ones(2), torch.ones(1)), (torch.ones(2), np.ones(2)),
+    (complex("nan+1j"), complex("nan+2j")), (np.datetime64("2020-01-01"), np.datetime64("NaT")),
+    ({1, 2}, {1, 3}), ({1}, frozenset({1})), (float("nan"), 0.0), (decimal.Decimal(1), 1), (len, max),
+    (np.array([1.0, np.nan]), np.array([np.nan, 1.0])), (np.datetime64(1, "s"), np.datetime64(1, "ns")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize(("one", "other"), UNEQUAL, ids=map(repr, UNEQUAL))
+def test_values_of_another_kind_shape_or_number_are_not_the_same(one, other, swap):
+    one, other = (other, one) if swap else (one, other)
+    with pytest.raises(DataProtoValidationError, match=r"First offending row: 1\n"):
+        column("same", one).union(column("same", other))
+    with pytest.raises(DataProtoValidationError, match="meta_info `t`"):
+        DataProto.from_dict(meta_info={"t": [one]}).union(DataProto.from_dict(meta_info={"t": [other]}))
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Plain:
+    """An object that compares by its address."""
+
+    def __init__(self):
+        self.held = {"x": np.array([1.0, np.nan]), "t": torch.ones(2)}
+
+
+@dataclass
+class Record:
+    scores: np.ndarray = field(default_factory=lambda: np.array([1.0, np.nan]))
+    mean: float = float("nan")
+
+
+Pair = namedtuple("Pair", "left right")
+contains_itself: list[Any] = [1]
+contains_itself.append(contains_itself)
+EQUAL = [
+    np.array([1.0, np.nan]), [np.array([np.nan])], {"a": [float("nan")]}, {float("nan"): 1}, {float("nan"), 1},
+    (float("nan"),), complex("nan+1j"), np.float32("nan"), np.datetime64("NaT"), np.array(["NaT"], "M8[s]"),
+    np.array([(np.nan, 1)], [("a", "f4"), ("b", "i4")]), np.ma.masked_array([1.0, np.nan], [True, False]), Colour.RED,
+    Plain(), Record(), Pair(1, float("nan")), OrderedDict(a=float("nan")), decimal.Decimal("NaN"), Path("a"), len,
+    datetime.datetime(2020, 1, 1), torch.tensor([1.0, float("nan")]), torch.eye(2).to_sparse(), contains_itself,
+    np.longdouble("nan"), np.array([[1, "a"], [None, 2.0]], dtype=object), range(3), slice(1, 2), object(), Plain,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", EQUAL, ids=lambda value: type(value).__name__)
+def test_a_value_is_the_same_as_its_own_copy(value):
+    own = pickle.loads(pickle.dumps(value))
+    column("same", value).union(column("same", own))
+    DataProto.from_dict(meta_info={"t": value}).union(DataProto.from_dict(meta_info={"t": own}))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        lambda n: [str(n), n, {"a": n / 3}],
+        lambda n: np.array([n, float("nan")]),
+        lambda n: torch.tensor([n, 1]),
+        lambda n: torch.tensor([2**53 + n]) if n else torch.tensor([0.5]),
+        lambda n: {"list": [np.arange(n % 9), torch.arange(2) + n]},
+        lambda n: (n, str(n), None, float("nan"))[n % 4],
+        lambda n: np.float32(n),
+    ],
+)
+def test_rows_that_are_compared_at_once_are_compared_in_full(row):
+    """As many as are taken together, and a last one that is alone."""
+    ours, theirs = ([row(n) for n in range(4097)] for _ in range(2))
+    column(*ours).union(column(*theirs))
+    for place in (4096, 7):
+        changed = list(theirs)
+        changed[place] = row(place + 1)
+        with pytest.raises(DataProtoValidationError, match=f"First offending row: {place}\n"):
+            column(*ours).union(column(*changed))
+
+
+def test_numbers_of_numpy_are_the_same_as_those_of_python_where_they_are_as_large():
+    ours = column(1, 1.5, True, "a", b"a", 1j, 0.5)
+    theirs = column(
+        np.int8(1), np.float64(1.5), np.bool_(True), np.str_("a"), np.bytes_(b"a"), np.complex64(1j), np.float16(0.5)
+    )
+    assert ours.union(theirs)["x"] is ours["x"]
+    assert theirs.union(ours)["x"] is theirs["x"]
+
+
+def test_the_place_within_a_value_is_named():
+    ours, theirs = column({"turns": ["a", {"score": 1}]}), column({"turns": ["a", {"score": True}]})
+    with pytest.raises(DataProtoValidationError) as caught:
+        ours.union(theirs)
+    assert "Expected: the values it has already: 1 (int) at x[0]['turns'][1]['score']; [1] object by column()" in str(
+        caught.value
+    )
+    assert "Found: other values: True (bool) at x[0]['turns'][1]['score']; [1] object by column()" in str(caught.value)
+
+
+def test_a_column_of_other_kind_or_length_is_refused_without_a_row():
+    with pytest.raises(
+        DataProtoValidationError, match=r"(?s)the values it has already: \[1\] object.*\[2\] object"
+    ) as caught:
+        column(1).union(column(1, 1))
+    assert "offending row" not in str(caught.value)
+
+
+# What travels
+
+
+def test_a_part_weighs_what_its_rows_do_and_no_more():
+    big = torch.zeros(10_000, 100)
+    held = DataProto.from_dict(
+        {"x": big, "t": big.T.contiguous().T, "e": torch.zeros(1, 100).expand(10_000, 100)},
+        {"nested": [{"hidden": big[row], "list": [big[row, :5]]} for row in range(10_000)], "array": list(big.numpy())},
+        {"kept": big[3], "none": big[:0]},
+    )
+    part = held[5:7]
+    nbytes = 2 * 4 * (100 * 3 + 105 + 100) + 400
+    assert len(pickle.dumps(part)) < nbytes + 6000
+    assert wrap(part).num_bytes < nbytes + 6000
+    own = copy.deepcopy(part)
+    assert own["nested"][0]["hidden"].untyped_storage().nbytes() == 400
+    assert_identical(own, part)
+    assert part["nested"][0]["hidden"].untyped_storage().nbytes() == big.nbytes  # nothing is copied before it travels
+
+
+def test_what_a_file_has_no_form_for_is_named_with_its_place(tmp_path):
+    for value in ({1}, {1: 2}, [lambda: 0], contains_itself, np.ma.masked_array([1], [True]), torch.eye(2).to_sparse()):
+        with pytest.raises(DataProtoValidationError, match=r"column `x`\[1\]"):
+            column("a", value).save(tmp_path / "rows")
+        rows = scored_rows(2).union(column("a", value))
+        with pytest.raises(DataProtoValidationError, match=r"(?s)column `x`\[1\].*Source: column\(\)"):
+            pack(rows, dict.fromkeys(("group", "step", "score", "advantage"), np.zeros(2)))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_copy_has_memory_and_facts_of_its_own_and_requires_gradients_where_its_original_does(dtype):
+    x = torch.ones(3, 4, dtype=torch.float32).to(dtype)[::2].T
+    x = x.detach().requires_grad_() if dtype == torch.float32 else x
+    data = DataProto.from_dict({"x": x.T}, {"c": [[1], [2]]}, {"m": [1]})
+    shallow, deep = copy.copy(data), copy.deepcopy(data)
+    shallow.meta_info["new"] = 1
+    deep["c"][0].append(3)
+    deep.meta_info["m"].append(2)
+    assert data.meta_info == {"m": [1]}
+    assert data["c"].tolist() == [[1], [2]]
+    assert shallow["x"] is data["x"]
+    assert deep["x"].requires_grad == data["x"].requires_grad
+    assert deep["x"].data_ptr() != data["x"].data_ptr()
+
+
+# What is no field, and no index
+
+
+def test_tensors_that_are_no_rows_of_numbers_are_refused_when_a_batch_is_made():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for tensor in (torch.eye(2).to_sparse(), nested, torch.empty(2, dtype=torch.uint4)):
+        with pytest.raises(DataProtoValidationError, match=r"(?s)`x`.*dense tensor of whole bytes"):
+            DataProto.from_dict({"x": tensor})
+    for name in (3, None, "\ud800"):
+        with pytest.raises(DataProtoValidationError, match="a text as the name|a name in Unicode"):
+            DataProto.from_dict(non_tensors={name: [1]})
+
+
+def test_dates_and_records_stay_what_they_are():
+    data = DataProto.from_dict(
+        non_tensors={
+            "day": np.array(["2020-01-01T00:00:00.000000001", "NaT"], "M8[ns]"),
+            "pair": np.array([(1, "a"), (2, "b")], [("n", "i4"), ("t", "U1")]),
+        }
+    )
+    assert data["day"][0] == np.datetime64("2020-01-01T00:00:00.000000001")
+    assert data["pair"][1]["t"] == "b"
+    data.union(pickle.loads(pickle.dumps(data)))
+
+
+@pytest.mark.parametrize("key", [True, np.bool_(True), torch.tensor(1.5), np.float64(1.0), torch.tensor(True)])
+def test_what_is_no_row_number_is_refused(key):
+    with pytest.raises(DataProtoValidationError, match="is no row"):
+        column(1, 2)[key]
+
+
+def test_indices_of_any_array_choose_rows():
+    data = column(*"abc")
+    assert data[np.arange(3)[::-1]]["x"].tolist() == ["c", "b", "a"]
+    assert data[np.array([2, 0], dtype=">i4")]["x"].tolist() == ["c", "a"]
+    assert data[objects([np.int64(1), 2])]["x"].tolist() == ["b", "c"]
+    assert data[range(2)]["x"].tolist() == ["a", "b"]
+    for empty in (
+        torch.zeros(0, dtype=torch.bool),
+        np.zeros((0, 2), dtype=np.int64),
+        objects(["a"]),
+        ["a"],
+        objects([1.5]),
+    ):
+        with pytest.raises(DataProtoValidationError, match="mask of shape|whole numbers"):
+            data[empty]
+
+
+def test_one_name_may_stand_for_a_list_of_one():
+    data = DataProto.from_dict({"values": torch.zeros(1, 1), "v": torch.zeros(1)}, {"answer": ["a"]})
+    assert list(data.select("values", "answer").batch) == ["values"]
+    assert list(data.pop("values").batch) == ["values"]

@@ -1,0 +1,468 @@
+"""Whatever is done to an actor between two calls: the next samples from what is there, or says what it cannot."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import re
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from random_models import save_random_model
+
+from verl import HybridActor
+from verl.errors import ActorBusy, ConfigError, RolloutError
+from verl.hybrid.model_changes import ModelForm
+from verl.models.pretrained import Pretrained
+from verl.rollout.hf import HFRollout
+from verl.rollout.vllm.options import VLLMRollout
+
+ASKED = {"max_new_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    path = save_random_model(tmp_path_factory.mktemp("model"), "qwen2", torch.float32, hidden_size=128)
+    return Pretrained(path=str(path))
+
+
+@pytest.fixture
+def encoded(tokenizer):
+    return tokenizer(["1+2=", "what is 6*7? "], padding=True, return_tensors="pt")
+
+
+@pytest.fixture
+def actor(source, tokenizer, encoded):
+    """One that has generated, so that its engine was built for the model it has."""
+    actor = HybridActor(source.load_causal_lm("cpu"), tokenizer)
+    actor.generate(**encoded, **ASKED)
+    return actor
+
+
+def other_model(source, seed: int = 11):
+    model = source.load_causal_lm("cpu")
+    torch.manual_seed(seed)
+    return type(model)(copy.deepcopy(model.config)).eval()
+
+
+def with_adapter(model, **options):
+    import peft
+
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", **options}))
+    torch.manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return adapted
+
+
+def with_virtual_tokens(source, kind: str):
+    import peft
+
+    return peft.get_peft_model(source.load_causal_lm("cpu"), getattr(peft, kind)("CAUSAL_LM", num_virtual_tokens=3))
+
+
+# rollout=hf samples from what is there
+
+
+def replace_model(actor, source):
+    actor.model = other_model(source)
+
+
+def replace_block(actor, source):
+    actor.model.model.layers[1] = other_model(source).model.layers[1]
+
+
+def replace_parameter(actor, source):
+    actor.model.model.norm.weight = torch.nn.Parameter(torch.linspace(-2, 2, 128))
+
+
+def replace_head(actor, source):
+    torch.manual_seed(5)
+    actor.model.lm_head = torch.nn.Linear(128, actor.model.config.vocab_size, bias=False)
+
+
+def resize(actor, source):
+    torch.manual_seed(5)
+    actor.model.resize_token_embeddings(130)
+    torch.nn.init.normal_(actor.model.lm_head.weight)
+
+
+def tie(actor, source):
+    actor.model.config.tie_word_embeddings = True
+    actor.model.tie_weights()
+
+
+def load(actor, source):
+    actor.load_state_dict(other_model(source).state_dict())
+
+
+def assign(actor, source):
+    actor.model.load_state_dict(other_model(source).state_dict(), assign=True)
+
+
+def cast(dtype):
+    def change(actor, source):
+        actor.model.to(dtype)
+
+    return change
+
+
+def wrap(actor, source):
+    actor.model = with_adapter(actor.model)
+
+
+def wrap_and_disable(actor, source):
+    actor.model = with_adapter(actor.model)
+    actor.generate(torch.ones(1, 2, dtype=torch.int64), max_new_tokens=1)
+    actor.model.disable_adapter_layers()
+
+
+def wrap_and_merge(actor, source):
+    actor.model = with_adapter(actor.model)
+    actor.model = actor.model.merge_and_unload()
+
+
+def inject(actor, source):
+    with_adapter(actor.model)
+
+
+def compile_it(actor, source):
+    actor.model = torch.compile(other_model(source), backend="eager")
+
+
+def hook(actor, source):
+    actor.model.model.norm.register_forward_hook(lambda module, args, output: output.roll(1, dims=-1))
+
+
+def quantize(actor, source):
+    actor.model = torch.ao.quantization.quantize_dynamic(actor.model, {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def end_otherwise(actor, source):
+    free = actor.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4)
+    actor.model.generation_config.eos_token_id = int(free[0, -2])
+
+
+CHANGES = [
+    replace_model, replace_block, replace_parameter, replace_head, resize, tie, load, assign, wrap, wrap_and_disable,
+    wrap_and_merge, inject, hook, end_otherwise, cast(torch.float16), cast(torch.bfloat16),
+    cast(torch.float64),
+]  # fmt: skip
+
+
+def test_a_model_quantized_by_the_batch_is_refused_by_name(actor, source, encoded):
+    quantize(actor, source)
+    with pytest.raises(ConfigError, match="model is quantized: where scales are taken over a batch"):
+        actor.generate(**encoded, **ASKED)
+
+
+@pytest.mark.parametrize("change", [*CHANGES, pytest.param(compile_it, marks=pytest.mark.exhaustive)])
+def test_the_next_samples_are_those_of_the_changed_model(change, actor, source, encoded):
+    actor.train()
+    change(actor, source)
+    expected = actor.model.eval().generate(**encoded, **ASKED, do_sample=False)
+    actor.train()
+    assert torch.equal(actor.generate(**encoded, **ASKED), expected)
+    assert actor.training
+
+
+@pytest.mark.parametrize("change", [replace_model, replace_block, cast(torch.float64), wrap, hook, tie, inject])
+def test_what_was_proven_of_a_model_is_proven_anew_of_the_changed_one(change, actor, source, encoded):
+    change(actor, source)
+    plain = type(actor.model).forward
+
+    def blind(*args, attention_mask=None, position_ids=None, **kwargs):
+        return plain(actor.model, *args, **kwargs)
+
+    actor.generate(**encoded, **ASKED)
+    actor.model.forward = blind
+    width = encoded["input_ids"].shape[1]
+    together = actor.generate(**encoded, **ASKED)[:, width:]  # without padding, which this model would see
+    for ids, mask, found in zip(encoded["input_ids"], encoded["attention_mask"], together, strict=True):
+        text = ids[mask.bool()][None]
+        alone = actor.generate(text, **ASKED)[0, text.shape[1] :]
+        assert torch.equal(found[: len(alone)], alone)
+
+
+def test_weights_alone_are_no_change_and_neither_are_switches_of_training(actor, encoded):
+    form, engine = ModelForm.of(actor.model), actor._engine[1]
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=0.1)
+    actor.train()(input_ids=encoded["input_ids"], labels=encoded["input_ids"]).loss.backward()
+    optimizer.step()
+    actor.model.config.use_cache = False
+    assert ModelForm.of(actor.model).change_since(form) is None
+    actor.generate(**encoded, **ASKED)
+    assert actor._engine[1] is engine
+    actor.model.gradient_checkpointing_enable()  # by a hook, of which an engine with weights of its own knows nothing
+    assert not ModelForm.of(actor.model).change_since(form).is_of_form
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (replace_model, "another model, a Qwen2ForCausalLM"),
+        (replace_block, "model.layers.1 is another module, a Qwen2DecoderLayer, model.layers.1."),
+        (resize, r"model.embed_tokens.weight \[\d+, 128\] is now \[130, 128\], lm_head.weight .*, config.vocab_size"),
+        (
+            tie,
+            "lm_head.weight is one with model.embed_tokens.weight by now, config.tie_word_embeddings False is now True",
+        ),
+        (cast(torch.float16), "dtype float32 is now float16"),
+        (hook, "model.norm has another forward, or other hooks"),
+        (inject, "is gone"),
+    ],
+)
+def test_a_change_is_named(change, told, actor, source):
+    before = ModelForm.of(actor.model)
+    change(actor, source)
+    found = ModelForm.of(actor.model).change_since(before)
+    assert found is not None
+    assert re.search(told, found.told), found.told
+
+
+def test_engine_tokenizer_and_seed_may_be_replaced(actor, tokenizer, encoded):
+    drawn = {"do_sample": True, "seed": 1, "max_new_tokens": 8}
+    first = actor.generate(**encoded, **drawn)
+    actor.seed = 5
+    other = actor.generate(**encoded, **drawn)
+    assert torch.equal(other, HybridActor(actor.model, tokenizer, seed=5).generate(**encoded, **drawn))
+    assert not torch.equal(other, first)
+    actor.rollout = HFRollout(max_rows=1)
+    assert torch.equal(actor.generate(**encoded, **drawn), other)
+    assert actor._engine[1].options.max_rows == 1
+    actor.rollout = "scripted"
+    assert tokenizer.batch_decode(actor.generate(**encoded, max_new_tokens=4), skip_special_tokens=True)[0] == "1+2=1"
+    with pytest.raises(ConfigError, match="this version has"):
+        actor.rollout = "vlm"
+    actor.rollout = "hf"
+    actor.tokenizer = copy.deepcopy(tokenizer)
+    actor.tokenizer.pad_token, actor.model.generation_config.pad_token_id = "7", None
+    free = actor.generate(**{name: x[1:] for name, x in encoded.items()}, max_new_tokens=8)
+    stop = int(free[0, -3])
+    asked = {**encoded, "max_new_tokens": 8, "eos_token_id": [stop, 1]}
+    wanted = actor.model.generate(**asked, pad_token_id=actor.tokenizer.pad_token_id)
+    assert torch.equal(actor.generate(**asked), wanted)
+
+
+def test_what_is_no_actor_cannot_be_set_and_the_former_model_stays(actor, source, encoded):
+    before = actor.generate(**encoded, **ASKED)
+    for model, told in [
+        ("a/path", "expected a loaded model"),
+        (torch.nn.Linear(2, 2), "has no generate"),
+        (source.load_backbone("cpu"), "has no generate"),
+        (with_virtual_tokens(source, "PromptTuningConfig"), "which puts virtual tokens before each text"),
+        (with_virtual_tokens(source, "PrefixTuningConfig"), "which puts virtual tokens before each text"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            actor.model = model
+    assert torch.equal(actor.generate(**encoded, **ASKED), before)
+
+
+def test_settings_that_divide_nothing_may_be_set(actor):
+    actor.hybrid_config = {"auto_cache_clear": True, "busy_timeout_s": 3}
+    assert actor.hybrid_config.clears_cache
+    with pytest.raises(ConfigError, match=r"hybrid_config.tp_size is 2, and the actor was divided with 1"):
+        actor.hybrid_config = {"tp_size": 2}
+    with pytest.raises(ConfigError, match=r"busy_timeout_s is -1"):
+        actor.hybrid_config = {"busy_timeout_s": -1}
+
+
+def test_settings_of_generation_that_are_set_later_are_told_once(actor, encoded, caplog):
+    actor.model.generation_config.repetition_penalty = 1.5
+    for _ in range(2):
+        actor.generate(**encoded, **ASKED)
+    assert caplog.text.count("has repetition_penalty=1.5, which this actor does not do") == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda actor: pickle.loads(pickle.dumps(actor))])
+def test_a_copy_is_an_actor_of_its_own(copied, actor, encoded):
+    before = actor.generate(**encoded, **ASKED)
+    own = copied(actor)
+    with torch.no_grad():
+        own.model.lm_head.weight.neg_()
+    assert torch.equal(actor.generate(**encoded, **ASKED), before)
+    assert torch.equal(own.generate(**encoded, **ASKED), own.model.generate(**encoded, **ASKED))
+    assert copy.copy(actor).model is actor.model
+
+
+# Engines with weights of their own: what is refused before one is started
+
+VLLM = VLLMRollout(max_num_seqs=16, max_num_batched_tokens=64, kv_cache_gib=0.05)
+ADAPTER = replace(VLLM, lora="adapter")
+
+
+def half_and_back(actor, source):
+    actor.model.half().float()
+
+
+def other_rope(actor, source):
+    config = actor.model.config
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": 5.0}
+
+
+def say_tied(actor, source):
+    actor.model.config.tie_word_embeddings = True
+
+
+def other_vocabulary(actor, source):
+    actor.model.lm_head = torch.nn.Linear(128, 200, bias=False)
+
+
+def dora(actor, source):
+    actor.model = with_adapter(actor.model, use_dora=True)
+
+
+def whole_modules(actor, source):
+    actor.model = with_adapter(actor.model, modules_to_save=["lm_head"], target_modules=["q_proj"])
+
+
+def merge_and_disable(actor, source):
+    actor.model = with_adapter(actor.model)
+    actor.model.merge_adapter()
+    actor.model.disable_adapter_layers()
+
+
+def merge_what_is_sent(actor, source):
+    actor.model = with_adapter(actor.model)
+    actor.model.merge_adapter()
+
+
+REFUSED = [
+    (cast(torch.float16), VLLM, r"model.dtype is float16, and model.rotary_emb.inv_freq was rounded to .*\.half\(\)"),
+    (cast(torch.bfloat16), VLLM, "Load the model with dtype='bfloat16'"),
+    (half_and_back, VLLM, "model.dtype is float32, and model.rotary_emb.inv_freq was rounded on its way"),
+    (cast(torch.float64), VLLM, "dtype is float64: vLLM computes in"),
+    (other_rope, VLLM, "inv_freq is not what model.config gives"),
+    (say_tied, VLLM, "output head has weights of its own by now"),
+    (other_vocabulary, VLLM, r"vocab_size is \d+, and the output head has 200 rows"),
+    (quantize, VLLM, "model is quantized"),
+    (inject, VLLM, "and is no PeftModel: set actor.model"),
+    (dora, VLLM, "is no plain LoRA"),
+    (whole_modules, VLLM, "modules_to_save"),
+    (merge_and_disable, VLLM, "is merged into .* and disabled"),
+    (merge_what_is_sent, ADAPTER, "is merged into .* and sent to the engine as well"),
+    (wrap_and_disable, ADAPTER, "has its adapter disabled, and rollout.lora=adapter"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "rollout", "told"), REFUSED)
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_what_an_engine_cannot_be_given_is_refused_by_its_cause(change, rollout, told, actor, source, encoded):
+    change(actor, source)
+    actor.rollout = rollout
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=told):
+            actor.generate(**encoded, **ASKED)
+    assert actor._engine is None
+    actor.rollout, actor.model = "hf", source.load_causal_lm("cpu")
+    assert torch.equal(actor.generate(**encoded, **ASKED), actor.model.generate(**encoded, **ASKED))
+
+
+# Threads
+
+
+def test_calls_of_threads_wait_for_each_other_and_keep_their_settings(actor, encoded):
+    """A greedy call, drawn ones of other lengths, ends and temperatures, and passes of training, all at once."""
+    calls = [
+        {"max_new_tokens": 3 + number, "do_sample": number % 3 > 0, "seed": number, "temperature": 0.5 + number}
+        for number in range(6)
+    ]
+    expected = [actor.generate(**encoded, **call) for call in calls]
+    labels = encoded["input_ids"]
+    loss = actor.train()(**encoded, labels=labels).loss.detach()
+    found: dict = {}
+
+    def run(number: int) -> None:
+        for _ in range(3):
+            found[number] = actor.generate(**encoded, **calls[number])
+            assert torch.equal(found[number], expected[number])
+            assert torch.equal(actor(**encoded, labels=labels).loss.detach(), loss)
+            assert actor.training
+
+    failed: list = []
+    threads = [threading.Thread(target=_kept(run, failed), args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert len(found) == len(calls)
+
+
+def _kept(function, failed):
+    def run(*args):
+        try:
+            function(*args)
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            failed.append(error)
+
+    return run
+
+
+@pytest.fixture
+def standing(actor, encoded):
+    """A thread in a forward pass, which ends when it is told to."""
+    entered, may_go = threading.Event(), threading.Event()
+
+    def wait(*_):
+        entered.set()
+        may_go.wait()
+
+    handle = actor.model.register_forward_pre_hook(wait)
+    thread = threading.Thread(target=lambda: actor(**encoded), name="trainer")
+    thread.start()
+    entered.wait()
+    yield actor
+    may_go.set()
+    thread.join()
+    handle.remove()
+
+
+def test_a_call_that_waits_for_too_long_is_refused_with_both_calls_named(standing, encoded, source):
+    actor = standing
+    actor.hybrid_config = {"busy_timeout_s": 0.05}
+    for name, call in {
+        "generate": lambda: actor.generate(**encoded, **ASKED),
+        "forward": lambda: actor(**encoded),
+        "sync": actor.sync,
+        "close": actor.close,
+        "train": actor.eval,
+        "load_state_dict": lambda: actor.load_state_dict({}),
+        "model = ...": lambda: setattr(actor, "model", source.load_causal_lm("cpu")),
+        "rollout = ...": lambda: setattr(actor, "rollout", "hf"),
+        "__deepcopy__": lambda: copy.deepcopy(actor),
+    }.items():
+        with pytest.raises(ActorBusy) as caught:
+            call()
+        assert str(caught.value).startswith(f"actor.{name} of thread MainThread has waited 0 s for thread trainer, in ")
+        assert "in actor.forward for" in str(caught.value)
+
+
+def test_weights_that_another_thread_writes_while_responses_are_drawn_are_noticed(actor, encoded):
+    optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
+    actor(input_ids=encoded["input_ids"], labels=encoded["input_ids"]).loss.backward()
+    passes: list = []
+
+    def step_in_the_midst(*_):
+        passes.append(1)
+        if len(passes) == 6:
+            thread = threading.Thread(target=optimizer.step)
+            thread.start()
+            thread.join()
+
+    handle = actor.model.register_forward_pre_hook(step_in_the_midst)
+    with pytest.raises(RolloutError, match="the weights were written to while responses were drawn"):
+        actor.generate(**encoded, **ASKED)
+    handle.remove()
+    assert torch.equal(actor.generate(**encoded, **ASKED), actor.model.generate(**encoded, **ASKED))
+
+
+def test_a_remade_engine_is_told_with_its_reason(actor, source, encoded, caplog):
+    with caplog.at_level(logging.INFO):
+        actor.model.double()
+        actor.generate(**encoded, **ASKED)
+    assert "The rollout engine is made anew, since the model has changed: dtype float32 is now float64" in caplog.text

@@ -1,0 +1,128 @@
+"""The score of a text is that of the text alone, whatever is scored beside it, and before it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from random_models import save_random_classifier
+from rewards.rated import rollout
+from transformers import AutoModelForSequenceClassification
+
+from verl.description import BuildContext
+from verl.errors import ConfigError
+from verl.model_paths.classifier import examine_classifier, text_batches_for
+from verl.models import scores
+from verl.models.pretrained import Pretrained
+from verl.models.tiny_tokenizer import character_tokenizer
+from verl.rewards.model import RewardModel
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 4.0, 8.0, 16.0],
+    "original_max_position_embeddings": 16,
+}
+BY_LENGTH: dict[str, tuple[str, dict[str, Any]]] = {
+    "longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
+    "dynamic": (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+            "max_position_embeddings": 16,
+        },
+    ),
+}
+TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "window": ("mistral", {"sliding_window": 8}),
+    "bert": ("bert", {}),
+    "roberta": ("roberta", {}),
+    "deberta": ("deberta-v2", {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
+    "modernbert": ("modernbert", {"local_attention": 8, "cls_token_id": 1, "sep_token_id": 2}),
+}
+PROMPTS = ["1+2=", "what is 6*7? ", "9-", "34+5=", "what is it that "]
+RESPONSES = ["3", "42 is it", "", "is this not 39? and what if it is more", "3+4"]
+BATCHES = [0, 1, 2, 3, 4], [3], [4, 1], [0, 3], [1]  # of 6, 22, 3, 44 and 20 tokens
+EAGER = ("deberta-v2",)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(tmp_path, monkeypatch):
+    """What earlier runs have found is not read."""
+    monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
+
+
+def alone(path: Path, ids: list[int]) -> float:
+    """The score that a model just loaded gives a text."""
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    with torch.no_grad():
+        return float(model(torch.tensor([ids])).logits[0, 0])
+
+
+def largest_gap(path: Path, family: str) -> float:
+    """Of scores in batches, one after another, from those of each text alone."""
+    model = Pretrained(path=str(path), attention="eager" if family in EAGER else "sdpa")
+    reward = RewardModel(model=model, reads="tokens", max_length=64)
+    running, worst = reward.build(BuildContext(tokenizer=character_tokenizer())), 0.0
+    for chosen in BATCHES:
+        batch = rollout([PROMPTS[i] for i in chosen], [RESPONSES[i] for i in chosen])
+        texts = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+        expected = np.array([alone(path, ids.tolist()) for ids in texts])
+        worst = max(worst, float(np.abs(running.rate_batch(batch).scores - expected).max()))
+    return worst
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_texts_that_would_change_the_frequencies_of_others_are_scored_by_length(name, tmp_path, caplog):
+    family, options = BY_LENGTH[name]
+    path = save_random_classifier(tmp_path / family, family, **options)
+    assert largest_gap(path, family) < 1e-4
+    told = [record.message for record in caplog.records if "takes a plain path" in record.message]
+    assert len(told) == 1
+    assert "texts of several lengths beside each other: their scores differ by" in told[0]
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_texts_of_encoders_and_other_decoders_are_scored_together(name, tmp_path, caplog):
+    family, options = TOGETHER[name]
+    path = save_random_classifier(tmp_path / family, family, **options)
+    assert largest_gap(path, family) < 1e-4
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    assert text_batches_for(scores.ScoreModel(model), 48) == "padded"
+    assert not [
+        record for record in caplog.records if record.levelno >= logging.WARNING and record.name.startswith("verl")
+    ]
+
+
+def test_texts_below_the_length_at_which_frequencies_change_are_scored_together(tmp_path):
+    family, options = BY_LENGTH["longrope"]
+    path = save_random_classifier(tmp_path / family, family, **options)
+    model = scores.ScoreModel(AutoModelForSequenceClassification.from_pretrained(path))
+    assert text_batches_for(model, 16) == "padded"
+    assert text_batches_for(model, 17) == "equal_lengths"
+
+
+def test_a_model_whose_scores_depend_on_what_was_scored_before_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(scores, "_forget_lengths", lambda rotary: None)
+    family, options = BY_LENGTH["dynamic"]
+    path = save_random_classifier(tmp_path / family, family, **options)
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    assert "scored before it" in (examine_classifier(model, 48).refusal or "")
+    with pytest.raises(ConfigError, match="LlamaForSequenceClassification: the score of a text depends on those that"):
+        text_batches_for(scores.ScoreModel(model), 48)

@@ -1,0 +1,92 @@
+"""What every engine draws is checked where it becomes rows, engines of the user's own among them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from roles import start_actor
+
+from verl.errors import RolloutError
+from verl.protocol import DataProto
+from verl.rollout.base import Request, Rollout, RolloutEngine, assemble
+
+LENGTHS = torch.tensor([3, 1, 2, 3, 2, 1, 3, 3])  # of two samples of four prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnRollout(Rollout):
+    """An engine as a user would write it, which is wrong about one token: the second of prompt 2, sample 0.
+
+    Args:
+        uses_assemble: otherwise it joins its rows itself.
+    """
+
+    log_prob: float = -1.0
+    token: int = 5
+    uses_assemble: bool = True
+
+    def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Any = None, context: Any = None) -> OwnEngine:
+        return OwnEngine(self)
+
+
+class OwnEngine(RolloutEngine):
+    def __init__(self, options: OwnRollout):
+        self.options = options
+
+    def generate(self, prompts: DataProto, request: Request) -> DataProto:
+        mask = torch.arange(3) < LENGTHS[:, None]
+        tokens, log_probs = torch.full(mask.shape, 5), torch.full(mask.shape, -1.0)
+        tokens[4, 1], log_probs[4, 1] = self.options.token, self.options.log_prob
+        log_probs[~mask] = math.nan  # nobody reads it there
+        if self.options.uses_assemble:
+            return assemble(prompts, request.num_samples, tokens, mask, log_probs, pad_id=0)
+        zeros = torch.zeros(mask.shape)
+        rows = assemble(prompts, request.num_samples, torch.full(mask.shape, 5), mask, zeros, pad_id=0)
+        rows.batch["responses"][mask] = tokens[mask]
+        rows.batch["input_ids"][:, -3:] = rows.batch["responses"]
+        rows.batch["rollout_log_probs"][mask] = log_probs[mask]
+        return rows
+
+
+@pytest.mark.parametrize("uses_assemble", [True, False], ids=["assemble", "rows of its own"])
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"log_prob": math.nan}, "has the log-prob nan, one that is not finite"),
+        ({"log_prob": math.inf}, "has the log-prob inf, one that is not finite"),
+        ({"log_prob": -math.inf}, "has the log-prob -inf, one that is not finite"),
+        ({"log_prob": -9999.0}, "has the log-prob -9999: that is written in place of a probability of zero"),
+        ({"log_prob": 0.5}, "has the log-prob 0.500: above 0 it is none"),
+        ({"token": 10**6}, "id 1000000, is no token: the model knows 0 to"),
+        ({"token": -100}, "id -100, is no token"),
+    ],
+)
+def test_an_engine_of_the_users_own_is_refused_with_prompt_sample_and_token(
+    wrong, why, uses_assemble, model32, prompts
+):
+    actor = start_actor(model32, OwnRollout(uses_assemble=uses_assemble, **wrong))
+    with pytest.raises(
+        RolloutError, match="The rollout engine's response to prompt 2, sample 0: token 2 of 2"
+    ) as refused:
+        actor.generate(prompts(), Request(0, 2))
+    assert why in str(refused.value)
+    assert "1 such of 18 tokens" in str(refused.value)
+
+
+@pytest.mark.parametrize("log_prob", [0.0, 9e-4, 1e-6, -80.0, -5000.0])
+def test_what_may_be_a_log_prob_is_taken(log_prob, model32, prompts):
+    rows = start_actor(model32, OwnRollout(log_prob=log_prob)).generate(prompts(), Request(0, 2))
+    assert float(rows["rollout_log_probs"][4, 1]) == pytest.approx(log_prob)
+    assert not rows["rollout_log_probs"].isnan().any()
+
+
+def test_no_rows_and_rows_without_a_token_are_rows(prompts):
+    none = torch.zeros(0, 3)
+    assert len(assemble(prompts()[:0], 2, none.long(), none.bool(), none, pad_id=0)) == 0
+    empty = torch.zeros(8, 3)
+    rows = assemble(prompts(), 2, empty.long(), empty.bool(), torch.full((8, 3), math.nan), pad_id=0)
+    assert rows["responses"].shape == (8, 0)

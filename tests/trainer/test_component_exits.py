@@ -1,0 +1,183 @@
+"""`exit()` in a component, wherever a run calls it, ends the run in words, or is that component's failure."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer.runs import PPO, Prompts, ppo_run, read_lines
+
+import verl
+from verl.algorithms.policy_losses import PPOClip
+from verl.description import BuildContext
+from verl.errors import ComponentExit, RewardError
+from verl.protocol import DataProto
+from verl.rewards.base import Reward, RewardDescription
+from verl.rewards.function import RewardFunction
+from verl.tracking.jsonl import JsonLines
+from verl.tracking.tracker import Tracker, TrackerDescription
+from verl.tracking.trackers import Trackers
+from verl.utils.exits import component_exits
+
+ROOT = Path(verl.__file__).parents[1]
+HERE = r"at line \d+ of \S+test_component_exits.py"
+
+
+def stop(how: str) -> Any:
+    if how == "interrupt":
+        raise KeyboardInterrupt
+    (os._exit if how == "os._exit" else sys.exit)(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitingReward(RewardDescription, Reward):
+    how: str = "sys.exit"
+
+    def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
+        return stop(self.how)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitingLoss(PPOClip):
+    def __call__(self, log_probs: torch.Tensor, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return stop("sys.exit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitingData(Prompts):
+    """Prompts whose second batch is never made."""
+
+    def build(self, context: BuildContext) -> Any:
+        splits = super().build(context)
+        made, calls = splits.train.collate, []
+
+        def collate(rows: Any) -> Any:
+            calls.append(rows)
+            return made(rows) if len(calls) < 2 else stop("sys.exit")
+
+        splits.train.collate = collate
+        return splits
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitingTracker(TrackerDescription):
+    at: str
+
+    def build(self, context: BuildContext) -> Tracker:
+        tracker = Tracker()
+        setattr(tracker, self.at, lambda *args: stop("sys.exit"))
+        return tracker
+
+
+def fit(directory: Path, model: Any, **parts: Any) -> Any:
+    with ppo_run(model, total_steps=2, eval_samples=0, save_final=False, **parts).build(
+        BuildContext(run_dir=directory)
+    ) as trainer:
+        return trainer.fit()
+
+
+@pytest.mark.parametrize(
+    ("parts", "place"),
+    [
+        ({"reward": ExitingReward()}, "stop"),
+        ({"reward": ExitingReward(how="os._exit")}, "stop"),
+        ({"reward": ExitingReward(how="interrupt")}, "stop"),
+        ({"data": ExitingData()}, "stop"),
+    ],
+)
+def test_an_exit_within_a_run_is_its_error_and_names_the_line(parts, place, model32, tmp_path):
+    with pytest.raises(ComponentExit, match=rf"^{place}\(\) {HERE} "):
+        fit(tmp_path, model32, **parts)
+    assert '"status": "failed"' in (tmp_path / "summary.json").read_text()
+
+
+def test_an_exit_in_the_loss_of_a_model_is_the_runs_error_too(model32, tmp_path):
+    algorithm = dataclasses.replace(PPO, policy_loss=ExitingLoss())
+    with pytest.raises(ComponentExit, match=rf"^stop\(\) {HERE} raised SystemExit\(0\)"):
+        fit(tmp_path, model32, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("at", ["log", "close"])
+def test_an_exit_of_a_tracker_is_told_and_training_goes_on(at, model32, tmp_path, caplog):
+    trackers = Trackers(jsonl=JsonLines(), curves=ExitingTracker(at=at))
+    with caplog.at_level(logging.WARNING, "verl"):
+        assert fit(tmp_path, model32, tracker=trackers).status == "finished"
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 4
+    messages = [record.message for record in caplog.records]
+    (warning,) = [text for text in messages if "curves" in text and "Exit" in text]
+    assert "test_component_exits.py raised SystemExit(0)" in warning
+
+
+COMPONENT = """
+import os, sys
+
+def batch(prompts, responses):
+    {how}
+
+def sample(prompt, response):
+    {how}
+"""
+RUN = ["actor=tiny_scratch", "critic=none", "algorithm=grpo", "trainer.total_steps=1", "data.digits=1"]
+RUN += [
+    "data.held_out=2",
+    "data.train_size=4",
+    "trainer.prompts_per_step=2",
+    "rollout.max_new_tokens=2",
+    "tracker=none",
+]
+RUN += ["checkpoint=off"]
+
+
+@pytest.mark.parametrize(
+    ("script", "how", "settings", "status", "said"),
+    [
+        ("main_ppo.py", "sys.exit(0)", ["reward.path=c.py:batch"], 1, "Raised at line 5: sys.exit(0)"),
+        pytest.param(
+            "main_ppo.py", "os._exit(0)", ["reward.path=c.py:sample", "reward.per_sample=true"], 1, "exit code 0",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "main_ppo.py", "pass\nsys.exit(0)", ["reward.path=c.py:batch"], 1, "importing it raised SystemExit: 0",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "main_ppo.py", "pass\nsys.exit(0)", ["reward={_target_:c.Any}"], 2, "line 6 of",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "main_ppo.py", "sys.exit(0)", ["reward.path=c.py:batch", "-m", "trainer.seed=0,1"], 1,
+            "Job 1 of the sweep ended with status 1", marks=pytest.mark.exhaustive,
+        ),
+    ],
+)  # fmt: skip
+def test_a_main_script_ends_with_a_status_and_the_line(script, how, settings, status, said, tmp_path):
+    (tmp_path / "c.py").write_text(COMPONENT.format(how=how))
+    reward = [] if settings[0].startswith("reward=") else ["reward=function"]
+    command = [sys.executable, str(ROOT / script), *RUN, *reward, *settings]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize("how", ["sys.exit(0)", "exit()", "os._exit(0)", "raise KeyboardInterrupt"])
+def test_an_exit_of_a_reward_function_names_the_sample(how, tmp_path):
+    (tmp_path / "c.py").write_text(
+        f"import os, sys\ndef rate(prompts, responses):\n    if '3' in responses:\n        {how}\n"
+        "    return [1.0] * len(prompts)\n"
+    )
+    texts = [str(number) for number in range(5)]
+    batch = DataProto.from_dict(
+        {"response_mask": torch.ones(5, 1, dtype=torch.bool)}, {"prompt_text": texts, "response_text": texts}
+    )
+    reward = RewardFunction(path=f"{tmp_path}/c.py:rate").build(BuildContext())
+    with pytest.raises(RewardError, match=r"Raised at line 4: [\s\S]*Sample: 3,"), component_exits():
+        reward.score(batch)

@@ -1,0 +1,92 @@
+"""`verl env --models`: which ways of running a model are used for it, and why others are not."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+
+import typer
+
+from verl.cli.output import print_table
+from verl.model_paths.report import KeptFinding, decoding_of, kept_findings, scoring_of, status_of
+from verl.utils.env_check import installed
+
+WIDTH = 80
+MOST_LINES = 8
+NEEDS = ("torch", "transformers", "numpy")  # to find anything out
+
+
+def print_summary() -> None:
+    """How many models were tried on this machine, and a line for each that takes no fast way."""
+    kept = kept_findings() if all(installed(name) for name in NEEDS) else []
+    found = Counter(one.status for one in kept)
+    counts = ", ".join(f"{found[status]} {status}" for status in ("fast", "plain", "refused") if found[status])
+    typer.echo(f"    models tried here: {counts or 'none yet'}; see verl env --models")
+    slow = [one for one in kept if one.status != "fast"]
+    for one in slow[:MOST_LINES]:
+        typer.echo(_shortened(f"        {_name(one)}: {_in_words(one)}"))
+    if len(slow) > MOST_LINES:
+        typer.echo(f"        and {len(slow) - MOST_LINES} more")
+
+
+def print_kept() -> None:
+    """The whole table of the models that were tried on this machine."""
+    kept = kept_findings()
+    if not kept:
+        typer.echo("No model was tried yet on this machine with the installed libraries. A run tries its own when it")
+        typer.echo("starts; `verl env --models FAMILY`, such as llama, tries the default model of a family now.")
+        return
+    rows = [(_name(one), *_cells(one)) for one in kept]
+    print_table(("model", "scoring", "decoding"), rows, width=WIDTH)
+
+
+def print_families(names: Sequence[str]) -> None:
+    """Try the default models of some families now, without weights, and tell what was found of each.
+
+    Raises:
+        ConfigError: transformers has no such family.
+    """
+    from verl.model_paths.families import examine_family  # brings torch and transformers
+
+    for name in names:
+        found = examine_family(name)
+        if found.finding is None:
+            typer.echo(f"{name}: transformers cannot build its default model")
+            _print_part("because", found.fault or "")
+            continue
+        limit = "" if found.tokens is None else f", rows of up to {found.tokens} tokens"
+        typer.echo(f"{name} ({found.model}): {status_of(found.finding)}{limit}, {found.seconds:.1f} s")
+        if found.finding.refusal is not None:
+            _print_part("because", found.finding.refusal)
+            continue
+        _print_part("scoring", scoring_of(found.finding.paths))
+        _print_part("decoding", decoding_of(found.finding.paths))
+        if found.longer is not None:
+            _print_part("longer", f"refused: {found.longer.partition(' Rows of this run')[0]}")
+        for reason in found.finding.paths.reasons:
+            _print_part("not used", reason)
+
+
+def _name(one: KeptFinding) -> str:
+    crossed = f", rows > {one.crossed[-1]}" if one.crossed else ""
+    return one.family + f" ({one.role})" * (one.role != "policy") + crossed
+
+
+def _cells(one: KeptFinding) -> tuple[str, str]:
+    if one.finding.refusal is not None:
+        return "refused", one.finding.refusal.partition(" Rows of this run")[0]
+    return scoring_of(one.finding.paths), decoding_of(one.finding.paths) if one.role == "policy" else ""
+
+
+def _in_words(one: KeptFinding) -> str:
+    return f"{one.status}: " + ", ".join(cell for cell in _cells(one) if cell not in ("", one.status))
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
+
+
+def _print_part(name: str, text: str) -> None:
+    start = f"    {name:<9}"
+    typer.echo(textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start)))

@@ -1,0 +1,357 @@
+"""What a rollout engine was built for and what was proven of a model, and whether the model is still that one.
+
+    before = ModelForm.of(model)    ...whatever the user does to it...    ModelForm.of(model).change_since(before)
+
+Weights are no part of it: engines read the present ones with every call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from verl.model_paths import packed_attention
+
+# Of a configuration, what changes no number, and is switched on and off by training scripts.
+_WITHOUT_EFFECT = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict"})
+
+
+class Change(NamedTuple):
+    """What is not as it was.
+
+    Attributes:
+        told: a phrase, such as `dtype float32 is now float16`.
+        is_of_form: an engine with weights of its own has to be built anew; else only proofs are void.
+    """
+
+    told: str
+    is_of_form: bool
+
+
+class _Slot(NamedTuple):
+    """A module, and what of it decides how it computes."""
+
+    module: weakref.ReferenceType[nn.Module]
+    kind: type
+    forward: Any
+    hooks: int
+    adapters: Any
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Slot:
+        own = module.__dict__
+        hooks = len(own.get("_forward_hooks") or ()) + len(own.get("_forward_pre_hooks") or ())
+        peft: Any = module
+        adapters = None
+        if is_adapted(module):
+            adapters = bool(peft.disable_adapters), tuple(peft.active_adapters), tuple(peft.merged_adapters)
+        return cls(weakref.ref(module), type(module), own.get("forward"), hooks, adapters)
+
+
+@dataclass(frozen=True)
+class ModelForm:
+    """A model without its weights.
+
+    Attributes:
+        root: its class.
+        tensors: of each parameter and buffer shape, dtype, device, and the name of the parameter that it is one with.
+        config: its entries, and how attention is computed.
+        ranks: of its active adapters, by their names.
+        slots: of each module.
+    """
+
+    root: weakref.ReferenceType[nn.Module]
+    kind: str
+    dtype: torch.dtype
+    device: str
+    tensors: Mapping[str, tuple[Any, ...]]
+    config: Mapping[str, Any]
+    ranks: Mapping[str, int]
+    slots: Mapping[str, _Slot]
+
+    @classmethod
+    def of(cls, model: Any) -> ModelForm:
+        return cls(
+            root=weakref.ref(model),
+            kind=type(model).__name__,
+            dtype=model.dtype,
+            device=str(model.device),
+            tensors=dict(_tensors_of(model)),
+            config=_entries(model.config),
+            ranks=_ranks(model),
+            slots={name: _Slot.of(module) for name, module in model.named_modules()},
+        )
+
+    def change_since(self, before: ModelForm) -> Change | None:
+        """What is not as it was, the most telling first; None where all is."""
+        if self.root() is not before.root():
+            return Change(f"another model, a {self.kind}", True)
+        told = [
+            *([f"dtype {_short(before.dtype)} is now {_short(self.dtype)}"] if self.dtype != before.dtype else []),
+            *([f"device {before.device} is now {self.device}"] if self.device != before.device else []),
+            *_changed_tensors(self.tensors, before.tensors),
+            *_changed_entries(self.config, before.config),
+            *([f"adapters {dict(before.ranks)} are now {dict(self.ranks)}"] if self.ranks != before.ranks else []),
+        ]
+        if told:
+            return Change(_listed(told), True)
+        told = [
+            f"{name or 'the model'} {_told_of_slot(slot, before.slots.get(name))}"
+            for name, slot in self.slots.items()
+            if slot != before.slots.get(name)
+        ]
+        return Change(_listed(told), False) if told else None
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is a layer of peft around one of the model's."""
+    return hasattr(module, "active_adapters") and hasattr(module, "base_layer") and hasattr(module, "merged_adapters")
+
+
+def unwrapped(model: Any) -> Any:
+    """The module that `torch.compile` was given, which has the same weights; any other model as it is."""
+    return getattr(model, "_orig_mod", model) if isinstance(model, nn.Module) else model
+
+
+def with_code_of_its_own(model: nn.Module) -> list[str]:
+    """The modules whose forward was replaced on the object, or has hooks before or behind it."""
+    slots = ((name, _Slot.of(module)) for name, module in model.named_modules())
+    return [name or type(model).__name__ for name, slot in slots if slot.hooks or slot.forward is not None]
+
+
+def prompt_learning_fault(model: Any) -> str | None:
+    """Why no engine here samples from a model whose adapter puts tokens of its own before each text; None without."""
+    configs = getattr(model, "peft_config", None)
+    for name, config in configs.items() if isinstance(configs, Mapping) else ():
+        if getattr(config, "is_prompt_learning", False):
+            return (
+                f"model has the adapter {name!r} of {type(config).__name__}, which puts virtual tokens before each "
+                "text: no rollout engine here counts those. Take LoRA, or model.generate of transformers."
+            )
+    return None
+
+
+def own_weights_fault(model: Any, sends_adapter: bool) -> str | None:
+    """Why an engine that is sent the weights cannot draw what this model computes; None where it may be able to.
+
+    Args:
+        sends_adapter: the adapter goes there as one (`rollout.lora=adapter`) instead of being merged.
+    """
+    return next(_own_weights_faults(model, sends_adapter), None)
+
+
+def _own_weights_faults(model: Any, sends_adapter: bool) -> Iterator[str]:
+    yield from _rotary_faults(model)
+    if is_quantized(model):
+        yield (
+            "model is quantized: an engine with weights of its own is sent plain tensors. Set rollout='hf', which "
+            "samples from the model itself."
+        )
+    yield from _adapter_faults(model, sends_adapter)
+    yield from _head_faults(model)
+
+
+def _rotary_faults(model: Any) -> Iterator[str]:
+    """Positions that an engine built by the configuration would not take: the buffers behind them are not sent."""
+    for path, module in model.named_modules():
+        own = {name: x for name, x in module.named_buffers(recurse=False) if name.endswith("inv_freq")}
+        if not own:
+            continue
+        at = f"{path}.inv_freq"
+        wanted = _fresh_buffers(module)
+        for name, found in own.items():
+            is_first = name.replace("inv_freq", "original_inv_freq") in own  # and may change as rows grow
+            known = None if is_first else wanted.get(name)
+            is_rounded = found.dtype.itemsize < 4
+            differs = known is not None and not torch.allclose(
+                found.float().cpu(), known.float().cpu(), rtol=1e-5, atol=0
+            )
+            if is_rounded or (differs and _was_rounded(found)):
+                dtype = _short(found.dtype if is_rounded else model.dtype)
+                how = "rounded to" if is_rounded else "rounded on its way to"
+                yield (
+                    f"model.dtype is {_short(model.dtype)}, and {at} was {how} {dtype} by .half(), .bfloat16() or "
+                    ".to(dtype): the engine keeps it in float32, so that the two would compute other numbers. Load the "
+                    f"model with dtype='{_short(model.dtype)}', or cast its parameters alone (`for p in "
+                    "model.parameters(): p.data = p.data.to(dtype)`), or set rollout='hf'."
+                )
+            elif differs:
+                yield (
+                    f"{at} is not what model.config gives: the engine is built by the configuration. Set both alike, "
+                    "or set rollout='hf'."
+                )
+
+
+def _fresh_buffers(module: Any) -> dict[str, Tensor]:
+    """The buffers of a module of its class and configuration that is made now; none where it cannot be made so."""
+    try:
+        return dict(type(module)(module.config).named_buffers(recurse=False))
+    except Exception:  # noqa: BLE001 - whatever a class of its own needs to be made
+        return {}
+
+
+def _was_rounded(x: Tensor) -> bool:
+    """Whether the numbers are such as a cast to 16 bits leaves."""
+    return any(bool((x == x.to(dtype).to(x.dtype)).all()) for dtype in (torch.float16, torch.bfloat16))
+
+
+def is_quantized(model: Any) -> bool:
+    """Whether layers of a model hold something else than plain numbers."""
+    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None) is not None:
+        return True
+    return any(
+        not isinstance(value, Tensor) or value.is_quantized
+        for name, value in model.state_dict().items()
+        if not name.endswith("_extra_state")
+    )
+
+
+def _adapter_faults(model: Any, sends_adapter: bool) -> Iterator[str]:
+    if hasattr(model, "peft_config") and not hasattr(model, "get_base_model"):
+        yield (
+            "model has adapters put into it (by peft.get_peft_model or model.add_adapter) and is no PeftModel: set "
+            "actor.model to what get_peft_model returns, or set rollout='hf'."
+        )
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in ("ModulesToSaveWrapper", "TrainableTokensWrapper"):
+            yield (
+                f"model has an adapter that replaces {name} whole (modules_to_save): an engine with weights of its own "
+                "is sent LoRA layers only. Merge it (model.merge_and_unload()), or set rollout='hf'."
+            )
+        if not is_adapted(module):
+            continue
+        used = [adapter for adapter in module.active_adapters if adapter in getattr(module, "lora_A", ())]
+        if not _is_plain_lora(module):
+            yield (
+                f"model has an adapter at {name} that is no plain LoRA ({kind}): an engine with weights of its own is "
+                "sent W + scale B A. Merge it (model.merge_and_unload()), or set rollout='hf'."
+            )
+        elif module.merged_adapters and (module.disable_adapters or sends_adapter):
+            way = "disabled" if module.disable_adapters else "sent to the engine as well"
+            yield (
+                f"model has an adapter that is merged into {name} and {way}: unmerge it first "
+                "(model.unmerge_adapter()), or set rollout='hf'."
+            )
+        elif module.disable_adapters and sends_adapter:
+            yield (
+                "model has its adapter disabled, and rollout.lora=adapter samples with it: enable it, or set "
+                "rollout.lora=merged."
+            )
+        elif sends_adapter and len(used) > 1:
+            yield (
+                f"model has {len(used)} active adapters at {name}, and rollout.lora=adapter sends one: set "
+                "rollout.lora=merged."
+            )
+
+
+def _is_plain_lora(module: Any) -> bool:
+    """Whether the active adapters of a layer of peft are W + scale B A."""
+    if not hasattr(module, "lora_A"):
+        return False
+    others = ("lora_embedding_A", "lora_magnitude_vector", "lora_variant")
+    active = module.active_adapters
+    if any(adapter in getattr(module, name, ()) for name in others for adapter in active):
+        return False
+    return not any(
+        getattr(module, name, {}).get(adapter, False) for name in ("use_dora", "lora_bias") for adapter in active
+    )
+
+
+def _head_faults(model: Any) -> Iterator[str]:
+    """A head that an engine built by the configuration would not have."""
+    try:
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return
+    if head is None or embedding is None or not hasattr(head, "weight") or not hasattr(embedding, "weight"):
+        return
+    config = model.config.get_text_config()
+    ties, are_one = bool(getattr(config, "tie_word_embeddings", False)), head.weight is embedding.weight
+    if ties and not are_one:
+        yield (
+            "model.config.tie_word_embeddings is True, and the output head has weights of its own by now: an engine "
+            "with weights of its own is built by the configuration. Call model.tie_weights(), or set it to False."
+        )
+    size = getattr(config, "vocab_size", None)
+    if size is not None and len(head.weight) != size:
+        yield (
+            f"model.config.vocab_size is {size}, and the output head has {len(head.weight)} rows: resize both with "
+            "model.resize_token_embeddings(n)."
+        )
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared = first.setdefault(id(parameter), name)
+        yield name, (tuple(parameter.shape), parameter.dtype, parameter.device, shared)
+    for name, buffer in model.named_buffers():
+        yield name, (tuple(buffer.shape), buffer.dtype, buffer.device, name)
+
+
+def _entries(config: Any) -> dict[str, Any]:
+    entries = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
+    attention = getattr(config, "_attn_implementation", None)
+    entries["attn_implementation"] = "sdpa" if attention == packed_attention.NAME else attention  # we have put it there
+    return {key: value for key, value in entries.items() if key not in _WITHOUT_EFFECT}
+
+
+def _ranks(model: Any) -> dict[str, int]:
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, Mapping):
+        return {}
+    active = getattr(model, "active_adapters", ())
+    try:
+        active = active() if callable(active) else active
+    except ValueError:  # as transformers says that it has none itself, of a model that peft has put some into
+        active = configs
+    return {name: getattr(configs[name], "r", 0) for name in active if name in configs}
+
+
+def _changed_tensors(now: Mapping[str, tuple[Any, ...]], before: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
+    for name in before.keys() - now.keys():
+        yield f"{name} is gone"
+    for name, (shape, dtype, device, shared) in now.items():
+        if name not in before:
+            yield f"{name} is new"
+            continue
+        old_shape, old_dtype, old_device, old_shared = before[name]
+        if shape != old_shape:
+            yield f"{name} {list(old_shape)} is now {list(shape)}"
+        elif dtype != old_dtype:
+            yield f"{name} of {_short(old_dtype)} is now of {_short(dtype)}"
+        elif device != old_device:
+            yield f"{name} on {old_device} is now on {device}"
+        elif shared != old_shared:
+            yield f"{name} is {f'one with {shared}' if shared != name else 'a tensor of its own'} by now"
+
+
+def _changed_entries(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[str]:
+    for key in {**before, **now}:
+        if now.get(key) != before.get(key):
+            yield f"config.{key} {before.get(key)!r} is now {now.get(key)!r}"
+
+
+def _told_of_slot(now: _Slot, before: _Slot | None) -> str:
+    if before is None:
+        return "is new"
+    if now.module() is not before.module() or now.kind is not before.kind:
+        return f"is another module, a {now.kind.__name__}"
+    if now.adapters != before.adapters:
+        return "has its adapters switched"
+    return "has another forward, or other hooks"
+
+
+def _listed(told: list[str]) -> str:
+    further = len(told) - 3
+    return ", ".join(told[:3]) + (f" and {further} more" if further > 0 else "")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

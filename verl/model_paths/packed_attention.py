@@ -1,0 +1,357 @@
+"""Attention over a packed line of tokens, for any Hugging Face model that takes its attention function by name.
+
+    line [1 H N D] ── take ──> blocks of padded segments [count H queries D] ── attention ──> take ──> line
+
+The model runs on one row that holds all tokens (see `verl.ops.packing`); this function alone knows which of them
+belong together. Without a packing it is the `sdpa` attention of transformers.
+
+A packing replaces the masks of the model, so it must know what they were: the mask that a model asks for is described,
+by evaluating its function, and handed to the layers as a description. A layer that comes with anything else, or with a
+keyword that is not known here, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from verl.models.pretrained import quiet_transformers
+from verl.ops.packing import Block, Packing, Take
+
+NAME = "verl_line"
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Keywords that say nothing of which key a query sees, nor of the scores
+HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "logits_to_keep", "return_dict"}
+MASK_ROWS = 16  # queries whose keys are looked at to describe a mask
+
+
+@dataclass(frozen=True)
+class MaskShape:
+    """A causal mask, of the last `window` keys or of all."""
+
+    window: int | None = None
+
+
+@dataclass
+class AttentionRecord:
+    """What attention functions and masks were asked for in a forward pass.
+
+    Attributes:
+        modules: that called the attention function.
+        shapes: of the masks; None for one that is neither causal nor sliding.
+    """
+
+    modules: set[int] = field(default_factory=set)
+    shapes: set[MaskShape | None] = field(default_factory=set)
+
+
+_describing: ContextVar[bool] = ContextVar("describing masks", default=False)
+_record: ContextVar[AttentionRecord | None] = ContextVar("record of attention", default=None)
+
+
+def enable(model: Any) -> str | None:
+    """Let a Hugging Face model take its attention from here; on rows it does what it did.
+
+    Whether packed rows are right is for `verl.model_paths.check` to find out.
+
+    Returns:
+        None, or why it cannot; then the model is as it was.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    before = model.config._attn_implementation
+    if before == NAME:
+        return None
+    if before != "sdpa":
+        return f"its attention is {before}, and only sdpa has a packed form"
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or LAYER_TYPES)
+    if others := sorted(kinds - LAYER_TYPES):
+        return f"it has layers of the kind {', '.join(others)}"
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, make_mask)
+    try:
+        with quiet_transformers():
+            model.set_attn_implementation(NAME)
+    except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
+        disable(model, before)
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def disable(model: Any, before: str = "sdpa") -> None:
+    """Give a model the attention that it had."""
+    if model.config._attn_implementation != before:
+        with quiet_transformers():
+            model.set_attn_implementation(before)
+
+
+def is_enabled(model: Any) -> bool:
+    """Whether `enable` has succeeded on a model."""
+    return model.config._attn_implementation == NAME
+
+
+@contextmanager
+def recording() -> Iterator[AttentionRecord]:
+    """Within, what attention is asked for is written down."""
+    record = AttentionRecord()
+    token = _record.set(record)
+    try:
+        yield record
+    finally:
+        _record.reset(token)
+
+
+def call_packed(call: Callable[..., Any], ids: Tensor, packing: Packing, **inputs: Any) -> Any:
+    """Run a model on the packed line of some rows.
+
+    Args:
+        call: the model, or what stands for it.
+        ids: [b S] of the rows.
+    """
+    line = ids.flatten()[packing.tokens].unsqueeze(0)
+    token = _describing.set(True)
+    try:
+        return call(
+            input_ids=line,
+            attention_mask=torch.ones_like(line),
+            position_ids=packing.positions.unsqueeze(0),
+            packing=packing,
+            **inputs,
+        )
+    finally:
+        _describing.reset(token)
+
+
+def make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask that transformers asks for: that of `sdpa`, or where a line is packed a description of it."""
+    from transformers.masking_utils import sdpa_mask
+
+    record = _record.get()
+    if record is None and not _describing.get():
+        return sdpa_mask(*args, **kwargs)
+    shape = describe_mask(kwargs["mask_function"], kwargs["q_length"]) if "mask_function" in kwargs else None
+    if record is not None:
+        record.shapes.add(shape)
+    if not _describing.get():
+        return sdpa_mask(*args, **kwargs)
+    if shape is None:
+        raise NotImplementedError("packed attention knows causal and sliding masks only")
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=kwargs.get("device", "cpu"))
+    mask.shape_of_mask = shape  # type: ignore[attr-defined]
+    return mask
+
+
+def describe_mask(mask_function: Callable[..., Any], length: int) -> MaskShape | None:
+    """What a mask function of transformers is on a row of so many tokens; None if it is not causal or sliding."""
+    keys = torch.arange(length)
+    spread = torch.linspace(0, length - 1, MASK_ROWS).round().long()
+    queries = torch.unique(torch.cat([spread, (spread - 1).clamp_min(0)]))  # chunks differ from one query to the next
+    try:
+        zero = torch.zeros((), dtype=torch.long)
+        seen = torch.as_tensor(mask_function(zero, zero, queries[:, None], keys[None, :])).expand(len(queries), length)
+    except Exception:  # noqa: BLE001 - one that cannot be asked so
+        return None
+    window = int(seen[-1].sum())
+    behind = queries[:, None] - keys
+    if not torch.equal(seen, (behind >= 0) & (behind < window)):
+        return None
+    return MaskShape(None if window == length else window)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packing: Packing | None = None,
+    prefix_of: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """One layer's attention: [1 H N D] queries, [1 K N D] keys and values to [1 N H D]. The interface is transformers'.
+
+    Raises:
+        NotImplementedError: the model asks for something that is not done here, such as capped scores.
+    """
+    if (record := _record.get()) is not None:
+        record.modules.add(id(module))
+    if packing is not None:
+        return _attend_packed(module, query, key, value, attention_mask, scaling, dropout, packing, others), None
+    shared = None if prefix_of is None else _prefix(prefix_of, module)
+    if shared is not None:
+        refuse_unknown({**others, "sliding_window": None})
+        return _attend_shared(query, *shared, key, value, attention_mask, scaling), None
+    is_per_head = attention_mask is not None and attention_mask.shape[1] != 1
+    if query.shape[2] == 1 and not unknown_keywords(others) and not is_per_head:
+        return _attend_one(query, key, value, attention_mask, scaling), None
+    from transformers import AttentionInterface
+
+    plain = AttentionInterface._global_mapping["sdpa"]
+    return plain(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others)
+
+
+def unknown_keywords(given: dict[str, Any]) -> list[str]:
+    """Which keywords of a call may change what attention gives; of those with a value."""
+    known = {**given, "is_causal": None if given.get("is_causal") in (None, True) else False}
+    return [name for name, x in known.items() if x is not None and x is not False and name not in HARMLESS] + (
+        ["is_causal"] if known["is_causal"] is False else []
+    )
+
+
+def refuse_unknown(given: dict[str, Any]) -> None:
+    """Raises NotImplementedError on keywords that are not known here."""
+    if unknown := unknown_keywords(given):
+        raise NotImplementedError(f"attention with {', '.join(unknown)} has no such form")
+
+
+def _prefix(cache: Any, module: Any) -> tuple[Tensor, Tensor] | None:
+    """Keys and values that all samples of a prompt share in a layer, where they do."""
+    layer, layers = getattr(module, "layer_idx", None), cache.layers
+    return getattr(layers[layer], "shared", None) if layer is not None and layer < len(layers) else None
+
+
+def _attend_packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    packing: Packing,
+    others: dict[str, Any],
+) -> Tensor:
+    shape = getattr(attention_mask, "shape_of_mask", MaskShape() if attention_mask is None else None)
+    if shape is None:
+        raise NotImplementedError("packed attention cannot tell what the mask of a layer was")
+    refuse_unknown({**others, "sliding_window": None})  # that is what the mask says, too
+    if attention_mask is None and (others.get("sliding_window") or not getattr(module, "is_causal", True)):
+        raise NotImplementedError("packed attention cannot tell what the mask of a layer was")
+    if dropout or query.shape[2] != len(packing.tokens) or key.shape[2] != len(packing.tokens):
+        raise NotImplementedError("packed attention knows neither dropout nor keys of another text")
+    q, k, v = (
+        take(_as_line(x), how) for x, how in ((query, packing.queries), (key, packing.keys), (value, packing.keys))
+    )
+    queries = q.split([block.count * block.queries for block in packing.blocks])
+    keys = [x.split([block.count * block.keys for block in packing.blocks]) for x in (k, v)]
+    parts = []
+    for block, q, k, v in zip(packing.blocks, queries, *keys, strict=True):
+        mask = _mask(block, shape.window, q.device)
+        heads = F.scaled_dot_product_attention(
+            q.unflatten(0, (block.count, block.queries)).transpose(1, 2),
+            k.unflatten(0, (block.count, block.keys)).transpose(1, 2),
+            v.unflatten(0, (block.count, block.keys)).transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        parts.append(heads.transpose(1, 2).flatten(0, 1))
+    return take(torch.cat(parts), packing.out).unsqueeze(0)
+
+
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """A step of decoding, [B H 1 D] to [B 1 H D]: heads with the same keys are queries beside each other.
+
+    So keys and values are read as they lie in the cache, and not repeated for each head.
+    """
+    grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
+    heads = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    return heads.flatten(1, 2).unsqueeze(1)
+
+
+def _attend_shared(
+    query: Tensor,
+    prefix_key: Tensor,
+    prefix_value: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+) -> Tensor:
+    """A step of decoding, [b n H 1 D] to [b n 1 H D], where n rows share a prefix [b K P D] that is read once.
+
+    One softmax over the scores of both parts, so it is the same attention.
+
+    Raises:
+        NotImplementedError: keys and values are not those that the cache has.
+    """
+    if value.shape[1:2] + value.shape[3:] != prefix_value.shape[1:2] + prefix_value.shape[3:]:
+        raise NotImplementedError("the values of this layer are not those of its cache")
+    rows, kinds, groups = query.shape[0], key.shape[1], prefix_key.shape[0]
+    n, size, width = rows // groups, query.shape[3], prefix_key.shape[2]
+    depth = value.shape[3]
+    own = query.reshape(rows, kinds, -1, size) * (size**-0.5 if scaling is None else scaling)
+    heads = own.shape[2]
+    together = own.unflatten(0, (groups, n)).transpose(1, 2).reshape(groups, kinds, n * heads, size)
+    before = together @ prefix_key.transpose(2, 3)
+    if mask is not None:
+        allowed = mask if mask.dtype == torch.bool else mask > -1
+        before = before.masked_fill(~allowed[::n, :, :, :width], float("-inf"))
+    before = before.reshape(groups, kinds, n, heads, width).transpose(1, 2).reshape(rows, kinds, heads, width)
+    weights = torch.cat([before, own @ key.transpose(2, 3)], dim=3).softmax(dim=3)
+    head, tail = weights.split([width, key.shape[2]], dim=3)
+    head = head.unflatten(0, (groups, n)).transpose(1, 2).reshape(groups, kinds, n * heads, width)
+    found = (head @ prefix_value).reshape(groups, kinds, n, heads, depth).transpose(1, 2)
+    return (found.reshape(rows, kinds, heads, depth) + tail @ value).flatten(1, 2).unsqueeze(1)
+
+
+def take(line: Tensor, how: Take) -> Tensor:
+    """Slots [M ...] from a line [N ...]."""
+    return line if how.is_identity else _Take.apply(line, how)
+
+
+class _Take(torch.autograd.Function):
+    """A gather whose backward pass gathers as well, so that it is quick and its sums have one order."""
+
+    @staticmethod
+    def forward(ctx: Any, line: Tensor, how: Take) -> Tensor:
+        ctx.how = how
+        return line.index_select(0, how.index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        grad = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
+        parts = [
+            grad.index_select(0, uses.flatten()).unflatten(0, uses.shape).sum(dim=1)
+            if uses.shape[1] != 1
+            else grad.index_select(0, uses[:, 0])
+            for uses in ctx.how.uses
+            if len(uses)
+        ]
+        return torch.cat(parts) if len(parts) > 1 else parts[0], None
+
+
+def _as_line(states: Tensor) -> Tensor:
+    """[1 H N D] to [N H D]."""
+    return states[0].transpose(0, 1)
+
+
+def _mask(block: Block, window: int | None, device: torch.device) -> Tensor | None:
+    """Which keys each query sees, [count or 1, 1, queries, keys]; None for a causal block."""
+    if not block.prefix and (window is None or block.queries <= window):
+        return None
+    own = block.keys - block.prefix
+    query = torch.arange(block.queries)[:, None]
+    sees_own = query >= torch.arange(own)
+    lengths = block.prefix_lengths.unique()[:, None, None] if _are_equal(block) else block.prefix_lengths[:, None, None]
+    column = torch.arange(block.prefix)
+    sees_prefix = (column < lengths).expand(-1, block.queries, -1)
+    if window is not None:
+        sees_own = sees_own & (query - torch.arange(own) < window)
+        sees_prefix = sees_prefix & (lengths + query - column < window)
+    mask = torch.cat([sees_prefix, sees_own.expand(len(lengths), -1, -1)], dim=2)
+    return mask[:, None].to(device)
+
+
+def _are_equal(block: Block) -> bool:
+    return bool((block.prefix_lengths == block.prefix_lengths[0]).all())

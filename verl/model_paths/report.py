@@ -1,0 +1,103 @@
+"""What was found of models, in words and as rows of a table. Imports the standard library alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from verl.model_paths import store
+from verl.model_paths.paths import Finding, ModelPaths
+
+Status = Literal["fast", "plain", "refused"]
+Role = Literal["policy", "critic", "reward"]
+
+
+def status_of(finding: Finding, draws: bool = True) -> Status:
+    """`fast`: no way that costs much is left out; `plain`: one is; `refused`: the model cannot be trained.
+
+    Args:
+        draws: tokens are drawn from it; not from critics and reward models.
+    """
+    if finding.refusal is not None:
+        return "refused"
+    is_fast = finding.paths.is_fast if draws else finding.paths.scoring != "equal_lengths"
+    return "fast" if is_fast else "plain"
+
+
+def scoring_of(paths: ModelPaths) -> str:
+    """How rows are scored beside each other."""
+    words = {"packed": "packed", "padded": "padded", "right_padded": "padded right", "equal_lengths": "equal lengths"}
+    return words[paths.scoring] + ", shared prompts" * paths.shares_prompts
+
+
+def decoding_of(paths: ModelPaths) -> str:
+    """How tokens are drawn."""
+    words = {"in_place": "in place", "own": "own cache", "none": "no cache"}
+    return (
+        words[paths.cache]
+        + ", shared prefix" * paths.shares_prefix
+        + ", equal prompts" * (not paths.pads_prompts)
+        + ", own prompts" * (not paths.repeats_rows)
+    )
+
+
+@dataclass(frozen=True)
+class KeptFinding:
+    """What an earlier run on this machine has found of a model.
+
+    Attributes:
+        family: `model_type` of transformers.
+        model: its class.
+        crossed: lengths of its configuration that the rows exceeded, in tokens.
+        role: what it was tried as.
+    """
+
+    family: str
+    model: str
+    crossed: tuple[int, ...]
+    role: Role
+    finding: Finding
+
+    @property
+    def status(self) -> Status:
+        return status_of(self.finding, draws=self.role == "policy")
+
+
+def kept_findings() -> list[KeptFinding]:
+    """Those of the cache that hold for the installed libraries, by family; of equal ones the newest."""
+    found: dict[tuple[str, str, tuple[int, ...], str], KeptFinding] = {}
+    for told in _kept_files():
+        name, crossed = told["key"]
+        role: Role = "reward" if name == "examine_classifier" else "policy" if told["draws"] else "critic"
+        kept = KeptFinding(told["family"], told["model"], tuple(crossed), role, store.finding_in(told))
+        found[kept.family, kept.model, kept.crossed, role] = kept
+    return [found[key] for key in sorted(found)]
+
+
+def _kept_files() -> Iterator[Mapping[str, Any]]:
+    """Oldest first; a file that is not ours, or of other versions, is passed over."""
+    versions = store.library_versions()
+    for file in sorted(store.cache_dir().glob("*.json"), key=_written_at):
+        try:
+            told = json.loads(file.read_text())
+            name, crossed = told["key"]
+            store.finding_in(told)
+            if (
+                told["versions"] == versions
+                and isinstance(told["draws"], bool)
+                and isinstance(name, str)
+                and all(isinstance(n, int) for n in crossed)
+            ):
+                yield told
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+
+
+def _written_at(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,222 @@
+"""The watch on `rollout/log_prob_gap_nats`: whether the engine that samples computes what the trainer does.
+
+    gap of the step  <=  max(limit of the type, min(factor * first gap, CAP_NATS))
+
+The first gap is that of the first step within the limit of the type, so that a run that is wrong from its first step
+on never becomes its own measure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from verl.description import Description
+from verl.models.precision import Numerics
+from verl.ops.masking import masked_mean
+from verl.protocol import DataProto
+
+GAP, LARGEST = "rollout/log_prob_gap_nats", "rollout/log_prob_gap_max_nats"
+
+# Nats per token, mean over a step, that rounding may make at temperature 1. Seen in sound runs: 1e-7 to 1e-5 in
+# float32, 0.003 to 0.03 in bfloat16, dense models and mixtures of experts. float16 and tf32 have 3 bits more than
+# bfloat16.
+LIMITS = {"float64": 1e-3, "float32": 5e-3, "tf32": 0.02, "float16": 0.02, "bfloat16": 0.1}
+NARROWER = 0.2  # of any other type: weights or activations of 8 bits and less
+# The most that a large first gap or a low temperature can raise the limit to. Faults that nothing else saw (a window,
+# positions, another scaling) began at 0.5.
+CAP_NATS = 0.3
+FAR = 4.0  # times: a part of the tokens whose gap is so much larger than that of the others is named
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogProbGapLimit(Description):
+    """How far the log-probs of the engine that samples may be from the trainer's, and what happens beyond.
+
+    What is compared is the mean over the tokens of a step, in rows that were drawn by the very weights that score them.
+    The largest is a metric alone: in a mixture of experts a single token may differ by nats through rounding.
+
+    Args:
+        on_excess: `stop` ends the run with the likely cause; `warn` tells it, once until the gap has been within the
+            limit again.
+        limit_nats: of the mean; null by the coarser of the types that trainer and engine compute in: 0.001 for float64,
+            0.005 for float32, 0.02 for float16 and TF32, 0.1 for bfloat16, 0.2 for narrower ones; over a temperature
+            below 1, up to 0.3.
+        factor: times the first step's own mean is within the limit too, up to 0.3 nats.
+    """
+
+    on_excess: Literal["stop", "warn"] = "stop"
+    limit_nats: float | None = None
+    factor: float = 5.0
+
+    def faults(self) -> Iterator[str]:
+        if self.limit_nats is not None and not 0 < self.limit_nats < math.inf:
+            yield f"limit_nats is {self.limit_nats}: must be a finite number above 0, or null for that of the type."
+        if not 1 <= self.factor < math.inf:
+            yield f"factor is {self.factor}: must be a finite number, at least 1."
+
+
+@dataclass(frozen=True)
+class Excess:
+    """A gap beyond its limit.
+
+    Attributes:
+        gap, largest: of the step, mean and largest.
+        limit: for the mean.
+        reason: what the limit is made of.
+        first: mean of the first sound step; None where there was none yet.
+        numerics: of trainer and engine.
+        is_news: the step before was within the limit.
+        stops: the settings end the run.
+    """
+
+    gap: float
+    largest: float
+    limit: float
+    reason: str
+    first: float | None
+    numerics: Numerics | None
+    is_news: bool
+    stops: bool
+
+    def __str__(self) -> str:
+        first = "" if self.first is None else f", and the first step had {self.first:.3g}"
+        return (
+            f"{GAP} is {self.gap:.3g} (largest {self.largest:.3g}): the engine that sampled and the trainer give the "
+            f"same tokens other log-probs, where {self.limit:.3g} may be rounding ({self.reason}){first}."
+        )
+
+    def causes(self, place: str = "") -> str:
+        """What is likely, likeliest first, and what to do.
+
+        Args:
+            place: what `where_gaps_lie` found.
+        """
+        engine = "the engine" if self.numerics is None else self.numerics.engine_kind
+        type_name = "was expected" if self.numerics is None else self.numerics.engine
+        stale = f"{engine} did not take over the last weights (see sync/... and docs/weight_proof.md)"
+        model = f"{engine} holds another model, or reads another tokenizer's ids"
+        drawing = "it draws by another temperature, or tells log-probs after top_k, top_p or a penalty"
+        masks = (
+            "one of the two computes positions, attention windows, padding or packed rows otherwise (try "
+            "actor.packing=off, and rollout=hf)"
+        )
+        rounding = (
+            f"rounding: {engine} computes in a narrower type than {type_name}, or the model amplifies it (try "
+            "actor.autocast=null)"
+        )
+        likely = [model, drawing, masks, rounding]
+        if place:
+            likely.sort(key=lambda cause: cause is not masks)
+        elif self.gap <= LIMITS["bfloat16"]:
+            likely.sort(key=lambda cause: cause is not rounding)
+        likely = [*likely, stale] if self.first is None else [stale, *likely]
+        when = "It was so from the start" if self.first is None else "It was not so at first"
+        return (
+            f"{when}. Likely causes, the likeliest first: {'; '.join(likely)}. Training on such rows learns from "
+            "probabilities that nothing was drawn by. Where the difference is intended: algorithm.correction, and "
+            "trainer.safety.log_prob_gap.on_excess=warn or a higher limit_nats."
+        )
+
+
+class GapWatch:
+    """Compares the gap of each step with its limit."""
+
+    def __init__(self, settings: LogProbGapLimit):
+        self.settings = settings
+        self.first: float | None = None
+        self._of: list[Any] | None = None  # what that one was computed with
+        self._is_beyond = False
+
+    def add(self, metrics: Mapping[str, float], numerics: Numerics | None) -> Excess | None:
+        """Look at a step; a gap that is not there, or not finite, is none: the latter is told by its own check.
+
+        Args:
+            numerics: of trainer and engine; None where they are not known.
+        """
+        gap = metrics.get(GAP)
+        if gap is None or not math.isfinite(gap):
+            return None
+        of = None if numerics is None else list(dataclasses.astuple(numerics))
+        if of != self._of:  # resumed with another engine or type, whose rounding is another
+            self.first, self._of = None, of
+        limit, reason = self._limit(numerics)
+        if gap <= limit:
+            self._is_beyond = False
+            if self.first is None:
+                self.first = gap
+            return None
+        is_news, self._is_beyond = not self._is_beyond, True
+        stops = self.settings.on_excess == "stop"
+        return Excess(gap, metrics.get(LARGEST, math.nan), limit, reason, self.first, numerics, is_news, stops)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The first gap and what it was computed with, and whether the last one was beyond the limit; plain values."""
+        return {"first_nats": self.first, "of": self._of, "is_beyond": self._is_beyond}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave; from nothing, the next step is the first."""
+        self.first, self._of = state.get("first_nats"), state.get("of")
+        self._is_beyond = state.get("is_beyond", False)
+
+    def _limit(self, numerics: Numerics | None) -> tuple[float, str]:
+        limit, reason = limit_of(numerics)
+        if self.settings.limit_nats is not None:
+            limit, reason = self.settings.limit_nats, "trainer.safety.log_prob_gap.limit_nats"
+        own = 0.0 if self.first is None else min(self.settings.factor * self.first, CAP_NATS)
+        if own > limit:
+            return own, f"{self.settings.factor:g} times the first step's, at most {CAP_NATS:g}"
+        return limit, reason
+
+
+def limit_of(numerics: Numerics | None) -> tuple[float, str]:
+    """The limit of the coarser of the two types, and in words what it is of.
+
+    Dividing logits by a temperature below 1 divides their rounding too.
+    """
+    names, temperature = ("bfloat16",), 1.0
+    if numerics is not None:
+        names, temperature = (numerics.trainer, numerics.engine), min(1.0, numerics.temperature)
+    limit, name = max((LIMITS.get(name, NARROWER), name) for name in names)
+    if temperature < 1:
+        return max(limit, min(limit / temperature, CAP_NATS)), f"{name} at temperature {temperature:g}"
+    return limit, name
+
+
+def where_gaps_lie(batch: DataProto) -> str:
+    """In words, which part of the tokens differs far more than the rest, where the driver can tell; else nothing.
+
+    Args:
+        batch: the rows of a step; without `old_log_probs` the driver knows no gap of a token.
+    """
+    if "old_log_probs" not in batch or not len(batch):
+        return ""
+    mask = batch["response_mask"]
+    if "is_on_policy" in batch:
+        mask = mask & batch["is_on_policy"][:, None]
+    gap = (batch["rollout_log_probs"] - batch["old_log_probs"]).abs().double()
+    prompts = batch["attention_mask"].sum(dim=1) - batch["response_mask"].sum(dim=1)
+    is_padded = (prompts < prompts.max())[:, None].expand_as(mask)
+    place = mask.long().cumsum(dim=1)
+    is_late = 2 * place > mask.sum(dim=1, keepdim=True)
+    parts = {
+        "rows with a padded prompt": (is_padded, "the rows of the longest prompt"),
+        "the rows of the longest prompt": (~is_padded, "rows with a padded prompt"),
+        "the first token of each response": (place == 1, "later tokens"),
+        "the second half of each response": (is_late, "the first half"),
+    }
+    for name, (part, others) in parts.items():
+        inside, outside = _mean(gap, mask & part), _mean(gap, mask & ~part)
+        if inside is not None and outside is not None and inside > FAR * outside:
+            return f" It lies in {name} ({inside:.3g} on average, {outside:.3g} in {others})."
+    return ""
+
+
+def _mean(x: Tensor, mask: Tensor) -> float | None:
+    return float(masked_mean(x, mask)) if bool(torch.any(mask)) else None

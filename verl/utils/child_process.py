@@ -1,0 +1,75 @@
+"""Child processes: ended whatever state they are in, and ending with their parent even while they are stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+_log = logging.getLogger(__name__)
+
+KILL_TIMEOUT_S = 10.0  # a killed process ends at once, unless a disk or a device does not answer
+LOOK_EVERY_S = 0.5
+PR_SET_PDEATHSIG = 1
+
+
+def kill(process: subprocess.Popen[bytes], group: bool = False) -> int | None:
+    """End a process at once; one that is stopped too. It is not waited for where the kernel does not let it end.
+
+    Args:
+        group: with all that it has started; it leads a group of its own.
+    Returns:
+        How it ended; None where it has not yet.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if group:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+    try:
+        return process.wait(timeout=KILL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        _log.error("process %d was killed and has not ended: a disk or a device does not answer", process.pid)
+        return None
+
+
+def end_with_parent(parent: int, end: Callable[[], object] | None = None) -> None:
+    """Let this process end soon after its parent has, in the midst of a computation too, and while it is stopped.
+
+    Args:
+        parent: its process id, as the parent gave it.
+        end: what ends this process; `os._exit(1)` by default.
+    """
+    resume_without_parent()
+    threading.Thread(target=_end_with, args=(parent, end), name="end with parent", daemon=True).start()
+
+
+def resume_without_parent() -> None:
+    """Let the system continue this process, if it is stopped, when its parent ends: to find that out. On Linux."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+
+
+def limit_waits(end: socket.socket, timeout_s: float) -> None:
+    """Let each read and write of a socket that blocks fail with BlockingIOError after so long without a byte."""
+    seconds = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+
+
+def _end_with(parent: int, end: Callable[[], object] | None) -> None:
+    while os.getppid() == parent:
+        time.sleep(LOOK_EVERY_S)
+    if end is not None:
+        end()
+    os._exit(1)
