@@ -1,6 +1,7 @@
 # make quickstart   install into .venv, train a tiny model by SFT and then PPO, show that it learned
 # make test         install, then check layers, style and types, and run every test that this machine can run
-# make faults       every kill, power cut and refusal that checkpoints must survive, and 200 kills of a trainer; minutes
+# make faults       every kill, power cut and refusal that checkpoints must survive, 200 kills of a trainer, and kills and
+#                   stops of trainer and vLLM engine; tens of minutes
 # make exhaustive   what make test leaves out because it takes long: every layout, model family and fault; an hour or two
 # make bench        run the benchmarks and rewrite the results table of the README
 

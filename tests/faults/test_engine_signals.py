@@ -33,7 +33,7 @@ STOPS = int(os.environ.get("VERL_ENGINE_STOPS", "15"))
 SEED = int(os.environ.get("VERL_ENGINE_SEED", "0"))
 STEPS = 6
 LIMIT_S = 10.0  # without progress
-END_S = 300.0
+END_S = 900.0
 VARIANTS = {
     "plain": (),
     "ahead": ("trainer.rollout_ahead=1", "algorithm.correction={_target_:verl.algorithms.correction.TruncatedIS}"),

@@ -204,13 +204,22 @@ def test_what_is_begun_is_drawn_while_the_trainer_changes_its_weights(engines):
     assert agreement(changed, ours)[0] >= 0.99
 
 
-def test_what_is_begun_is_drawn_again_if_the_engine_dies_of_it(engines, caplog):
+def test_what_is_begun_is_drawn_again_if_the_engine_makes_no_progress(engines, monkeypatch, caplog):
     vllm, prompts, request = engines.vllm, random_prompts(), Request(9, 3)
     expected = vllm.generate(prompts, request)
+    process, kill = vllm._process, vllm._process.kill
+
+    def kill_it() -> None:
+        process.call_timeout_s = vllm.options.call_timeout_s  # of the next one
+        kill()
+
+    monkeypatch.setattr(process, "kill", kill_it)
+    process.call_timeout_s = 1.0
+    os.kill(vllm.process_id, signal.SIGSTOP)
     vllm.begin(prompts, request)
-    os.kill(vllm.process_id, signal.SIGKILL)
     with caplog.at_level(logging.WARNING):
         assert agreement(expected, vllm.finish())[0] == 1
+    assert "asked to generate, made no progress for 1 s (rollout.call_timeout_s) at: idle; it is stopped" in caplog.text
     assert "Another engine is started" in caplog.text
 
 

@@ -6,7 +6,9 @@ import dataclasses
 import logging
 import os
 import signal
+import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.files import EngineFiles
 from verl.rollout.vllm.options import VLLMRollout
-from verl.rollout.vllm.process import EngineHung, EngineProcess
+from verl.rollout.vllm.process import EngineDied, EngineHung, EngineProcess
 from verl.utils.orphan_cleanup import members
 
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -31,27 +33,47 @@ LIMIT_S = 6.0  # without progress; the longest piece of work of these engines ta
 SMALL = {"max_new_tokens": 8, "kv_cache_gib": 0.05, "max_num_seqs": 16, "num_threads": 1, "call_timeout_s": LIMIT_S}
 
 
-def test_an_engine_that_is_stopped_while_it_starts_is_named_with_its_stage_and_ended():
-    process = EngineProcess("no setting: it is not asked for", {}, EngineFiles(), None, call_timeout_s=1.0)
+def struck_at_start(number: signal.Signals, call_timeout_s: float) -> tuple[EngineProcess, int, EngineDied]:
+    """An engine's process that gets a signal as soon as it is there; its id, and what is said of it."""
+    process = EngineProcess("no setting: it is not asked for", {}, EngineFiles(), None, call_timeout_s)
     pids: list[int] = []
 
-    def stop() -> None:
+    def strike() -> None:
         while process.process_id is None:
-            pass
+            time.sleep(0.001)
         pids.append(process.process_id)
-        os.kill(pids[0], signal.SIGSTOP)
+        os.kill(pids[0], number)
 
-    stopper = threading.Thread(target=stop)
-    stopper.start()
-    with pytest.raises(EngineHung) as caught:
+    striker = threading.Thread(target=strike)
+    striker.start()
+    with pytest.raises(EngineDied) as caught:
         process.start()
-    stopper.join()
-    last = str(caught.value).splitlines()[-1]
-    assert last.startswith(
-        f"The vLLM engine (process {pids[0]}), asked to start, made no progress for 1 s (rollout.call_"
-    )
+    striker.join()
+    return process, pids[0], caught.value
+
+
+def test_a_killed_engine_is_noticed_where_another_process_holds_its_socket(monkeypatch):
+    """As a worker does that it has forked."""
+    kept, pair = [], socket.socketpair
+
+    def kept_pair() -> tuple[socket.socket, socket.socket]:
+        ours, theirs = pair()
+        kept.append(theirs.dup())
+        return ours, theirs
+
+    monkeypatch.setattr(socket, "socketpair", kept_pair)
+    process, _, death = struck_at_start(signal.SIGKILL, call_timeout_s=600.0)
+    assert "asked to start, ended with signal SIGKILL" in death.reason
+    process._leave()
+
+
+def test_an_engine_that_is_stopped_while_it_starts_is_named_with_its_stage_and_ended():
+    process, pid, death = struck_at_start(signal.SIGSTOP, call_timeout_s=1.0)
+    assert isinstance(death, EngineHung)
+    last = str(death).splitlines()[-1]
+    assert last.startswith(f"The vLLM engine (process {pid}), asked to start, made no progress for 1 s (rollout.call_")
     assert last.endswith("it is stopped (SIGSTOP or SIGTSTP). It was ended.")
-    assert not is_running(pids[0])
+    assert not is_running(pid)
     process._leave()
     assert not process.files.directory.exists()
     assert not process.files.temporary.exists()

@@ -7,6 +7,7 @@ import signal
 import tempfile
 import time
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,13 @@ def name_file_store(name: str) -> None:
             module.get_file_store_init_method = lambda: path  # type: ignore[attr-defined]
 
 
+@dataclass
+class Purpose:
+    """What the engine makes steps for, as messages say it."""
+
+    text: str = "generating"
+
+
 class HostedEngine:
     """vLLM with our noise, without weights until `load` brings them."""
 
@@ -68,7 +76,7 @@ class HostedEngine:
             **setting.engine_arguments(),
         )
         self._lora_request: Any = None
-        self._doing = "generating"
+        self._purpose = Purpose()
         self._report_steps(self.llm.llm_engine)
         if setting.options.enforce_eager:  # what is compiled runs no hooks
             self.llm.collective_rpc("verl_report_layers")
@@ -115,7 +123,7 @@ class HostedEngine:
 
     def prove(self, question: Question) -> Any:
         """What the trainer compares with its own weights; see `verl.sync.proof`."""
-        self._doing = "proving the weights"
+        self._purpose.text = "proving the weights"
         return answer(self.llm, question, self._lora_request, rpc="prove_on_rank")
 
     def draw(
@@ -131,7 +139,7 @@ class HostedEngine:
         Args:
             num_threads: of each worker meanwhile, on a CPU where the trainer works too; None: all.
         """
-        self._doing = "generating"
+        self._purpose.text = "generating"
         n = drawing.request.num_samples
         rows = len(prompts) * n
         self.llm.collective_rpc("verl_begin", args=(drawing, rows, max(limits), num_threads))
@@ -169,10 +177,10 @@ class HostedEngine:
 
     def _report_steps(self, engine: Any) -> None:
         """Report each step of a `vllm.LLMEngine` and each request that it takes, and how much is left."""
-        kind, of, hosted = (
+        kind, of, purpose = (
             type(engine),
             weakref.ref(engine),
-            weakref.ref(self),
+            self._purpose,
         )  # no circle: an engine ends with its object
 
         def added(*args: Any, **options: Any) -> Any:
@@ -180,9 +188,9 @@ class HostedEngine:
             return kind.add_request(of(), *args, **options)
 
         def counted() -> Any:
-            present, host = of(), hosted()
+            present: Any = of()
             outputs = kind.step(present)
-            report(f"{host and host._doing}; sequences left: {present.get_num_unfinished_requests()}")
+            report(f"{purpose.text}; sequences left: {present.get_num_unfinished_requests()}")
             return outputs
 
         engine.step, engine.add_request = counted, added

@@ -150,8 +150,10 @@ class EngineProcess:
         """
         if not self.is_alive() or self._socket is None or self._socket.has_message():
             return False
-        self._look()
-        return True
+        with contextlib.suppress(ConnectionResetError):  # told by `answer`
+            self._look()
+            return True
+        return False
 
     def has_answered(self, within_s: float) -> bool:
         """Whether `answer` would not wait, since the answer is there or none will come; waits a while for that."""
@@ -281,10 +283,14 @@ class EngineProcess:
 
         Raises:
             EngineHung: it makes none, or did not start in time.
+            ConnectionResetError: it is gone, and a process that it has started holds the socket.
         """
         assert self._watch is not None
+        assert self._socket is not None
         if moved:
             self._watch.restart()
+        elif not self.is_alive() and not self._socket.has_message():
+            raise ConnectionResetError
         idle_s = self._watch.idle_s
         if idle_s == 0.0:
             report()  # of this process, to whoever waits for that

@@ -83,6 +83,10 @@ class SyncPart:
                     copying = self._fill(self.stream, tensors)
         except (EngineDied, StreamBroken) as error:
             failure = error
+        except BaseException:
+            if self.stream is not None:  # or its readers would wait on, and the engine's leader for them
+                self.stream.abandon()
+            raise
         for _ in tensors:  # the other processes count on this one to the end
             pass
         if self.engine is not None and not isinstance(failure, EngineDied):
