@@ -13,7 +13,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from verl.utils.progress import is_stopped
 
 _log = logging.getLogger(__name__)
 
@@ -73,3 +76,57 @@ def _end_with(parent: int, end: Callable[[], object] | None) -> None:
     if end is not None:
         end()
     os._exit(1)
+
+
+def children(mark: bytes) -> dict[int, str]:
+    """Process ids of the children of this process whose command holds a mark, and their programs' names.
+
+    None where the system does not tell.
+    """
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):  # ended meanwhile
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (entry / "cmdline").read_bytes()
+            if parent == os.getpid() and mark in command:
+                found[int(entry.name)] = os.path.basename(command.split(b"\0")[0].decode(errors="replace"))
+    return found
+
+
+class StoppedWatch:
+    """Ends processes that a library has started for this one, once they have been stopped for too long.
+
+    Such a library waits for them without a limit, and they publish no progress; of their end it takes notice.
+
+    Args:
+        processes: by their ids, how to call them.
+        timeout_s: see above; the time in which this process itself was stopped does not count.
+        setting: config path of it.
+    Attributes:
+        ended: those that were.
+    """
+
+    def __init__(self, processes: Mapping[int, str], timeout_s: float, setting: str):
+        self.ended: list[int] = []
+        self._processes, self._timeout_s, self._setting = dict(processes), timeout_s, setting
+        self._is_over = threading.Event()
+        threading.Thread(target=self._look, name="stopped_watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Leave them alone."""
+        self._is_over.set()
+
+    def _look(self) -> None:
+        pause_s = min(LOOK_EVERY_S, self._timeout_s / 2)
+        stopped_s, looked_at = dict.fromkeys(self._processes, 0.0), time.monotonic()
+        while not self._is_over.wait(pause_s):
+            now = time.monotonic()
+            passed_s, looked_at = min(now - looked_at, 2 * pause_s), now
+            for pid, name in self._processes.items():
+                stopped_s[pid] = stopped_s[pid] + passed_s if pid not in self.ended and is_stopped(pid) else 0.0
+                if stopped_s[pid] >= self._timeout_s:
+                    told = "%s (process %d) has been stopped for %g s (%s), and is ended"
+                    _log.error(told, name, pid, self._timeout_s, self._setting)
+                    self.ended.append(pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)

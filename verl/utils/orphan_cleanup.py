@@ -59,6 +59,7 @@ class OrphanCleanup:
         shared_memory: Sequence[str] = (),
         process_groups: Sequence[int] = (),
         shared_directories: Sequence[str | Path] = (),
+        environment: Sequence[str] = (),
     ) -> int:
         """Have these removed and ended once this process is gone. Register what is to be made before it is made.
 
@@ -66,6 +67,7 @@ class OrphanCleanup:
             directories: with all that is in them; need not exist.
             shared_memory: how the names of files in /dev/shm begin.
             process_groups: of processes that this process started.
+            environment: entries `NAME=VALUE` that are in the environment of processes to be ended, and of no others.
             shared_directories: of which what nobody uses is removed; see `remove_unused`.
         Returns:
             A number for `withdraw`.
@@ -74,6 +76,7 @@ class OrphanCleanup:
             "directories": [os.path.abspath(directory) for directory in directories],
             "shared_memory": list(shared_memory),
             "process_groups": list(process_groups),
+            "environment": list(environment),
             "shared_directories": [os.path.abspath(directory) for directory in shared_directories],
         }
         with self._lock:
@@ -168,6 +171,26 @@ def kill_group(group: int) -> None:
         time.sleep(0.02)
 
 
+def kill_marked(mark: str) -> None:
+    """Kill every process that has an entry `NAME=VALUE` in its environment, and wait until they are gone."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while (found := _marked(mark)) and time.monotonic() < deadline:
+        for process in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _marked(mark: str) -> list[int]:
+    """The processes, this one left out, that have a mark in the environment that they were started with."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or somebody else's
+            if mark.encode() in directory.joinpath("environ").read_bytes().split(b"\0"):
+                found.append(int(directory.name))
+    return [process for process in found if process != os.getpid()]
+
+
 def remove_unused(root: str | Path) -> None:
     """Remove what nobody uses of a directory that processes share; and itself, once nothing is left of it.
 
@@ -212,6 +235,8 @@ def clean_up(entry: dict[str, Any]) -> None:
     """End and remove what one registration names."""
     for group in entry["process_groups"]:
         kill_group(group)
+    for mark in entry["environment"]:
+        kill_marked(mark)
     for prefix in entry["shared_memory"]:
         remove_shared_memory(prefix)
     for directory in entry["directories"]:
