@@ -25,6 +25,19 @@ def workers_of(driver: int) -> list[int]:
     return sorted(found)
 
 
+def engines_of(parent: int) -> list[int]:
+    """The vLLM engines that a process has started."""
+    mark = f"VERL_ENGINE_PARENT={parent}".encode()
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (directory / "environ").read_bytes().split(b"\0"):
+                found.append(int(directory.name))
+        except OSError:
+            continue
+    return found
+
+
 def is_running(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
     try:
@@ -46,3 +59,11 @@ def wait_until_gone(pids: Iterable[int], seconds: float = 20.0) -> list[int]:
 def temporary_directories(of: Path) -> list[str]:
     """What clusters keep below a directory for temporary files."""
     return sorted(name for name in os.listdir(of) if name.startswith("verl_"))
+
+
+def wait_until_removed(paths: Iterable[Path], seconds: float = 20.0) -> None:
+    """Wait until none of these exists; fails after a while."""
+    end = time.monotonic() + seconds
+    while left := [str(path) for path in paths if path.exists()]:
+        assert time.monotonic() < end, left
+        time.sleep(0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,5 +36,8 @@ def pytest_terminal_summary(terminalreporter) -> None:
     cases = [found.get("fault_cases", 0) for found in properties]
     if sum(cases):
         terminalreporter.write_line(f"{sum(cases)} fault cases tried")
+    struck = Counter(found["struck"] for found in properties if "struck" in found)
+    for what, count in sorted(struck.items()):
+        terminalreporter.write_line(f"{count} x {what}")
     for told in dict.fromkeys(found["told"] for found in properties if "told" in found):
         terminalreporter.write_line(told)

@@ -29,6 +29,7 @@ from verl.remote.endpoint import Endpoint
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
 from verl.rollout.server.options import ServerRollout
+from verl.rollout.vllm.files import EngineFiles
 from verl.tracking.jsonl import JsonLines
 from verl.tracking.trackers import Trackers
 
@@ -58,11 +59,13 @@ def address(model, tmp_path_factory):
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "64", "--max-num-seqs", "32", "--max-num-batched-tokens", "2048"]
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-    variables |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT)}
+    files = EngineFiles()
+    variables |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT)} | files.variables()
     with log.open("w") as out:
         process = subprocess.Popen(
             command, env=os.environ | variables, stdout=out, stderr=out, cwd=ROOT, start_new_session=True
         )
+    files.end_with_trainer(process.pid)
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_for(url, process, log)
@@ -70,6 +73,7 @@ def address(model, tmp_path_factory):
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # a group of its own: its workers end with it
         process.wait()
+        files.remove()
 
 
 def _wait_for(url, process, log):

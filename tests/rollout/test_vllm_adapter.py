@@ -33,7 +33,7 @@ def test_adapters_follow_one_another_and_leave_no_file(tmp_path):
             assert same >= 0.95
             assert gap < 5e-4
             assert synced.note.startswith(f"adapter {seed + 1}, ")
-            assert list(engine._directory.glob("adapter*")) == []
+            assert list(engine._files.directory.glob("adapter*")) == []
     finally:
         engine.close()
 

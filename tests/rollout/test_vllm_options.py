@@ -33,6 +33,8 @@ from verl.utils import env_check
         ({"lora": "merge"}, "lora is 'merge'"),
         ({"temperature": 0.0}, "temperature is 0.0: must be above 0"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
+        ({"call_timeout_s": 0.0}, "call_timeout_s is 0.0: must be above 0"),
+        ({"start_timeout_s": 0.0}, "start_timeout_s is 0.0: must be above 0, or null"),
     ],
 )
 def test_a_fault_names_its_field(options, fault):

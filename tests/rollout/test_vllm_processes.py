@@ -118,6 +118,41 @@ def test_an_engine_that_is_killed_beside_a_divided_model_is_made_anew_and_draws_
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("sharding", "workers"),
+    [(DDP(), 1), (FSDP(), 1), (TP(), 1), (TP(), 2)],
+    ids=["ddp", "fsdp", "tp", "tp, engine too"],
+)
+def test_an_engine_that_is_stopped_beside_several_processes_is_made_anew_and_draws_the_same(
+    sharding, workers, model, tmp_path
+):
+    """Siblings that feed the engine, or wait for the process that leads it, wait on."""
+    rollout = dataclasses.replace(ROLLOUT, call_timeout_s=10.0, tensor_parallel_size=workers)
+    algorithm = dataclasses.replace(GRPO, mini_batches=1)
+    run = ppo_run(model, algorithm, rollout=rollout, prompts_per_step=4, sharding=sharding, n_gpus_per_node=2)
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        batch = trainer.train_data.collate(trainer.sampler.next_batch())
+        prompts = batch.union(DataProto.from_dict({"group_ids": torch.arange(4)}))
+        expected = trainer.generate(prompts, Request(1, 2))
+        first = engine_leaders()
+        os.kill(first[-1], signal.SIGSTOP)  # while it waits: found when it is asked to draw
+        assert agreement(expected, trainer.generate(prompts, Request(1, 2)))[0] == 1
+        second = engine_leaders()
+        assert first[-1] not in second
+        assert len(second) == len(first)
+        os.kill(second[0], signal.SIGSTOP)  # found when it is given weights
+        assert trainer.sync()["sync/probe_gap_nats"] < 1e-4
+        assert second[0] not in engine_leaders()
+        assert agreement(expected, trainer.generate(prompts, Request(1, 2)))[0] == 1
+
+
+def engine_leaders() -> list[int]:
+    """The first processes of the engines of this driver's workers."""
+    found = engines_of(os.getpid())
+    return [pid for pid in found if b"verl.rollout.vllm.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.mark.exhaustive
 def test_an_adapter_divided_over_two_processes_reaches_their_engine(model, tmp_path):
     def run(directory, **parts):
         return drawn(model, tmp_path / directory, lora=LoRA(rank=8), **parts)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster.processes_of import wait_until_gone
+from cluster.processes_of import engines_of, wait_until_gone, wait_until_removed
 from rollout.engines import save_family
 
 import verl
@@ -22,44 +22,32 @@ ROOT = Path(verl.__file__).parents[1]
 TRAINER = """
 import sys, time
 from pathlib import Path
+from verl.rollout.vllm.files import EngineFiles
 from verl.rollout.vllm.process import EngineProcess
-directory = Path(sys.argv[1])
-engine = EngineProcess("no setting: it is still importing vLLM", {}, directory, directory.parent / "log")
-print("started", flush=True)
-engine.start(100.0)
+files = EngineFiles()
+engine = EngineProcess("no setting: it is still importing vLLM", {}, files, None)
+print(files.directory, files.temporary, flush=True)
+engine.start()
 """
 
 
-def children_of(parent: int) -> list[int]:
-    """The engines that a process has started."""
-    mark = f"VERL_ENGINE_PARENT={parent}".encode()
-    found = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in (directory / "environ").read_bytes().split(b"\0"):
-                found.append(int(directory.name))
-        except OSError:
-            continue
-    return found
-
-
 def test_the_engine_ends_with_a_trainer_that_is_killed_and_removes_its_directory(tmp_path):
-    directory = tmp_path / "engine"
-    directory.mkdir()
     trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(directory)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", TRAINER],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
+        text=True,
     )
     assert trainer.stdout is not None
-    assert trainer.stdout.readline() == b"started\n"
-    while not (children := children_of(trainer.pid)):
+    directories = [Path(path) for path in trainer.stdout.readline().split()]
+    assert all(directory.is_dir() for directory in directories)
+    while not (children := engines_of(trainer.pid)):
         time.sleep(0.01)
     time.sleep(0.3)  # its interpreter is up, and it watches
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
     assert wait_until_gone(children) == []
-    assert not directory.exists()
+    wait_until_removed(directories)
 
 
 SCRIPT = """
@@ -69,7 +57,7 @@ from verl import HybridActor
 from verl.rollout.vllm.options import VLLMRollout
 actor = HybridActor.from_pretrained(sys.argv[1], rollout=VLLMRollout(kv_cache_gib=0.05, num_threads=1), device="cpu")
 actor.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
-print(actor._engine[1]._directory, flush=True)
+print(actor._engine[1]._files.directory, flush=True)
 raise SystemExit("a fault of the script")
 """
 
@@ -99,7 +87,7 @@ def test_main_ppo_trains_with_vllm_and_leaves_no_process(tmp_path):
     )
     said, _ = trainer.communicate()
     assert trainer.returncode == 0, said[-3000:]
-    assert children_of(trainer.pid) == []
+    assert engines_of(trainer.pid) == []
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "actor/loss" in line]
     assert len(steps) == 2

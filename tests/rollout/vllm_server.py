@@ -9,16 +9,22 @@ each imports vLLM and torch. Here the latter two are forks of the first, which l
 from __future__ import annotations
 
 import multiprocessing
+import os
 import runpy
 import sys
 
 from vllm.utils import system_utils
 
+from verl.rollout.vllm.files import NAME_VARIABLE
+
 
 def main() -> None:
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")  # before anything of vLLM takes it
-    from verl.rollout.vllm.hosted import inspect_here
+    from verl.rollout.vllm.child import name_shared_memory
+    from verl.rollout.vllm.hosted import inspect_here, name_file_store
 
+    name_shared_memory()  # or some of it would be left when the server is ended
+    name_file_store(os.environ[NAME_VARIABLE])
     inspect_here(sys.argv[sys.argv.index("--model") + 1])
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 

@@ -31,6 +31,10 @@ def lora(rank: int) -> str:
         ),
         ([*ADAPTER, lora(8), "sharding=tp", *TWO], "rollout.lora is adapter, and the actor is divided"),
         ([*ADAPTER, lora(600)], "actor.lora.rank is 600: vLLM takes adapters of at most rank 512"),
+        (
+            ["rollout=vllm", "rollout.call_timeout_s=600", "sharding=fsdp", *TWO],
+            r"rollout.call_timeout_s is 600: .* give it up after sharding.timeout_s 600. Set rollout.call_time",
+        ),
         ([*SERVER, "sharding=fsdp", *TWO], "rollout.weights is reload: each process holds a part of every tensor"),
     ],
 )
@@ -41,7 +45,13 @@ def test_an_engine_that_does_not_go_with_the_actor_is_refused_with_the_way_out(o
 
 @pytest.mark.parametrize(
     "overrides",
-    [[*ADAPTER, "sharding=fsdp", *TWO], [*ADAPTER, lora(8), "sharding=ddp", *TWO], [*ADAPTER, lora(512)], SERVER],
+    [
+        [*ADAPTER, "sharding=fsdp", *TWO],
+        ["rollout=vllm", "rollout.call_timeout_s=3600"],
+        [*ADAPTER, lora(8), "sharding=ddp", *TWO],
+        [*ADAPTER, lora(512)],
+        SERVER,
+    ],
 )
 def test_what_goes_together_is_let_through(overrides):
     check(compose_root("ppo", overrides))

@@ -32,6 +32,7 @@ from verl.tracking.logs import setup_logging
 from verl.trainer.stopping import Terminated, orderly_termination
 from verl.utils import torchrun
 from verl.utils.exits import component_exits
+from verl.utils.kernel_cache import set_kernel_cache
 from verl.utils.progress import report_to_starter
 from verl.utils.redact import redact
 
@@ -84,6 +85,7 @@ def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None
                 return
             report_to_starter()
             with _clean_end(), orderly_termination():
+                set_kernel_cache()
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # a user's own modules lie where the user stands
                 arguments, assigned = command_line(root, sys.argv[1:])

@@ -23,6 +23,7 @@ from verl.sync.engine_experts import reader_of
 from verl.sync.marks import Mark, as_array, dtype_name, mark_of, plain_name
 from verl.sync.shards import Shard, Shards, whole
 from verl.sync.vectors import Vectors, full_precision
+from verl.utils.progress import report
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 HEAD = "lm_head.weight"
@@ -89,6 +90,7 @@ class LayerReader:
         found: Shards = {}
         with full_precision():
             for reading in self._readings:
+                report()
                 for name, shard in reading(vectors):
                     found.setdefault(name, []).append(shard)
         return found

@@ -71,6 +71,13 @@ def _rollout_faults(run: Any) -> Iterator[str]:
     shardings, adapter = run.shardings(), run.actor.lora
     is_divided = shardings["actor"].parameter_shards(_processes(run, shardings)["actor"]) > 1
     yield from run.rollout.faults_beside(None if adapter is None else adapter.rank, is_divided)
+    limit_s = getattr(shardings["actor"], "timeout_s", float("inf"))
+    if is_divided and run.rollout.call_timeout_s >= limit_s:
+        yield (
+            f"rollout.call_timeout_s is {run.rollout.call_timeout_s:g}: while a process waits so long for its engine, "
+            f"its siblings give it up after sharding.timeout_s {limit_s:g}. Set rollout.call_timeout_s lower, or "
+            "sharding.timeout_s higher."
+        )
 
 
 def _replay_faults(run: Any) -> Iterator[str]:

@@ -59,20 +59,21 @@ def describe_exit(code: int, memory_kills_before: int | None = None) -> str:
     if now is None or memory_kills_before is None:
         return f"signal {name} (out of memory, if nobody sent it)"
     if now > memory_kills_before:
-        return f"signal {name}: out of memory (the system has ended {now - memory_kills_before} for that meanwhile)"
+        return f"signal {name}: out of memory (the system has ended a process for that meanwhile)"
     return f"signal {name}, sent by another process (the system has ended none for lack of memory)"
 
 
 def memory_kills() -> int | None:
-    """Processes that the system has ended for lack of memory, in this container if it counts them; None: unknown."""
-    for file, key in _counters():
+    """Grows with each process that the system ends for lack of memory, here or in this container; None: unknown."""
+    counts = []
+    for file in _counters():
         try:
-            found = re.search(rf"^{key} (\d+)$", file.read_text(), re.MULTILINE)
+            found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
         except OSError:
             continue
         if found:
-            return int(found[1])
-    return None
+            counts.append(int(found[1]))
+    return sum(counts) if counts else None
 
 
 def excerpt(log: str | Path | int, start: int = 0) -> LogExcerpt:
@@ -164,16 +165,15 @@ def _cause(lines: Sequence[str]) -> tuple[int, str | None]:
     return len(lines), None
 
 
-def _counters() -> Iterable[tuple[Path, str]]:
-    """Files that count such ends, and the word before the number: of the container first, then of the machine."""
+def _counters() -> Iterable[Path]:
+    """Files that count such ends: of the control groups that this process is in, and of the machine."""
     try:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
         groups = []
     for _, controllers, path in groups:
         if controllers == "":
-            yield Path(f"/sys/fs/cgroup{path}/memory.events"), "oom_kill"
+            yield Path(f"/sys/fs/cgroup{path}/memory.events")
         if controllers == "memory":
-            yield Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control"), "oom_kill"
-    yield Path("/sys/fs/cgroup/memory.events"), "oom_kill"
-    yield Path("/proc/vmstat"), "oom_kill"
+            yield Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
+    yield Path("/proc/vmstat")

@@ -106,6 +106,10 @@ class Progress:
             self._memory.close()
             os.close(self.fd)
 
+    def __del__(self):
+        if hasattr(self, "_counters"):  # it was mapped
+            self.close()
+
     def _map(self, fd: int, size: int) -> None:
         self._memory = mmap.mmap(fd, size)
         self._counters = memoryview(self._memory).cast("Q")

@@ -1,17 +1,24 @@
 """What the processes of a divided model do together around engines that may fail: go on, or stop, all of them.
 
 Each does its part, which may fail; then all know of all, so that none waits in an exchange for one that has given up.
+A part may last: an engine that makes no progress is waited for as long as `rollout.call_timeout_s`, and another one is
+started, which may take minutes. So the processes meet in the store of torch.distributed, where waiting has no limit,
+before they exchange anything by a collective operation, which has one (`sharding.timeout_s`). A process that is lost
+meanwhile ends the run: the driver watches all of them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from verl.models.division import Divided
 
 T = TypeVar("T")
+LONGEST_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -60,10 +67,30 @@ def agreed(divided: Divided, part: Callable[[], T], may_repeat: Callable[[Except
         own: Any = part()
     except Exception as error:  # noqa: BLE001 - told to all
         own = Failure(divided.rank, error, may_repeat(error))
+    _meet(divided)
     dist.all_gather_object(found, own)
     if failures := [value for value in found if isinstance(value, Failure)]:
         raise Interrupted(failures)
     return found
+
+
+_MEETINGS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # so far, by store
+
+
+def _meet(divided: Divided) -> None:
+    """Return when all processes of the model have come here."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    number = _MEETINGS[store] = _MEETINGS.get(store, 0) + 1
+    store.set(f"verl/meeting/{number}/{divided.rank}", "here")
+    everyone = [f"verl/meeting/{number}/{rank}" for rank in range(divided.mesh.size)]
+    look_s = 0.0005
+    while not store.check(everyone):
+        time.sleep(look_s)
+        look_s = min(2 * look_s, LONGEST_LOOK_S)
+    if number > 1:  # all have left that one, or they would not have come to this
+        store.delete_key(f"verl/meeting/{number - 1}/{divided.rank}")
 
 
 def among_siblings(divided: Divided, value: T) -> list[T]:

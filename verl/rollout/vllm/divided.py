@@ -16,12 +16,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from verl.description import BuildContext
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError
 from verl.models.precision import Autocast
 from verl.protocol import DataProto
 from verl.rollout.base import Request, RolloutEngine, Synced
 from verl.rollout.vllm.agreeing import Interrupted, agreed, among_siblings, from_first
-from verl.rollout.vllm.engine import MIB, rows_of
+from verl.rollout.vllm.engine import MIB, died_twice, rows_of
 from verl.rollout.vllm.leading import LeadingEngine
 from verl.rollout.vllm.options import DIVIDED, VLLMRollout
 from verl.rollout.vllm.planned_sync import PlannedSync
@@ -153,6 +153,6 @@ class DividedEngine(RolloutEngine):
         if failed.may_repeat:
             log.warning("%s\nIt is tried once more.", error)
         elif isinstance(error, EngineDied):
-            raise RolloutError(f"The rollout engine died twice in a row. The second time, {error}") from failed
+            raise died_twice(error) from None
         else:
             raise error from failed

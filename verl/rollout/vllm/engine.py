@@ -3,16 +3,15 @@
     generate   prompts ──> child process ──> tokens, log-probs ──> rows
     sync       weights ──> two chunks of shared memory ──> the engine's own parameters
 
-An engine that dies is made anew: it gets the weights, and the same samples are drawn again.
+An engine that dies, or makes no progress for `call_timeout_s`, is made anew: it gets the weights, and the same samples
+are drawn again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,10 +27,11 @@ from verl.models.precision import Autocast
 from verl.protocol import DataProto
 from verl.rollout.base import Request, RolloutEngine, Synced, assemble, stop_tokens
 from verl.rollout.drawing import Drawing
-from verl.rollout.vllm.faults import as_config_error
+from verl.rollout.vllm.faults import as_config_error, as_death
 from verl.rollout.vllm.feeds import Feed, Loading, plan
+from verl.rollout.vllm.files import EngineFiles
 from verl.rollout.vllm.options import VLLMRollout
-from verl.rollout.vllm.process import EngineDied, EngineError, EngineProcess
+from verl.rollout.vllm.process import EngineDied, EngineError, EngineProcess, told_after_log
 from verl.rollout.vllm.setting import Setting, environment, setting_of, write_model_directory
 from verl.rollout.vllm.stream import Stream, StreamBroken, using_threads
 from verl.rollout.vllm.told import Drawn
@@ -65,13 +65,15 @@ class VLLMEngine(RolloutEngine):
         self._begun: tuple[DataProto, Request, tuple[Any, ...]] | None = None
         self._stream: Stream | None = None
         self._while_drawing = contextlib.ExitStack()
-        self._directory = Path(tempfile.mkdtemp(prefix="verl_engine_", dir=_memory_directory()))
+        self._files = EngineFiles()
         try:
-            self.setting = setting_of(options, model, autocast, self._directory)
-            write_model_directory(model, self._directory)
+            directory = self._files.directory
+            self.setting = setting_of(options, model, autocast, directory, self._files.name)
+            write_model_directory(model, directory)
             variables = environment(options, context, self.setting.num_threads)
-            self._process = EngineProcess(self.setting, variables, self._directory, _log_file(context, self._directory))
-            self._start()
+            limit_s = options.call_timeout_s
+            self._process = EngineProcess(self.setting, variables, self._files, _log_file(context), limit_s)
+            self._outliving_it(self._start, is_start=True)
             self._threads_beside = _threads_beside(self.setting, context)
             vocabulary = min(model.config.get_text_config().vocab_size, len(tokenizer))
             self._prover = Prover(model, self.setting.dtype, vocabulary, self.told.max_model_len, autocast)
@@ -137,25 +139,31 @@ class VLLMEngine(RolloutEngine):
         """Give the GPU's memory back until the next call; on a CPU there is nothing to do."""
         may_sleep = self.setting.is_on_gpu and self.options.sleep and self._begun is None
         if may_sleep and not self._is_asleep and self._process.is_alive():
-            self._process.call("sleep")
-            self._is_asleep, self._is_synced, self._has_base = True, False, False
+            self._is_synced = self._has_base = False
+            try:
+                self._process.call("sleep")
+                self._is_asleep = True
+            except EngineDied as death:  # its memory is free too
+                log.warning("%s\nAnother engine is started when one is needed.", death)
+                self._process.kill()
 
     def close(self) -> None:
         """End the child, and leave nothing of it."""
         self._while_drawing.close()
         if hasattr(self, "_process"):
-            self._process.end()
+            self._process.kill()
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._files.remove()
 
     def _start(self) -> None:
         self._is_synced = self._is_asleep = self._has_base = self._was_proven = False
         try:
             self.told = self._process.start(self.options.start_timeout_s)
-            self._process.shared = self.told.shared
         except EngineError as error:
+            if (death := as_death(error)) is not None:
+                raise death from error
             raise as_config_error(error, self.setting, self.model) from error
 
     def _call(self, method: str, *args: Any) -> Any:
@@ -169,18 +177,19 @@ class VLLMEngine(RolloutEngine):
             self._is_synced = False
             raise
 
-    def _outliving_it(self, action: Callable[[], T]) -> T:
-        """Do something; if the engine dies of it, do it once more with a new one."""
+    def _outliving_it(self, action: Callable[[], T], *, is_start: bool = False) -> T:
+        """Do something; if the engine dies of it, or makes no progress, do it once more with a new one."""
         try:
             return action()
         except EngineDied as death:
             log.warning("%s\nAnother engine is started; the same samples are drawn again.", death)
         try:
             self._process.kill()
-            self._start()
+            if not is_start:
+                self._start()
             return action()
         except EngineDied as death:
-            raise RolloutError(f"The rollout engine died twice in a row. The second time, {death}") from death
+            raise died_twice(death) from None
 
     def _sync(self) -> Synced:
         """Send the present weights and prove them.
@@ -218,7 +227,7 @@ class VLLMEngine(RolloutEngine):
     def _send_adapter(self) -> Synced:
         """A new adapter under a new number, in a directory in memory; the former one is removed."""
         self._adapters += 1
-        directory = self._directory / f"adapter_{self._adapters}"
+        directory = self._files.directory / f"adapter_{self._adapters}"
         start = time.perf_counter()
         self.model.save_pretrained(directory)
         copying = time.perf_counter() - start
@@ -294,9 +303,15 @@ def rows_of(prompts: DataProto, request: Request, drawn: Drawn | None, width: in
     return assemble(prompts, request.num_samples, responses, mask, log_probs, pad_id)
 
 
-def _log_file(context: BuildContext, directory: Path) -> Path:
+def died_twice(death: EngineDied) -> RolloutError:
+    """The end of a run whose engine cannot be kept alive."""
+    reason = f"The rollout engine died twice in a row. The second time: {death.reason}"
+    return RolloutError(told_after_log(reason, death.found, death.log))
+
+
+def _log_file(context: BuildContext) -> Path | None:
     if context.run_dir is None:
-        return directory / "engine.log"
+        return None
     folder = context.run_dir / "workers"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"vllm_{context.rank}.log"
@@ -307,8 +322,3 @@ def _threads_beside(setting: Setting, context: BuildContext) -> int:
     own = torch.get_num_threads()
     fit = setting.is_on_gpu or context.world_size * (own + setting.num_threads) <= num_cores()
     return own if fit else max(1, min(own, setting.num_threads) // 2)
-
-
-def _memory_directory() -> str | None:
-    """Where files need no disk, if there is such a place."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

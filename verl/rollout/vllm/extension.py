@@ -6,7 +6,6 @@ vLLM mixes the class into its worker, so that an engine of several workers (tens
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +23,7 @@ from verl.rollout.vllm.noise import CounterNoise, UnderWay
 from verl.rollout.vllm.stream import Reader, using_threads
 from verl.rollout.vllm.told import Loaded, Wanted
 from verl.sync.engine_side import on_rank
+from verl.utils.progress import report
 
 
 class WorkerExtension:
@@ -49,9 +49,12 @@ class WorkerExtension:
         assert under_way is not None
         return under_way.log_probs.cpu()
 
-    def verl_shared_name(self) -> str:
-        """How the names of the memory begin that the workers of an engine on the CPU share."""
-        return os.environ.get("VLLM_DIST_IDENT", "")
+    def verl_report_layers(self) -> None:
+        """Report progress at each layer: a single step over long prompts may take minutes on a CPU."""
+        for module in self.model_runner.get_model().modules():
+            if isinstance(module, torch.nn.ModuleList):
+                for layer in module:
+                    layer.register_forward_pre_hook(_report_layer)
 
     def prove_on_rank(self, task: str, *args: Any) -> Any:
         """Part of the proof of a sync."""
@@ -113,6 +116,10 @@ class WorkerExtension:
         _renew_experts(self.model_runner.get_model())
         self.reload_weights(weights_iterator=_lasting(reader, chunks, dtype))  # type: ignore[attr-defined]
         _refresh_tied_heads(self.model_runner.get_model())
+
+
+def _report_layer(*_: Any) -> None:
+    report()
 
 
 def _land(landing: Landing, reader: Reader, chunks: list[list[Place]], dtype: torch.dtype) -> None:

@@ -7,11 +7,20 @@ import re
 from typing import Any
 
 from verl.errors import ConfigError, RolloutError
-from verl.rollout.vllm.process import EngineError
+from verl.rollout.vllm.process import EngineDied, EngineError
 from verl.rollout.vllm.setting import GIB, Setting
 
 BLOCK_TOKENS = 128  # of the cache, at most
 NO_ROOM = ("GiB KV cache is needed", "No available memory for the cache blocks")
+
+LOST_WORKER = "WorkerProc initialization failed"  # said of workers that raised, and of those that are gone
+
+
+def as_death(error: EngineError) -> EngineDied | None:
+    """A worker process that was lost while the engine started; None where it is something else that failed."""
+    if LOST_WORKER not in error.reason or (error.found is not None and error.found.cause is not None):
+        return None
+    return EngineDied("The vLLM engine lost a worker process while it started.", error.found)
 
 
 def as_config_error(error: EngineError, setting: Setting, model: Any) -> Exception:
@@ -32,7 +41,8 @@ def as_config_error(error: EngineError, setting: Setting, model: Any) -> Excepti
         )
     if "max_model_len" in error.reason and options.max_model_len is not None:
         return ConfigError(f"rollout.max_model_len is {options.max_model_len}: {_last_line(error.reason)}")
-    return RolloutError(f"vLLM could not be started: {error}")
+    details = str(error).rpartition("\n")[0]
+    return RolloutError(f"{details}\nvLLM could not be started: {error.summary}".lstrip())
 
 
 def _cache_gib(config: Any, length: int, setting: Setting) -> float:

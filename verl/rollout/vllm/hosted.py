@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,18 @@ import numpy as np
 import torch
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from verl.errors import RolloutError
 from verl.rollout.drawing import Drawing
 from verl.rollout.vllm.feeds import Feed, Loading
 from verl.rollout.vllm.noise import WHOSE
-from verl.rollout.vllm.process import SHARED_VARIABLE
 from verl.rollout.vllm.setting import Setting
 from verl.rollout.vllm.told import Drawn, Told, Wanted
 from verl.sync.engine_side import answer
 from verl.sync.questions import Question
+from verl.utils.process_exit import describe_exit, memory_kills
+from verl.utils.progress import report
 
 
 def inspect_here(directory: str) -> None:
@@ -32,15 +35,26 @@ def inspect_here(directory: str) -> None:
         ModelRegistry.register_model(name, found.load_model_cls())
 
 
+def name_file_store(name: str) -> None:
+    """Name the file by which vLLM's workers find each other; memory that they share on a CPU is named after it."""
+    path = f"file://{tempfile.gettempdir()}/{name}_store"
+    for module in (uniproc_executor, multiproc_executor):
+        if hasattr(module, "get_file_store_init_method"):
+            module.get_file_store_init_method = lambda: path  # type: ignore[attr-defined]
+
+
 class HostedEngine:
     """vLLM with our noise, without weights until `load` brings them."""
 
     def __init__(self, setting: Setting):
+        self._memory_kills = memory_kills()
         torch.set_num_threads(setting.num_threads)
         if (
             setting.options.tensor_parallel_size == 1 or not setting.is_on_gpu
         ):  # forked workers want no CUDA before them
             inspect_here(setting.directory)
+        if setting.name:
+            name_file_store(setting.name)
         self.llm = LLM(
             setting.directory,
             load_format="dummy",
@@ -53,12 +67,24 @@ class HostedEngine:
             **setting.engine_arguments(),
         )
         self._lora_request: Any = None
-        self._shared = self.llm.collective_rpc("verl_shared_name")[0] if self._num_workers > 1 else ""
-        os.environ[SHARED_VARIABLE] = self._shared
+        self._doing = "generating"
+        self._report_steps(self.llm.llm_engine)
+        if setting.options.enforce_eager:  # what is compiled runs no hooks
+            self.llm.collective_rpc("verl_report_layers")
 
     def describe(self) -> Told:
         """What the trainer has to know."""
-        return Told(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers, self._shared)
+        return Told(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers)
+
+    def lost_worker(self) -> str | None:
+        """Which of vLLM's worker processes ended by itself, and how; None while all are there."""
+        workers = getattr(self.llm.llm_engine.model_executor, "workers", None) or ()
+        codes = {worker.proc.pid: worker.proc.exitcode for worker in workers}
+        ended = {pid: code for pid, code in codes.items() if code}
+        first = {pid: code for pid, code in ended.items() if code != -signal.SIGTERM}  # which vLLM sends to the others
+        for pid, code in {**first, **ended}.items():
+            return f"its worker process {pid}, which ended with {describe_exit(code, self._memory_kills)}"
+        return None
 
     def wants(self, shapes: dict[str, tuple[int, ...]]) -> list[Wanted] | None:
         """The slices of tensors of these shapes that each worker takes; None where one takes them in vLLM's own way."""
@@ -88,6 +114,7 @@ class HostedEngine:
 
     def prove(self, question: Question) -> Any:
         """What the trainer compares with its own weights; see `verl.sync.proof`."""
+        self._doing = "proving the weights"
         return answer(self.llm, question, self._lora_request, rpc="prove_on_rank")
 
     def draw(
@@ -103,6 +130,7 @@ class HostedEngine:
         Args:
             num_threads: of each worker meanwhile, on a CPU where the trainer works too; None: all.
         """
+        self._doing = "generating"
         n = drawing.request.num_samples
         rows = len(prompts) * n
         self.llm.collective_rpc("verl_begin", args=(drawing, rows, max(limits), num_threads))
@@ -130,11 +158,6 @@ class HostedEngine:
         log_probs = self.llm.collective_rpc("verl_log_probs")[0]
         return Drawn(lengths, np.concatenate([np.asarray(line) for line in tokens]), log_probs[:, : lengths.max()])
 
-    def close(self) -> None:
-        """End vLLM's own workers, which hold memory that they share."""
-        if self._num_workers > 1:
-            self.llm.llm_engine.engine_core.shutdown()
-
     def sleep(self) -> None:
         """Give the GPU's memory back; weights and the cache of keys and values are gone with it."""
         self.llm.sleep(level=2)
@@ -142,6 +165,21 @@ class HostedEngine:
     def wake(self, what: str) -> None:
         """Take memory again, for `weights` or the `kv_cache`."""
         self.llm.wake_up(tags=[what])
+
+    def _report_steps(self, engine: Any) -> None:
+        """Report each step of a `vllm.LLMEngine` and each request that it takes, and how much is left."""
+        step, add_request = engine.step, engine.add_request
+
+        def added(*args: Any, **options: Any) -> Any:
+            report()
+            return add_request(*args, **options)
+
+        def counted() -> Any:
+            outputs = step()
+            report(f"{self._doing}; sequences left: {engine.get_num_unfinished_requests()}")
+            return outputs
+
+        engine.step, engine.add_request = counted, added
 
     @property
     def _num_workers(self) -> int:

@@ -30,6 +30,8 @@ class Offer:
         wants: the slices that each of its workers takes; None: tensors come whole, to all of them.
         num_workers: of the engine.
         process_id: of the engine.
+        progress_path: opens the memory of its progress.
+        call_timeout_s: without progress, until it counts as lost.
         num_threads: that trainer and engine may each use, while both work.
     """
 
@@ -37,6 +39,8 @@ class Offer:
     wants: tuple[Wanted, ...] | None
     num_workers: int
     process_id: int
+    progress_path: str
+    call_timeout_s: float
     num_threads: int
 
 
@@ -78,7 +82,15 @@ class LeadingEngine(VLLMEngine):
         process_id = self.process_id
         assert process_id is not None
         wants = self._slices(shapes) if shapes is not None and self._in_place and self.told.num_workers > 1 else None
-        return Offer(question, wants, self.told.num_workers, process_id, self._threads_beside)
+        return Offer(
+            question,
+            wants,
+            self.told.num_workers,
+            process_id,
+            self._process.progress_path,
+            self.options.call_timeout_s,
+            self._threads_beside,
+        )
 
     def begin_load(self, feeds: list[Feed]) -> None:
         """Let its workers read."""

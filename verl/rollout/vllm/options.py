@@ -39,7 +39,9 @@ class VLLMRollout(Rollout):
         sleep: give the engine's GPU memory back while training; nothing on a CPU.
         num_threads: of the engine, on a CPU; null for as many as the trainer has.
         chunk_mib: weights travel in two chunks of at most this size, or of the largest tensor if that is larger.
-        start_timeout_s: an engine that is not ready by then counts as dead.
+        call_timeout_s: an engine that makes no progress for so long, no step, tensor or layer, whatever it is at, is
+            ended and made anew like one that died. How long a call takes in all has no limit.
+        start_timeout_s: an engine that is not ready by then counts as dead, whatever progress it makes; null: no limit.
     """
 
     runs_ahead: ClassVar[bool] = True
@@ -56,13 +58,16 @@ class VLLMRollout(Rollout):
     sleep: bool = True
     num_threads: int | None = None
     chunk_mib: int = 64
-    start_timeout_s: float = 300.0
+    call_timeout_s: float = 300.0  # type: ignore[misc]
+    start_timeout_s: float | None = None
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
-        for name in ("kv_cache_gib", "start_timeout_s"):
+        for name in ("kv_cache_gib", "call_timeout_s"):
             if not getattr(self, name) > 0:
                 yield f"{name} is {getattr(self, name)}: must be above 0."
+        if self.start_timeout_s is not None and not self.start_timeout_s > 0:
+            yield f"start_timeout_s is {self.start_timeout_s}: must be above 0, or null."
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "chunk_mib"):
             if getattr(self, name) < 1:
                 yield f"{name} is {getattr(self, name)}: must be at least 1."

@@ -18,6 +18,7 @@ from verl.rollout.vllm.process import CORES_VARIABLE
 from verl.utils.env_check import num_cores
 
 GIB = 1 << 30
+NO_LIMIT_S = str(30 * 24 * 3600)
 HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -31,6 +32,7 @@ class Setting:
         dtype: that the engine computes in.
         num_threads: of the engine, on a CPU.
         lora_rank: of an adapter that is to be sent as one; None without.
+        name: how the names of files begin that the engine's processes share.
     """
 
     options: VLLMRollout
@@ -39,6 +41,7 @@ class Setting:
     num_threads: int
     is_on_gpu: bool
     lora_rank: int | None = None
+    name: str = ""
 
     def engine_arguments(self) -> dict[str, Any]:
         """Arguments of `vllm.LLM`."""
@@ -60,7 +63,7 @@ class Setting:
         return arguments
 
 
-def setting_of(options: VLLMRollout, model: Any, autocast: Autocast, directory: Path) -> Setting:
+def setting_of(options: VLLMRollout, model: Any, autocast: Autocast, directory: Path, name: str = "") -> Setting:
     """What the engine of a model is to be.
 
     Raises:
@@ -74,7 +77,7 @@ def setting_of(options: VLLMRollout, model: Any, autocast: Autocast, directory: 
     if rank is not None and rank > LORA_RANKS[-1]:
         raise ConfigError(f"actor.lora.rank is {rank}: {HIGHEST_RANK}")
     threads = options.num_threads or torch.get_num_threads()
-    return Setting(options, str(directory), dtype_of(model, autocast), threads, is_on_gpu, rank)
+    return Setting(options, str(directory), dtype_of(model, autocast), threads, is_on_gpu, rank, name)
 
 
 def unfit(model: Any, autocast: Autocast) -> str | None:
@@ -102,6 +105,9 @@ def environment(options: VLLMRollout, context: BuildContext, num_threads: int) -
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(num_threads),
         "TOKENIZERS_PARALLELISM": "false",
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # they lie in TMPDIR, an engine's own: seconds at each start
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": NO_LIMIT_S,  # of a step's total time; ours is on progress
+        "VLLM_ENGINE_READY_TIMEOUT_S": NO_LIMIT_S,
     }
     if context.device.startswith("cuda"):
         found["CUDA_VISIBLE_DEVICES"] = _gpus(context.device, options.tensor_parallel_size)

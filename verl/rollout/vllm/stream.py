@@ -24,11 +24,13 @@ from torch import Tensor
 
 from verl.rollout.vllm.feeds import Handle, Place, Plan, view
 from verl.rollout.vllm.weights import Weight
+from verl.utils.progress import report
 
 HEAD_BYTES = mmap.PAGESIZE  # counters: chunks filled, abandoned or not, chunks emptied by each reader
 FILLED, ABANDONED, FIRST_READER = 0, 1, 2
 LOOK_EVERY_S = 5e-5
 CHECK_EVERY = 2000  # looks, between two questions whether the other side lives
+LOADING = "loading weights"
 DEVICE_ARGUMENT = 6  # of what reduce_tensor gives: the number of the GPU
 
 
@@ -174,10 +176,15 @@ class Reader:
             StreamBroken: the trainer is gone, or has given up.
         """
         start = time.perf_counter()
-        _wait(lambda: int(self._head[FILLED]) > number, lambda: not int(self._head[ABANDONED]))
+        _wait(lambda: int(self._head[FILLED]) > number, self._may_go_on)
         self.waited_s += time.perf_counter() - start
         for place in places:
+            report(LOADING)
             yield place.name, view(self._chunks[number % 2], place, dtype)
+
+    def _may_go_on(self) -> bool:
+        report("waiting for weights of the trainer")  # who is to blame, if that takes long
+        return not int(self._head[ABANDONED])
 
     def leave(self, number: int) -> None:
         """Let a chunk be filled anew."""

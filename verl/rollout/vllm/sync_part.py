@@ -23,6 +23,7 @@ from verl.rollout.vllm.weights import Weight
 from verl.sync.probe import trainer_log_probs
 from verl.sync.proof import Proof
 from verl.sync.shards import Shards
+from verl.utils.progress import Progress, ProgressWatch
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,20 @@ class SyncPart:
             self.engine.note(name, tensor)
 
     def _is_read(self) -> bool:
-        """Whether the engine that another process leads still reads this one's stream."""
+        """Whether the engine that another process leads still reads this one's stream, or will go on to."""
         assert self.stream is not None
-        return not self.stream.is_abandoned and _runs(self.offer.process_id)
+        if self.stream.is_abandoned or not _runs(self.offer.process_id):
+            return False
+        return self._watch is None or not self._watch.is_overdue
+
+    @cached_property
+    def _watch(self) -> ProgressWatch | None:
+        """Of that engine; None where it cannot be watched from here."""
+        try:
+            progress = Progress.open(self.offer.progress_path)
+        except OSError:
+            return None
+        return ProgressWatch(progress, self.offer.call_timeout_s)
 
     def _threads(self) -> AbstractContextManager[None]:
         return using_threads(self.offer.num_threads)

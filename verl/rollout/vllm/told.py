@@ -17,12 +17,10 @@ class Told:
     Attributes:
         max_model_len: prompt and response together, in tokens.
         num_workers: processes that read the weights.
-        shared: how the names of the memory begin that they share on a CPU; empty for none.
     """
 
     max_model_len: int
     num_workers: int
-    shared: str = ""
 
 
 @dataclass(frozen=True)
