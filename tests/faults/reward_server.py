@@ -1,5 +1,5 @@
-"""A scoring service for tests: `python reward_server.py`, which prints its port. The score is that of `courses.REWARD`'s
-kind: how many different characters a response has."""
+"""A scoring service: `python reward_server.py`, which prints its port. It scores how many characters of a response
+differ."""
 
 from __future__ import annotations
 

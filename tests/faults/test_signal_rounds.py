@@ -1,8 +1,8 @@
 """Every kind of process of a run is killed and stopped at random moments of real trainings, again and again.
 
-Each round ends as the twin that nobody disturbed, or in words with a status other than 0 and then, started again, as the
-twin; and leaves no process, nothing in /dev/shm, and nothing in TMPDIR. The engine of `rollout=vllm` has rounds of its
-own.
+Each round ends as the twin that nobody disturbed, or in words with a status other than 0 and then, started again, as
+the twin; and leaves no process, nothing in /dev/shm, and nothing in TMPDIR. The engine of `rollout=vllm` has rounds of
+its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Kind:
 
     Attributes:
         overrides: beside those of the course `ppo`.
-        victims: marks in the command lines of processes that may be struck; `trainer` and `server` stand for themselves.
+        victims: marks in the commands of processes that may be struck; `trainer` and `server` stand for themselves.
     """
 
     overrides: tuple[str, ...]

@@ -63,6 +63,28 @@ def resume_without_parent() -> None:
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
+class StoppedTime:
+    """How long a process has been stopped: no limit on slow work applies to one that does none.
+
+    Args:
+        look_every_s: how often `of` is asked; a longer gap counts as that much, since this process was stopped itself.
+    """
+
+    def __init__(self, look_every_s: float):
+        self._look_every_s = look_every_s
+        self._seconds: dict[int, float] = {}
+        self._looked_at: dict[int, float] = {}
+
+    def of(self, process_id: int) -> float:
+        """Seconds in a row; 0 for one that goes on."""
+        now = time.monotonic()
+        passed_s = min(now - self._looked_at.get(process_id, now), 2 * self._look_every_s)
+        self._looked_at[process_id] = now
+        stopped_s = self._seconds.get(process_id, 0.0) + passed_s if is_stopped(process_id) else 0.0
+        self._seconds[process_id] = stopped_s
+        return stopped_s
+
+
 def limit_waits(end: socket.socket, timeout_s: float) -> None:
     """Let each read and write of a socket that blocks fail with BlockingIOError after so long without a byte."""
     seconds = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
@@ -118,13 +140,10 @@ class StoppedWatch:
 
     def _look(self) -> None:
         pause_s = min(LOOK_EVERY_S, self._timeout_s / 2)
-        stopped_s, looked_at = dict.fromkeys(self._processes, 0.0), time.monotonic()
+        stopped = StoppedTime(pause_s)
         while not self._is_over.wait(pause_s):
-            now = time.monotonic()
-            passed_s, looked_at = min(now - looked_at, 2 * pause_s), now
             for pid, name in self._processes.items():
-                stopped_s[pid] = stopped_s[pid] + passed_s if pid not in self.ended and is_stopped(pid) else 0.0
-                if stopped_s[pid] >= self._timeout_s:
+                if pid not in self.ended and stopped.of(pid) >= self._timeout_s:
                     told = "%s (process %d) has been stopped for %g s (%s), and is ended"
                     _log.error(told, name, pid, self._timeout_s, self._setting)
                     self.ended.append(pid)
