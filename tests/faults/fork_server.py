@@ -96,7 +96,14 @@ class Child:
 
 
 class ForkServer:
-    """The server as a test sees it. A context manager."""
+    """The server as a test sees it. A context manager.
+
+    Args:
+        prefix: words before its command, which say in what surroundings it runs.
+    """
+
+    def __init__(self, prefix: Sequence[str] = ()):
+        self._prefix = prefix
 
     def __enter__(self) -> ForkServer:
         env = os.environ | {
@@ -105,7 +112,7 @@ class ForkServer:
             "TOKENIZERS_PARALLELISM": "false",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "faults.fork_server"],
+            [*self._prefix, sys.executable, "-m", "faults.fork_server"],
             env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         threads = self._answer()["threads"]

@@ -177,14 +177,15 @@ import logging, os, signal, sys
 from pathlib import Path
 from verl.description import BuildContext
 from verl.tracking.trackers import Trackers
-from verl.tracking.wandb import WandB, _services
+from verl.tracking.wandb import SERVICE, WandB
+from verl.utils.child_process import children
 
 logging.basicConfig()
 running = Trackers(wandb=WandB(timeout_s=1.0)).build(BuildContext())
 running.start("stopped", {}, Path(sys.argv[1]), 2)
 running.log({"reward/mean": 0.25}, 1)
-print(*_services(), flush=True)
-os.kill(_services()[0] if sys.argv[2] == "service" else os.getpid(), signal.SIGSTOP)
+print(*children(SERVICE), flush=True)
+os.kill(next(iter(children(SERVICE))) if sys.argv[2] == "service" else os.getpid(), signal.SIGSTOP)
 running.close()
 """
 
@@ -199,7 +200,7 @@ def test_wandb_neither_holds_a_run_up_nor_leaves_anything_of_one_that_is_killed(
     if what == "service":
         _, told = run.communicate(timeout=120)
         assert run.returncode == 0, told
-        assert "has been stopped for 1 s (tracker.wandb.timeout_s) and is ended" in told
+        assert "has been stopped for 1 s (tracker.wandb.timeout_s), and is ended" in told
         assert "tracker.wandb failed while closing" in told
         assert "Traceback" not in told
     else:

@@ -84,3 +84,21 @@ def test_signals_to_all_processes_of_a_job_leave_it_running_until_its_owner_ends
     cleanup.close()
     assert process.returncode == 0
     assert os.getsid(0) != process.pid
+
+
+def test_one_that_is_stopped_holds_nobody_up_and_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.utils.orphan_cleanup.WRITE_TIMEOUT_S", 0.2)
+    cleanup, kept = OrphanCleanup(), tmp_path / "kept"
+    kept.mkdir()
+    cleanup.register(directories=[kept])
+    stopped = cleanup._process
+    assert stopped is not None
+    os.kill(stopped.pid, signal.SIGSTOP)
+    for _ in range(3000):  # more than a pipe holds
+        cleanup.withdraw(cleanup.register(directories=[tmp_path / "never made"]))
+    assert cleanup._process is not stopped
+    assert stopped.wait(timeout=60) == -signal.SIGKILL
+    assert cleanup._process is not None
+    os.kill(cleanup._process.pid, signal.SIGSTOP)
+    cleanup.close()
+    assert not kept.exists()

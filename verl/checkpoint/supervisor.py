@@ -150,6 +150,7 @@ class WriterProcess:
                 PROGRESS_VARIABLE: str(self._progress.fd),
                 PARENT_VARIABLE: str(os.getpid()),
             }
+            env.pop("VERL_RAY_SESSION", None)  # it outlives whoever started it, to finish a save
             command = [sys.executable, "-m", "verl.checkpoint.writer_process"]
             process = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,

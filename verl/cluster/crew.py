@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from verl.cluster.base import Deadline
 from verl.errors import WorkerDied, WorkerHung
-from verl.utils.child_process import kill
+from verl.utils.child_process import StoppedTime, kill
 from verl.utils.orphan_cleanup import CLEANUP
 from verl.utils.process_exit import LogExcerpt, describe_exit, excerpt, log_size, memory_kills
 from verl.utils.progress import Progress, is_stopped, state_of
@@ -29,6 +29,7 @@ START_TIMEOUT_S = 300.0  # of a process, until it says that it is there
 BUILD_TIMEOUT_S = 600.0  # of its roles without progress, unless calls are given longer
 END_TIMEOUT_S = 5.0
 STACK_TIMEOUT_S = 5.0
+LOOK_EVERY_S = 0.1
 
 
 class Crew:
@@ -38,15 +39,16 @@ class Crew:
         size: how many.
         num_threads: that each may use.
         logs: directory for what they print; None keeps it as long as the run lasts.
+        stopped_s: how long one may be stopped while it starts.
     Attributes:
         connections: one per rank, once `start` has returned.
         progress: a slot per rank, which each advances as it works.
     """
 
-    def __init__(self, size: int, num_threads: int, logs: Path | None):
+    def __init__(self, size: int, num_threads: int, logs: Path | None, stopped_s: float = START_TIMEOUT_S):
         self.size, self.num_threads = size, num_threads
         self.connections: list[Connection] = []
-        self.progress = Progress(num_slots=size)
+        self.progress, self._stopped_s = Progress(num_slots=size), stopped_s
         self._processes: list[subprocess.Popen[bytes]] = []
         self._registered: list[int] = []
         self._meeting: BinaryIO | None = None
@@ -95,6 +97,10 @@ class Crew:
             return WorkerHung(rank, call, step, waited + at_all)
         where = [f"rank {rank} stands at:\n{self._text(rank, said[rank])}" for rank in ranks]
         return WorkerHung(ranks[0], call, step, "\n".join([f"{waited}no progress meanwhile", *where]))
+
+    def stopped(self, ranks: Sequence[int], time_of: StoppedTime) -> float:
+        """Seconds that one of these processes has been stopped."""
+        return max((time_of.of(self._processes[rank].pid) for rank in ranks), default=0.0)
 
     def is_stopped(self, rank: int) -> bool:
         """Whether a process is stopped by a signal, so that it does nothing, and its siblings wait for it."""
@@ -152,9 +158,9 @@ class Crew:
 
     def _await_all(self) -> None:
         """Wait for the first message of each; a worker that ends before, or takes too long, is named."""
-        waiting, deadline = list(range(self.size)), Deadline(START_TIMEOUT_S)
+        waiting, deadline, stopped = list(range(self.size)), Deadline(START_TIMEOUT_S), StoppedTime(LOOK_EVERY_S)
         while waiting:
-            wait([self.connections[rank] for rank in waiting], timeout=0.1)
+            wait([self.connections[rank] for rank in waiting], timeout=LOOK_EVERY_S)
             for rank in list(waiting):
                 try:
                     if self.connections[rank].poll(0):
@@ -165,10 +171,15 @@ class Crew:
                     raise self.death(rank, "start", None) from None
                 if self._processes[rank].poll() is not None:
                     raise self.death(rank, "start", None)
+                if stopped.of(self._processes[rank].pid) > self._stopped_s:
+                    raise WorkerHung(
+                        rank, "start", None, f"it was not there after {self._stopped_s:g} s{self._state(rank)}"
+                    )
             if waiting and not deadline.left_s:
-                rank = next((rank for rank in waiting if self.is_stopped(rank)), waiting[0])
-                detail = f"it was not there within {START_TIMEOUT_S:g} s{self._state(rank)}\n{self._tail(rank)}"
-                raise WorkerHung(rank, "start", None, detail)
+                detail = (
+                    f"it was not there after {START_TIMEOUT_S:g} s{self._state(waiting[0])}\n{self._tail(waiting[0])}"
+                )
+                raise WorkerHung(waiting[0], "start", None, detail)
 
     def _state(self, rank: int) -> str:
         found = state_of(self._processes[rank].pid)

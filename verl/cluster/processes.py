@@ -38,6 +38,7 @@ from verl.cluster.worker import READY, Answer, Call, Start
 from verl.description import BuildContext
 from verl.dispatch import Dispatch, dispatch_of
 from verl.errors import VerlError, WorkerError, WorkerHung
+from verl.utils.child_process import StoppedTime
 from verl.utils.progress import ProgressWatch, report
 
 GRACE_S = 0.3  # an error waits so long to be told: a sibling's death, where that is the cause, is told first
@@ -86,7 +87,7 @@ class Processes:
         self._call_timeout_s, self._is_closed = call_timeout_s, threading.Event()
         self._devices = devices or [_device(context.device, rank) for rank in range(world_size)]
         logs = None if context.run_dir is None else context.run_dir / "workers" / name
-        self._crew = Crew(world_size, num_threads, logs)
+        self._crew = Crew(world_size, num_threads, logs, call_timeout_s)
         atexit.register(self.close)
         try:
             self._crew.start()
@@ -230,6 +231,7 @@ class Processes:
         """Name who is silent, where nobody makes progress with the oldest call under way."""
         oldest, look_every_s = None, min(5.0, self._call_timeout_s / 5)
         watch = ProgressWatch(self._crew.progress, self._call_timeout_s, look_every_s=2 * look_every_s)
+        stopped = StoppedTime(look_every_s)
         while not self._is_closed.wait(look_every_s):
             with self._lock:
                 number = min(self._pending, default=None)
@@ -239,7 +241,7 @@ class Processes:
             if number != oldest or pending is None:
                 oldest = number
                 watch.restart(limit_s)
-            elif watch.is_overdue:
+            elif watch.is_overdue or self._crew.stopped(waiting, stopped) >= self._call_timeout_s:
                 self._fail(self._crew.silence(waiting, pending.name, pending.step, limit_s))
                 return
             elif not watch.idle_s:

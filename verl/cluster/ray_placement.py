@@ -122,7 +122,8 @@ class RayPlacement(Placement):
         sizes = {name: self.workers.get(name, size) for name in pools}
         gpus = (1.0 if context.device.startswith("cuda") else 0.0) if self.num_gpus is None else self.num_gpus
         total = sum(sizes.values())
-        wanted = Wanted(self.address, self.num_cpus * total, gpus * total, self.object_store_mib, self.start_timeout_s)
+        waits = self.start_timeout_s, self.call_timeout_s
+        wanted = Wanted(self.address, self.num_cpus * total, gpus * total, self.object_store_mib, *waits)
         built: list[tuple[Collection[str], Cluster]] = []
         with ExitStack() as undo:
             for name, members in pools.items():

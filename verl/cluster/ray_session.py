@@ -21,11 +21,14 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from verl.errors import ConfigError, VerlError
+from verl.utils.child_process import StoppedWatch, children
+from verl.utils.orphan_cleanup import CLEANUP
 from verl.utils.temporary import TemporaryDirectory
 
 LONGEST_SOCKET_PATH = 103  # bytes; Linux allows 107
 RAYS_OWN = 62  # bytes that Ray adds to its directory
 KNOCK_TIMEOUT_S = 10.0
+SESSION_VARIABLE = "VERL_RAY_SESSION"
 # Ray gives memory back by the hundred objects, or once a second. Until then the next batch goes to memory that nobody
 # has touched yet, and that takes several times what copying it does.
 AT_ONCE = {"free_objects_batch_size": 1}
@@ -40,6 +43,8 @@ class Wanted:
         num_cpus, num_gpus: of all groups together.
         object_store_mib: shared memory of a cluster that is started here; None leaves it to Ray.
         start_timeout_s: how long room in the cluster is waited for.
+        call_timeout_s: when one of Ray's own processes, of a cluster that is started here, has been stopped for so
+            long, it is ended.
     """
 
     address: str | None
@@ -47,6 +52,7 @@ class Wanted:
     num_gpus: float
     object_store_mib: int | None
     start_timeout_s: float
+    call_timeout_s: float = 1800.0
 
 
 class Session:
@@ -58,6 +64,8 @@ class Session:
 
     _users: ClassVar[int] = 0
     _opened: ClassVar[bool] = False
+    _mark: ClassVar[int] = -1
+    _watch: ClassVar[StoppedWatch | None] = None
     _held: ClassVar[TemporaryDirectory | None] = None
 
     def __init__(self, wanted: Wanted):
@@ -101,9 +109,12 @@ class Session:
     @classmethod
     def _end(cls) -> None:
         ray.shutdown()
-        held, cls._held = cls._held, None
+        held, cls._held, watch, cls._watch = cls._held, None, cls._watch, None
+        if watch is not None:
+            watch.close()
         if held is not None:
             held.cleanup()
+            CLEANUP.withdraw(cls._mark)
 
     def _open(self, wanted: Wanted) -> None:
         quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
@@ -120,7 +131,9 @@ class Session:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         memory = {} if wanted.object_store_mib is None else {"object_store_memory": wanted.object_store_mib * 2**20}
         Session._held = _short_directory()
+        Session._mark = CLEANUP.register(environment=[f"{SESSION_VARIABLE}={Session._held.name}"])
         atexit.register(Session._end)  # of a driver that ends without `close`
+        os.environ[SESSION_VARIABLE] = Session._held.name  # of all that Ray starts
         try:
             ray.init(
                 address="local",
@@ -134,6 +147,10 @@ class Session:
         except BaseException:
             Session._end()
             raise
+        finally:
+            del os.environ[SESSION_VARIABLE]
+        daemons = {pid: f"Ray's {name}" for pid, name in children(Session._held.name.encode()).items()}
+        Session._watch = StoppedWatch(daemons, wanted.call_timeout_s, "trainer.placement.call_timeout_s")
 
 
 def _short_directory() -> TemporaryDirectory:

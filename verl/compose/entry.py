@@ -5,9 +5,12 @@ arguments -> aliases and checks of the command line -> Hydra -> Job -> main(job)
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 INTERRUPTED, TERMINATED = 130, 143  # 128 and the number of the signal, as shells have it
+THREADS_TIMEOUT_S = 10.0  # of threads, once the run is over
 _SHOWS_ONLY = ("--cfg", "-c", "--info", "-i")  # Hydra flags that print and never reach the run's own check
 
 
@@ -84,7 +88,7 @@ def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None
             if torchrun.number() > 0:  # the first one drives
                 return
             report_to_starter()
-            with _clean_end(), orderly_termination():
+            with _without_threads(), _clean_end(), orderly_termination():
                 set_kernel_cache()
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # a user's own modules lie where the user stands
@@ -130,6 +134,29 @@ def _run_hydra(root: str, main: Callable[[Job], Any], faults: Sequence[str]) -> 
     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=root)(task)()
     if any(statuses):
         sys.exit(max(statuses))
+
+
+@contextmanager
+def _without_threads() -> Iterator[None]:
+    """End the process although threads that were started within go on: the interpreter would wait for them for ever."""
+    before, status = set(threading.enumerate()), 0
+    try:
+        yield
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    finally:
+        started = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+        end = time.monotonic() + THREADS_TIMEOUT_S
+        for thread in started:
+            thread.join(timeout=max(0.0, end - time.monotonic()))
+        left = sorted(thread.name for thread in started if thread.is_alive())
+        if left:
+            _tell(f"The run is over. Threads that a component has started go on ({', '.join(left)}), and are ended.")
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
 
 
 @contextmanager

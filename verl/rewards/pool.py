@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from verl.errors import RewardError
-from verl.utils.child_process import kill, limit_waits
+from verl.utils.child_process import StoppedTime, kill, limit_waits
 from verl.utils.progress import Progress, ProgressWatch, is_stopped, report, state_of
 
 _log = logging.getLogger(__name__)
@@ -74,8 +75,8 @@ class Pool:
         try:
             for _ in range(num_workers):
                 self._workers.append(_Worker(self._start, timeout_s))
-            for worker in self._workers:
-                worker.await_ready(self.path)
+            for place, worker in enumerate(self._workers):
+                self._workers[place] = self._ready(worker)
         except BaseException:
             self.close()
             raise
@@ -131,11 +132,24 @@ class Pool:
                 return worker
             _log.warning("path is %r: a worker process does not take a sample%s", self.path, worker.state())
         worker.kill()
-        worker = _Worker(self._start, self.timeout_s)
+        worker = self._ready(_Worker(self._start, self.timeout_s))
+        if not worker.send(message):
+            worker.kill()
+            raise RewardError(f"path is {self.path!r}: a new worker process ended at once.")
+        return worker
+
+    def _ready(self, worker: _Worker) -> _Worker:
+        """A worker that has imported the function: this one, or another in its place, once, if it is stopped over it.
+
+        Raises:
+            RewardError: the function cannot be imported.
+        """
         try:
-            worker.await_ready(self.path)
-            if not worker.send(message):
-                raise RewardError(f"path is {self.path!r}: a new worker process ended at once.")
+            if not worker.await_ready(self.path, may_be_stopped=True):
+                _log.warning("path is %r: a worker process was stopped while it started, and is made anew.", self.path)
+                worker.kill()
+                worker = _Worker(self._start, self.timeout_s)
+                worker.await_ready(self.path)
         except BaseException:
             worker.kill()
             raise
@@ -203,16 +217,24 @@ class _Worker:
         with contextlib.suppress(OSError):  # gone already: await_ready says so
             self.connection.send_bytes(start)
 
-    def await_ready(self, path: str) -> None:
-        """Wait until the function is imported."""
-        kind, detail = "error", f"it was not done after {START_TIMEOUT_S:g} s{self.state()}"
-        if self.connection.poll(START_TIMEOUT_S):
+    def await_ready(self, path: str, may_be_stopped: bool = False) -> bool:
+        """Wait until the function is imported. False where the process is stopped for longer than a sample may take,
+        and may be."""
+        deadline, stopped = time.monotonic() + START_TIMEOUT_S, StoppedTime(LOOK_EVERY_S)
+        while not (is_heard := self.connection.poll(LOOK_EVERY_S)) and time.monotonic() < deadline:
+            if stopped.of(self.pid) > self.watch.timeout_s:
+                if may_be_stopped:
+                    return False
+                break
+        kind, detail = "error", f"it was not done after {START_TIMEOUT_S:g} s, or is stopped{self.state()}"
+        if is_heard:
             try:
                 kind, detail = self.connection.recv()
             except (EOFError, OSError):
                 detail = f"the process ended with {self.exit_words()}"
         if kind != "ready":
             raise RewardError(f"path is {path!r}: a worker process could not import it: {detail}.")
+        return True
 
     @property
     def pid(self) -> int:

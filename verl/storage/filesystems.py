@@ -13,6 +13,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 # Client errors that may be otherwise the next time; so may every status from 500, and no answer at all.
 PASSING_STATUS = {408, 409, 425, 429}
 PASSING_CODES = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "BadDigest", "IncompleteBody"}
+PART_BYTES = 16 * 2**20  # of a long object that goes in one request: each has the time of a request
 OSS_CREATE = {"x-oss-forbid-overwrite": "true"}
 
 
@@ -151,11 +153,12 @@ class FsspecBackend(Backend):
     Args:
         fs: the file system.
         root: bucket and prefix.
+        timeout_s: of one request, whatever limits the file system has itself; None for none.
         create: puts an object unless there is one, and raises FileExistsError; None where that takes two requests.
     """
 
-    def __init__(self, fs: Any, root: str, create: Callable[[str, bytes], None] | None):
-        self._fs, self._root, self._create = fs, root, create
+    def __init__(self, fs: Any, root: str, create: Callable[[str, bytes], None] | None, timeout_s: float | None = None):
+        self._fs, self._root, self._create, self._timeout_s = fs, root, create, timeout_s
         self.is_conditional = create is not None
 
     def put(self, key: str, data: Data) -> None:
@@ -171,7 +174,7 @@ class FsspecBackend(Backend):
             size = sum(whole.write(piece) for piece in pieces)
             whole.flush()
             name = f"/proc/self/fd/{whole.fileno()}" if isinstance(whole.name, int) else whole.name
-            self._ask(key, lambda path: self._fs.put_file(name, path))
+            self._ask(key, lambda path: self._fs.put_file(name, path), num_parts=1 + size // PART_BYTES)
         self._same_size(key, size)
 
     def get(self, key: str, begin: int, end: int) -> bytes:
@@ -197,11 +200,11 @@ class FsspecBackend(Backend):
         if (found := self.size(key)) != size:
             raise Passing(f"{key} has {found} bytes after {size} were put")
 
-    def _ask(self, key: str, request: Callable[[str], Any]) -> Any:
+    def _ask(self, key: str, request: Callable[[str], Any], num_parts: int = 1) -> Any:
         path = f"{self._root}/{key}".rstrip("/")
         self._fs.invalidate_cache()  # others write there too
         try:
-            return request(path)
+            return _within(None if self._timeout_s is None else num_parts * self._timeout_s, lambda: request(path))
         except (VerlError, Passing, Taken):  # of whoever gives the pieces
             raise
         except FileExistsError as error:
@@ -221,6 +224,29 @@ class FsspecBackend(Backend):
             if int(str(code)) >= 500 or int(str(code)) in PASSING_STATUS:
                 raise Passing(redact(str(error))) from error
             raise StorageRefused(f"{path}: {redact(str(error))}") from error
+
+
+def _within(timeout_s: float | None, call: Callable[[], Any]) -> Any:
+    """What a call returns; one that takes longer is left behind in its thread.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    if timeout_s is None:
+        return call()
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - the caller's
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="storage_request", daemon=True).start()
+    try:
+        return answer.result(timeout_s)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no answer within {timeout_s:g} s") from error
 
 
 def _temporary_file() -> Any:
@@ -261,7 +287,7 @@ def oss_backend(storage: OSSStorage) -> Backend:
                 raise FileExistsError(path) from error
             raise
 
-    return FsspecBackend(fs, _root(storage), create if storage.conditional_put else None)
+    return FsspecBackend(fs, _root(storage), create if storage.conditional_put else None, storage.timeout_s)
 
 
 def gcs_backend(storage: GCSStorage) -> Backend:
@@ -278,7 +304,7 @@ def gcs_backend(storage: GCSStorage) -> Backend:
     def create(path: str, data: bytes) -> None:
         fs.pipe_file(path, data, mode="create")
 
-    return FsspecBackend(fs, _root(storage), create if storage.conditional_put else None)
+    return FsspecBackend(fs, _root(storage), create if storage.conditional_put else None, storage.timeout_s)
 
 
 @functools.lru_cache(maxsize=8)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import netrc
 import os
 import secrets
-import signal
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +16,12 @@ from urllib.parse import urlsplit
 
 from verl.description import BuildContext
 from verl.tracking.tracker import Tracker, TrackerDescription
-from verl.utils.progress import is_stopped
+from verl.utils.child_process import StoppedWatch, children
 from verl.utils.temporary import TemporaryDirectory
 
 RUN_FILE = "wandb.json"  # in the directory of the run: where its W&B run is
-LOOK_EVERY_S = 1.0
+SERVICE = b"wandb-core"
 _TEMPORARY: list[TemporaryDirectory] = []  # of this process, once it has used W&B
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +104,8 @@ class WandBTracker(Tracker):
         )
         place = {"id": run_id, "url": self._run.url, "directory": str(Path(self._run.dir).parent)}
         (run_dir / RUN_FILE).write_text(json.dumps(place, indent=2) + "\n")
-        self._watch = _ServiceWatch(chosen.timeout_s)
+        services = dict.fromkeys(children(SERVICE), "W&B's background process")
+        self._watch = StoppedWatch(services, chosen.timeout_s, "tracker.wandb.timeout_s")
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -132,54 +128,10 @@ class WandBTracker(Tracker):
         finally:
             # `finish` leaves the last records to a background process; ending that one is what waits for them. Runs of
             # other owners in this process would end with it, so then they are left to its exit.
-            with contextlib.suppress(ConnectionError) if self._watch.has_ended_it else contextlib.nullcontext():
-                if self._watch.has_ended_it or getattr(self._wandb.setup(), "most_recent_active_run", None) is None:
+            with contextlib.suppress(ConnectionError) if self._watch.ended else contextlib.nullcontext():
+                if self._watch.ended or getattr(self._wandb.setup(), "most_recent_active_run", None) is None:
                     self._wandb.teardown()
             self._watch.close()
-
-
-class _ServiceWatch:
-    """Ends W&B's background process once it has been stopped for too long.
-
-    Attributes:
-        has_ended_it: it did.
-    """
-
-    def __init__(self, timeout_s: float):
-        self.has_ended_it, self._timeout_s = False, timeout_s
-        self._processes, self._is_over = _services(), threading.Event()
-        threading.Thread(target=self._look, name="wandb_watch", daemon=True).start()
-
-    def close(self) -> None:
-        self._is_over.set()
-
-    def _look(self) -> None:
-        stopped_s, looked_at, pause_s = 0.0, time.monotonic(), min(LOOK_EVERY_S, self._timeout_s / 2)
-        while not self._is_over.wait(pause_s):
-            stopped = [pid for pid in self._processes if is_stopped(pid)]
-            now = time.monotonic()
-            stopped_s, looked_at = (stopped_s + min(now - looked_at, 2 * pause_s)) if stopped else 0.0, now
-            if stopped and stopped_s >= self._timeout_s:
-                self.has_ended_it = True
-                for pid in stopped:
-                    _log.error(
-                        "W&B's process %d has been stopped for %g s (tracker.wandb.timeout_s) and is ended",
-                        pid, self._timeout_s,
-                    )  # fmt: skip
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                return
-
-
-def _services() -> list[int]:
-    """W&B's background processes that this process has started; none where the system does not tell."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError, ValueError):  # ended meanwhile
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"wandb-core" in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-    return found
 
 
 @contextlib.contextmanager

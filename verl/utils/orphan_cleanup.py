@@ -37,6 +37,7 @@ SHARED_MEMORY = Path("/dev/shm")
 LOCK = "lock"  # a file in a directory that processes share
 CHECK_EVERY_S = 0.5
 KILL_TIMEOUT_S = 20.0
+WRITE_TIMEOUT_S = 5.0
 
 
 class OrphanCleanup:
@@ -59,6 +60,7 @@ class OrphanCleanup:
         shared_memory: Sequence[str] = (),
         process_groups: Sequence[int] = (),
         shared_directories: Sequence[str | Path] = (),
+        environment: Sequence[str] = (),
     ) -> int:
         """Have these removed and ended once this process is gone. Register what is to be made before it is made.
 
@@ -66,6 +68,7 @@ class OrphanCleanup:
             directories: with all that is in them; need not exist.
             shared_memory: how the names of files in /dev/shm begin.
             process_groups: of processes that this process started.
+            environment: entries `NAME=VALUE` that are in the environment of processes to be ended, and of no others.
             shared_directories: of which what nobody uses is removed; see `remove_unused`.
         Returns:
             A number for `withdraw`.
@@ -74,6 +77,7 @@ class OrphanCleanup:
             "directories": [os.path.abspath(directory) for directory in directories],
             "shared_memory": list(shared_memory),
             "process_groups": list(process_groups),
+            "environment": list(environment),
             "shared_directories": [os.path.abspath(directory) for directory in shared_directories],
         }
         with self._lock:
@@ -94,8 +98,12 @@ class OrphanCleanup:
             process, self._process = self._process, None
             if process is not None and process.stdin is not None and self._owner == os.getpid():
                 process.stdin.close()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=KILL_TIMEOUT_S)
+                try:
+                    process.wait(timeout=KILL_TIMEOUT_S if not _is_stopped(process.pid) else CHECK_EVERY_S)
+                except subprocess.TimeoutExpired:  # it is stopped, or what it is to end does not end
+                    process.kill()
+                    for entry in self._registered.values():
+                        clean_up(entry)
 
     def forget(self) -> None:
         """In a fork of the owner: close the pipe, which must end with the owner, and start anew."""
@@ -111,17 +119,30 @@ class OrphanCleanup:
                 if self._process is None or self._process.poll() is not None:
                     self._process = _started()
                     messages = [{"number": number, "entry": entry} for number, entry in self._registered.items()]
-                assert self._process.stdin is not None
                 for message in messages:
-                    self._process.stdin.write(json.dumps(message).encode() + b"\n")
+                    _write(self._process, json.dumps(message).encode() + b"\n")
                 return
             except OSError as error:
+                if self._process is not None:
+                    self._process.kill()
                 self._process, fault = None, error
         log.warning("No clean-up process could be started (%s): files may be left if this process is killed.", fault)
 
 
+def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
+    """Send all of it; raises OSError where the process is gone, or takes nothing in because it is stopped."""
+    assert process.stdin is not None
+    descriptor, rest = process.stdin.fileno(), memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(descriptor, rest) :]
+        except BlockingIOError:
+            if not select.select([], [descriptor], [], WRITE_TIMEOUT_S)[1]:
+                raise TimeoutError(f"process {process.pid} takes nothing in") from None
+
+
 def _started() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -130,6 +151,9 @@ def _started() -> subprocess.Popen[bytes]:
         cwd="/",
         start_new_session=True,
     )
+    assert process.stdin is not None
+    os.set_blocking(process.stdin.fileno(), False)
+    return process
 
 
 CLEANUP = OrphanCleanup()  # of this process
@@ -166,6 +190,26 @@ def kill_group(group: int) -> None:
         if not members(group) or time.monotonic() > deadline:
             return
         time.sleep(0.02)
+
+
+def kill_marked(mark: str) -> None:
+    """Kill every process that has an entry `NAME=VALUE` in its environment, and wait until they are gone."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while (found := _marked(mark)) and time.monotonic() < deadline:
+        for process in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _marked(mark: str) -> list[int]:
+    """The processes, this one left out, that have a mark in the environment that they were started with."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or somebody else's
+            if mark.encode() in directory.joinpath("environ").read_bytes().split(b"\0"):
+                found.append(int(directory.name))
+    return [process for process in found if process != os.getpid()]
 
 
 def remove_unused(root: str | Path) -> None:
@@ -212,6 +256,8 @@ def clean_up(entry: dict[str, Any]) -> None:
     """End and remove what one registration names."""
     for group in entry["process_groups"]:
         kill_group(group)
+    for mark in entry["environment"]:
+        kill_marked(mark)
     for prefix in entry["shared_memory"]:
         remove_shared_memory(prefix)
     for directory in entry["directories"]:
@@ -224,6 +270,7 @@ def main(owner: int) -> None:
     """Take registrations until the owner is gone, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job: the owner decides
         signal.signal(number, signal.SIG_IGN)
+    _resume_without_parent()
     registered: dict[int, dict[str, Any]] = {}
     for line in _lines_until_gone(owner):
         message = json.loads(line)
@@ -232,6 +279,21 @@ def main(owner: int) -> None:
             registered[message["number"]] = message["entry"]
     for entry in registered.values():
         clean_up(entry)
+
+
+def _resume_without_parent() -> None:
+    """Let the system continue this process, if it is stopped, when its owner ends; on Linux."""
+    with contextlib.suppress(Exception):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, int(signal.SIGCONT), 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+def _is_stopped(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
 
 
 def _lines_until_gone(owner: int) -> Iterator[bytes]:

@@ -177,11 +177,8 @@ class HostedEngine:
 
     def _report_steps(self, engine: Any) -> None:
         """Report each step of a `vllm.LLMEngine` and each request that it takes, and how much is left."""
-        kind, of, purpose = (
-            type(engine),
-            weakref.ref(engine),
-            self._purpose,
-        )  # no circle: an engine ends with its object
+        # No circle: an engine ends with its object.
+        kind, of, purpose = type(engine), weakref.ref(engine), self._purpose
 
         def added(*args: Any, **options: Any) -> Any:
             report()
