@@ -108,7 +108,7 @@ class TrainingEngine:
         assert self.recipe is not None, "this engine only infers"
         assert self.optimizer is not None
         totals = self._totals(batch)
-        self.model.train()
+        self._compute_as_before()
         self.optimizer.zero_grad(set_to_none=True)
         shares: dict[str, Tensor] = {}
         for micro in self._micro_batches(batch):
@@ -188,6 +188,16 @@ class TrainingEngine:
     def limit(self, scoring: Scoring) -> None:
         """From here on run rows in this way, since the first batch has shown the other to be wrong."""
         self._limit = scoring
+
+    def _compute_as_before(self) -> None:
+        """Gradients are taken in evaluation mode, in which log-probs were computed and tokens drawn.
+
+        What a model does otherwise while training (routers that draw their experts, as PhiMoE's do, or weights that are
+        clipped) would come between pi_new and pi_old. Only parts that recompute activations are told that they train.
+        """
+        self.model.eval()
+        for module in self.model.modules():
+            module.training = bool(getattr(module, "gradient_checkpointing", False))
 
     def _totals(self, batch: DataProto) -> Totals:
         own = Totals.of(batch.batch["response_mask"])
