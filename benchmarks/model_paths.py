@@ -132,7 +132,9 @@ def row_of(name: str, found: dict[str, list[float]], forward_s: float) -> list[s
     if name != "8B":
         load = spread(found["load_s"], 2)[0]
         against += f", {cold / load:.1f}x of loading its own weights ({load:.2f} s)"
-    figure = f"{cold} {cold_range} s; what was kept is read in {warm:.0f} [{', '.join(f'{x:.0f}' for x in warm_range)}] ms"
+    figure = (
+        f"{cold} {cold_range} s; what was kept is read in {warm:.0f} [{', '.join(f'{x:.0f}' for x in warm_range)}] ms"
+    )
     return [f"start: finding out how to run {NAMES[name]}", figure, against]
 
 

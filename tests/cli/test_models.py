@@ -78,7 +78,10 @@ def test_a_file_that_is_not_ours_or_of_other_libraries_is_passed_over(tried, cac
                 "    not used packed lines: NotImplementedError",
             ],
         ),
-        ("roberta", ["roberta (RobertaForCausalLM): refused, ", "    because  each token sees those that come after it"]),
+        (
+            "roberta",
+            ["roberta (RobertaForCausalLM): refused, ", "    because  each token sees those that come after it"],
+        ),
         ("musicgen", ["musicgen: transformers cannot build its default model\n    because  StrictDataclassField"]),
     ],
 )

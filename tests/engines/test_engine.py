@@ -129,7 +129,7 @@ def test_layers_run_in_evaluation_mode_and_twice_if_they_recompute(model64, batc
     actor = start_actor(model64, micro_batch_tokens=10**6, gradient_checkpointing=checkpointing)
     modes: list[bool] = []
     actor.first_batch.is_done = True
-    actor.model.model.layers[0].mlp.register_forward_hook(lambda module, *given: modes.append(module.training))
+    actor.model.model.layers[0].self_attn.register_forward_hook(lambda module, *given: modes.append(module.training))
     actor.update(batch)
     assert modes == [False] * (2 if checkpointing else 1)
 

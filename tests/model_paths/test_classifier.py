@@ -105,7 +105,9 @@ def test_texts_of_encoders_and_other_decoders_are_scored_together(name, tmp_path
     assert largest_gap(path, family) < 1e-4
     model = AutoModelForSequenceClassification.from_pretrained(path)
     assert text_batches_for(scores.ScoreModel(model), 48) == "padded"
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING and record.name.startswith("verl")]
+    assert not [
+        record for record in caplog.records if record.levelno >= logging.WARNING and record.name.startswith("verl")
+    ]
 
 
 def test_texts_below_the_length_at_which_frequencies_change_are_scored_together(tmp_path):

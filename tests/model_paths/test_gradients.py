@@ -10,7 +10,17 @@ from roles import gradients, with_experience
 from verl.model_paths.paths import PLAIN
 from verl.rollout.base import Request
 
-FAMILIES = "llama4_text", "phimoe", "deepseek_v3", "qwen3_next", "bart", "gemma3n_text", "mamba", "qwen2_moe", "hrm_text"
+FAMILIES = (
+    "llama4_text",
+    "phimoe",
+    "deepseek_v3",
+    "qwen3_next",
+    "bart",
+    "gemma3n_text",
+    "mamba",
+    "qwen2_moe",
+    "hrm_text",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -103,7 +103,10 @@ def blocks(length: int) -> torch.Tensor:
         (masking_utils.sliding_window_causal_mask_function(151), MaskShape()),
         (masking_utils.chunked_causal_mask_function(64, torch.zeros(1, dtype=torch.long)), None),
         (masking_utils.chunked_causal_mask_function(10, torch.zeros(1, dtype=torch.long)), None),
-        (masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(blocks(151))), None),
+        (
+            masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(blocks(151))),
+            None,
+        ),
         (masking_utils.bidirectional_mask_function, None),
         (masking_utils.sliding_window_bidirectional_mask_function(7), None),
         (
@@ -116,7 +119,19 @@ def blocks(length: int) -> torch.Tensor:
         (lambda batch, head, query, key: (key <= query) & ((query - key) % 2 == 0), None),
         (lambda batch, head, query, key: bool(query >= key), None),  # cannot be asked of many at a time
     ],
-    ids="causal sliding wide chunked chunks-of-10 blockwise bidirectional around packed strided scalar".split(),
+    ids=[
+        "causal",
+        "sliding",
+        "wide",
+        "chunked",
+        "chunks-of-10",
+        "blockwise",
+        "bidirectional",
+        "around",
+        "packed",
+        "strided",
+        "scalar",
+    ],
 )
 def test_a_mask_is_known_by_what_it_shows(mask_function, shape):
     assert describe_mask(mask_function, 151) == shape

@@ -18,9 +18,9 @@ from verl.models.pretrained import Pretrained
 WINDOWED = {  # the kinds of their layers, and how many lengths matter in them
     "mistral": (1, 1),
     "gemma3_text": (2, 1),
-    "llama4_text": (4, 2),
+    "llama4_text": (2, 1),  # its chunks and the scale of its positions are of one length
     "gpt_neo": (2, 1),
-    "gpt_oss": (2, 1),
+    "gpt_oss": (2, 2),
 }
 
 

@@ -62,7 +62,9 @@ def test_a_model_that_looks_at_padding_is_run_with_padding_on_the_right(model32,
     assert actor.engine.paths(rows).scoring == "right_padded"
     actor.compute_log_probs(rows)
     (message,) = told(caplog)
-    assert message.startswith("actor.model is a Qwen2ForCausalLM: as packed batches, rows of the first batch have other")
+    assert message.startswith(
+        "actor.model is a Qwen2ForCausalLM: as packed batches, rows of the first batch have other"
+    )
     assert message.endswith("From here on rows are run as right padded batches.")
 
 
@@ -79,7 +81,9 @@ def test_a_model_that_looks_at_other_rows_is_refused_by_name(model32, prompts):
     actor = start_actor(model32, HFRollout(max_new_tokens=6), packing="off")
     rows = actor.generate(prompts(), Request(0, 3))
     also_sees(actor.model.model.layers[0], rows_mean)
-    with pytest.raises(ConfigError, match="actor.model is a Qwen2ForCausalLM: rows of the first batch have other numbers"):
+    with pytest.raises(
+        ConfigError, match="actor.model is a Qwen2ForCausalLM: rows of the first batch have other numbers"
+    ):
         actor.compute_log_probs(rows)
 
 

@@ -89,7 +89,12 @@ def _kept_files() -> Iterator[Mapping[str, Any]]:
             told = json.loads(file.read_text())
             name, crossed = told["key"]
             store.finding_in(told)
-            if told["versions"] == versions and isinstance(told["draws"], bool) and isinstance(name, str) and all(isinstance(n, int) for n in crossed):
+            if (
+                told["versions"] == versions
+                and isinstance(told["draws"], bool)
+                and isinstance(name, str)
+                and all(isinstance(n, int) for n in crossed)
+            ):
                 yield told
         except (OSError, ValueError, KeyError, TypeError):
             continue
