@@ -15,6 +15,7 @@ from verl.algorithms.correction import TruncatedIS
 from verl.algorithms.kl import AdaptiveKLInReward
 from verl.algorithms.selection import MixedGroups
 from verl.description import BuildContext
+from verl.model_paths.families import families as all_families
 from verl.models.pretrained import Pretrained
 from verl.tracking.jsonl import JsonLines
 from verl.tracking.trackers import Trackers
@@ -26,6 +27,17 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_what_is_made_from_the_code_and_the_results_is_up_to_date(script):
     done = subprocess.run([sys.executable, ROOT / "scripts" / script, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "families", [["llama", "llama4_text", "bert", "musicgen"], pytest.param([], marks=pytest.mark.exhaustive)]
+)
+def test_the_table_of_model_families_is_that_of_the_installed_libraries(families):
+    check = [sys.executable, ROOT / "scripts/make_models_table.py", "--check", *families]
+    done = subprocess.run(check, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    known = re.findall(r"^\| ([\w-]+) \| (?:fast|plain|refused|not built)", (ROOT / "docs/models.md").read_text(), re.M)
+    assert known == all_families()
 
 
 def documented_keys() -> list[re.Pattern[str]]:

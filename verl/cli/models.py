@@ -9,17 +9,18 @@ from collections.abc import Sequence
 import typer
 
 from verl.cli.output import print_table
+from verl.errors import ConfigError
+from verl.model_paths import store
 from verl.model_paths.report import KeptFinding, decoding_of, kept_findings, scoring_of, status_of
 from verl.utils.env_check import installed
 
 WIDTH = 80
 MOST_LINES = 8
-NEEDS = ("torch", "transformers", "numpy")  # to find anything out
 
 
 def print_summary() -> None:
     """How many models were tried on this machine, and a line for each that takes no fast way."""
-    kept = kept_findings() if all(installed(name) for name in NEEDS) else []
+    kept = kept_findings()
     found = Counter(one.status for one in kept)
     counts = ", ".join(f"{found[status]} {status}" for status in ("fast", "plain", "refused") if found[status])
     typer.echo(f"    models tried here: {counts or 'none yet'}; see verl env --models")
@@ -45,8 +46,10 @@ def print_families(names: Sequence[str]) -> None:
     """Try the default models of some families now, without weights, and tell what was found of each.
 
     Raises:
-        ConfigError: transformers has no such family.
+        ConfigError: transformers has no such family, or is not there.
     """
+    if lacking := [name for name in store.LIBRARIES if installed(name) is None]:
+        raise ConfigError(f"Models cannot be tried without {', '.join(lacking)}: see verl env.")
     from verl.model_paths.families import examine_family  # brings torch and transformers
 
     for name in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -79,7 +80,10 @@ def kept_findings() -> list[KeptFinding]:
 
 def _kept_files() -> Iterator[Mapping[str, Any]]:
     """Oldest first; a file that is not ours, or of other versions, is passed over."""
-    versions = store.library_versions()
+    try:
+        versions = store.library_versions()
+    except importlib.metadata.PackageNotFoundError:
+        return  # nothing can have been found
     for file in sorted(store.cache_dir().glob("*.json"), key=_written_at):
         try:
             told = json.loads(file.read_text())

@@ -1,0 +1,57 @@
+"""The gradient of one update on the path that a model takes is that of rows which are run one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_paths.families import prompts, save_family, start_family
+from roles import gradients, with_experience
+
+from verl.model_paths.paths import PLAIN
+from verl.rollout.base import Request
+
+FAMILIES = (
+    "llama4_text",
+    "phimoe",
+    "deepseek_v3",
+    "qwen3_next",
+    "bart",
+    "gemma3n_text",
+    "mamba",
+    "qwen2_moe",
+    "hrm_text",
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(tmp_path, monkeypatch):
+    """What earlier runs have found is not read."""
+    monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *FAMILIES[:3],
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in FAMILIES[3:]),
+    ],
+)
+def test_an_update_has_the_gradient_of_rows_one_by_one(name, tmp_path):
+    path = save_family(tmp_path / "model", name)
+    found = []
+    for scoring in (None, PLAIN.scoring):
+        actor = start_family(path)
+        if scoring is not None:
+            actor.engine.limit(scoring)
+            actor.engine.micro_batch_tokens = 1
+        rows = with_experience(actor.generate(prompts(), Request(0, 3)), actor)
+        metrics = actor.update(rows)
+        found.append((gradients(actor.model), metrics["grad_norm"]))
+        assert actor.engine.paths(rows).scoring == (scoring or actor.engine.paths(rows).scoring)
+    (chosen, norm), (plain, expected) = found
+    assert norm == pytest.approx(expected, rel=1e-3)
+    assert expected > 0
+    assert chosen.keys() == plain.keys()
+    whole = torch.cat([plain[key].flatten() for key in plain])
+    off = torch.cat([(chosen[key] - plain[key]).flatten() for key in plain])
+    assert float(off.norm() / whole.norm()) < 1e-3
