@@ -125,13 +125,13 @@ def test_gradient_checkpointing_changes_nothing(model64, batch):
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_layers_run_in_evaluation_mode_and_twice_if_they_recompute(model64, batch, checkpointing):
+def test_layers_run_in_training_mode_and_twice_if_they_recompute(model64, batch, checkpointing):
     actor = start_actor(model64, micro_batch_tokens=10**6, gradient_checkpointing=checkpointing)
     modes: list[bool] = []
     actor.first_batch.is_done = True
     actor.model.model.layers[0].self_attn.register_forward_hook(lambda module, *given: modes.append(module.training))
     actor.update(batch)
-    assert modes == [False] * (2 if checkpointing else 1)
+    assert modes == [True] * (2 if checkpointing else 1)
 
 
 def test_inference_gives_zeros_off_the_mask_and_something_on_it(model64, batch):

@@ -314,8 +314,10 @@ def test_publications_go_on_above_those_of_the_store(near: Tier, tmp_path: Path)
 
 
 def test_a_store_that_cannot_be_asked_is_no_reason_to_start_afresh(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
     away = Tier(
         storage=S3Storage(
             bucket="models", endpoint_url="http://127.0.0.1:9", region="x", retries=0, connect_timeout_s=1
