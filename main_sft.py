@@ -1,10 +1,10 @@
 """Train a language model on written answers; `python main_sft.py --help` tells what can be chosen."""
 
+from verl.component import BuildContext
 from verl.compose.check import check
 from verl.compose.entry import Job, entry_point
 from verl.compose.show import show
 from verl.compose.warm_start import resolve_warm_starts
-from verl.description import BuildContext
 
 
 @entry_point("sft")

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from safetensors.torch import load_file
 
-from verl.checkpoint import CheckpointManager
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.hashing import digest_of
+from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.safetensors_bytes import TensorBytes
 from verl.checkpoint.store import CheckpointStore
 

@@ -105,13 +105,13 @@ def equal_columns(rows: int, rounds: int) -> dict[str, tuple[float, float]]:
 
 def strict_shares(steps: int) -> list[float]:
     """The share of each of some PPO steps (384 responses, actor and critic) that goes into strict checks."""
-    from verl import protocol
+    from verl.component import BuildContext
     from verl.compose.check import check
     from verl.compose.composition import compose_root
-    from verl.description import BuildContext
+    from verl.protocol import data_proto
 
     spent = 0.0
-    unwatched = protocol.check_content
+    unwatched = data_proto.check_content
 
     def watched(*args: Any, **options: Any) -> None:
         nonlocal spent
@@ -125,13 +125,13 @@ def strict_shares(steps: int) -> list[float]:
         run = check(compose_root("ppo", overrides))
         with run.build(BuildContext(run_dir=Path(directory))) as trainer:
             trainer.tracker.start("benchmark", {}, Path(directory), steps)
-            protocol.check_content = watched
+            data_proto.check_content = watched
             for step in range(1, steps + 3):
                 batch = trainer.train_data.collate(trainer.sampler.next_batch())
                 spent, start = 0.0, time.perf_counter()
                 trainer.step(batch, step)
                 shares.append(spent / (time.perf_counter() - start))
-            protocol.check_content = unwatched
+            data_proto.check_content = unwatched
     return shares[2:]  # the first steps warm up
 
 

@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from verl.component import BuildContext
 from verl.compose.check import check
 from verl.compose.composition import compose_root
-from verl.description import BuildContext
 
 TARGET = 1.7
 

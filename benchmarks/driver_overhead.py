@@ -31,7 +31,7 @@ from verl.cluster.base import role_handles
 from verl.cluster.dividing import Division
 from verl.cluster.pending import PendingCall
 from verl.cluster.processes import Processes
-from verl.description import BuildContext, Description
+from verl.component import BuildContext, Description
 from verl.dispatch import by_rows
 from verl.engines.sharding import DDP, Sharding
 from verl.protocol import DataProto

@@ -66,8 +66,8 @@ def verl_side(options: argparse.Namespace, turns: Turns) -> None:
     from verl.algorithms.algorithm import Algorithm
     from verl.algorithms.correction import TruncatedIS
     from verl.algorithms.policy_losses import PPOClip
+    from verl.component import BuildContext
     from verl.data.files import PromptFiles
-    from verl.description import BuildContext
     from verl.engines.optim import AdamW
     from verl.engines.sharding import NoSharding
     from verl.models.pretrained import Pretrained

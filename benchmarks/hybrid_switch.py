@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from verl import HybridActor, measure_switch_overhead
+from verl.hybrid.actor import HybridActor
+from verl.hybrid.switch import measure_switch_overhead
 from verl.models.tiny import TinyModel
 
 MODELS = {

@@ -23,12 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks import _workload as workload
-from verl import Trainer
-from verl.checkpoint import CheckpointManager, delta
+from verl.checkpoint import delta
 from verl.checkpoint.delta import Span
+from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.published import Published
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.summary import Summary, summaries
+from verl.trainer.library import Trainer
 
 AFTER = (1, 3, 10)  # steps after the base
 OF_DENSE = 0.6  # of the time

@@ -35,7 +35,7 @@ from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.writer import CheckpointWriter
 from verl.cluster.base import role_handles
 from verl.cluster.processes import Processes
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.optim import AdamW
 from verl.engines.sharding import FSDP, TPFSDP, Sharding
 from verl.models.pretrained import Pretrained

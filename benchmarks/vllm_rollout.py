@@ -27,7 +27,7 @@ import torch
 from _bare_vllm import BareEngine
 from _progress import Progress
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rollout.base import Request

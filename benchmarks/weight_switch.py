@@ -25,7 +25,7 @@ import _workload as work
 import torch
 from _bare_vllm import BareEngine, resident_mib
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.engine import VLLMEngine

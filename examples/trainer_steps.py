@@ -9,8 +9,8 @@ of yours, write model=NAME_OR_PATH; a loaded Hugging Face model with its tokeniz
 
 from __future__ import annotations
 
-from verl import Trainer
 from verl.models.tiny import TinyModel
+from verl.trainer.library import Trainer
 
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
 LENGTH = 4

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from verl.fields import DIMS, FIELDS, Field
+from verl.protocol.fields import DIMS, FIELDS, Field
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "glossary.md"
 
@@ -47,7 +47,7 @@ def page() -> str:
         [
             "# Glossary",
             "",
-            "Written by `python scripts/make_glossary.py` from `verl/fields.py`; change it there.",
+            "Written by `python scripts/make_glossary.py` from `verl/protocol/fields.py`; change it there.",
             "",
             "## Shape letters",
             "",
@@ -59,7 +59,8 @@ def page() -> str:
             "",
             "## Fields of a batch",
             "",
-            "Names of your own are free; `verl.fields.register(Field(...))` has them checked and re-padded too.",
+            "Names of your own are free; `verl.protocol.fields.register(Field(...))` has them checked and re-padded "
+            "too.",
             "`padding` fills the places added when batches of other lengths are joined.",
             "",
             "| field | shape | dtype | unit | padding | meaning | made by |",

@@ -174,10 +174,10 @@ def _start(command: list[str], directory: Path) -> None:
 
 
 def _fit(run: GoldenRun, overrides: list[str], directory: Path) -> None:
+    from verl.component import BuildContext
     from verl.compose.check import check
     from verl.compose.composition import compose_root
     from verl.compose.overrides import command_line
-    from verl.description import BuildContext
 
     root = run.script.removeprefix("main_").removesuffix(".py")
     arguments, assigned = command_line(root, [o for o in overrides if not o.startswith("hydra.")])

@@ -9,9 +9,9 @@ import torch
 from verl.algorithms.advantages import GAE
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.policy_losses import PPOClip
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.optim import AdamW
-from verl.engines.sharding import Parallel
+from verl.engines.parallel import Parallel
 from verl.models.source import ModelSource
 from verl.protocol import DataProto
 from verl.rollout.base import Request, Rollout

@@ -14,7 +14,7 @@ from trainer.runs import GRPO, PPO, ppo_run, read_lines
 from verl.algorithms.correction import TruncatedIS
 from verl.algorithms.kl import AdaptiveKLInReward
 from verl.algorithms.selection import MixedGroups
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.model_paths.families import families as all_families
 from verl.models.pretrained import Pretrained
 from verl.tracking.jsonl import JsonLines

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl.algorithms.kl import AdaptiveKLInReward, KLInLoss, KLInReward, NoKL
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 

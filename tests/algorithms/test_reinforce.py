@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from verl.algorithms.advantages import GroupRelative
-from verl.algorithms.reinforce import (
-    GreedyBaseline,
-    LeaveOneOut,
-    OptimalBaseline,
-    RewardToGo,
-    WhitenedGroupBaseline,
-)
+from verl.algorithms.reinforce import GreedyBaseline, LeaveOneOut, OptimalBaseline, RewardToGo, WhitenedGroupBaseline
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 

@@ -13,8 +13,8 @@ import torch
 from golden_run import flip_bit, golden_run
 from transformers import AutoModelForCausalLM
 
-from verl.checkpoint import CheckpointManager
 from verl.checkpoint.export import export
+from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.participant import TensorPart
 from verl.checkpoint.store import CheckpointStore
 from verl.errors import CheckpointCorrupt, ConfigError

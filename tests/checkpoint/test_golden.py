@@ -11,8 +11,8 @@ import torch
 from golden_run import GOLDEN, as_of_format, script
 from transformers import AutoModelForCausalLM
 
-from verl.checkpoint import CheckpointManager
 from verl.checkpoint.discovery import CheckpointDirectory
+from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.manifest import FORMAT_VERSION, content_digest
 from verl.checkpoint.plain import plain_directory
 from verl.checkpoint.reader import CheckpointReader

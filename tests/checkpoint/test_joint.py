@@ -18,7 +18,7 @@ from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.tensors import LogicalTensor, Slice
 from verl.checkpoint.writer import CheckpointWriter
 from verl.errors import CheckpointIncomplete
-from verl.layout import Layout, Mesh, TensorLayout, volume
+from verl.resharding.layout import Layout, Mesh, TensorLayout, volume
 
 VALUES = torch.arange(12.0).view(4, 3)
 

@@ -13,8 +13,8 @@ import torch
 from faults.scenarios import WEIGHT, save
 from golden_run import flip_bit, golden_run
 
-from verl.checkpoint import CheckpointManager
 from verl.checkpoint.loading import TORCH_TYPES, device_of
+from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.participant import TensorPart
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.tensors import ITEM_BYTES
@@ -170,7 +170,7 @@ def test_a_map_without_a_place_is_refused_before_anything_is_read(kind, store):
 def test_asking_needs_no_torch():
     code = (
         "import sys, verl.checkpoint; assert 'verl.checkpoint.manager' not in sys.modules\n"
-        "from verl.checkpoint import CheckpointManager\n"
+        "from verl.checkpoint.manager import CheckpointManager\n"
         "manager = CheckpointManager('tests/golden/format_1_0')\n"
         "assert manager.is_valid('full') and manager.step == 200 and manager.buffer_size() == 0\n"
         "assert not {'torch', 'numpy', 'pyarrow'} & sys.modules.keys()\n"

@@ -12,10 +12,10 @@ from storage.s3_server import BUCKET
 from trainer.runs import GRPO, Prompts, ppo_run
 from typer.testing import CliRunner
 
-from verl.checkpoint import CheckpointManager
+from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.settings import Checkpointing
 from verl.cli.main import app
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.replay.settings import TieredReplay
 
 PREFIX = "asked/checkpoints/verl/grpo"

@@ -9,7 +9,7 @@ import pytest
 from checkpoint.tiers.test_push_and_pull import save
 from typer.testing import CliRunner
 
-from verl.checkpoint import CheckpointManager
+from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.tiers.remote import object_key
 from verl.cli.main import app
 from verl.errors import CheckpointNotFound

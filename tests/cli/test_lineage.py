@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from verl.checkpoint.settings import Checkpointing
 from verl.cli.main import app
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.trainer.lineage import FILE, Lineage, read
 from verl.trainer.lineage_tree import forest, walk
 

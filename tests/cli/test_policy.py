@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from verl.checkpoint.settings import Checkpointing
 from verl.cli.main import app
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.models.lora import LoRA
 from verl.rewards.exact_match import ExactMatch
 from verl.tracking.jsonl import JsonLines

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from verl.cli.main import app
 from verl.cli.samples_page import page
 from verl.cli.samples_read import Sample, read_samples
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.replay.settings import TieredReplay
 from verl.tracking.jsonl import JsonLines
 from verl.tracking.trackers import Trackers

@@ -17,7 +17,7 @@ from verl.cluster.mailbox import Mailbox, Post
 from verl.cluster.memory import FREE_BLOCKS_KEPT, Blocks
 from verl.cluster.parcel import Rows
 from verl.cluster.processes import Processes
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError, WorkerHung
 from verl.protocol import DataProto
 

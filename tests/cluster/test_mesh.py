@@ -13,7 +13,7 @@ from trainer.runs import PPO, ppo_run
 
 import verl
 from verl.cluster.mesh import DeviceMesh
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.sharding import DDP, NoSharding
 from verl.errors import ConfigError
 from verl.trainer.local_trainer import LocalPPOTrainer

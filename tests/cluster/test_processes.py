@@ -18,7 +18,7 @@ from verl.cluster import processes
 from verl.cluster.base import role_handles
 from verl.cluster.in_process import InProcess
 from verl.cluster.processes import Processes
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import VerlError, WorkerDied, WorkerError, WorkerHung
 from verl.protocol import DataProto
 
@@ -233,7 +233,7 @@ sys.path[:0] = [{root!r}, {tests!r}]
 from cluster.toy_roles import ToyHost
 from verl.cluster.base import role_handles
 from verl.cluster.processes import Processes
-from verl.description import BuildContext
+from verl.component import BuildContext
 
 host = ToyHost()
 cluster = Processes(host, BuildContext(), {size}, num_threads=1)

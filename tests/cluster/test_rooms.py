@@ -13,7 +13,7 @@ from verl.cluster.memory import Blocks
 from verl.cluster.pending import PendingCall, Shares
 from verl.cluster.processes import Processes
 from verl.cluster.rooms import Expectations, Placed, Room, place
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.dispatch import Dispatch
 from verl.protocol import DataProto
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from verl.description import BuildContext, Description
+from verl.component import BuildContext, Description
 from verl.dispatch import by_rows, by_rows_to_one, on_all
 from verl.engines.sharding import DDP, Sharding
 from verl.protocol import DataProto

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 from omegaconf import OmegaConf
 
+from verl.component import Description
 from verl.compose.check import check
 from verl.compose.composition import compose_root, lay
 from verl.compose.overrides import command_line
-from verl.description import Description
 from verl.errors import ConfigError
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from verl.component import BuildContext
 from verl.data.arithmetic import ArithmeticPrompts, ArithmeticSFT, _shuffled
 from verl.data.bad_rows import BadRows
 from verl.data.files import PromptFiles, SFTFiles
 from verl.data.rows import read_rows
-from verl.description import BuildContext
 from verl.errors import ConfigError
 from verl.models.tiny_tokenizer import character_tokenizer
 

@@ -8,10 +8,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from verl.component import BuildContext
 from verl.data.files import PromptFiles, SFTFiles
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
-from verl.description import BuildContext
 from verl.errors import ConfigError
 from verl.models.tiny_tokenizer import character_tokenizer
 

@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
+from verl.component import BuildContext
 from verl.data.files import PromptFiles, SFTFiles
-from verl.description import BuildContext
 from verl.errors import ConfigError
 from verl.models.tiny_tokenizer import character_tokenizer
 

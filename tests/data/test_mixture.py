@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
+from verl.component import BuildContext
 from verl.data.files import PromptFiles, SFTFiles
 from verl.data.sampler import EpochSampler, Mixture
-from verl.description import BuildContext
 from verl.errors import ConfigError
 from verl.models.tiny_tokenizer import character_tokenizer
 

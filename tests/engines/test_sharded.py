@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from verl.description import BuildContext
-from verl.engines.layouts import local, own_part, tensor_layout
+from verl.component import BuildContext
 from verl.engines.sharded import ShardedParallel
 from verl.models.heads import ValueModel
 from verl.models.lora import LoRA
 from verl.models.weight_files import WeightFiles
+from verl.resharding.dtensor import local, own_part, tensor_layout
 
 MESHES = {"fsdp": (1, 4, 1), "hsdp": (2, 2, 1), "tp": (2, 1, 2), "tp_fsdp": (1, 2, 2)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP, NoSharding
 from verl.engines.tensor_parallel import heads_fault
 from verl.errors import ConfigError

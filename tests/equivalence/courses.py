@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from trainer.runs import weights
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.rollout.base import Request
 from verl.trainer.ppo import PPORun
 

@@ -24,11 +24,11 @@ from verl.cluster.base import role_handles
 from verl.cluster.dividing import Division
 from verl.cluster.pending import shares_of
 from verl.cluster.processes import Processes
-from verl.description import BuildContext, Description
+from verl.component import BuildContext, Description
 from verl.dispatch import dispatch_of, on_all, on_each
-from verl.engines.layouts import local
 from verl.engines.parallel import TorchParallel
 from verl.engines.sharding import DDP, Sharding
+from verl.resharding.dtensor import local
 from verl.rollout.vllm.weights import weights_of
 from verl.sync.adapters import adapter_tensors
 from verl.trainer.ppo import PPORun

@@ -14,7 +14,7 @@ from verl.algorithms.correction import TruncatedIS
 from verl.algorithms.kl import KLInLoss
 from verl.algorithms.policy_losses import SequenceClip
 from verl.algorithms.reinforce import RewardToGo
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.protocol import DataProto
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout

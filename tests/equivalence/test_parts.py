@@ -15,7 +15,7 @@ from verl.checkpoint.disk import Disk
 from verl.checkpoint.published import open_published
 from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.verify import verified
-from verl.description import BuildContext, as_plain
+from verl.component import BuildContext, as_plain
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP
 from verl.models.lora import LoRA
 from verl.trainer.loop import Course

@@ -12,7 +12,7 @@ from trainer.saved_runs import STEPS, course, digest, fit, newest
 from trainer.saved_runs import numbers as all_numbers
 
 from verl.checkpoint.reader import CheckpointReader
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.sharding import DDP, FSDP
 from verl.rollout.scripted import Scripted
 

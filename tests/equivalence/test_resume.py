@@ -11,13 +11,13 @@ import torch
 from trainer.runs import GRPO, PPO, ShakenClip, ppo_run, read_lines, without_times
 
 from verl.algorithms.kl import AdaptiveKLInReward
-from verl.checkpoint import CheckpointManager
 from verl.checkpoint.discovery import CheckpointDirectory
 from verl.checkpoint.disk import Disk
+from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.settings import Checkpointing
 from verl.checkpoint.verify import verify
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.sharding import DDP
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained

@@ -9,7 +9,7 @@ import pytest
 from equivalence.test_resume import final_digest, fit, numbers
 from trainer.runs import GRPO, PPO, ppo_run
 
-from verl.checkpoint import CheckpointManager
+from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.settings import Checkpointing
 from verl.engines.sharding import DDP
 from verl.replay.cold import Cold

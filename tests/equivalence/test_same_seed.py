@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from trainer.runs import ppo_run, read_lines, weights, without_times
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.tracking.jsonl import JsonLines
 from verl.tracking.trackers import Trackers
 from verl.trainer.ppo import PPORun

@@ -16,7 +16,7 @@ from verl.checkpoint.disk import Disk
 from verl.checkpoint.published import open_published
 from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.settings import Checkpointing
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.costs import cost_of
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP
 from verl.models.lora import LoRA

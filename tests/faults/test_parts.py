@@ -17,7 +17,7 @@ import verl.trainer.joint as joint
 from verl.checkpoint.discovery import CheckpointDirectory
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.verify import verified
-from verl.description import BuildContext, as_plain
+from verl.component import BuildContext, as_plain
 from verl.engines.sharding import FSDP
 from verl.errors import WorkerDied
 from verl.trainer.loop import Course

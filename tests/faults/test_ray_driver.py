@@ -22,7 +22,7 @@ from cluster.toy_roles import ToyHost
 from verl.cluster.base import role_handles
 from verl.cluster.ray import RayActors
 from verl.cluster.ray_crew import Group
-from verl.description import BuildContext
+from verl.component import BuildContext
 
 host = ToyHost()
 cluster = RayActors(small_session(), Group("main", 1, 0.5, 0, 1, "PACK", 60.0), host, BuildContext())

@@ -16,7 +16,7 @@ from verl.cluster.base import role_handles
 from verl.cluster.ray import RayActors
 from verl.cluster.ray_crew import Group
 from verl.cluster.ray_session import Session, Wanted
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import WorkerDied
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.exhaustive]

@@ -11,16 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from faults.disks import CHANGING, FailingDisk, Operation, RecordingDisk, RefusingDisk, ShortWritingDisk
-from faults.scenarios import (
-    SCENARIOS,
-    WEIGHT,
-    Scenario,
-    check,
-    check_next_save,
-    fast_directory,
-    save,
-    version_of,
-)
+from faults.scenarios import SCENARIOS, WEIGHT, Scenario, check, check_next_save, fast_directory, save, version_of
 
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.store import CheckpointStore

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl import HybridActor, measure_switch_overhead
+from verl.hybrid.actor import HybridActor
+from verl.hybrid.switch import measure_switch_overhead
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from trainer.runs import PPO, ppo_run, read_lines, weights, without_times
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout

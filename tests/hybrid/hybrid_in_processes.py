@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from verl import HybridActor, check_process_groups
+from verl.cluster.groups import check_process_groups
 from verl.errors import ConfigError
+from verl.hybrid.actor import HybridActor
 
 STEPS, ROWS = 3, 4  # rows of all groups together
 

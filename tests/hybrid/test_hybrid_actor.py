@@ -12,8 +12,8 @@ from random_models import save_random_model
 from roles import start_actor
 
 import verl
-from verl import HybridActor
 from verl.errors import ConfigError
+from verl.hybrid.actor import HybridActor
 from verl.hybrid.processes import sizes_of
 from verl.hybrid.settings import HybridConfig
 from verl.models.pretrained import Pretrained

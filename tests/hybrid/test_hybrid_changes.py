@@ -13,8 +13,8 @@ import pytest
 import torch
 from random_models import save_random_model
 
-from verl import HybridActor
 from verl.errors import ActorBusy, ConfigError, RolloutError
+from verl.hybrid.actor import HybridActor
 from verl.hybrid.model_changes import ModelForm
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout

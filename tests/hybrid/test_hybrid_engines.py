@@ -9,7 +9,7 @@ import torch
 from remote.servers import serving
 from rollout.speaking import Speaker
 
-from verl import HybridActor
+from verl.hybrid.actor import HybridActor
 from verl.rollout.hf import HFRollout
 from verl.rollout.server.options import ServerRollout
 

@@ -11,8 +11,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from random_models import save_random_model
 
-from verl import HybridActor, measure_switch_overhead
 from verl.errors import ConfigError
+from verl.hybrid.actor import HybridActor
+from verl.hybrid.switch import measure_switch_overhead
 
 options = pytest.importorskip("verl.rollout.vllm.options", reason="this version has no rollout=vllm")
 pytest.importorskip("vllm", reason="vLLM is not installed")

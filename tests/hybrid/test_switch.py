@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from verl import HybridActor, measure_switch_overhead
 from verl.errors import ConfigError
+from verl.hybrid.actor import HybridActor
+from verl.hybrid.switch import measure_switch_overhead
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/hybrid_switch.py"
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from verl.component import BuildContext
 from verl.compose.check import check
 from verl.compose.composition import compose_root
 from verl.compose.paths import conf_dir, group_options
 from verl.compose.warm_start import resolve_warm_starts
-from verl.description import BuildContext
 from verl.ops.noise import EVALUATION
 from verl.rollout.base import Request
 from verl.trainer.ppo import PPORun, PPOTrainer

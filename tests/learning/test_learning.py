@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from trainer.runs import Echo, Prompts, ppo_run, read_lines
 
+from verl.component import BuildContext
 from verl.compose.check import check
 from verl.compose.composition import compose_root
 from verl.compose.paths import conf_dir, group_options
-from verl.description import BuildContext
 from verl.models.tiny import TinyModel
 from verl.rollout.hf import HFRollout
 from verl.tracking.jsonl import JsonLines

@@ -16,7 +16,7 @@ from trainer.runs import Echo, Prompts, ppo_run, read_lines
 from verl.algorithms.advantages import GroupRelative
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.policy_losses import PPOClip
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.models.tiny import TinyModel
 from verl.replay.settings import TieredReplay
 from verl.rollout.hf import HFRollout

@@ -13,7 +13,7 @@ from random_models import save_random_classifier
 from rewards.rated import rollout
 from transformers import AutoModelForSequenceClassification
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.model_paths.classifier import examine_classifier, text_batches_for
 from verl.models import scores

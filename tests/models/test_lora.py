@@ -8,9 +8,9 @@ from peft import AutoPeftModelForCausalLM
 from roles import experience, largest_difference, start_actor, start_critic, weights
 from transformers import AutoModelForCausalLM
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.optim import AdamW
-from verl.engines.sharding import Parallel
+from verl.engines.parallel import Parallel
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained

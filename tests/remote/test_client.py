@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from remote.servers import Say, in_turn, serving
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ComponentExit, ComponentHung
 from verl.remote.asking import Ask, Unusable
 
@@ -203,7 +203,7 @@ def test_an_interrupted_question_is_given_up(asked_of):
     source = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in its background without it
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.remote.asking import Ask
 from verl.remote.endpoint import Endpoint
 
@@ -229,7 +229,7 @@ except KeyboardInterrupt:
 
 
 def test_an_answer_that_is_read_for_ever_cannot_keep_the_client_open(monkeypatch):
-    monkeypatch.setattr("verl.remote.client.END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("verl.remote.background.END_TIMEOUT_S", 0.1)
     monkeypatch.setattr("verl.remote.background.END_TIMEOUT_S", 0.1)
     reading, end = threading.Event(), threading.Event()
 

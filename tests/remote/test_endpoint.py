@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.description import BuildContext, as_plain
+from verl.component import BuildContext, as_plain
 from verl.errors import ConfigError
 from verl.remote.endpoint import Endpoint
 from verl.utils.redact import redact_tree

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.models.pretrained import Pretrained
 from verl.models.tiny_tokenizer import character_tokenizer
 from verl.protocol import DataProto

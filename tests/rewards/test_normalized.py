@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.protocol import DataProto
 from verl.rewards.exact_match import ExactMatch
 from verl.rewards.normalized import Normalized

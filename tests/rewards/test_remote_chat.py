@@ -9,7 +9,7 @@ import pytest
 from remote.servers import Say, in_turn, serving
 from rewards.test_remote_http import batch_of, outcomes
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError, NonFiniteRewardError, RewardError
 from verl.remote.asking import Unusable
 from verl.remote.endpoint import Endpoint

@@ -9,7 +9,7 @@ import torch
 from remote.servers import Say, in_turn, serving
 from trainer.runs import ppo_run, read_lines
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError, NonFiniteRewardError, RewardError
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
 from verl.rewards.function import CallableReward, RewardFunction

@@ -9,7 +9,7 @@ from random_models import save_random_classifier, save_random_model, word_tokeni
 from rewards.rated import PROMPTS, RESPONSES, built, described, rollout
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError, RewardError
 from verl.models.pretrained import Pretrained
 from verl.models.scores import ScoreModel, ScoreOutput

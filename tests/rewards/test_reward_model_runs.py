@@ -8,9 +8,9 @@ from random_models import save_random_classifier, word_tokenizer
 from rewards.rated import built, described, rollout
 from trainer.runs import ppo_run, read_lines
 
+from verl.component import BuildContext
 from verl.compose.check import check
 from verl.compose.composition import compose_root
-from verl.description import BuildContext
 from verl.errors import ConfigError
 from verl.models.pretrained import Pretrained
 from verl.rewards.exact_match import ExactMatch

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
 from verl.rewards.format import Format

@@ -13,7 +13,7 @@ from textwrap import dedent
 import pytest
 import torch
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
 from verl.rewards.function import RewardFunction
@@ -323,7 +323,7 @@ def test_what_an_interrupted_batch_leaves_under_way_is_ended_and_the_next_batch_
 SCRIPT = """
 import os, sys
 import torch
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.protocol import DataProto
 from verl.rewards.function import RewardFunction
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from trainer.runs import Arbitrary, Echo, ppo_run, read_lines
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto

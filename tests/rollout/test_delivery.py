@@ -14,10 +14,10 @@ import torch.distributed as dist
 from rollout.engines import save_family
 from torch.distributed.tensor.debug import CommDebugMode
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.sharded import ShardedParallel
 from verl.models.lora import LoRA
-from verl.resharding import lower_bound
+from verl.resharding.plan import lower_bound
 from verl.rollout.vllm.delivery import Delivery
 from verl.rollout.vllm.leading import Offer
 from verl.rollout.vllm.shares import may_be_sliced, shares_of

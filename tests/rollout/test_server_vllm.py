@@ -21,7 +21,7 @@ from roles import experience, start_actor
 from rollout.speaking import gap
 from trainer.runs import GRPO, ppo_run, read_lines
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained

@@ -11,7 +11,7 @@ from roles import experience
 from rollout.speaking import gap
 from trainer.runs import GRPO, ppo_run, read_lines
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.sharding import DDP
 from verl.errors import ConfigError, RolloutError
 from verl.models.lora import LoRA

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rollout.engines import agreement, random_prompts, save_family, shake
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.rollout.base import Request

@@ -15,7 +15,7 @@ from trainer.saved_runs import course, digest, fit, numbers
 from verl.algorithms.correction import TruncatedIS
 from verl.checkpoint.discovery import CheckpointDirectory
 from verl.checkpoint.reader import CheckpointReader
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.rollout.vllm.engine import VLLMEngine
 from verl.rollout.vllm.options import VLLMRollout
 from verl.trainer.loop import Course

@@ -15,7 +15,7 @@ from cluster.processes_of import workers_of
 from rollout.engines import agreement, save_family
 from trainer.runs import GRPO, ppo_run
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.sharding import DDP, FSDP, TP
 from verl.models.lora import LoRA
 from verl.protocol import DataProto

@@ -13,7 +13,7 @@ import torch
 from cluster.processes_of import is_running, wait_until_gone
 from rollout.engines import agreement, by_row, random_prompts, save_family, shake
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.optim import AdamW
 from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.ops.noise import EVALUATION

@@ -17,7 +17,7 @@ from rollout.engines import save_family
 from trainer.runs import GRPO, Prompts, ppo_run
 
 import verl
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import LogProbGapError
 from verl.rollout.vllm.options import VLLMRollout
 

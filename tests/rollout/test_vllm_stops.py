@@ -16,9 +16,9 @@ import torch
 from cluster.processes_of import is_running, wait_until_gone
 from rollout.engines import agreement, random_prompts, save_family, shake
 
-from verl import HybridActor
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import RolloutError
+from verl.hybrid.actor import HybridActor
 from verl.models.lora import LoRA
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout

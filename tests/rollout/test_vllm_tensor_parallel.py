@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rollout.engines import agreement, random_prompts, save_family, shake
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.options import VLLMRollout

@@ -21,7 +21,7 @@ from trainer.test_sft import sft_run
 from verl.algorithms.advantages import AdvantageEstimator
 from verl.algorithms.kl import AdaptiveKLInReward
 from verl.algorithms.selection import MixedGroups
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.optim import AdamW
 from verl.engines.sharding import DDP
 from verl.errors import NonFiniteError, NonFiniteRewardError

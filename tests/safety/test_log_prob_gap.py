@@ -18,7 +18,7 @@ from trainer.runs import GRPO, PPO, Prompts, ppo_run, read_lines, without_times
 
 from verl.algorithms.correction import TruncatedIS
 from verl.checkpoint.settings import Checkpointing
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.sharding import DDP
 from verl.errors import ConfigError, LogProbGapError
 from verl.models.lora import LoRA

@@ -8,11 +8,11 @@ import json
 import pyarrow.parquet
 import pytest
 
+from verl.component import BuildContext
 from verl.compose.check import check
 from verl.compose.composition import compose_root
 from verl.compose.overrides import command_line
 from verl.compose.paths import conf_dir
-from verl.description import BuildContext
 from verl.rewards.gsm8k import score
 
 

@@ -11,7 +11,7 @@ from sync.copied_engine import CopyRollout
 from trainer.runs import GRPO, ppo_run, read_lines
 
 from verl.algorithms.correction import TruncatedIS
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import WeightSyncError
 from verl.models.pretrained import Pretrained
 from verl.tracking.jsonl import JsonLines

@@ -11,7 +11,7 @@ import torch
 from random_models import save_random_model
 from trainer.runs import GRPO, ppo_run, read_lines
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import WeightSyncError
 from verl.models.pretrained import Pretrained
 from verl.rollout.base import Synced

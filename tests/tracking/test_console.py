@@ -116,7 +116,7 @@ def test_a_negative_number_of_samples_is_refused():
 
 def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path):
     code = f"""
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.tracking.console import Console
 from verl.tracking.jsonl import JsonLines
 from verl.tracking.logs import setup_logging

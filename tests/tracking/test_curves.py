@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.tracking.curves import PANELS, Curves, moving_average, panel_of
 from verl.tracking.trackers import Trackers

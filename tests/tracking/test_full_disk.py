@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from trainer.runs import GRPO, Arbitrary, Prompts, ppo_run, read_lines
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.rewards.base import Reward, RewardDescription
 from verl.tracking.curves import Curves
 from verl.tracking.jsonl import JsonLines, JsonLinesTracker

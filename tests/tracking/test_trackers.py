@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.tracking.jsonl import JsonLines
 from verl.tracking.tracker import Tracker

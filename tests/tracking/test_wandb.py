@@ -13,7 +13,7 @@ import time
 import pytest
 from cluster.processes_of import wait_until_gone
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.tracking.trackers import Trackers
 from verl.tracking.wandb import WandB, wandb_mode
@@ -175,7 +175,7 @@ def test_the_id_is_kept_in_the_checkpoint_and_found_by_the_run_that_goes_on(mode
 STOPPED = """
 import logging, os, signal, sys
 from pathlib import Path
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.tracking.trackers import Trackers
 from verl.tracking.wandb import SERVICE, WandB
 from verl.utils.child_process import children

@@ -13,9 +13,9 @@ from verl.algorithms.advantages import GAE, GroupRelative
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KLInLoss, KLInReward
 from verl.algorithms.policy_losses import PPOClip
+from verl.component import BuildContext
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.splits import PromptSource, Splits
-from verl.description import BuildContext
 from verl.engines.optim import AdamW
 from verl.engines.sharding import NoSharding
 from verl.models.source import ModelSource

@@ -13,7 +13,7 @@ from verl.checkpoint.discovery import CheckpointDirectory
 from verl.checkpoint.published import Published
 from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.settings import Checkpointing
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.models.source import ModelSource
 from verl.tracking.jsonl import JsonLines
 from verl.tracking.trackers import Trackers

@@ -13,7 +13,7 @@ from verl.algorithms.correction import TruncatedIS
 from verl.algorithms.kl import AdaptiveKLInReward
 from verl.algorithms.reinforce import GreedyBaseline
 from verl.algorithms.selection import MixedGroups
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription

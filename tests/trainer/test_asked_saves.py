@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 from trainer.runs import ppo_run
 
-from verl.checkpoint import CheckpointManager
 from verl.checkpoint.discovery import CheckpointDirectory
 from verl.checkpoint.locate import Location, locate
+from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.settings import Checkpointing
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.trainer.ppo import PPOTrainer
 
 

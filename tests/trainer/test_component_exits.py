@@ -17,7 +17,7 @@ from trainer.runs import PPO, Prompts, ppo_run, read_lines
 
 import verl
 from verl.algorithms.policy_losses import PPOClip
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ComponentExit, RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription

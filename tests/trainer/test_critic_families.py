@@ -8,7 +8,7 @@ import torch
 from random_models import save_random_model
 from trainer.runs import ppo_run, read_lines
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.optim import AdamW
 from verl.models.pretrained import Pretrained
 from verl.tracking.jsonl import JsonLines

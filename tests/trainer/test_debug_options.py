@@ -10,9 +10,9 @@ import torch
 from trainer.runs import GRPO, Prompts, ppo_run, read_lines
 from trainer.test_sft import sft_run
 
+from verl.component import BuildContext
 from verl.compose.check import check
 from verl.compose.composition import compose_root
-from verl.description import BuildContext
 from verl.engines.sharding import DDP
 from verl.errors import ConfigError
 from verl.tracking.jsonl import JsonLines

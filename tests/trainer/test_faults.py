@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from verl import config
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KLInReward, NoKL
+from verl.component import BuildContext
 from verl.data.files import PromptFiles
-from verl.description import BuildContext
 from verl.engines.optim import AdamW
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, NoSharding
 from verl.errors import ConfigError, RewardError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from trainer.runs import GRPO, PPO, ppo_run
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from trainer.runs import GRPO, PROMPTS, Prompts, ppo_run, read_lines
 
+from verl.component import BuildContext
 from verl.data.arithmetic import ArithmeticSFT
-from verl.description import BuildContext
 from verl.engines.optim import AdamW
 from verl.engines.sharding import NoSharding
 from verl.errors import ConfigError

@@ -19,7 +19,7 @@ from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.writer import CheckpointWriter
 from verl.cluster.base import role_handles
 from verl.cluster.processes import Processes
-from verl.description import BuildContext, Description
+from verl.component import BuildContext, Description
 from verl.dispatch import on_each
 from verl.engines.sharding import DDP, Sharding
 from verl.trainer import generators

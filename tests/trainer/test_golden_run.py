@@ -9,12 +9,12 @@ import pytest
 from golden_run import GOLDEN
 from safetensors.torch import load_file
 
-from verl.checkpoint import CheckpointManager
+from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.manifest import FORMAT_VERSION
+from verl.component import BuildContext
 from verl.compose.check import check
 from verl.compose.composition import compose_root
 from verl.compose.overrides import command_line
-from verl.description import BuildContext
 from verl.trainer.comparing import steps_of
 
 RUNS = sorted(path.name for path in GOLDEN.glob("run_*"))

@@ -14,14 +14,14 @@ from remote.servers import serving
 from rollout.speaking import Speaker
 from trainer.runs import Arbitrary
 
-from verl import Trainer
-from verl.checkpoint import CheckpointManager
+from verl.checkpoint.manager import CheckpointManager
 from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, RewardError
 from verl.models.pretrained import Pretrained
 from verl.rewards.exact_match import ExactMatch
 from verl.rewards.model import RewardModel
 from verl.rewards.normalized import Normalized
 from verl.trainer import reward_stats
+from verl.trainer.library import Trainer
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3)]

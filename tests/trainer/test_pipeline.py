@@ -6,12 +6,13 @@ import pytest
 import torch
 from random_models import save_random_classifier
 
-from verl import DataPipeline, RLTrainer, Trainer
 from verl.errors import ConfigError
 from verl.models.pretrained import Pretrained
 from verl.rewards.exact_match import ExactMatch
 from verl.rewards.weighted_sum import WeightedSum
 from verl.trainer.forms import summed_rewards
+from verl.trainer.library import Trainer
+from verl.trainer.pipeline import DataPipeline, RLTrainer
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(3)]
 TRAINING = {

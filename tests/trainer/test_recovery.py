@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from trainer.saved_runs import course, fit
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import WorkerDied
 from verl.trainer.recovery import _last_of, fit_through_losses
 

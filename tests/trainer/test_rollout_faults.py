@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from trainer.runs import GRPO, ppo_run
 
+from verl.component import BuildContext
 from verl.compose.check import check
 from verl.compose.composition import compose_root
-from verl.description import BuildContext
 from verl.errors import ConfigError
 from verl.models.pretrained import Pretrained
 from verl.rollout.vllm.options import VLLMRollout

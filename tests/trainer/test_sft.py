@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
+from verl.component import BuildContext
 from verl.data.files import SFTFiles
-from verl.description import BuildContext
 from verl.engines.optim import AdamW
 from verl.engines.sharding import NoSharding
 from verl.models.lora import LoRA

@@ -10,10 +10,10 @@ from roles import PPO, experience, largest_difference, start_actor, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.algorithms.kl import KLInLoss
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.dispatch import dispatch_of
 from verl.engines.optim import AdamW
-from verl.engines.sharding import Parallel
+from verl.engines.parallel import Parallel
 from verl.models.pretrained import Pretrained
 from verl.ops.kl_estimators import ESTIMATORS
 from verl.protocol import DataProto

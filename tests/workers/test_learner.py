@@ -8,9 +8,9 @@ import pytest
 import torch
 from roles import gradients, largest_difference
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.optim import AdamW
-from verl.engines.sharding import Parallel
+from verl.engines.parallel import Parallel
 from verl.protocol import DataProto
 from verl.workers.actor import Actor
 from verl.workers.learner import Learner

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from verl.description import Description
+from verl.component import Description
 from verl.ops.groups import centred_in_groups, group_sums
 from verl.ops.masking import masked_sum, masked_whiten
 from verl.protocol import DataProto

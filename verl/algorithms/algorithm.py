@@ -12,7 +12,7 @@ from verl.algorithms.kl import KLControl, NoKL
 from verl.algorithms.policy_losses import PolicyLoss
 from verl.algorithms.selection import MixedGroups
 from verl.algorithms.value_losses import ClippedValueLoss, ValueLoss
-from verl.description import Description
+from verl.component import Description
 from verl.ops.aggregate import Aggregation
 
 NORMED = "seq-mean-token-sum-norm"

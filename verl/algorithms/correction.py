@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from verl.description import Description
+from verl.component import Description
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.description import BuildContext, Description
+from verl.component import BuildContext, Description
 from verl.errors import ConfigError
 from verl.ops.kl_estimators import ESTIMATORS, Estimator
 from verl.ops.masking import masked_mean, masked_sum

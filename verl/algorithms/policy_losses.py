@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.description import Description
+from verl.component import Description
 from verl.ops.kl_estimators import k3
 from verl.ops.masking import masked_mean
 

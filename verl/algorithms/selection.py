@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from verl.description import Description
+from verl.component import Description
 from verl.errors import RewardError
 from verl.ops.groups import centred_in_groups
 from verl.protocol import DataProto

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.description import Description
+from verl.component import Description
 
 
 @dataclass(frozen=True, kw_only=True)

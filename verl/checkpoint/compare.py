@@ -16,6 +16,7 @@ from verl.checkpoint.published import Published, read_state
 from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.safetensors_bytes import INDEX_NAME
 from verl.checkpoint.tensors import LogicalTensor
+from verl.utils.saved_targets import current_targets
 
 ABSENT = "absent"
 DOCUMENT_LIMIT_BYTES = 2**18
@@ -159,10 +160,10 @@ def _documents(published: Published) -> set[str]:
 def _parsed(path: str, data: bytes) -> Any:
     try:
         if path.endswith(".json"):
-            return json.loads(data)
+            return current_targets(json.loads(data))
         import yaml
 
-        return yaml.safe_load(data)
+        return current_targets(yaml.safe_load(data))
     except ValueError:
         return f"{len(data)} bytes, {digest_of(data)[:12]}"
 

@@ -11,7 +11,7 @@ import torch
 from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.tensors import ITEM_BYTES, LogicalTensor, Slice
 from verl.errors import ConfigError
-from verl.layout import Box, intersection
+from verl.resharding.layout import Box, intersection
 
 DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device] | None
 

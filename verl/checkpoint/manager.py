@@ -19,6 +19,7 @@ from verl.checkpoint.tiers.remote import RemoteCheckpoints, RemotePublished
 from verl.checkpoint.verify import Level, verified
 from verl.errors import BadCheckpoint, CheckpointNotFound
 from verl.storage.options import is_address
+from verl.utils.saved_targets import current_targets
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,7 @@ class CheckpointManager:
     def state(self) -> dict[str, Any]:
         """All of `trainer_state.json`."""
         if self.address is not None:
-            return json.loads(bytes(self.reader().read(STATE)))
+            return current_targets(json.loads(bytes(self.reader().read(STATE))))
         return read_state(self._disk, self.published)
 
     # -- what it is ---------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from verl.checkpoint.manifest import (
 )
 from verl.checkpoint.tensors import LogicalTensor, Slice
 from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointTooNew, FileFault
+from verl.utils.saved_targets import current_targets
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def read_state(disk: Disk, published: Published) -> dict[str, Any]:
     data = _read_own(disk, published.directory, STATE, MANIFEST_LIMIT_BYTES)
     if len(data) != entry.size or digest_of(data) != entry.blake3:
         raise CheckpointCorrupt(published.directory, [FileFault(STATE, "its bytes are not those that were written")])
-    return json.loads(data)
+    return current_targets(json.loads(data))
 
 
 def _read_own(disk: Disk, directory: Path, name: str, limit: int) -> bytes:

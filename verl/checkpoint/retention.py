@@ -20,7 +20,7 @@ from verl.checkpoint.published import Published
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.verify import Level
 from verl.checkpoint.waiting import forget_removed, held_back
-from verl.description import Description
+from verl.component import Description
 from verl.errors import CheckpointNotFound
 
 FEWEST_KEPT = 2

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from verl.checkpoint.increment import Incremental
 from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.retention import Retention
-from verl.description import Description
+from verl.component import Description
 from verl.errors import ConfigError
 from verl.storage.options import storage_from
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from verl.layout import Box, Layout, volume
+from verl.resharding.layout import Box, Layout, volume
 
 FEWEST_CUT_SHARE = 4  # a copy that is more than this part of a fair share is cut among its holders
 

@@ -109,8 +109,8 @@ def _located(path: str) -> Iterator[SavedPolicy]:
 @contextmanager
 def _running(saved: SavedPolicy, root: str, overrides: Sequence[str], data: Path | None) -> Iterator[Any]:
     """The trainer of a saved policy, which trains nothing and leaves nothing behind."""
+    from verl.component import BuildContext
     from verl.compose.saved_policy import policy_run
-    from verl.description import BuildContext
 
     run = policy_run(saved, root, overrides, None if data is None else data.absolute())
     own_reward = root == "ppo" and not any(text.startswith("reward") for text in overrides)

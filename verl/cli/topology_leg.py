@@ -9,10 +9,10 @@ import os
 from pathlib import Path
 
 from verl.cli.topology_check import ASIDE, ROOT
+from verl.component import BuildContext, as_plain
 from verl.compose.check import check
 from verl.compose.entry import Job, entry_point
 from verl.compose.warm_start import resolve_warm_starts
-from verl.description import BuildContext, as_plain
 from verl.trainer.loop import Course, fit
 
 

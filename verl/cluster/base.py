@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.dispatch import dispatch_of
 from verl.engines.sharding import Sharding
 

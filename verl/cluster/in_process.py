@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from verl.cluster.base import HostDescription
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.dispatch import dispatch_of
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from verl.cluster.base import Cluster
 from verl.cluster.placement import ROLES, DivisibleHost, Placement, RoleGroups, undivided
 from verl.cluster.processes import Processes
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.sharding import Sharding
 from verl.utils.env_check import num_cores
 

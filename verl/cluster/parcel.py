@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.contract.tensor_bytes import raw_bytes, taken
 from verl.protocol import DataProto
+from verl.protocol.serialization import raw_bytes, taken
 
 warnings.filterwarnings("ignore", message=".*buffer is not writable.*")  # received fields are read, never written
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from verl.cluster.base import Cluster, HostDescription
-from verl.description import BuildContext, Description
+from verl.component import BuildContext, Description
 from verl.engines.sharding import Sharding
 
 ROLES = ("actor", "critic", "reference", "rm")

@@ -35,7 +35,7 @@ from verl.cluster.pending import PendingCall, Shares, shares_of
 from verl.cluster.rooms import Expectations, Layout, Room
 from verl.cluster.versions import refuse_mixed
 from verl.cluster.worker import READY, Answer, Call, Start
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.dispatch import Dispatch, dispatch_of
 from verl.errors import VerlError, WorkerError, WorkerHung
 from verl.utils.child_process import StoppedTime

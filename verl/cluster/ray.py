@@ -25,7 +25,7 @@ from verl.cluster.parcel import Parcel, wrap
 from verl.cluster.pending import PendingCall, shares_of
 from verl.cluster.ray_crew import Group, RayCrew
 from verl.cluster.ray_session import Session
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.dispatch import dispatch_of
 from verl.errors import VerlError, WorkerDied, WorkerError
 

@@ -22,7 +22,7 @@ from verl.cluster.parcel import Parcel, unwrap
 from verl.cluster.ray_actor import RoleActor, Told
 from verl.cluster.ray_session import Session
 from verl.cluster.versions import refuse_mixed
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import WorkerDied, WorkerError, WorkerHung
 from verl.utils.process_exit import excerpt
 from verl.utils.progress import Progress, ProgressWatch, report, state_of

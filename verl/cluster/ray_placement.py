@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from verl.cluster.base import Cluster
 from verl.cluster.in_process import InProcess
 from verl.cluster.placement import ROLES, DivisibleHost, Placement, RoleGroups, undivided
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.sharding import Sharding
 
 MAIN = "main"

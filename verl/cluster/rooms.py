@@ -19,10 +19,10 @@ from torch import Tensor
 
 from verl.cluster.dividing import Division, spread
 from verl.cluster.memory import ALIGNMENT
-from verl.contract.joining import set_rows
-from verl.contract.tensor_bytes import taken
-from verl.fields import FIELDS
 from verl.protocol import DataProto
+from verl.protocol.concat import set_rows
+from verl.protocol.fields import FIELDS
+from verl.protocol.serialization import taken
 
 SMALL = 2**16  # bytes: answers below it are joined by the driver
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl.component import Description, _as_declared, field_types, type_fault
 from verl.compose.nearest import hint, nearest_path
 from verl.compose.plain import UNKNOWN, Plain, Unknown, join, read_plain
-from verl.description import Description, _as_declared, field_types, type_fault
 from verl.errors import ConfigError
 from verl.utils.exits import as_component_exit, raised_by_code
 
@@ -146,7 +146,7 @@ def _import(target: str) -> type[Description] | str:
     if found is None:
         return f"{module_name} has no {name}"
     if not (isinstance(found, type) and issubclass(found, Description)):
-        return "it is no description; give a frozen dataclass that inherits verl.description.Description"
+        return "it is no description; give a frozen dataclass that inherits verl.component.Description"
     return found
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from verl.component import Description, field_types
 from verl.compose.nearest import hint, nearest
-from verl.description import Description, field_types
 from verl.errors import ConfigError, faults_below
 
 Kind = TypeVar("Kind", bound=Description)

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.checkpoint.discovery import LATEST, CheckpointDirectory
+from verl.checkpoint.locate import POINTER
 from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.ownership import FORMAT
 from verl.checkpoint.plain import plain_directory
@@ -22,7 +23,7 @@ from verl.compose.overrides import assign
 from verl.compose.short_file import parse_overrides
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.models.pretrained import Pretrained
-from verl.trainer.resume import POINTER, ResumePoint, find
+from verl.trainer.resume import ResumePoint, find
 from verl.workers.state import Restore
 
 UNKNOWN_CONTEXT = 4096  # tokens of prompt and response, of a model that does not say how many it holds

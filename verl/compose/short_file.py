@@ -16,6 +16,7 @@ from yaml import YAMLError
 from verl.compose.composition import compose_root, lay
 from verl.compose.overrides import assign, flatten
 from verl.errors import ConfigError
+from verl.utils.saved_targets import current_targets
 
 
 @dataclass
@@ -58,7 +59,7 @@ def read_short_file(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"config_path is {str(path)!r}: no such file.")
     try:
-        tree: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        tree: Any = current_targets(OmegaConf.to_container(OmegaConf.load(file), resolve=False))
     except (YAMLError, OmegaConfBaseException, OSError) as error:
         raise ConfigError(f"config_path is {str(path)!r}: not readable as YAML ({error}).") from error
     if not isinstance(tree, dict):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
+from verl.component import BuildContext
 from verl.compose.save import save
 from verl.compose.warm_start import resolve_warm_starts
-from verl.description import BuildContext
 from verl.tracking.logs import setup_logging
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import verl
+from verl.component import BuildContext, Description, as_plain
 from verl.compose.check import check
 from verl.compose.composition import compose_root
 from verl.compose.nearest import hint, nearest
 from verl.compose.paths import conf_dir, group_options
-from verl.description import BuildContext, Description, as_plain
 from verl.errors import ConfigError
 from verl.models.pretrained import WARM_START
 from verl.utils.temporary import TemporaryDirectory

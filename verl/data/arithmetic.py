@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from verl.component import BuildContext, Description
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.data.splits import PromptSource, Splits, TextSource
-from verl.description import BuildContext, Description
 from verl.errors import ConfigError
 
 Split = Literal["train", "eval"]

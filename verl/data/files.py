@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from verl.component import BuildContext
 from verl.data.bad_rows import BadRows
 from verl.data.options import PromptOptions, SFTOptions
 from verl.data.rlhf_dataset import RLHFDataset
@@ -15,7 +16,6 @@ from verl.data.rows import file_faults, read_rows
 from verl.data.sampler import Mixture
 from verl.data.sft_dataset import SFTDataset
 from verl.data.splits import Splits
-from verl.description import BuildContext
 from verl.errors import ConfigError
 
 

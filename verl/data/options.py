@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
+from verl.component import Description
 from verl.data.bad_rows import OnBadRow
 from verl.data.splits import PromptSource, TextSource
-from verl.description import Description
 from verl.errors import ConfigError
 
 Truncation = Literal["error", "left", "right", "drop"]

@@ -14,8 +14,8 @@ from verl.data.prompts import Chat, render_prompts
 from verl.data.rows import Rows, read_rows
 from verl.data.tokens import RaggedTokens, cut, fit_lengths, object_array, pad_id_of
 from verl.errors import ConfigError
-from verl.fields import FIELDS
 from verl.protocol import DataProto
+from verl.protocol.fields import FIELDS
 
 RESERVED_COLUMNS = frozenset({"prompt_text", "prompt_messages", "response_text", "score"})
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from verl.component import Description
 from verl.data.sampler import Mixture
-from verl.description import Description
 from verl.protocol import DataProto
 
 

@@ -13,7 +13,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from verl.engines.layouts import Readable, laid_out_as
 from verl.engines.optim import AdamW
 from verl.engines.parallel import Parallel
 from verl.model_paths.check import paths_for
@@ -23,6 +22,7 @@ from verl.models.division import compute_device
 from verl.models.precision import Autocast, computing_in
 from verl.ops.aggregate import Totals
 from verl.protocol import DataProto
+from verl.resharding.dtensor import ReadableTensor, laid_out_as
 from verl.utils.progress import report
 
 Compute = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
@@ -145,7 +145,7 @@ class TrainingEngine:
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
 
-    def load_optimizer(self, tensors: Mapping[str, Readable], updates: int) -> None:
+    def load_optimizer(self, tensors: Mapping[str, ReadableTensor], updates: int) -> None:
         """Go on from what `optimizer_tensors` gave after `updates` optimizer steps.
 
         Args:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from verl.engines.layouts import local, own_box
 from verl.models.weight_files import WeightFiles
+from verl.resharding.dtensor import local, own_box
 from verl.utils.progress import report
 
 

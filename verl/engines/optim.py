@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from verl.description import Description
-from verl.engines.layouts import mesh_dims
+from verl.component import Description
+from verl.resharding.dtensor import mesh_dims
 
 
 @dataclass(frozen=True, kw_only=True)

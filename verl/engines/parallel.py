@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.description import BuildContext
-from verl.engines.layouts import local
-from verl.layout import Mesh
+from verl.component import BuildContext
 from verl.models.precision import Autocast
+from verl.resharding.dtensor import local
+from verl.resharding.layout import Mesh
 from verl.utils.progress import report
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"  # dimensions of the mesh of processes

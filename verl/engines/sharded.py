@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.filling import fill
 from verl.engines.fully_sharded import gathered, settle, shard_fully
-from verl.engines.layouts import is_divided, local, mesh_dims, tensor_layout
 from verl.engines.parallel import REPLICATE, SHARD, TENSOR, TorchParallel
 from verl.engines.tensor_parallel import split_over
-from verl.layout import Mesh
 from verl.models.division import Divided
 from verl.models.heads import ValueModel
 from verl.models.precision import Autocast
+from verl.resharding.dtensor import is_divided, local, mesh_dims, tensor_layout
+from verl.resharding.layout import Mesh
 
 
 class ShardedParallel(TorchParallel):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from verl.description import BuildContext, Description
+from verl.component import BuildContext, Description
 from verl.engines.parallel import Parallel, TorchParallel
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from verl.component import BuildContext
 from verl.compose.keywords import described
 from verl.compose.option import named_rollout
-from verl.description import BuildContext
 from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.hybrid.call import Call, prompt_rows, read_call, settings_left_out
 from verl.hybrid.ends import naming_ends

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.fully_sharded import units_of
-from verl.engines.layouts import is_divided, local
 from verl.engines.parallel import TENSOR
 from verl.engines.sharded import ShardedParallel
 from verl.engines.tensor_parallel import heads_fault
 from verl.errors import ConfigError
 from verl.hybrid.settings import HybridConfig
 from verl.models.saved_form import live_tensors
+from verl.resharding.dtensor import is_divided, local
 from verl.workers.gathering import whole_on_first
 
 TIMEOUT_S = 600.0

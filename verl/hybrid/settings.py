@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl import config
-from verl.description import Description
+from verl.component import Description
 
 
 @dataclass(frozen=True, kw_only=True)

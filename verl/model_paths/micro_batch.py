@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.fields import FIELDS
 from verl.model_paths.packed_attention import call_packed, take
 from verl.model_paths.paths import ModelPaths
 from verl.ops.batching import micro_batches, micro_batches_of_groups
 from verl.ops.logprobs import response_positions
 from verl.ops.packing import Packing, own_tokens, pack
 from verl.protocol import DataProto
+from verl.protocol.fields import FIELDS
 
 PADDED = ModelPaths(scoring="padded")
 WORTH_IT = 0.85  # packing, and sharing prompts, must leave at most this share of the tokens

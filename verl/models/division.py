@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.layout import Mesh, TensorLayout
+from verl.resharding.layout import Mesh, TensorLayout
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl.description import Description
+from verl.component import Description
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from verl.layout import Box
+from verl.resharding.layout import Box
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
-from verl.description import BuildContext, Description
+from verl.component import BuildContext, Description
 from verl.errors import ConfigError
 from verl.utils.redact import looks_secret, redact
 

@@ -19,11 +19,10 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from verl.contract.json_values import KEY, column_to_json, loads
-from verl.contract.source import contract_error
-from verl.contract.tensor_bytes import in_order
-from verl.fields import FIELDS
 from verl.protocol import DataProto
+from verl.protocol.fields import FIELDS
+from verl.protocol.provenance import contract_error
+from verl.protocol.serialization import KEY, column_to_json, in_order, loads
 
 # What a batch has beside, and what is computed anew under the weights of the day.
 REBUILT = ("input_ids", "attention_mask", "position_ids", "prompt_mask", "group_ids", "is_replayed")
@@ -32,7 +31,7 @@ COMPUTED = (
     "returns", "advantages",
 )  # fmt: skip
 INDEX = ("group", "step", "policy_version", "score", "advantage")  # columns that stay in memory for every row
-OTHERS = "columns"  # the column of JSON objects, of `verl.contract.json_values`
+OTHERS = "columns"  # the column of JSON objects, of `verl.protocol.serialization`
 _KEY = b"verl.fields"
 _ARROW_DTYPES = frozenset(
     {torch.float64, torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32,

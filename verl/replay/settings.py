@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.description import Description
+from verl.component import Description
 from verl.replay.sampling import Sampling
 
 MIB = 2**20

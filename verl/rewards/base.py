@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from verl.description import Description
+from verl.component import Description
 from verl.errors import RewardError
 from verl.ops.masking import last_true
 from verl.protocol import DataProto

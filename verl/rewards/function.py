@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import RewardError
 from verl.rewards.base import Reward, RewardDescription
 from verl.rewards.locate import load_function, own_line, path_faults

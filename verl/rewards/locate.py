@@ -13,8 +13,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from verl.contract.source import source_of
 from verl.errors import RewardError
+from verl.protocol.provenance import source_of
 from verl.utils.exits import raised_by_code
 
 FORMS = "expected `package.module:function` or `file.py:function`"

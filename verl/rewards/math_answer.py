@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.rewards.base import RewardDescription
 from verl.rewards.samples import SampleReward, pool_faults
 

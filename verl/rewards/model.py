@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError, faults_below
 from verl.model_paths.classifier import text_batches_for
 from verl.models.pretrained import Pretrained

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.description import BuildContext, Description
+from verl.component import BuildContext, Description
 from verl.errors import faults_below
 from verl.protocol import DataProto
 from verl.rewards.base import Rating, Reward, RewardDescription

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError, NonFiniteRewardError, RewardError, faults_below
 from verl.protocol import DataProto
 from verl.remote.asking import Ask, Report, Unusable

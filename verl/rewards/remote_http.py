@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.remote.asking import Unusable
 from verl.rewards.outcomes import Sample
 from verl.rewards.remote import RemoteDescription, RemoteReward, SampleAsk

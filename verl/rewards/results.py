@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.contract.source import source_of
 from verl.errors import NonFiniteRewardError, RewardError
+from verl.protocol.provenance import source_of
 
 # Scores travel as float32; what overflows there is no finite number here.
 LARGEST = float(np.finfo(np.float32).max)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from verl.contract.source import source_of
 from verl.errors import NonFiniteRewardError, RewardError
 from verl.protocol import DataProto
+from verl.protocol.provenance import source_of
 from verl.rewards.base import Rating, Reward, texts_of
 from verl.rewards.locate import load_function
 from verl.rewards.pool import Outcome, Pool

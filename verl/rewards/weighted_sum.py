@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.description import BuildContext, Description
+from verl.component import BuildContext, Description
 from verl.errors import faults_below
 from verl.protocol import DataProto
 from verl.rewards.base import Rating, Reward, RewardDescription

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.models.precision import Autocast
 from verl.rollout.base import ALONE, Rollout, RolloutEngine
 from verl.rollout.hf import HFRollout

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from verl.description import BuildContext, Description
+from verl.component import BuildContext, Description
 from verl.errors import ConfigError, RolloutError
 from verl.models.precision import Autocast
 from verl.ops.noise import TRAINING

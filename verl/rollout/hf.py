@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.model_paths.check import paths_for
 from verl.model_paths.decode import Choose, Decoder
 from verl.models.division import compute_device, weights_gathered

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.models.division import compute_device, weights_gathered
 from verl.models.precision import Autocast, computing_in
 from verl.ops.logprobs import log_probs_of, response_positions

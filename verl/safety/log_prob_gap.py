@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from verl.description import Description
+from verl.component import Description
 from verl.models.precision import Numerics
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto

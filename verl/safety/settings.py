@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from verl.description import Description
+from verl.component import Description
 from verl.safety.log_prob_gap import LogProbGapLimit
 
 WATCHED = (

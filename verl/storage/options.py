@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
-from verl.description import BuildContext, Description
+from verl.component import BuildContext, Description
 from verl.errors import ConfigError
 from verl.utils.redact import redact
 

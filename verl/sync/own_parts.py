@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from verl.layout import Box
+from verl.resharding.layout import Box
 from verl.sync.marks import Mark, as_array, dtype_name, mark_of
 from verl.sync.shards import Shard
 from verl.sync.vectors import Vectors, full_precision

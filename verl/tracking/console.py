@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.tracking.tracker import Tracker, TrackerDescription, metrics_line, stage_line
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.tracking.tracker import Tracker, TrackerDescription
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.tracking.tracker import Tracker, TrackerDescription
 
 _KEPT_BYTES = 64 * 2**20  # of records that wait for room; the oldest go first

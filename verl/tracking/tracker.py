@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.description import Description
+from verl.component import Description
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.description import BuildContext, Description
+from verl.component import BuildContext, Description
 from verl.errors import ConfigError
 from verl.tracking.tracker import Tracker, TrackerDescription, metrics_line, stage_line
 from verl.utils.exits import as_component_exit, raised_by_code

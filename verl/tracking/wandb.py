@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.tracking.tracker import Tracker, TrackerDescription
 from verl.utils.child_process import StoppedWatch, children
 from verl.utils.temporary import TemporaryDirectory

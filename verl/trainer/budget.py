@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.engines.costs import cost_of
 from verl.engines.sharding import NoSharding, Sharding
 from verl.models.sizes import ModelSizes, sizes_of

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from verl.checkpoint.published import Published
 from verl.checkpoint.reader import CheckpointReader
+from verl.utils.saved_targets import current_targets
 from verl.workers.state import as_tensor
 
 TIMES = (
@@ -162,7 +163,7 @@ def _values_apart(a: Any, b: Any, near: Closeness, where: str) -> Iterator[str]:
 
 
 def _json(reader: CheckpointReader, file: str) -> Any:
-    return json.loads(bytes(reader.read(file)))
+    return current_targets(json.loads(bytes(reader.read(file))))
 
 
 def _left_out(component: str, near: Closeness) -> bool:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from verl.checkpoint.loading import DeviceMap
-from verl.description import as_plain
+from verl.component import as_plain
 from verl.errors import ConfigError
 from verl.rewards.base import RewardDescription
 from verl.trainer.forms import described_reward

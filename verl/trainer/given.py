@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl.component import BuildContext, Description
 from verl.data.options import PromptOptions
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.splits import Splits
-from verl.description import BuildContext, Description
 from verl.errors import ConfigError
 from verl.models.interfaces import as_reward_model
 from verl.models.source import ModelSource, without_dropout

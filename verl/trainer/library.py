@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.algorithms.algorithm import Algorithm
 from verl.checkpoint.settings import Checkpointing
+from verl.component import Description, as_plain, field_types
 from verl.compose.check import check
 from verl.compose.keywords import described, key_faults
 from verl.compose.option import rollout_kind
@@ -19,7 +20,6 @@ from verl.compose.overrides import flatten
 from verl.compose.short_file import Composed, compose_over_default, read_short_file
 from verl.compose.start import start
 from verl.data.options import PromptOptions
-from verl.description import Description, as_plain, field_types
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.source import ModelSource

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import verl
+from verl.utils.saved_targets import current_targets
 
 FILE = "lineage.jsonl"
 
@@ -68,7 +69,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
     for file in sorted(Path(directory).rglob(FILE)):
         for line in file.read_text(errors="replace").splitlines():
             try:
-                events.append({**json.loads(line), "directory": str(file.parent)})
+                events.append({**current_targets(json.loads(line)), "directory": str(file.parent)})
             except ValueError:
                 continue
     return sorted(events, key=lambda event: event["time"])

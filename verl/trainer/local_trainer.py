@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from verl.cluster.mesh import DeviceMesh
+from verl.component import Description, as_plain
 from verl.compose.check import check
 from verl.compose.short_file import Composed, compose_over_default, read_short_file
 from verl.compose.show import show
 from verl.compose.start import start, without_data_files
 from verl.data.options import PromptOptions
 from verl.data.rlhf_dataset import RLHFDataset
-from verl.description import Description, as_plain
 from verl.errors import ConfigError
 from verl.trainer.face import TrainerFace
 from verl.trainer.forms import described_data, described_reward

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from verl.checkpoint.writer import SaveOutcome
+from verl.checkpoint.plan import SaveOutcome
 from verl.data.sampler import EpochSampler
 from verl.data.splits import Dataset
 from verl.errors import CheckpointFenced, WorkerError

@@ -24,9 +24,9 @@ from verl.algorithms.kl import AdaptiveKLController
 from verl.algorithms.selection import MixedGroups, joined, kept_groups, no_group_left, selection_metrics
 from verl.checkpoint.settings import Checkpointing
 from verl.cluster.base import role_handles
+from verl.component import BuildContext, Description, as_plain
 from verl.data.sampler import EpochSampler, Mixture
 from verl.data.splits import PromptSource
-from verl.description import BuildContext, Description, as_plain
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, NonFiniteError, faults_below
 from verl.models.tokenizers import tokenizer_fault
@@ -52,14 +52,7 @@ from verl.trainer.resume import ResumePoint
 from verl.trainer.reuse import Reuse
 from verl.trainer.reward_stats import RewardStats
 from verl.trainer.settings import PPOSettings
-from verl.trainer.setup import (
-    ProcessState,
-    parts_of,
-    prepare_context,
-    prepare_saving,
-    restore_of,
-    start_cluster,
-)
+from verl.trainer.setup import ProcessState, parts_of, prepare_context, prepare_saving, restore_of, start_cluster
 from verl.trainer.stages import Stages
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.description import Description
+from verl.component import Description
 
 _log = logging.getLogger(__name__)
 

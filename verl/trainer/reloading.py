@@ -14,7 +14,7 @@ import torch
 
 from verl.checkpoint.loading import DeviceMap
 from verl.checkpoint.reader import CheckpointReader
-from verl.description import as_plain
+from verl.component import as_plain
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.trainer.identity import identity_of
 from verl.trainer.resume import ResumePoint, find, refuse_other_identity

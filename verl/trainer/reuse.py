@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.reuse import reuse_weights
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.protocol import DataProto
 from verl.replay.sampling import Wanted
 from verl.replay.saved import COMPONENT, BufferState, directory_of, emptied

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from verl.description import as_plain
+from verl.component import as_plain
 from verl.rewards.base import Reward, RewardDescription
 from verl.trainer.identity import differences, reward_identity
 

@@ -23,12 +23,12 @@ import torch
 from verl.checkpoint.content import SaveRequest
 from verl.checkpoint.discovery import RESERVED
 from verl.checkpoint.locate import POINTER
-from verl.checkpoint.plan import SaveReport
+from verl.checkpoint.plan import SaveOutcome, SaveReport
 from verl.checkpoint.settings import Checkpointing
 from verl.checkpoint.store import TAG, CheckpointStore
 from verl.checkpoint.tiers.tier import Tier
 from verl.checkpoint.waiting import write_cold
-from verl.checkpoint.writer import CheckpointWriter, SaveOutcome
+from verl.checkpoint.writer import CheckpointWriter
 from verl.trainer import generators
 from verl.trainer.contents import Contents
 from verl.trainer.joint import Parts

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from verl.cluster.placement import Placement
-from verl.description import Description
+from verl.component import Description
 from verl.safety.settings import Safety
 from verl.trainer.profiling import Profile
 

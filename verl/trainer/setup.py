@@ -18,7 +18,7 @@ from verl.cluster.base import Cluster
 from verl.cluster.in_process import InProcess
 from verl.cluster.placement import Placement
 from verl.cluster.processes import Processes
-from verl.description import BuildContext, as_plain
+from verl.component import BuildContext, as_plain
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError
 from verl.models.source import ModelSource

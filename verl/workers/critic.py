@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from verl.algorithms.algorithm import Algorithm
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.dispatch import by_rows, by_rows_to_one
 from verl.engines.engine import TrainingEngine
-from verl.engines.sharding import Parallel
+from verl.engines.parallel import Parallel
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import ValueModel

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from verl.engines.layouts import layout_of, local
 from verl.engines.parallel import Parallel
-from verl.layout import Layout, Mesh, TensorLayout
-from verl.resharding import plan
-from verl.sync.reshard import resharded
+from verl.resharding.dtensor import layout_of, local
+from verl.resharding.execute import reshard
+from verl.resharding.layout import Layout, Mesh, TensorLayout
+from verl.resharding.plan import reshard_plan
 from verl.utils.progress import report
 
 
@@ -39,8 +39,8 @@ def whole_on_owners(tensors: Mapping[str, Tensor], owner: Mapping[str, int], par
     )
     own = {name for name in once if owner[name] == parallel.rank}
     whole = {name: torch.empty(once[name].shape, dtype=once[name].dtype) for name in own if not once[name].numel()}
-    moves = resharded(
-        plan(source, target),
+    moves = reshard(
+        reshard_plan(source, target),
         lambda name: local(once[name]).to(parallel.device),
         parallel.rank,
         dtypes={name: x.dtype for name, x in once.items()},

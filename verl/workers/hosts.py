@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.algorithms.algorithm import Algorithm
-from verl.description import BuildContext, Description
-from verl.engines.sharding import NoSharding, Parallel, Sharding
+from verl.component import BuildContext, Description
+from verl.engines.parallel import Parallel
+from verl.engines.sharding import NoSharding, Sharding
 from verl.rewards.model import RewardModel
 from verl.rollout.base import Rollout
 from verl.utils.seeding import derive_seed, seed_everything

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.dispatch import by_rows_to_one
 from verl.engines.engine import TrainingEngine
-from verl.engines.sharding import Parallel
+from verl.engines.parallel import Parallel
 from verl.engines.token_scores import plain_log_probs, score_tokens
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch

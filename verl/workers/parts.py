@@ -22,9 +22,7 @@ from verl.checkpoint.joint import Joint, hand_in_failure, sees
 from verl.checkpoint.shares import model_files, owners, shares
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.writer import WRITER_TIMEOUT_S, CheckpointWriter
-from verl.engines.layouts import layout_of, local
 from verl.engines.parallel import TENSOR, Parallel
-from verl.layout import Box
 from verl.models.saved_form import (
     ADAPTER_BIN,
     as_torch_file,
@@ -34,6 +32,8 @@ from verl.models.saved_form import (
     saved_tensors,
     small_files,
 )
+from verl.resharding.dtensor import layout_of, local
+from verl.resharding.layout import Box
 from verl.workers.gathering import whole_on_owners
 from verl.workers.state import RemoteState
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from verl.description import BuildContext, Description
+from verl.component import BuildContext, Description
 from verl.dispatch import by_rows
 from verl.engines.engine import TrainingEngine
-from verl.engines.sharding import Parallel, Sharding
+from verl.engines.parallel import Parallel
+from verl.engines.sharding import Sharding
 from verl.engines.token_scores import plain_log_probs, score_tokens
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch

@@ -17,12 +17,12 @@ from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.published import open_published
 from verl.checkpoint.reader import CheckpointReader
 from verl.engines.engine import TrainingEngine
-from verl.engines.layouts import Readable, local, own_part
 from verl.engines.parallel import Parallel
 from verl.errors import ConfigError
 from verl.models.heads import ValueModel
 from verl.models.pretrained import VALUE_HEAD_FILE, Pretrained
 from verl.models.saved_form import ADAPTER_BIN, live_tensors, load_adapter, names_in_files, saved_form
+from verl.resharding.dtensor import ReadableTensor, local, own_part
 from verl.utils.progress import report
 from verl.workers.state import Restore
 
@@ -82,7 +82,7 @@ def load_weights(model: Any, component: str, source: Reload, parallel: Parallel)
 def _load_parts(model: Any, component: str, source: Reload) -> None:
     """Every process reads of each tensor what it keeps of it."""
     live, names = live_tensors(model), names_in_files(model)
-    found: Mapping[str, Readable] = source.saved(component)
+    found: Mapping[str, ReadableTensor] = source.saved(component)
     if not found and hasattr(model, "peft_config"):
         found = torch.load(source.directory / component / ADAPTER_BIN, map_location="cpu", weights_only=True)
     if not found or names is None:
@@ -103,7 +103,7 @@ def load_optimizer(engine: TrainingEngine, component: str, source: Reload) -> No
     """Give an engine the moments of the optimizer and its place in the learning rate's schedule."""
     assert engine.optimizer is not None
     prefix, divided = f"{component}.", engine.parallel.divides_weights
-    found: Mapping[str, Readable] = source.saved("optimizer") if divided else source.tensors("optimizer")
+    found: Mapping[str, ReadableTensor] = source.saved("optimizer") if divided else source.tensors("optimizer")
     schedule = json.loads((source.directory / "scheduler/state.json").read_text())
     engine.optimizer.state.clear()
     own = {name.removeprefix(prefix): found[name] for name in found if name.startswith(prefix)}
@@ -116,7 +116,7 @@ def _are_own(live: Mapping[str, Tensor], model: Any) -> bool:
     return all(x.data_ptr() in places for x in live.values())
 
 
-def _refuse_other(component: str, live: Mapping[str, Tensor], found: Mapping[str, Readable]) -> None:
+def _refuse_other(component: str, live: Mapping[str, Tensor], found: Mapping[str, ReadableTensor]) -> None:
     faults = [f"{name} is not in the checkpoint" for name in live if name not in found]
     faults += [f"{name} is not in the model" for name in found if name not in live]
     faults += [

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.dispatch import by_rows
 from verl.protocol import DataProto
 from verl.rewards.base import Rating, Reward

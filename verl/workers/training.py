@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from verl.description import Description
+from verl.component import Description
 from verl.dispatch import on_all, on_each
 from verl.engines.engine import Packs, TrainingEngine
 from verl.engines.optim import AdamW
-from verl.engines.sharding import Parallel, Sharding
+from verl.engines.parallel import Parallel
+from verl.engines.sharding import Sharding
 from verl.models.lora import LoRA
 from verl.models.precision import Autocast
 from verl.models.pretrained import quiet_transformers

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from faults.peers.training import Gate, Resumed, Training
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from verl.checkpoint import CheckpointManager
 from verl.checkpoint.content import Component, SaveRequest, TensorItem
+from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.writer import CheckpointWriter

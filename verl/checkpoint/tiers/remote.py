@@ -28,6 +28,7 @@ from verl.errors import (
     ObjectNotFound,
 )
 from verl.storage.store import ObjectStore
+from verl.utils.saved_targets import current_targets
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ class RemoteCheckpoints:
 
     def state(self, published: RemotePublished) -> dict[str, Any]:
         """All of its `trainer_state.json`."""
-        return json.loads(bytes(self.reader(published).read(STATE)))
+        return current_targets(json.loads(bytes(self.reader(published).read(STATE))))
 
     def directory(self, record: Record) -> Path:
         """Where a checkpoint would lie, for messages."""

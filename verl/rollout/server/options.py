@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.models.precision import Autocast
 from verl.remote.endpoint import Endpoint
 from verl.rollout.base import Rollout, RolloutEngine

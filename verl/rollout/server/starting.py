@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError, faults_below
 from verl.models.precision import Autocast
 from verl.remote.asking import Ask, Unfit

@@ -14,13 +14,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verl.layout import Layout, TensorLayout
 from verl.models.division import Divided
-from verl.resharding import Plan, gathering_volume, plan
+from verl.resharding.execute import LIMIT_BYTES, reshard
+from verl.resharding.layout import Layout, TensorLayout
+from verl.resharding.plan import Plan, gathering_volume, reshard_plan
 from verl.rollout.vllm.told import Wanted
 from verl.rollout.vllm.weights import Source
 from verl.sync.own_parts import shard_of, upright
-from verl.sync.reshard import LIMIT_BYTES, resharded
 from verl.sync.shards import Shards
 from verl.sync.vectors import Vectors
 
@@ -54,7 +54,7 @@ class Delivery:
             name: TensorLayout(x.shape, itemsize=x.itemsize, boxes=tuple(own.get(name) for own in wants))
             for name, x in held.items()
         }
-        self.plan = plan(Layout(divided.mesh, held), Layout(divided.mesh, wanted))
+        self.plan = reshard_plan(Layout(divided.mesh, held), Layout(divided.mesh, wanted))
         self.gathering_bytes = gathering_volume(self.plan.source)
         self._buckets = list(_buckets(self.plan, limit_bytes))
         self._marked = {name for name in held if self._is_first_holder(name)}
@@ -73,7 +73,7 @@ class Delivery:
                 if bucket.source.holds(rank, name) is not None:
                     held[name] = own
             self._mark(held, under_way)
-            yield from resharded(
+            yield from reshard(
                 bucket,
                 held,
                 rank,

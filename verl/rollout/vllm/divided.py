@@ -15,7 +15,7 @@ import platform
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.models.precision import Autocast
 from verl.protocol import DataProto

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.models.precision import Autocast
 from verl.protocol import DataProto

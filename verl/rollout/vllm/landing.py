@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.layout import Box
+from verl.resharding.layout import Box
 from verl.sync.engine_layers import EXPERTS, PACKED, kinds_of, layer_parts
 from verl.sync.marks import plain_name
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from verl.description import BuildContext
+from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.models.precision import Autocast
 from verl.rollout.vllm.options import HIGHEST_RANK, LORA_RANKS, VLLMRollout

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl.layout import Box
+from verl.resharding.layout import Box
 from verl.rollout.vllm.feeds import Plan, Slice, plan
 from verl.rollout.vllm.leading import Offer
 from verl.rollout.vllm.told import Wanted

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from verl.layout import Box
+from verl.resharding.layout import Box
 
 
 @dataclass(frozen=True)

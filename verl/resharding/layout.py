@@ -1,4 +1,4 @@
-"""Who holds which slice of which tensor: meshes of ranks, and tensors divided over them.
+"""Layouts: which rank holds which slice of which tensor. Arithmetic on shapes: no tensor, no process, no torch.
 
 Everything here is arithmetic on shapes: no tensor, no process, no torch.
 """

@@ -1,4 +1,4 @@
-"""How the fields of several batches become one: re-padding, and facts that must agree."""
+"""Concatenation of batches: equality, re-padding, and facts that must agree."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.contract.equality import difference
-from verl.contract.source import Source, contract_error
 from verl.errors import DataProtoValidationError
-from verl.fields import FIELDS, Bound, Field
+from verl.protocol.equality import difference
+from verl.protocol.fields import FIELDS, Bound, Field
+from verl.protocol.provenance import Source, contract_error
 
 WORTH_THREADS = 2**22  # bytes
 

@@ -1,7 +1,7 @@
-"""What has to move from one layout to another, computed once, before anything moves.
+"""The plan from one layout to another: what has to move, computed once, before anything moves.
 
 training layout ──┐
-                  ├── plan: (tensor, slice, from rank, to rank) ... ── carried out by `verl.sync.reshard`
+                  ├── plan: (tensor, slice, from rank, to rank) ... ── carried out by `verl.resharding.execute`
 generation layout ┘
 """
 
@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import permutations
 from math import prod
 
-from verl.layout import Box, Layout, Mesh, TensorLayout, difference, intersection, volume
+from verl.resharding.layout import Box, Layout, Mesh, TensorLayout, difference, intersection, volume
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Plan:
             yield now
 
 
-def plan(source: Layout, target: Layout) -> Plan:
+def reshard_plan(source: Layout, target: Layout) -> Plan:
     """What has to move from one layout to another over the same ranks.
 
     Raises:

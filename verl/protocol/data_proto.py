@@ -1,4 +1,4 @@
-"""DataProto: the one carrier of data between roles, a batch whose every field is checked and knows who made it.
+"""DataProto: the batch that roles exchange. Every field is validated and records which function produced it.
 
     experience = rollout.union(scores).union(values)      joined, checked, none of the three changed
     experience["advantages"]                              a tensor; experience.batch is a read-only view of all of them
@@ -20,15 +20,22 @@ import numpy as np
 import torch
 
 from verl import config
-from verl.contract.columns import Indices, ReadOnlyFields, absent_error, object_array, only, row_indices, row_number
-from verl.contract.content import check_content
-from verl.contract.equality import Difference, column_difference, tensor_difference
-from verl.contract.joining import in_threads, join_arrays, join_tensors, lengths_of, merged_meta
-from verl.contract.source import Source, contract_error, source_of, source_of_caller
-from verl.contract.storing import pack, read, unpack, write
-from verl.contract.tensor_bytes import copied, portable, taken
 from verl.errors import DataProtoValidationError
-from verl.fields import Bound, check_rows, check_tensor
+from verl.protocol.concat import in_threads, join_arrays, join_tensors, lengths_of, merged_meta
+from verl.protocol.equality import ValueDifference, column_difference, tensor_difference
+from verl.protocol.fields import Bound, check_rows, check_tensor
+from verl.protocol.provenance import Source, contract_error, source_of, source_of_caller
+from verl.protocol.serialization import copied, from_buffers, portable, read_file, taken, to_buffers, write_file
+from verl.protocol.validation import (
+    Indices,
+    ReadOnlyFields,
+    absent_error,
+    check_content,
+    object_array,
+    only,
+    row_indices,
+    row_number,
+)
 
 
 class DataProto:
@@ -69,7 +76,7 @@ class DataProto:
         """A checked batch.
 
         Args:
-            tensors: registered fields with the dims of `verl.fields.FIELDS`; any other name with B first.
+            tensors: registered fields with the dims of `verl.protocol.fields.FIELDS`; any other name with B first.
             non_tensors: one Python object per row; numeric arrays become objects too.
             producer: the function to name in errors; by default the one that calls this.
         Raises:
@@ -217,7 +224,7 @@ class DataProto:
         """The fields of both, checked against each other; neither is changed.
 
         A name in both is fine where the values are the same, and this batch's stay. They are where type, shape and
-        every number agree (NaN with NaN): `verl.contract.equality` has the rules.
+        every number agree (NaN with NaN): `verl.protocol.equality` has the rules.
 
         Raises:
             DataProtoValidationError: a field of `other` breaks its contract or contradicts one of this batch: the
@@ -366,7 +373,7 @@ class DataProto:
         Raises:
             DataProtoValidationError: they hold something else, or a dict with other keys than texts.
         """
-        write(Path(path), self._tensors, self._arrays, self.meta_info, self._sources)
+        write_file(Path(path), self._tensors, self._arrays, self.meta_info, self._sources)
 
     @staticmethod
     def load(path: str | Path) -> DataProto:
@@ -375,16 +382,16 @@ class DataProto:
         Raises:
             DataProtoValidationError: no such file, or not one that `save` wrote.
         """
-        tensors, arrays, meta_info, sources = read(Path(path))
+        tensors, arrays, meta_info, sources = read_file(Path(path))
         return DataProto()._fill(tensors, arrays, meta_info, sources, {}).check()
 
     def __getstate__(self):
         arrays = {name: portable(array) for name, array in self._arrays.items()}
-        return pack(self._tensors), arrays, portable(self.meta_info), self._sources, self._bound
+        return to_buffers(self._tensors), arrays, portable(self.meta_info), self._sources, self._bound
 
     def __setstate__(self, state):
         packed, arrays, meta_info, sources, bound = state
-        self._fill(unpack(packed), arrays, meta_info, sources, bound)
+        self._fill(from_buffers(packed), arrays, meta_info, sources, bound)
 
     def __copy__(self) -> DataProto:
         return self._rows(lambda tensor: tensor, lambda array: array, len(self))
@@ -424,7 +431,7 @@ class DataProto:
         raise absent_error(name, {**self._tensors, **self._arrays})
 
     def _conflict(
-        self, name: str, other: DataProto, found: Difference | None = None, row: int | None = None
+        self, name: str, other: DataProto, found: ValueDifference | None = None, row: int | None = None
     ) -> DataProtoValidationError:
         mine, theirs = self._describe(name), other._describe(name)
         if found is not None and (row is not None or found.path):

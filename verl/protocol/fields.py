@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from verl.contract.source import Source, contract_error
 from verl.errors import DataProtoValidationError
+from verl.protocol.provenance import Source, contract_error
 
 DIMS = {"B": "responses", "P": "prompt length", "T": "response length", "S": "P + T, prompt and response"}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl.layout import Box, Layout, Mesh, TensorLayout
-from verl.resharding import aligned, lower_bound, plan
-from verl.sync.reshard import resharded
+from verl.resharding.execute import reshard
+from verl.resharding.layout import Box, Layout, Mesh, TensorLayout
+from verl.resharding.plan import aligned, lower_bound, reshard_plan
 
 SHAPES = {"q": (16, 6), "o": (6, 16), "norm": (6,), "scale": (), "odd": (7, 5)}
 TP_AXIS = {"q": 0, "o": 1, "odd": 0}
@@ -60,9 +60,9 @@ def every_pair(rank: int, rendezvous: str, answers) -> None:
             held = {name: cut(name, box) for name, box in boxes.items() if box is not None}
             for target in LAYOUTS:
                 for wanted in (target, aligned(source, target)):
-                    made = plan(source, wanted)
+                    made = reshard_plan(source, wanted)
                     assert made.num_bytes == lower_bound(source, wanted)
-                    got = dict(resharded(made, held, rank, dtypes=dtypes, limit_bytes=100))
+                    got = dict(reshard(made, held, rank, dtypes=dtypes, limit_bytes=100))
                     expected = {name: wanted.holds(rank, name) for name in SHAPES}
                     assert [name for name, box in expected.items() if box is not None] == list(got)
                     for name, tensor in got.items():

@@ -1,4 +1,4 @@
-"""Carries out a plan between two layouts: slices travel from rank to rank, tensor by tensor, in bounded memory."""
+"""Executes a plan between two layouts: slices travel from rank to rank, tensor by tensor, in bounded memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.layout import Box, intersection, volume
-from verl.resharding import Move, Plan
+from verl.resharding.layout import Box, intersection, volume
+from verl.resharding.plan import Move, Plan
 from verl.utils.progress import report
 
 LIMIT_BYTES = 64 * 2**20
 
 
-def resharded(
+def reshard(
     plan: Plan,
     held: Mapping[str, Tensor] | Callable[[str], Tensor],
     rank: int,
@@ -33,7 +33,7 @@ def resharded(
     it sends and receives in it: at most `limit_bytes` each.
 
     Args:
-        plan: from `verl.resharding.plan`, the same on every rank.
+        plan: from `verl.resharding.plan.reshard_plan`, the same on every rank.
         held: this rank's slices under the plan's source, by name, or a function that gives them.
         rank: of this process in the plan's meshes and in `group`.
         dtypes: of all tensors, by name.

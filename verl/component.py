@@ -1,4 +1,4 @@
-"""Descriptions: what a component is, checked when made, built in the process that owns the device.
+"""Components: what a part of a run is, checked when it is made, built in the process that owns the device.
 
 A `_target_` in the configuration names a description. It is a frozen keyword-only dataclass, so a config key can be
 checked against its fields, it travels to workers as it is, and its hash is the component's identity.

@@ -1,4 +1,4 @@
-"""When two values of a batch are the same, and where they first differ.
+"""Equality of the values of a batch, and where two of them first differ.
 
 Values are the same where kind, shape and every number agree. Numbers of Python and NumPy compare by value, within
 each of bool, whole number, float and complex; texts, bytes, lists, tuples, dicts and sets are kinds of their own;
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 
-class Difference(NamedTuple):
+class ValueDifference(NamedTuple):
     """The first place where two values differ.
 
     Attributes:
@@ -60,7 +60,7 @@ def _type_name(value: Any) -> str:
 # Whole columns
 
 
-def column_difference(left: np.ndarray, right: np.ndarray) -> tuple[int | None, Difference] | None:
+def column_difference(left: np.ndarray, right: np.ndarray) -> tuple[int | None, ValueDifference] | None:
     """Where two object arrays first differ: the row (None where their lengths do), and the place within it.
 
     Objects that are in both cost one comparison of addresses, plain numbers and texts one of NumPy; what is left is
@@ -69,7 +69,7 @@ def column_difference(left: np.ndarray, right: np.ndarray) -> tuple[int | None, 
     if left is right:
         return None
     if left.shape != right.shape:
-        return None, Difference("", left, right)
+        return None, ValueDifference("", left, right)
     if all(map(operator.is_, left, right)) or _is_plainly_equal(left, right):
         return None
     for row in _unsettled(left, right).tolist():
@@ -181,7 +181,7 @@ def same(left: Any, right: Any) -> bool:
     return difference(left, right) is None
 
 
-def difference(left: Any, right: Any) -> Difference | None:
+def difference(left: Any, right: Any) -> ValueDifference | None:
     """Where two values first differ, or None."""
     return _difference(left, right, "", set())
 
@@ -189,14 +189,14 @@ def difference(left: Any, right: Any) -> Difference | None:
 _Pairs = set[tuple[int, int]]  # being compared further up, by identity: values that contain themselves come to an end
 
 
-def _difference(left: Any, right: Any, path: str, open_pairs: _Pairs) -> Difference | None:
+def _difference(left: Any, right: Any, path: str, open_pairs: _Pairs) -> ValueDifference | None:
     if left is right:
         return None
     kind = _kind(left)
     if kind != _kind(right):
-        return Difference(path, left, right)
+        return ValueDifference(path, left, right)
     if kind in _COMPARE_SCALARS:
-        return None if _COMPARE_SCALARS[kind](left, right) else Difference(path, left, right)
+        return None if _COMPARE_SCALARS[kind](left, right) else ValueDifference(path, left, right)
     if (pair := (id(left), id(right))) in open_pairs:
         return None
     open_pairs.add(pair)
@@ -263,9 +263,11 @@ _COMPARE_SCALARS: dict[Any, Callable[[Any, Any], bool]] = {
 }
 
 
-def _sequence_difference(left: Sequence[Any], right: Sequence[Any], path: str, open_pairs: _Pairs) -> Difference | None:
+def _sequence_difference(
+    left: Sequence[Any], right: Sequence[Any], path: str, open_pairs: _Pairs
+) -> ValueDifference | None:
     if len(left) != len(right):
-        return Difference(path, left, right)
+        return ValueDifference(path, left, right)
     kinds = list(map(type, left))
     if set(kinds) <= _PLAIN and kinds == list(map(type, right)) and list(left) == list(right):
         return None
@@ -275,20 +277,20 @@ def _sequence_difference(left: Sequence[Any], right: Sequence[Any], path: str, o
     return None
 
 
-def _dict_difference(left: dict, right: dict, path: str, open_pairs: _Pairs) -> Difference | None:
+def _dict_difference(left: dict, right: dict, path: str, open_pairs: _Pairs) -> ValueDifference | None:
     """The order of keys does not matter, unless keys are not equal to themselves."""
     if len(left) != len(right):
-        return Difference(path, left, right)
+        return ValueDifference(path, left, right)
     if left.keys() != right.keys():
         keys = _sequence_difference(list(left), list(right), path, open_pairs)
         if keys is not None:
-            return Difference(path, left, right)
+            return ValueDifference(path, left, right)
         pairs: Iterable[tuple[Any, Any, Any]] = zip(left, left.values(), right.values())
     else:
         if not all(type(key) is str for key in left):
             theirs = {key: key for key in right}
             if any(_kind(key) != _kind(theirs[key]) for key in left):
-                return Difference(path, left, right)
+                return ValueDifference(path, left, right)
         pairs = ((key, value, right[key]) for key, value in left.items())
     for key, one, other in pairs:
         if (found := _difference(one, other, f"{path}[{short(key, 40)}]", open_pairs)) is not None:
@@ -296,20 +298,20 @@ def _dict_difference(left: dict, right: dict, path: str, open_pairs: _Pairs) -> 
     return None
 
 
-def _set_difference(left: Any, right: Any, path: str, open_pairs: _Pairs) -> Difference | None:
+def _set_difference(left: Any, right: Any, path: str, open_pairs: _Pairs) -> ValueDifference | None:
     """NaN, which is in a set as often as there are objects of it, counts as often."""
     nans, others = ({x for x in some if x != x} for some in (left, right))
     is_same = len(nans) == len(others) and left - nans == right - others
     if is_same and not all(type(x) is str for x in left):
         theirs = {x: x for x in right - others}
         is_same = all(_kind(x) == _kind(theirs[x]) for x in left - nans)
-    return None if is_same else Difference(path, left, right)
+    return None if is_same else ValueDifference(path, left, right)
 
 
-def array_difference(left: np.ndarray, right: np.ndarray, path: str, open_pairs: _Pairs) -> Difference | None:
+def array_difference(left: np.ndarray, right: np.ndarray, path: str, open_pairs: _Pairs) -> ValueDifference | None:
     """Where two arrays of any dtype first differ; the order of bytes does not count."""
     if left.dtype.newbyteorder("=") != right.dtype.newbyteorder("=") or left.shape != right.shape:
-        return Difference(path, left, right)
+        return ValueDifference(path, left, right)
     if left.dtype == object:
         if _is_plainly_equal(left.reshape(-1), right.reshape(-1)):
             return None
@@ -329,7 +331,7 @@ def array_difference(left: np.ndarray, right: np.ndarray, path: str, open_pairs:
     if is_same.all():
         return None
     place = tuple(int(x) for x in np.argwhere(~is_same)[0])
-    return Difference(f"{path}{_at(place)}", left[place], right[place])
+    return ValueDifference(f"{path}{_at(place)}", left[place], right[place])
 
 
 def _same_entries(left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -349,21 +351,21 @@ def _same_entries(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return np.asarray(is_same)
 
 
-def _record_difference(left: np.void, right: np.void, path: str, open_pairs: _Pairs) -> Difference | None:
+def _record_difference(left: np.void, right: np.void, path: str, open_pairs: _Pairs) -> ValueDifference | None:
     return array_difference(np.asarray(left), np.asarray(right), path, open_pairs)
 
 
 def tensor_difference(
     left: torch.Tensor, right: torch.Tensor, path: str = "", open_pairs: _Pairs | None = None
-) -> Difference | None:
+) -> ValueDifference | None:
     """Where two tensors first differ; gradients and devices do not count."""
     place = differing_place(left, right)
     if place is None:
         return None
     if not place and not (left.ndim == right.ndim == 0 and left.dtype == right.dtype):
-        return Difference(path, left, right)
+        return ValueDifference(path, left, right)
     left, right = left.detach()[place], right.detach()[place]
-    return Difference(f"{path}{_at(place)}", _number_of(left), _number_of(right))
+    return ValueDifference(f"{path}{_at(place)}", _number_of(left), _number_of(right))
 
 
 def differing_place(left: torch.Tensor, right: torch.Tensor) -> tuple[int, ...] | None:
@@ -412,9 +414,9 @@ def _number_of(entry: torch.Tensor) -> Any:
         return entry
 
 
-def _object_difference(left: Any, right: Any, path: str, open_pairs: _Pairs) -> Difference | None:
+def _object_difference(left: Any, right: Any, path: str, open_pairs: _Pairs) -> ValueDifference | None:
     """Of objects of one class, whose `==` may know nothing of NaN and arrays, or compare addresses alone."""
-    here = Difference(path, left, right)
+    here = ValueDifference(path, left, right)
     if isinstance(left, (type, FunctionType, BuiltinFunctionType, ModuleType)):
         return here
     if not dataclasses.is_dataclass(left) and type(left).__eq__ is not object.__eq__ and _says_equal(left, right):
@@ -448,7 +450,7 @@ def _at(place: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, place))}]" if place else ""
 
 
-_COMPARE: dict[Any, Callable[[Any, Any, str, _Pairs], Difference | None]] = {
+_COMPARE: dict[Any, Callable[[Any, Any, str, _Pairs], ValueDifference | None]] = {
     "list": _sequence_difference,
     "tuple": _sequence_difference,
     "dict": _dict_difference,

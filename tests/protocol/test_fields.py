@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl import fields
 from verl.errors import DataProtoValidationError
-from verl.fields import FIELDS, Field, check_rows, check_tensor, register
-from verl.protocol import DataProto
+from verl.protocol import DataProto, fields
+from verl.protocol.fields import FIELDS, Field, check_rows, check_tensor, register
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.layout import Layout, Mesh, TensorLayout
-from verl.resharding import Plan, aligned, gathering_volume, lower_bound, plan
+from verl.resharding.layout import Layout, Mesh, TensorLayout
+from verl.resharding.plan import Plan, aligned, gathering_volume, lower_bound, reshard_plan
 
 SHAPES = {"q": (16, 8), "o": (8, 16), "norm": (8,), "scale": (), "odd": (7, 5)}
 SPLITS = {  # name -> axis under tensor parallelism
@@ -72,7 +72,7 @@ def carried_out(plan: Plan, limit_bytes: int = 1 << 20) -> None:
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(ALL, ALL)))
 def test_every_pair_of_layouts_ends_right_and_moves_the_least(source, target):
-    made = plan(source, target)
+    made = reshard_plan(source, target)
     carried_out(made)
     assert made.num_bytes == lower_bound(source, target) == sum(made.sent.values()) == sum(made.received.values())
 
@@ -85,13 +85,13 @@ def test_any_two_layouts_with_any_order_of_ranks(data):
         order = tuple(data.draw(st.permutations(range(4))))
         return Layout(Mesh(base.mesh.dims, order), base.tensors)
 
-    made = plan(drawn(), drawn())
+    made = reshard_plan(drawn(), drawn())
     carried_out(made, limit_bytes=data.draw(st.sampled_from([4, 12, 40, 1000])))
     assert made.num_bytes == lower_bound(made.source, made.target)
 
 
 def test_staying_as_one_is_moves_nothing():
-    assert not plan(layout(fsdp=2, tp=2), layout(fsdp=2, tp=2)).moves
+    assert not reshard_plan(layout(fsdp=2, tp=2), layout(fsdp=2, tp=2)).moves
 
 
 def tensor_parallel(dims, shape=(16, 8)) -> Layout:
@@ -102,21 +102,21 @@ def test_from_tp4_dp2_to_tp2_dp4_a_third_of_gathering_travels():
     """Each device needs a half and holds a quarter of it, so a quarter travels; gathering brings three."""
     training = tensor_parallel((("dp", 2), ("tp", 4)))
     generation = aligned(training, tensor_parallel((("dp", 4), ("tp", 2))))
-    moved = plan(training, generation).num_bytes
+    moved = reshard_plan(training, generation).num_bytes
     assert moved * 3 == gathering_volume(training)
-    assert plan(training, tensor_parallel((("dp", 4), ("tp", 2)))).num_bytes > moved  # the usual order of ranks
-    carried = plan(training, generation)
+    assert reshard_plan(training, tensor_parallel((("dp", 4), ("tp", 2)))).num_bytes > moved  # the usual order of ranks
+    carried = reshard_plan(training, generation)
     assert set(carried.received.values()) == {16 * 8}  # a quarter of 16 * 8 * 4 bytes at each
 
 
 def test_senders_share_the_work():
-    made = plan(tensor_parallel((("dp", 4), ("tp", 2)), (64, 8)), tensor_parallel((("dp", 8),), (64, 8)))
+    made = reshard_plan(tensor_parallel((("dp", 4), ("tp", 2)), (64, 8)), tensor_parallel((("dp", 8),), (64, 8)))
     assert max(made.sent.values()) == min(made.sent[rank] for rank in range(8))
 
 
 def test_a_round_is_bounded_and_cuts_large_slices():
     limit = 24
-    for made in (plan(layout(fsdp=4), layout(dp=4)), plan(layout(tp=4), layout(fsdp=4))):
+    for made in (reshard_plan(layout(fsdp=4), layout(dp=4)), reshard_plan(layout(tp=4), layout(fsdp=4))):
         for moves in made.rounds(limit):
             for rank in range(4):
                 assert sum(m.num_bytes for m in moves if m.source == rank) <= limit
@@ -137,7 +137,7 @@ def test_a_round_is_bounded_and_cuts_large_slices():
 )
 def test_what_cannot_be_planned_is_named(source, target, says):
     with pytest.raises(ValueError, match=says):
-        plan(source, target)
+        reshard_plan(source, target)
 
 
 @pytest.mark.parametrize(

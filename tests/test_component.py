@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl import errors
-from verl.description import BuildContext, Description, as_plain, field_types, type_fault
+from verl.component import BuildContext, Description, as_plain, field_types, type_fault
 from verl.errors import (
     ActorBusy,
     BadCheckpoint,
@@ -173,7 +173,7 @@ def test_a_difference_in_any_field_or_class_changes_the_identity():
 
 
 def test_the_identity_is_the_same_in_another_process_with_another_hash_seed():
-    code = "from verl.description import BuildContext, Description; print(Description().identity())"
+    code = "from verl.component import BuildContext, Description; print(Description().identity())"
     root = Path(__file__).resolve().parents[1]
     for seed in ("1", "2"):
         done = subprocess.run(

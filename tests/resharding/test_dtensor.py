@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from verl.engines.layouts import is_divided, laid_out_as, local, mesh_dims, own_box, tensor_layout
-from verl.layout import Mesh
+from verl.resharding.dtensor import is_divided, laid_out_as, local, mesh_dims, own_box, tensor_layout
+from verl.resharding.layout import Mesh
 
 MESH = Mesh((("shard", 2), ("tensor", 2)))
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl.contract.source import Source, contract_error, source_of, source_of_caller
 from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto, pad_to_divisor
+from verl.protocol.provenance import Source, contract_error, source_of, source_of_caller
 
 
 def line_of(text: str) -> int:
@@ -119,7 +119,7 @@ def test_code_outside_any_function_is_named_by_its_own_line(tmp_path):
 
 
 def test_a_function_of_the_package_is_named_by_its_path_in_it():
-    assert str(source_of(pad_to_divisor)).endswith(" in verl/protocol.py")
+    assert str(source_of(pad_to_divisor)).endswith(" in verl/protocol/data_proto.py")
 
 
 def test_a_source_survives_pickling_and_a_file_that_is_gone():

@@ -1,4 +1,4 @@
-"""Who produced a field of a batch, and the error that says so."""
+"""Provenance: which function produced a field of a batch, and the error that says so."""
 
 from __future__ import annotations
 

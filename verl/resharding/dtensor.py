@@ -1,4 +1,4 @@
-"""Tensors that are divided over processes: what this process has of one, and how that is said without torch.
+"""Layouts of DTensors: what this process holds of a sharded tensor.
 
 DTensor (mesh, placements) ──> TensorLayout ──> the box of any rank
 """
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from verl.layout import Box, Layout, Mesh, TensorLayout
+from verl.resharding.layout import Box, Layout, Mesh, TensorLayout
 
 
 def local(x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def own_box(x: Tensor) -> Box | None:
     return tensor_layout(x).box(Mesh(tuple(zip(mesh_dims(x), devices.shape, strict=True))), place)
 
 
-class Readable(Protocol):
+class ReadableTensor(Protocol):
     """A whole tensor, or one that is read where it is indexed, with a slice for each dimension or () for all."""
 
     shape: torch.Size
@@ -73,7 +73,7 @@ class Readable(Protocol):
     def __getitem__(self, place: Any, /) -> Tensor: ...
 
 
-def own_part(x: Tensor, whole: Readable) -> Tensor:
+def own_part(x: Tensor, whole: ReadableTensor) -> Tensor:
     """What this process has of `whole` if it is laid out as `x` is; `local(x).copy_(own_part(x, whole))` loads it."""
     box = own_box(x) if x.numel() else ()
     if box is None:
@@ -81,7 +81,7 @@ def own_part(x: Tensor, whole: Readable) -> Tensor:
     return whole[tuple(slice(start, stop) for start, stop in box)]
 
 
-def laid_out_as(x: Tensor, whole: Readable) -> Tensor:
+def laid_out_as(x: Tensor, whole: ReadableTensor) -> Tensor:
     """A copy of `whole` of which this process keeps what it keeps of `x`, on the device of `x`."""
     own = own_part(x, whole).to(local(x).device, copy=True)
     if not is_divided(x):
