@@ -62,17 +62,17 @@ def peak_mib() -> float:
 
 def verl_side(options: argparse.Namespace, turns: Turns) -> None:
     """Our trainer, step by step."""
-    from verl.algorithms.advantages import GroupRelative
+    from verl.algorithms.advantages import GRPO
     from verl.algorithms.algorithm import Algorithm
-    from verl.algorithms.correction import TruncatedIS
-    from verl.algorithms.policy_losses import PPOClip
+    from verl.algorithms.importance_sampling import TruncatedIS
+    from verl.algorithms.losses import PPOClip
     from verl.component import BuildContext
     from verl.data.files import PromptFiles
     from verl.engines.optim import AdamW
     from verl.engines.sharding import NoSharding
     from verl.models.pretrained import Pretrained
     from verl.rewards.function import RewardFunction
-    from verl.tracking.trackers import Trackers
+    from verl.tracking.base import Trackers
     from verl.trainer.ppo import PPORun
     from verl.trainer.settings import PPOSettings
     from verl.workers.actor import Actor
@@ -100,7 +100,7 @@ def verl_side(options: argparse.Namespace, turns: Turns) -> None:
         reward=RewardFunction(path="_workload:digit_rewards"),
         rollout=rollout,
         sharding=NoSharding(),
-        algorithm=Algorithm(advantage=GroupRelative(), policy_loss=PPOClip(), correction=correction),
+        algorithm=Algorithm(advantage=GRPO(), policy_loss=PPOClip(), correction=correction),
         data=PromptFiles(train_files=(str(file),), max_prompt_length=options.prompt_length),
         trainer=PPOSettings(
             prompts_per_step=options.prompts, group_size=options.samples, total_steps=10_000, device="cpu",

@@ -24,7 +24,8 @@ from pathlib import Path
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.tiers.push import checked_pieces
-from verl.storage.options import MIB, S3Storage
+from verl.storage.backend import MIB
+from verl.storage.config import S3Storage
 
 BUCKET = "benchmark"
 CREDENTIALS = {

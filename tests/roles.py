@@ -8,7 +8,7 @@ import torch
 
 from verl.algorithms.advantages import GAE
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.policy_losses import PPOClip
+from verl.algorithms.losses import PPOClip
 from verl.component import BuildContext
 from verl.engines.optim import AdamW
 from verl.engines.parallel import Parallel

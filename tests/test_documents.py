@@ -9,16 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from trainer.runs import GRPO, PPO, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run, read_lines
 
-from verl.algorithms.correction import TruncatedIS
+from verl.algorithms.dynamic_sampling import DynamicSampling
+from verl.algorithms.importance_sampling import TruncatedIS
 from verl.algorithms.kl import AdaptiveKLInReward
-from verl.algorithms.selection import MixedGroups
 from verl.component import BuildContext
 from verl.model_paths.families import families as all_families
 from verl.models.pretrained import Pretrained
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,12 +47,14 @@ def documented_keys() -> list[re.Pattern[str]]:
     return [re.compile(re.sub(r"\\\*|STAGE|NAME|(?<=@)k", r"[\\w]+", re.escape(key))) for key in keys]
 
 
-ADAPTIVE = dataclasses.replace(PPO, kl=AdaptiveKLInReward(coef=0.1, target=1.0), correction=TruncatedIS())
-SELECTING = dataclasses.replace(GRPO, selection=MixedGroups(on_none="skip"), mini_batches=1)
+ADAPTIVE = dataclasses.replace(PPO_ALGORITHM, kl=AdaptiveKLInReward(coef=0.1, target=1.0), correction=TruncatedIS())
+SELECTING = dataclasses.replace(GRPO_ALGORITHM, selection=DynamicSampling(on_none="skip"), mini_batches=1)
 
 
 @pytest.mark.parametrize(
-    "algorithm", [PPO, GRPO, ADAPTIVE, SELECTING], ids=["ppo", "grpo", "adaptive and corrected", "selecting"]
+    "algorithm",
+    [PPO_ALGORITHM, GRPO_ALGORITHM, ADAPTIVE, SELECTING],
+    ids=["ppo", "grpo", "adaptive and corrected", "selecting"],
 )
 def test_every_metric_of_a_run_is_explained(algorithm, dir32, tmp_path):
     run = ppo_run(Pretrained(path=str(dir32)), algorithm, total_steps=1, tracker=Trackers(jsonl=JsonLines()))

@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl.algorithms.advantages import GAE, AdvantageEstimator, GroupRelative
-from verl.algorithms.reinforce import GreedyBaseline, LeaveOneOut, OptimalBaseline, RewardToGo, WhitenedGroupBaseline
+from verl.algorithms.advantages import GAE, GRPO, AdvantageEstimator
+from verl.algorithms.critic_free_advantages import OPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 
 ESTIMATORS = [
     GAE(gamma=0.97, lam=0.9),
     GAE(gamma=0.97, lam=0.9, whiten=False),
-    GroupRelative(),
-    GroupRelative(normalize_std=False),
-    LeaveOneOut(),
-    OptimalBaseline(),
-    RewardToGo(gamma=0.9),
-    WhitenedGroupBaseline(),
-    GreedyBaseline(gamma=0.9),
+    GRPO(),
+    GRPO(normalize_std=False),
+    RLOO(),
+    OPO(),
+    ReinforcePlusPlus(gamma=0.9),
+    ReinforcePlusPlusBaseline(),
+    ReMax(gamma=0.9),
 ]
 
 
@@ -130,16 +130,16 @@ def test_whitening_touches_the_advantages_and_not_the_returns():
 
 def test_group_relative_on_a_worked_example():
     batch = batch_of([[0.0, 1.0], [0.0, 3.0], [1.0, 4.0]], group_ids=[7, 7, 7])
-    credit = GroupRelative(epsilon=1e-12)(batch)
+    credit = GRPO(epsilon=1e-12)(batch)
     # Rewards 1, 3, 5: mean 3, sample std 2.
     assert credit["advantages"].tolist() == [pytest.approx([a, a], abs=1e-11) for a in (-1, 0, 1)]
     assert credit["returns"].tolist() == [[1, 1], [3, 3], [5, 5]]
-    assert GroupRelative(normalize_std=False)(batch)["advantages"].tolist() == [[-2, -2], [0, 0], [2, 2]]
+    assert GRPO(normalize_std=False)(batch)["advantages"].tolist() == [[-2, -2], [0, 0], [2, 2]]
 
 
 def test_group_relative_adds_epsilon_to_the_std():
     batch = batch_of([[0.0], [2.0]], group_ids=[0, 0])
-    advantages = GroupRelative(epsilon=0.5)(batch)["advantages"].flatten().tolist()
+    advantages = GRPO(epsilon=0.5)(batch)["advantages"].flatten().tolist()
     assert advantages == pytest.approx([-1 / (2**0.5 + 0.5), 1 / (2**0.5 + 0.5)], abs=1e-15)
 
 
@@ -147,7 +147,7 @@ def test_group_relative_equals_a_loop_over_groups_that_are_mixed_and_of_any_labe
     batch = random_batch(rows=30, seed=3)
     group_ids = torch.tensor([-5, 900, 2**40, 3, 0])[torch.arange(30) % 5]
     batch = changed(batch, group_ids=group_ids)
-    credit = GroupRelative(epsilon=1e-6)(batch)
+    credit = GRPO(epsilon=1e-6)(batch)
     mask = batch["response_mask"]
     scores = (batch["token_level_rewards"] * mask).sum(-1)
     for label in group_ids.unique():
@@ -161,12 +161,12 @@ def test_group_relative_equals_a_loop_over_groups_that_are_mixed_and_of_any_labe
 def test_equal_rewards_and_groups_of_one_give_exact_zeros(reward, dtype):
     batch = batch_of([[reward, 0.0]] * 7 + [[5.0, 0.0]], group_ids=[4] * 7 + [1], dtype=dtype)
     for normalize_std in (True, False):
-        credit = GroupRelative(normalize_std=normalize_std)(batch)
+        credit = GRPO(normalize_std=normalize_std)(batch)
         assert credit["advantages"].count_nonzero() == 0
         assert credit["advantages"].dtype is dtype
 
 
-@pytest.mark.parametrize("estimator", [GroupRelative(), RewardToGo(), WhitenedGroupBaseline(), GAE()])
+@pytest.mark.parametrize("estimator", [GRPO(), ReinforcePlusPlus(), ReinforcePlusPlusBaseline(), GAE()])
 def test_rewards_whose_squares_overflow_are_still_told_apart(estimator):
     small, large = (
         estimator(
@@ -181,7 +181,7 @@ def test_rewards_whose_squares_overflow_are_still_told_apart(estimator):
 
 def test_a_row_with_an_empty_mask_gives_zeros_and_leaves_its_siblings_alone():
     batch = batch_of([[1.0], [3.0], [0.0]], mask=[[1], [1], [0]], group_ids=[0, 0, 0])
-    credit = GroupRelative(normalize_std=False)(batch)
+    credit = GRPO(normalize_std=False)(batch)
     assert credit["advantages"].tolist() == [[-1], [1], [0]]
     assert credit["returns"].tolist() == [[1], [3], [0]]
     only_empty = batch_of([[0.0], [0.0]], mask=[[0], [0]], group_ids=[0, 0], values=[[0.0], [0.0]])
@@ -264,7 +264,7 @@ def test_the_result_joins_its_batch_and_carries_no_gradient(estimator):
 def test_estimators_say_what_they_need():
     assert (AdvantageEstimator.needs_values, AdvantageEstimator.needs_groups) == (False, False)
     assert (GAE.needs_values, GAE.needs_groups) == (True, False)
-    assert (GroupRelative.needs_values, GroupRelative.needs_groups) == (False, True)
+    assert (GRPO.needs_values, GRPO.needs_groups) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_estimators_say_what_they_need():
         (lambda: GAE(gamma=1.5), "gamma is 1.5: must lie in"),
         (lambda: GAE(lam=-0.1), "lam is -0.1: must lie in"),
         (lambda: GAE(lam=float("nan")), "lam is nan"),
-        (lambda: GroupRelative(epsilon=0.0), "epsilon is 0.0: must be above 0"),
+        (lambda: GRPO(epsilon=0.0), "epsilon is 0.0: must be above 0"),
     ],
 )
 def test_numbers_out_of_range_are_refused(make, message):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from verl.algorithms.advantages import GAE, GroupRelative
+from verl.algorithms.advantages import GAE, GRPO
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KLInLoss, KLInReward, NoKL
-from verl.algorithms.policy_losses import PPOClip
-from verl.algorithms.value_losses import ClippedValueLoss
+from verl.algorithms.losses import ClippedValueLoss, PPOClip
 from verl.errors import ConfigError
-from verl.ops.aggregate import AGGREGATIONS
+from verl.ops.loss_aggregation import AGGREGATIONS
 
 
 @pytest.mark.parametrize(
@@ -18,8 +17,8 @@ from verl.ops.aggregate import AGGREGATIONS
     [
         (GAE(), NoKL(), (True, False, False)),
         (GAE(), KLInReward(coef=0.01), (True, False, True)),
-        (GroupRelative(), KLInLoss(coef=0.01), (False, True, True)),
-        (GroupRelative(), KLInLoss(coef=0.0), (False, True, False)),
+        (GRPO(), KLInLoss(coef=0.01), (False, True, True)),
+        (GRPO(), KLInLoss(coef=0.0), (False, True, False)),
     ],
 )
 def test_what_a_run_needs_follows_from_the_parts(advantage, kl, needs):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from verl.algorithms.policy_losses import PPOClip
+from verl.algorithms.losses import PPOClip
 from verl.errors import ConfigError
 
 

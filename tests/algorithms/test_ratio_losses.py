@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from verl.algorithms.policy_losses import ClippedWeight, PPOClip, SequenceClip
+from verl.algorithms.losses import CISPO, GSPO, PPOClip
 from verl.errors import ConfigError
 
-LOSSES = [SequenceClip(clip_low=0.2, clip_high=0.3), ClippedWeight()]
+LOSSES = [GSPO(clip_low=0.2, clip_high=0.3), CISPO()]
 
 
 def batch_of(advantages, mask=None, old=0.0):
@@ -25,7 +25,7 @@ def log_probs_of(ratios):
 
 def test_the_ratio_of_a_response_is_the_geometric_mean_of_its_tokens():
     log_probs, batch = log_probs_of([[1.1, 1.21, 50.0]]), batch_of([[2.0, 2.0, 2.0]], mask=[[1, 1, 0]])
-    per_token, stats = SequenceClip(clip_low=0.2, clip_high=0.3)(log_probs, batch)
+    per_token, stats = GSPO(clip_low=0.2, clip_high=0.3)(log_probs, batch)
     per_token.sum().backward()
     ratio = math.sqrt(1.1 * 1.21)
     assert per_token.tolist() == [pytest.approx([-2 * ratio, -2 * ratio, 0], abs=1e-14)]
@@ -45,7 +45,7 @@ def test_the_ratio_of_a_response_is_the_geometric_mean_of_its_tokens():
 )
 def test_a_response_is_clipped_as_a_whole(advantage, ratios, loss, is_clipped):
     log_probs = log_probs_of([ratios])
-    per_token, stats = SequenceClip(clip_low=0.2, clip_high=0.3)(log_probs, batch_of([[advantage] * 2]))
+    per_token, stats = GSPO(clip_low=0.2, clip_high=0.3)(log_probs, batch_of([[advantage] * 2]))
     per_token.sum().backward()
     assert per_token.tolist() == [pytest.approx([loss, loss], abs=1e-14)]
     assert stats["clip_fraction"].tolist() == [[is_clipped, is_clipped]]
@@ -54,7 +54,7 @@ def test_a_response_is_clipped_as_a_whole(advantage, ratios, loss, is_clipped):
 
 def test_the_gradient_of_a_response_is_that_of_its_scalar_objective():
     log_probs = log_probs_of([[1.1, 0.8, 1.3]])
-    per_token, _ = SequenceClip(clip_low=0.9, clip_high=0.9)(log_probs, batch_of([[1.5] * 3]))
+    per_token, _ = GSPO(clip_low=0.9, clip_high=0.9)(log_probs, batch_of([[1.5] * 3]))
     (found,) = torch.autograd.grad(per_token.mean(), log_probs)
     (expected,) = torch.autograd.grad(-1.5 * log_probs.mean(dim=-1).exp().sum(), log_probs)
     assert torch.allclose(found, expected, rtol=0, atol=1e-15)
@@ -62,7 +62,7 @@ def test_the_gradient_of_a_response_is_that_of_its_scalar_objective():
 
 def test_a_response_of_one_token_has_the_loss_of_ppo():
     batch, log_probs = batch_of([[2.0], [-1.0], [1.0]]), log_probs_of([[1.5], [0.4], [0.9]])
-    found, _ = SequenceClip(clip_low=0.2, clip_high=0.3)(log_probs, batch)
+    found, _ = GSPO(clip_low=0.2, clip_high=0.3)(log_probs, batch)
     expected, _ = PPOClip(clip_low=0.2, clip_high=0.3)(log_probs, batch)
     assert torch.allclose(found, expected, rtol=0, atol=1e-15)
 
@@ -74,7 +74,7 @@ def test_a_response_of_one_token_has_the_loss_of_ppo():
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_the_weight_is_clipped_and_the_gradient_flows_on(ratio, weight, advantage):
     log_probs = log_probs_of([[ratio]])
-    per_token, stats = ClippedWeight(clip_low=0.4, clip_high=0.5)(log_probs, batch_of([[advantage]]))
+    per_token, stats = CISPO(clip_low=0.4, clip_high=0.5)(log_probs, batch_of([[advantage]]))
     per_token.sum().backward()
     assert per_token.item() == pytest.approx(-weight * advantage * math.log(ratio), abs=1e-14)
     assert log_probs.grad.item() == pytest.approx(-weight * advantage, abs=1e-14)
@@ -116,7 +116,7 @@ def test_ratios_beyond_all_bounds_stay_finite(loss):
     assert all(x.isfinite().all() for x in (per_token, log_probs.grad, *stats.values()))
 
 
-@pytest.mark.parametrize("kind", [SequenceClip, ClippedWeight])
+@pytest.mark.parametrize("kind", [GSPO, CISPO])
 def test_bounds_out_of_range_are_refused(kind):
     with pytest.raises(ConfigError, match="clip_low is 1.5: must lie in"):
         kind(clip_low=1.5)

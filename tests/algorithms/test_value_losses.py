@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl.algorithms.value_losses import ClippedValueLoss
+from verl.algorithms.losses import ClippedValueLoss
 from verl.errors import ConfigError
 
 

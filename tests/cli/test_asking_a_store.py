@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from storage.s3_server import BUCKET
-from trainer.runs import GRPO, Prompts, ppo_run
+from trainer.runs import GRPO_ALGORITHM, Prompts, ppo_run
 from typer.testing import CliRunner
 
 from verl.checkpoint.manager import CheckpointManager
@@ -25,7 +25,7 @@ ADDRESS = f"s3://{BUCKET}/{PREFIX}"
 def run_of(model, directory: Path, total_steps: int, resume: str | None = None):
     """A run with a replay buffer that saves increments at every step."""
     replay = TieredReplay(memory_mib=8, shard_mib=1)
-    algorithm = dataclasses.replace(GRPO, replay_fraction=0.5)
+    algorithm = dataclasses.replace(GRPO_ALGORITHM, replay_fraction=0.5)
     saving = Checkpointing(save_dir=str(directory / "checkpoints"), save_interval=1, incremental_save=True)
     run = ppo_run(model, algorithm, total_steps=total_steps, lr=0.02, replay=replay)
     data = Prompts(eval=("5+5=", "7", "what is 6*7? "))

@@ -13,7 +13,7 @@ from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.tiers.remote import object_key
 from verl.cli.main import app
 from verl.errors import CheckpointNotFound
-from verl.storage.options import storage_at
+from verl.storage.config import storage_at
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from trainer.runs import GRPO, ppo_run
+from trainer.runs import GRPO_ALGORITHM, ppo_run
 from typer.testing import CliRunner
 
 from verl.checkpoint.settings import Checkpointing
@@ -21,7 +21,7 @@ runner = CliRunner()
 
 
 def fit(model, directory: Path, name: str, resume: str | None = None, lr: float = 3e-3, **settings) -> None:
-    run = ppo_run(model, GRPO, total_steps=4, lr=lr, save_final=False, **settings)
+    run = ppo_run(model, GRPO_ALGORITHM, total_steps=4, lr=lr, save_final=False, **settings)
     saving = Checkpointing(save_dir=str(directory / "saved"), save_interval=1, keep_last_n=2, save_async=False)
     run = dataclasses.replace(run, checkpoint=saving, resume=resume)
     with run.build(BuildContext(run_dir=directory / name)) as trainer:

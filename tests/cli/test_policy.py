@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from trainer.runs import GRPO, PPO, Prompts, ppo_run
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run
 from trainer.test_sft import sft_run
 from typer.testing import CliRunner
 
@@ -17,14 +17,14 @@ from verl.cli.main import app
 from verl.component import BuildContext
 from verl.models.lora import LoRA
 from verl.rewards.exact_match import ExactMatch
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 
 runner = CliRunner()
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}, {"prompt": "3+3=", "answer": "6"}]
 
 
-def trained(model, directory: Path, algorithm=PPO, lora=None) -> dict:
+def trained(model, directory: Path, algorithm=PPO_ALGORITHM, lora=None) -> dict:
     """The evaluation after the last of two steps."""
     run = ppo_run(model, algorithm, total_steps=2, eval_interval=1, tracker=Trackers(jsonl=JsonLines()), lr=0.02)
     run = dataclasses.replace(run, data=Prompts(eval=("5+5=", "7", "what is 6*7? ")))
@@ -65,7 +65,7 @@ def test_the_numbers_are_those_that_the_run_logged_at_that_step(path, step, run)
 
 
 def test_an_adapter_is_evaluated_with_its_model(model32, tmp_path):
-    evaluations = trained(model32, tmp_path, GRPO, LoRA(rank=2))
+    evaluations = trained(model32, tmp_path, GRPO_ALGORITHM, LoRA(rank=2))
     told = json.loads(asked("eval", tmp_path / "checkpoints", "--json"))
     assert told["metrics"] == pytest.approx(evaluations[2])
 

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from trainer.runs import GRPO, ppo_run
+from trainer.runs import GRPO_ALGORITHM, ppo_run
 from typer.testing import CliRunner
 
 from verl.cli.main import app
@@ -17,8 +17,8 @@ from verl.cli.samples_page import page
 from verl.cli.samples_read import Sample, read_samples
 from verl.component import BuildContext
 from verl.replay.settings import TieredReplay
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 
 runner = CliRunner()
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -30,7 +30,7 @@ def finished(model32, tmp_path_factory) -> Path:
     """A run of three steps, which evaluated and kept its rows."""
     directory = tmp_path_factory.mktemp("samples") / "run"
     run = ppo_run(
-        model32, GRPO, total_steps=3, eval_interval=1, save_final=False, tracker=Trackers(jsonl=JsonLines()),
+        model32, GRPO_ALGORITHM, total_steps=3, eval_interval=1, save_final=False, tracker=Trackers(jsonl=JsonLines()),
         replay=TieredReplay(memory_mib=8, shard_mib=1),
     )  # fmt: skip
     with run.build(BuildContext(run_dir=directory)) as trainer:

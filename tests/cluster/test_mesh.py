@@ -9,7 +9,7 @@ from cluster.processes_of import wait_until_gone, workers_of
 from equivalence.courses import assert_same, run_course
 from random_models import save_random_classifier
 from rewards.rated import described
-from trainer.runs import PPO, ppo_run
+from trainer.runs import PPO_ALGORITHM, ppo_run
 
 import verl
 from verl.cluster.mesh import DeviceMesh
@@ -78,9 +78,9 @@ def test_a_role_on_two_devices_needs_a_sharding():
 def test_roles_on_devices_of_their_own_train_what_one_process_does(model64, tmp_path):
     judge = described(save_random_classifier(tmp_path / "judge", "llama"), normalize="running")
     prompts = [[0, 1, 2], [3]]
-    alone = run_course(ppo_run(model64, PPO, reward=judge), prompts, tmp_path / "one")
+    alone = run_course(ppo_run(model64, PPO_ALGORITHM, reward=judge), prompts, tmp_path / "one")
     mesh = DeviceMesh(devices=TWO, sub_meshes={"critic": ["cpu:1"], "rm": ["cpu:1"]})
-    run = ppo_run(model64, PPO, reward=judge, placement=mesh)
+    run = ppo_run(model64, PPO_ALGORITHM, reward=judge, placement=mesh)
     together = run_course(run, prompts, tmp_path / "mesh")
     assert_same(alone, together, tolerance=0.0)
     assert wait_until_gone(workers_of(os.getpid())) == []
@@ -89,7 +89,7 @@ def test_roles_on_devices_of_their_own_train_what_one_process_does(model64, tmp_
 
 @needs_two_cores
 def test_a_process_keeps_to_the_core_of_its_device(model32, tmp_path):
-    run = ppo_run(model32, PPO, placement=DeviceMesh(devices=["cpu:1"]))
+    run = ppo_run(model32, PPO_ALGORITHM, placement=DeviceMesh(devices=["cpu:1"]))
     with run.build(BuildContext(run_dir=tmp_path)):
         (pid,) = workers_of(os.getpid())
         assert os.sched_getaffinity(pid) == {sorted(os.sched_getaffinity(0))[1]}

@@ -182,7 +182,7 @@ def test_several_faults_of_a_ppo_run_are_all_told_by_full_path():
 
 
 def test_faults_across_components_have_full_paths():
-    assert ppo_faults("algorithm=grpo", "trainer.group_size=1")[0].startswith("trainer.group_size is 1: GroupRelative")
+    assert ppo_faults("algorithm=grpo", "trainer.group_size=1")[0].startswith("trainer.group_size is 1: GRPO")
     assert ppo_faults("critic=none")[0].startswith("critic is null: GAE needs values")
     assert ppo_faults("critic=null")[0].startswith("critic is null: GAE needs values")
 

@@ -13,7 +13,7 @@ from verl.algorithms.kl import KLInLoss
 from verl.engines.engine import TrainingEngine
 from verl.engines.optim import AdamW
 from verl.engines.parallel import Parallel
-from verl.ops.aggregate import aggregate
+from verl.ops.loss_aggregation import aggregate
 from verl.protocol import DataProto
 from verl.rollout.hf import HFRollout
 

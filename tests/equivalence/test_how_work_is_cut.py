@@ -7,24 +7,24 @@ import dataclasses
 import pytest
 import torch
 from equivalence.courses import assert_same, run_course
-from trainer.runs import GRPO, PPO, ppo_run
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.correction import TruncatedIS
+from verl.algorithms.critic_free_advantages import ReinforcePlusPlus
+from verl.algorithms.importance_sampling import TruncatedIS
 from verl.algorithms.kl import KLInLoss
-from verl.algorithms.policy_losses import SequenceClip
-from verl.algorithms.reinforce import RewardToGo
+from verl.algorithms.losses import GSPO
 from verl.component import BuildContext
 from verl.protocol import DataProto
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
 
 STEPS = [[0, 1, 2, 3], [7, 6, 5, 2], [4, 3, 1, 0]]
-PPO_KL_IN_LOSS = dataclasses.replace(PPO, kl=KLInLoss(coef=0.1))
+PPO_KL_IN_LOSS = dataclasses.replace(PPO_ALGORITHM, kl=KLInLoss(coef=0.1))
 NORMED_GSPO = dataclasses.replace(
     PPO_KL_IN_LOSS,
-    advantage=RewardToGo(),
-    policy_loss=SequenceClip(),
+    advantage=ReinforcePlusPlus(),
+    policy_loss=GSPO(),
     aggregation="seq-mean-token-sum-norm",
     norm_length=7,
     correction=TruncatedIS(level="sequence"),
@@ -32,26 +32,30 @@ NORMED_GSPO = dataclasses.replace(
 
 
 @pytest.mark.parametrize(
-    "algorithm", [PPO, PPO_KL_IN_LOSS, GRPO, NORMED_GSPO], ids=["ppo", "ppo, kl in loss", "grpo", "gspo, normed"]
+    "algorithm",
+    [PPO_ALGORITHM, PPO_KL_IN_LOSS, GRPO_ALGORITHM, NORMED_GSPO],
+    ids=["ppo", "ppo, kl in loss", "grpo", "gspo, normed"],
 )
 def test_the_budget_of_a_micro_batch_changes_no_number(algorithm, model64, tmp_path):
-    group_size = 3 if algorithm is GRPO else 1
+    group_size = 3 if algorithm is GRPO_ALGORITHM else 1
     whole = run_course(ppo_run(model64, algorithm, group_size=group_size), STEPS, tmp_path / "whole")
     single_rows = ppo_run(model64, algorithm, group_size=group_size, micro_batch_tokens=1)
     assert_same(whole, run_course(single_rows, STEPS, tmp_path / "single"))
-    if algorithm is PPO:
+    if algorithm is PPO_ALGORITHM:
         pairs = ppo_run(model64, algorithm, group_size=group_size, micro_batch_tokens=40)
         assert_same(whole, run_course(pairs, STEPS, tmp_path / "pairs"))
 
 
 def test_how_responses_are_decoded_changes_no_number(model64, tmp_path):
-    together = run_course(ppo_run(model64, GRPO, group_size=3), STEPS, tmp_path / "together")
+    together = run_course(ppo_run(model64, GRPO_ALGORITHM, group_size=3), STEPS, tmp_path / "together")
     rollout = HFRollout(max_new_tokens=7, max_rows=3, share_prefix=False, drop_finished=False)
-    apart = ppo_run(model64, GRPO, group_size=3, rollout=rollout)
+    apart = ppo_run(model64, GRPO_ALGORITHM, group_size=3, rollout=rollout)
     assert_same(together, run_course(apart, STEPS, tmp_path / "apart"))
 
 
-@pytest.mark.parametrize("algorithm", [PPO, dataclasses.replace(GRPO, mini_batches=1)], ids=["ppo", "grpo"])
+@pytest.mark.parametrize(
+    "algorithm", [PPO_ALGORITHM, dataclasses.replace(GRPO_ALGORITHM, mini_batches=1)], ids=["ppo", "grpo"]
+)
 def test_the_order_of_the_prompts_changes_no_number(algorithm: Algorithm, model64, tmp_path):
     run = ppo_run(model64, algorithm, group_size=2)
     reversed_steps = [rows[::-1] for rows in STEPS]
@@ -59,7 +63,7 @@ def test_the_order_of_the_prompts_changes_no_number(algorithm: Algorithm, model6
 
 
 def test_the_names_of_the_groups_change_no_advantage(model64, tmp_path):
-    with ppo_run(model64, GRPO, group_size=3).build(BuildContext(run_dir=tmp_path)) as trainer:
+    with ppo_run(model64, GRPO_ALGORITHM, group_size=3).build(BuildContext(run_dir=tmp_path)) as trainer:
         scored = trainer.score(trainer.generate(trainer.train_data.collate(range(4)), Request(1, 3)))
         names = torch.tensor([90, -7, 4, 11])
         renamed = scored.select([name for name in scored.batch if name != "group_ids"])
@@ -71,7 +75,7 @@ def test_the_names_of_the_groups_change_no_advantage(model64, tmp_path):
 
 
 def test_a_response_depends_on_its_prompt_and_number_and_not_on_its_company(model64, tmp_path):
-    with ppo_run(model64, GRPO, group_size=3).build(BuildContext(run_dir=tmp_path)) as trainer:
+    with ppo_run(model64, GRPO_ALGORITHM, group_size=3).build(BuildContext(run_dir=tmp_path)) as trainer:
 
         def drawn(rows: list[int], num_samples: int) -> dict[tuple[str, int], str]:
             made = trainer.generate(trainer.train_data.collate(rows), Request(1, num_samples))

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from trainer.runs import PPO, ppo_run
+from trainer.runs import PPO_ALGORITHM, ppo_run
 from trainer.saved_runs import course as saved_course
 from trainer.saved_runs import newest
 
@@ -52,7 +52,7 @@ def under_way(trainer) -> Course:
 def test_what_runs_loads_what_it_saved_and_repeats_the_step_bit_by_bit(name, processes, model64, tmp_path):
     sharding = {"fsdp": FSDP(), "ddp": DDP(), "hsdp": HSDP(), "tp_fsdp": TPFSDP()}[name]
     shared = {"sharding": sharding, "n_gpus_per_node": processes}
-    run = saved_course(model64, tmp_path, PPO, save={"save_async": True, "max_shard_gib": 2e-5}, **shared)
+    run = saved_course(model64, tmp_path, PPO_ALGORITHM, save={"save_async": True, "max_shard_gib": 2e-5}, **shared)
     with started(run, tmp_path / "run") as trainer:
         course = under_way(trainer)
         course.step()
@@ -83,7 +83,7 @@ def assert_opens(checkpoint: Path, directory: Path, model) -> None:
     _, told = AutoModelForCausalLM.from_pretrained(checkpoint / "actor", output_loading_info=True)
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]
-    alone = saved_course(model, directory / "alone", PPO, resume=str(checkpoint))
+    alone = saved_course(model, directory / "alone", PPO_ALGORITHM, resume=str(checkpoint))
     with started(alone, directory / "alone/run") as trainer:
         assert digest(under_way(trainer).save(directory=directory / "alone/aside")) == digest(checkpoint)
 
@@ -93,7 +93,7 @@ def assert_opens(checkpoint: Path, directory: Path, model) -> None:
 @pytest.mark.parametrize("sharding", [FSDP(), TP()], ids=["fsdp", "tp"])
 def test_an_adapter_and_files_for_older_tools_are_saved_and_loaded(sharding, safetensors, model64, tmp_path):
     shared = {"sharding": sharding, "n_gpus_per_node": 2}
-    run = saved_course(model64, tmp_path, PPO, save={"use_safetensors": safetensors}, **shared)
+    run = saved_course(model64, tmp_path, PPO_ALGORITHM, save={"use_safetensors": safetensors}, **shared)
     run = dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=LoRA(rank=2)))
     with started(run, tmp_path / "run") as trainer:
         course = under_way(trainer)
@@ -110,7 +110,7 @@ def test_processes_that_see_another_directory_leave_the_saving_to_the_driver(mod
     here.mkdir()
     there.mkdir()
     monkeypatch.chdir(there)  # where the workers are
-    run = ppo_run(model64, PPO, total_steps=1, save_final=False, sharding=DDP(), n_gpus_per_node=2)
+    run = ppo_run(model64, PPO_ALGORITHM, total_steps=1, save_final=False, sharding=DDP(), n_gpus_per_node=2)
     saving = saved_course(model64, Path("/proc/self/cwd")).checkpoint  # a path that leads elsewhere in each process
     with started(dataclasses.replace(run, checkpoint=saving), tmp_path / "run") as trainer:
         monkeypatch.chdir(here)

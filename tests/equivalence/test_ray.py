@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from cluster.ray_here import all_gone, placed, ray_here  # noqa: F401 - a fixture
 from equivalence.courses import assert_rounding_alone, assert_same, run_course
-from trainer.runs import PPO, ppo_run
+from trainer.runs import PPO_ALGORITHM, ppo_run
 from trainer.saved_runs import STEPS, course, digest, fit, newest
 from trainer.saved_runs import numbers as all_numbers
 
@@ -28,12 +28,12 @@ def numbers(run_dir):
 
 
 def test_one_worker_trains_bit_by_bit_and_two_to_rounding_and_roles_may_live_apart(model64, tmp_path):
-    alone = run_course(ppo_run(model64, PPO), PROMPTS, tmp_path / "local")
-    one = ppo_run(model64, PPO, placement=placed())
+    alone = run_course(ppo_run(model64, PPO_ALGORITHM), PROMPTS, tmp_path / "local")
+    one = ppo_run(model64, PPO_ALGORITHM, placement=placed())
     assert_same(alone, run_course(one, PROMPTS, tmp_path / "one"), tolerance=0.0)
     two = ppo_run(
         model64,
-        PPO,
+        PPO_ALGORITHM,
         sharding=DDP(timeout_s=60.0),
         n_gpus_per_node=2,
         # two actors, one critic, and the reference in this process
@@ -47,7 +47,7 @@ def test_one_worker_trains_bit_by_bit_and_two_to_rounding_and_roles_may_live_apa
 def test_in_float32_losses_and_gradients_differ_by_rounding_alone(model32, tmp_path):
     def run(**parts):
         rollout = Scripted(max_new_tokens=7, texts=("12", "7*7=49", "0"))
-        return ppo_run(model32, PPO, rollout=rollout, group_size=1, lr=1e-4, **parts)
+        return ppo_run(model32, PPO_ALGORITHM, rollout=rollout, group_size=1, lr=1e-4, **parts)
 
     alone = run_course(run(), PROMPTS, tmp_path / "one")
     two = run(sharding=DDP(timeout_s=60.0), n_gpus_per_node=2, placement=placed())

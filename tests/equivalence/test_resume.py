@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer.runs import GRPO, PPO, ShakenClip, ppo_run, read_lines, without_times
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ShakenClip, ppo_run, read_lines, without_times
 
 from verl.algorithms.kl import AdaptiveKLInReward
 from verl.checkpoint.discovery import CheckpointDirectory
@@ -21,12 +21,12 @@ from verl.component import BuildContext
 from verl.engines.sharding import DDP
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 
 STEPS = 5
-ADAPTIVE = dataclasses.replace(PPO, kl=AdaptiveKLInReward(coef=0.2, target=0.1, horizon=40))
-SHAKEN = dataclasses.replace(PPO, policy_loss=ShakenClip())
+ADAPTIVE = dataclasses.replace(PPO_ALGORITHM, kl=AdaptiveKLInReward(coef=0.2, target=0.1, horizon=40))
+SHAKEN = dataclasses.replace(PPO_ALGORITHM, policy_loss=ShakenClip())
 
 
 def course(name, model, directory, **options):
@@ -37,7 +37,7 @@ def course(name, model, directory, **options):
         incremental_pays_below=1,
     )  # fmt: skip
     resume = options.pop("resume", None)
-    algorithm = {"ppo": ADAPTIVE, "grpo": GRPO, "lora": GRPO, "ddp": SHAKEN}[name]
+    algorithm = {"ppo": ADAPTIVE, "grpo": GRPO_ALGORITHM, "lora": GRPO_ALGORITHM, "ddp": SHAKEN}[name]
     tracker = Trackers(jsonl=JsonLines())
     run = ppo_run(model, algorithm, total_steps=STEPS, eval_interval=2, tracker=tracker, **options)
     if name == "lora":

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 from equivalence.test_resume import final_digest, fit, numbers
-from trainer.runs import GRPO, PPO, ppo_run
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.settings import Checkpointing
 from verl.engines.sharding import DDP
 from verl.replay.cold import Cold
 from verl.replay.settings import TieredReplay
-from verl.storage.options import LocalStorage
+from verl.storage.config import LocalStorage
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 
 STEPS = 5
 SMALL = TieredReplay(max_rows=16, memory_mib=8, shard_mib=1, hot_share=0.3, warm_share=0.3, cold_share=0.4)
@@ -34,7 +34,7 @@ def course(algorithm, model, directory: Path, processes: int = 1, **options):
     return dataclasses.replace(run, checkpoint=checkpoint, storage=storage)
 
 
-@pytest.mark.parametrize("algorithm", [PPO, GRPO], ids=["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", [PPO_ALGORITHM, GRPO_ALGORITHM], ids=["ppo", "grpo"])
 def test_a_run_with_old_rows_ends_as_the_uninterrupted_one(algorithm, model32, tmp_path):
     fit(course(algorithm, model32, tmp_path / "whole"), tmp_path / "whole")
     whole = numbers(tmp_path / "whole")
@@ -56,7 +56,9 @@ def test_a_run_with_old_rows_ends_as_the_uninterrupted_one(algorithm, model32, t
 
 
 def test_a_buffer_that_is_left_behind_is_told_of(model32, tmp_path, caplog):
-    run = dataclasses.replace(course(GRPO, model32, tmp_path / "first"), algorithm=GRPO)  # which keeps rows for others
+    run = dataclasses.replace(
+        course(GRPO_ALGORITHM, model32, tmp_path / "first"), algorithm=GRPO_ALGORITHM
+    )  # which keeps rows for others
     fit(run, tmp_path / "first")
     resume = str(tmp_path / "first/checkpoints/global_step_4")
     assert "left behind" not in caplog.text
@@ -66,9 +68,9 @@ def test_a_buffer_that_is_left_behind_is_told_of(model32, tmp_path, caplog):
 
 @pytest.mark.exhaustive
 def test_a_run_with_old_rows_goes_on_with_more_processes(model32, tmp_path):
-    fit(course(GRPO, model32, tmp_path / "whole"), tmp_path / "whole")
+    fit(course(GRPO_ALGORITHM, model32, tmp_path / "whole"), tmp_path / "whole")
     directory = tmp_path / "from_2"
-    run = course(GRPO, model32, directory, processes=2)
+    run = course(GRPO_ALGORITHM, model32, directory, processes=2)
     fit(dataclasses.replace(run, resume=str(tmp_path / "whole/checkpoints/global_step_2")), directory)
     whole, mine = numbers(tmp_path / "whole"), numbers(directory)
     assert list(mine) == [3, 4, 5]
@@ -90,7 +92,7 @@ def test_rows_in_the_store_stay_where_checkpoints_are_uploaded_too(upload_interv
     monkeypatch.setattr(Cold, "delete", lambda cold, names: deleted.extend(names))
     uploaded = Cold.uploaded
     monkeypatch.setattr(Cold, "uploaded", lambda cold: (cold.settle(), uploaded(cold))[1])  # however slow the machine
-    run = course(GRPO, model32, tmp_path / "run")
+    run = course(GRPO_ALGORITHM, model32, tmp_path / "run")
     checkpoint = dataclasses.replace(run.checkpoint, upload_interval=upload_interval, keep_last_n=1, save_async=False)
     settings = dataclasses.replace(run.trainer, total_steps=10)
     fit(dataclasses.replace(run, checkpoint=checkpoint, trainer=settings), tmp_path / "run")

@@ -8,8 +8,8 @@ import torch
 from trainer.runs import ppo_run, read_lines, weights, without_times
 
 from verl.component import BuildContext
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 from verl.trainer.ppo import PPORun
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cluster.processes_of import wait_until_gone, workers_of
 from cluster.ray_here import placed
-from trainer.runs import PPO, ppo_run
+from trainer.runs import PPO_ALGORITHM, ppo_run
 
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.published import open_published
@@ -37,7 +37,7 @@ CHAIN: list[tuple[Sharding, int, bool]] = [  # the last: in Ray
 def step_of(model, directory: Path, step: int, sharding: Sharding, processes: int, in_ray: bool, lora: LoRA | None):
     """Go on from the newest checkpoint up to a step, and save it."""
     layout = {"sharding": sharding, "n_gpus_per_node": processes, "placement": placed() if in_ray else None}
-    run = ppo_run(model, PPO, total_steps=len(CHAIN), stop_after=step, **layout)
+    run = ppo_run(model, PPO_ALGORITHM, total_steps=len(CHAIN), stop_after=step, **layout)
     checkpoint = Checkpointing(save_dir=str(directory / "checkpoints"), save_interval=1, keep_last_n=None)
     roles = {name: dataclasses.replace(getattr(run, name), lora=lora) for name in ("actor", "critic")}
     run = dataclasses.replace(run, **roles, checkpoint=checkpoint, resume=None if step == 1 else "latest")

@@ -10,7 +10,7 @@ from equivalence.courses import assert_rounding_alone, assert_same, run_course
 from equivalence.laboratory import laboratory
 from random_models import save_random_model
 from safetensors.torch import load_file
-from trainer.runs import GRPO, PPO, ppo_run
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
 from verl.checkpoint.disk import Disk
 from verl.checkpoint.published import open_published
@@ -59,12 +59,14 @@ def tied64(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(model64, tmp_path_factory):
     """What one process comes to."""
-    return run_course(ppo_run(model64, PPO, group_size=1), PROMPTS, tmp_path_factory.mktemp("one"))
+    return run_course(ppo_run(model64, PPO_ALGORITHM, group_size=1), PROMPTS, tmp_path_factory.mktemp("one"))
 
 
 @pytest.mark.parametrize("name", IN_SHORT)
 def test_four_processes_train_as_one_does(name, bench, alone, model64, tmp_path):
-    run = ppo_run(model64, PPO, group_size=1, sharding=SHARDINGS[name], n_gpus_per_node=4, micro_batch_tokens=40)
+    run = ppo_run(
+        model64, PPO_ALGORITHM, group_size=1, sharding=SHARDINGS[name], n_gpus_per_node=4, micro_batch_tokens=40
+    )
     assert_same(alone, bench.course(run, PROMPTS, tmp_path).result(timeout=120))
 
 
@@ -79,7 +81,7 @@ def test_four_processes_train_as_one_does(name, bench, alone, model64, tmp_path)
 def test_roles_that_are_each_divided_in_their_own_way_train_as_one_process_does(
     actor, critic, reference, bench, alone, model64, tmp_path
 ):
-    run = ppo_run(model64, PPO, group_size=1, sharding=DDP(), n_gpus_per_node=4, micro_batch_tokens=40)
+    run = ppo_run(model64, PPO_ALGORITHM, group_size=1, sharding=DDP(), n_gpus_per_node=4, micro_batch_tokens=40)
     own = {"actor": actor, "critic": critic, "reference": reference}
     parts = {
         role: dataclasses.replace(getattr(run, role), sharding=SHARDINGS[name]) for role, name in own.items() if name
@@ -92,7 +94,7 @@ def test_the_cost_model_tells_what_each_process_holds(name, bench, tmp_path):
     path = save_random_model(tmp_path / "model", "llama", torch.float32, hidden_size=128, num_key_value_heads=2)
     model, sharding = Pretrained(path=str(path)), SHARDINGS[name]
     cost = cost_of(sharding, 4, sizes_of(model.load_config()))
-    run = ppo_run(model, dataclasses.replace(GRPO, mini_batches=1), sharding=sharding, n_gpus_per_node=4)
+    run = ppo_run(model, dataclasses.replace(GRPO_ALGORITHM, mini_batches=1), sharding=sharding, n_gpus_per_node=4)
     for held in bench.held(run, [0, 1], tmp_path / "runs").result(timeout=120):
         assert held["weights"] == pytest.approx(cost.weights, rel=0.05)
         assert held["optimizer"] == pytest.approx(cost.optimizer, rel=0.05)
@@ -102,7 +104,7 @@ def test_the_cost_model_tells_what_each_process_holds(name, bench, tmp_path):
 def test_in_float32_losses_and_gradients_differ_by_rounding_alone(name, bench, model32, tmp_path):
     def run(**parts):
         rollout = Scripted(max_new_tokens=7, texts=("12", "7*7=49", "0"))
-        return ppo_run(model32, PPO, rollout=rollout, group_size=1, lr=1e-4, **parts)
+        return ppo_run(model32, PPO_ALGORITHM, rollout=rollout, group_size=1, lr=1e-4, **parts)
 
     alone = run_course(run(), PROMPTS, tmp_path / "one")
     found = bench.course(run(sharding=SHARDINGS[name], n_gpus_per_node=4), PROMPTS, tmp_path / "four").result()
@@ -124,7 +126,7 @@ def with_actor(run, **options):
 @pytest.mark.parametrize("name", ["fsdp", "tp", "tp_fsdp", pytest.param("hsdp", marks=pytest.mark.exhaustive)])
 def test_an_adapter_learns_the_same_and_its_frozen_model_is_the_reference(name, bench, model64, tmp_path):
     def run(**parts):
-        return with_actor(ppo_run(model64, GRPO, group_size=3, **parts), lora=LoRA(rank=2))
+        return with_actor(ppo_run(model64, GRPO_ALGORITHM, group_size=3, **parts), lora=LoRA(rank=2))
 
     prompts = [[2, 0, 5], [1]]
     together = run(sharding=SHARDINGS[name], n_gpus_per_node=4)
@@ -146,8 +148,10 @@ def test_a_mixture_of_experts_is_divided_expert_by_expert_and_learns_the_same(fa
     number = {"num_local_experts" if family == "mixtral" else "num_experts": experts}
     path = save_random_model(tmp_path / "model", family, torch.float64, **number)
     model = Pretrained(path=str(path), dtype="float64")
-    alone = run_course(ppo_run(model, PPO, group_size=1), PROMPTS, tmp_path / "one")
-    together = ppo_run(model, PPO, group_size=1, sharding=SHARDINGS[name], n_gpus_per_node=4, micro_batch_tokens=40)
+    alone = run_course(ppo_run(model, PPO_ALGORITHM, group_size=1), PROMPTS, tmp_path / "one")
+    together = ppo_run(
+        model, PPO_ALGORITHM, group_size=1, sharding=SHARDINGS[name], n_gpus_per_node=4, micro_batch_tokens=40
+    )
     assert_same(alone, bench.course(together, PROMPTS, tmp_path / "four").result())
     for key, x in load_file(path / "model.safetensors").items():
         moved = (alone.weights[f"actor/model.safetensors:{key}"] - x).abs().max()
@@ -162,7 +166,7 @@ def test_adapters_of_some_layers_of_actor_and_critic_learn_the_same(name, bench,
     model = Pretrained(path=str(path), dtype="float64")
 
     def run(**parts):
-        made = ppo_run(model, PPO, group_size=1, **parts)
+        made = ppo_run(model, PPO_ALGORITHM, group_size=1, **parts)
         layers = ("0.self_attn.q_proj", "o_proj", "down_proj")
         critic = dataclasses.replace(made.critic, lora=LoRA(rank=3, target_modules=layers))
         actor = dataclasses.replace(made.actor, lora=LoRA(rank=3, target_modules=(*layers, "lm_head")))
@@ -179,7 +183,7 @@ def test_adapters_of_some_layers_of_actor_and_critic_learn_the_same(name, bench,
 
 @pytest.mark.parametrize("name", ["tp", pytest.param("tp_fsdp", marks=pytest.mark.exhaustive)])
 def test_an_engine_is_given_a_divided_adapter_as_peft_merges_it_and_as_it_is(name, bench, model64, tmp_path):
-    made = ppo_run(model64, GRPO, group_size=3, sharding=SHARDINGS[name], n_gpus_per_node=4, lr=0.1)
+    made = ppo_run(model64, GRPO_ALGORITHM, group_size=3, sharding=SHARDINGS[name], n_gpus_per_node=4, lr=0.1)
     run = with_actor(made, lora=LoRA(rank=2))
     given = bench.sent(run, [2, 0, 5], tmp_path).result()
     saved = Pretrained(path=str(tmp_path / "0/actor"), dtype="float64").load_causal_lm("cpu").state_dict()
@@ -196,7 +200,7 @@ def test_an_engine_is_given_a_divided_adapter_as_peft_merges_it_and_as_it_is(nam
 @pytest.mark.parametrize("name", ["fsdp", "tp", pytest.param("tp_fsdp", marks=pytest.mark.exhaustive)])
 def test_tied_weights_stay_tied_and_recomputed_activations_change_nothing(name, bench, tied64, tmp_path):
     def run(**parts):
-        return with_actor(ppo_run(tied64, GRPO, group_size=3, **parts), gradient_checkpointing=bool(parts))
+        return with_actor(ppo_run(tied64, GRPO_ALGORITHM, group_size=3, **parts), gradient_checkpointing=bool(parts))
 
     prompts = [[2, 0, 5], [1]]
     alone = run_course(run(), prompts, tmp_path / "one")
@@ -211,7 +215,9 @@ def test_norms_over_the_heads_of_one_process_get_the_gradient_of_all_heads(name,
     model, prompts = Pretrained(path=str(path), dtype="float64"), [[2, 0, 5]]
 
     def run(**parts):
-        return ppo_run(model, dataclasses.replace(GRPO, mini_batches=1), group_size=3, micro_batch_tokens=40, **parts)
+        return ppo_run(
+            model, dataclasses.replace(GRPO_ALGORITHM, mini_batches=1), group_size=3, micro_batch_tokens=40, **parts
+        )
 
     alone = run_course(run(), prompts, tmp_path / "one")
     found = bench.course(run(sharding=SHARDINGS[name], n_gpus_per_node=4), prompts, tmp_path).result()
@@ -222,7 +228,7 @@ def test_norms_over_the_heads_of_one_process_get_the_gradient_of_all_heads(name,
 def test_computing_in_bfloat16_means_the_same(name, bench, model32, tmp_path):
     def run(autocast="bfloat16", **parts):
         rollout = Scripted(max_new_tokens=7, texts=("12", "7*7=49", "0"))
-        made = ppo_run(model32, PPO, rollout=rollout, group_size=1, lr=1e-4, **parts)
+        made = ppo_run(model32, PPO_ALGORITHM, rollout=rollout, group_size=1, lr=1e-4, **parts)
         critic = dataclasses.replace(made.critic, autocast=autocast)
         return dataclasses.replace(with_actor(made, autocast=autocast), critic=critic)
 
@@ -241,7 +247,7 @@ def saved(request, model64, tmp_path_factory):
     """A run of one process, and its checkpoint after two steps."""
     directory = tmp_path_factory.mktemp("saved")
     checkpoint = Checkpointing(save_dir=str(directory / "checkpoints"), save_interval=2, save_async=False)
-    run = dataclasses.replace(ppo_run(model64, PPO, total_steps=2, save_final=False), checkpoint=checkpoint)
+    run = dataclasses.replace(ppo_run(model64, PPO_ALGORITHM, total_steps=2, save_final=False), checkpoint=checkpoint)
     if request.param == "adapter":
         run = dataclasses.replace(with_actor(run, lora=LoRA()), critic=dataclasses.replace(run.critic, lora=LoRA()))
     with run.build(BuildContext(run_dir=directory / "run")) as trainer:

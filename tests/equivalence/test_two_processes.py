@@ -9,7 +9,7 @@ import pytest
 import torch
 from cluster.processes_of import wait_until_gone, workers_of
 from equivalence.courses import assert_same, run_course
-from trainer.runs import GRPO, PPO, ppo_run
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
 from verl.engines.sharding import DDP, FSDP, TP
 from verl.models.pretrained import Pretrained
@@ -21,10 +21,10 @@ UNEVEN = [[0, 1, 2, 3, 4], [7, 6, 5, 2], [3]]
 # groups that the processes share, mini-batches of 3 rows and of 1, a process without prompts
 GROUPS = [[2, 0, 5], [1]]
 CASES = {
-    "ppo": (PPO, 1, UNEVEN, DDP(timeout_s=60.0)),
-    "grpo": (GRPO, 3, GROUPS, DDP(timeout_s=60.0)),
-    "ppo, each role in its own way": (PPO, 1, UNEVEN, FSDP(timeout_s=60.0)),
-    "grpo, tp": (GRPO, 3, GROUPS, TP(timeout_s=60.0)),
+    "ppo": (PPO_ALGORITHM, 1, UNEVEN, DDP(timeout_s=60.0)),
+    "grpo": (GRPO_ALGORITHM, 3, GROUPS, DDP(timeout_s=60.0)),
+    "ppo, each role in its own way": (PPO_ALGORITHM, 1, UNEVEN, FSDP(timeout_s=60.0)),
+    "grpo, tp": (GRPO_ALGORITHM, 3, GROUPS, TP(timeout_s=60.0)),
 }
 
 

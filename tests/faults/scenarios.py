@@ -31,7 +31,7 @@ from verl.checkpoint.tiers.log import RemoteLog
 from verl.checkpoint.tiers.pull import pull
 from verl.checkpoint.tiers.push import Pusher
 from verl.checkpoint.tiers.remote import RemoteCheckpoints
-from verl.storage.options import LocalStorage
+from verl.storage.config import LocalStorage
 
 WEIGHT = np.arange(24, dtype=np.float32).reshape(4, 6) + 1
 FROZEN = bytes(range(200))

@@ -36,7 +36,10 @@ LIMIT_S = 10.0  # without progress
 END_S = 900.0
 VARIANTS = {
     "plain": (),
-    "ahead": ("trainer.rollout_ahead=1", "algorithm.correction={_target_:verl.algorithms.correction.TruncatedIS}"),
+    "ahead": (
+        "trainer.rollout_ahead=1",
+        "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}",
+    ),
     "adapter": ("actor.lora={_target_:verl.models.lora.LoRA,rank:8}", "rollout.lora=adapter"),
 }
 MARK = "VERL_TEST_ROUND"

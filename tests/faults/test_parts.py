@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster.processes_of import workers_of
-from trainer.runs import GRPO
+from trainer.runs import GRPO_ALGORITHM
 from trainer.saved_runs import course as saved_course
 
 import verl.trainer.joint as joint
@@ -69,7 +69,7 @@ class Training:
 @pytest.fixture
 def training(model32, tmp_path):
     shared = {"sharding": FSDP(timeout_s=60.0), "n_gpus_per_node": 2, "total_steps": 9}
-    run = saved_course(model32, tmp_path, GRPO, save={"save_async": True}, **shared)
+    run = saved_course(model32, tmp_path, GRPO_ALGORITHM, save={"save_async": True}, **shared)
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         yield Training(trainer, tmp_path)
 

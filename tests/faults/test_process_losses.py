@@ -9,7 +9,7 @@ import pytest
 from cluster.processes_of import wait_until_gone, workers_of
 from random_models import save_random_classifier
 from rewards.rated import described
-from trainer.runs import PPO
+from trainer.runs import PPO_ALGORITHM
 from trainer.saved_runs import course, fit, newest
 
 from verl.cluster.mesh import DeviceMesh
@@ -50,12 +50,12 @@ def test_a_worker_killed_in_any_stage_is_named_and_the_run_goes_on_from_its_chec
 ):
     striking(call, 2, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=r"rank 1 failed in [\w.]+ at step 2[\s\S]*SIGKILL"):
-        fit(course(model32, tmp_path, PPO, **SHARED), tmp_path / "run")
+        fit(course(model32, tmp_path, PPO_ALGORITHM, **SHARED), tmp_path / "run")
     assert wait_until_gone(workers_of(os.getpid())) == []
     assert newest(tmp_path).step == 1
     monkeypatch.undo()
     if call == "critic.update":
-        result = fit(course(model32, tmp_path, PPO, resume="latest", **SHARED), tmp_path / "again")
+        result = fit(course(model32, tmp_path, PPO_ALGORITHM, resume="latest", **SHARED), tmp_path / "again")
         assert result.status == "finished"
 
 
@@ -64,7 +64,7 @@ def test_a_worker_that_stops_in_a_step_is_named(striking, model32, tmp_path):
     striking("actor.update", 2, signal.SIGSTOP)
     shared = {**SHARED, "sharding": DDP(timeout_s=600.0, call_timeout_s=20.0)}
     with pytest.raises(WorkerHung, match=r"rank 1 failed in actor\.update at step 2[\s\S]*does not react at all"):
-        fit(course(model32, tmp_path, PPO, **shared), tmp_path / "run")
+        fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
     assert wait_until_gone(workers_of(os.getpid())) == []
 
 
@@ -75,5 +75,5 @@ def test_the_worker_of_a_role_that_lives_apart_is_named_too(call, striking, mode
     mesh = DeviceMesh(devices=["cpu:0", "cpu:1"], sub_meshes={"critic": ["cpu:1"], "rm": ["cpu:1"]})
     striking(call, 2, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=r"rank 0 failed in [\w.]+ at step 2[\s\S]*SIGKILL"):
-        fit(course(model32, tmp_path, PPO, reward=judge, placement=mesh), tmp_path / "run")
+        fit(course(model32, tmp_path, PPO_ALGORITHM, reward=judge, placement=mesh), tmp_path / "run")
     assert wait_until_gone(workers_of(os.getpid())) == []

@@ -12,7 +12,7 @@ from cluster.ray_here import all_gone, placed, ray_here  # noqa: F401 - a fixtur
 from equivalence.test_ray import numbers
 from random_models import save_random_classifier
 from rewards.rated import described
-from trainer.runs import PPO
+from trainer.runs import PPO_ALGORITHM
 from trainer.saved_runs import course, fit, newest
 
 from verl.checkpoint.reader import CheckpointReader
@@ -41,7 +41,7 @@ def judge(tmp_path_factory):
 def whole(model32, judge, tmp_path_factory):
     """The run that lost nobody."""
     directory = tmp_path_factory.mktemp("whole")
-    fit(course(model32, directory, PPO, reward=judge), directory / "run")
+    fit(course(model32, directory, PPO_ALGORITHM, reward=judge), directory / "run")
     return directory
 
 
@@ -72,7 +72,7 @@ def test_a_worker_killed_in_any_stage_costs_the_step_and_nothing_else(
     call, whole, judge, killing, model32, tmp_path, caplog
 ):
     pids = killing(call, step=3)
-    run = course(model32, tmp_path, PPO, reward=judge, placement=placed(max_restarts=1))
+    run = course(model32, tmp_path, PPO_ALGORITHM, reward=judge, placement=placed(max_restarts=1))
     result = fit(run, tmp_path / "run")
     assert (result.status, result.steps, len(result.restarts)) == ("finished", 4, 1)
     assert any(f"rank 0 failed in {name} at step 3" in result.restarts[0] for name in (call, *UNDER_WAY))
@@ -88,7 +88,7 @@ def test_a_worker_killed_in_any_stage_costs_the_step_and_nothing_else(
 def test_a_worker_that_hangs_costs_no_more_than_one_that_is_killed(whole, judge, killing, model32, tmp_path):
     pids = killing("actor.update", step=3, number=signal.SIGSTOP)
     placement = placed(max_restarts=1, call_timeout_s=30.0)
-    result = fit(course(model32, tmp_path, PPO, reward=judge, placement=placement), tmp_path / "run")
+    result = fit(course(model32, tmp_path, PPO_ALGORITHM, reward=judge, placement=placement), tmp_path / "run")
     assert (result.status, len(result.restarts)) == ("finished", 1)
     assert digest(tmp_path) == digest(whole)
     assert all_gone(pids)

@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 import torch
-from trainer.runs import PPO, ppo_run, read_lines, weights, without_times
+from trainer.runs import PPO_ALGORITHM, ppo_run, read_lines, weights, without_times
 
 from verl.component import BuildContext
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +23,7 @@ pytestmark = [
 
 def train(model, directory, **parts):
     settings = {"device": "cuda", "total_steps": 2, "tracker": Trackers(jsonl=JsonLines()), **parts}
-    run = ppo_run(model, PPO, **settings)
+    run = ppo_run(model, PPO_ALGORITHM, **settings)
     actor = dataclasses.replace(run.actor, lora=LoRA(rank=2), gradient_checkpointing=True, autocast="bfloat16")
     run = dataclasses.replace(run, actor=actor, rollout=HFRollout(max_new_tokens=7, top_p=0.9, top_k=20))
     with run.build(BuildContext(run_dir=directory)) as trainer:
@@ -43,7 +43,7 @@ def test_adapter_autocast_checkpointing_and_cut_sampling_train_and_repeat_themse
 def test_losses_on_the_gpu_are_those_on_the_cpu(dir64, tmp_path):
     found = {}
     for device in ("cpu", "cuda"):
-        run = ppo_run(Pretrained(path=str(dir64), dtype="float64"), PPO, device=device, total_steps=2)
+        run = ppo_run(Pretrained(path=str(dir64), dtype="float64"), PPO_ALGORITHM, device=device, total_steps=2)
         run = dataclasses.replace(run, tracker=Trackers(jsonl=JsonLines()))
         with run.build(BuildContext(run_dir=tmp_path / device)) as trainer:
             trainer.fit()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from remote.servers import serving
+from http_client.servers import serving
 from rollout.speaking import Speaker
 
 from verl.hybrid.actor import HybridActor

@@ -18,7 +18,7 @@ from verl.compose.check import check
 from verl.compose.composition import compose_root
 from verl.compose.paths import conf_dir, group_options
 from verl.compose.warm_start import resolve_warm_starts
-from verl.ops.noise import EVALUATION
+from verl.ops.counter_rng import EVALUATION
 from verl.rollout.base import Request
 from verl.trainer.ppo import PPORun, PPOTrainer
 

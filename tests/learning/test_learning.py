@@ -11,8 +11,8 @@ from verl.compose.composition import compose_root
 from verl.compose.paths import conf_dir, group_options
 from verl.models.tiny import TinyModel
 from verl.rollout.hf import HFRollout
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 
 LETTERS = ("a", "b", "c", "d")
 # The greedy response soon scores far above the mean of a flat policy, and a baseline so far off costs variance: ReMax

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from trainer.runs import Echo, Prompts, ppo_run, read_lines
 
-from verl.algorithms.advantages import GroupRelative
+from verl.algorithms.advantages import GRPO
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.policy_losses import PPOClip
+from verl.algorithms.losses import PPOClip
 from verl.component import BuildContext
 from verl.models.tiny import TinyModel
 from verl.replay.settings import TieredReplay
 from verl.rollout.hf import HFRollout
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 
 LETTERS = ("a", "b", "c", "d")
 MODEL = TinyModel(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2)
@@ -37,7 +37,7 @@ COURSES = {
 
 def drawn_until_learned(course: str, seed: int, directory: Path) -> int:
     """Responses drawn until the mean reward of three steps in a row is enough."""
-    algorithm = Algorithm(advantage=GroupRelative(), policy_loss=PPOClip(), **COURSES[course])
+    algorithm = Algorithm(advantage=GRPO(), policy_loss=PPOClip(), **COURSES[course])
     run = ppo_run(
         MODEL, algorithm, lr=1e-2, reward=Echo(), rollout=HFRollout(max_new_tokens=5, min_new_tokens=3),
         data=Prompts(train=LETTERS, eval=()), prompts_per_step=4, group_size=16, total_steps=STEPS, seed=seed,

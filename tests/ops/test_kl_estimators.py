@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from verl.ops.kl_estimators import ESTIMATORS, k1, k2, k3
+from verl.ops.logprobs import ESTIMATORS, k1, k2, k3
 
 
 def distributions(spread=1.0):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.ops.packing import Packing, own_tokens, pack
+from verl.ops.packing import PackedRows, own_tokens, pack
 
 WIDTH, PROMPT = 5, 4
 
@@ -60,7 +60,7 @@ def test_what_each_token_sees_is_its_own_row_up_to_itself(made, share):
         assert len({int(prompt_of[row]) for row in owners}) == 1
 
 
-def visible(packing: Packing) -> dict[int, list[int]]:
+def visible(packing: PackedRows) -> dict[int, list[int]]:
     """Token -> tokens that it sees, read off the blocks as attention reads them."""
     seen, first_query, first_key = {}, 0, 0
     for block in packing.blocks:

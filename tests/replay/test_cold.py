@@ -17,7 +17,7 @@ from verl.replay.buffer import TieredBuffer
 from verl.replay.cold import Cold
 from verl.replay.sampling import Wanted
 from verl.replay.state import attach, state_of
-from verl.storage.options import LocalStorage
+from verl.storage.config import LocalStorage
 
 TIERED = dataclasses.replace(SMALL, max_rows=290, fetch_timeout_s=60.0)
 ALL = Wanted(num_rows=1000, step=20, version=20)

@@ -21,7 +21,7 @@ from verl.replay.sampling import Wanted
 from verl.replay.saved import SharedShard, directory_of, emptied
 from verl.replay.shards import described
 from verl.replay.state import attach, state_of
-from verl.storage.options import LocalStorage
+from verl.storage.config import LocalStorage
 
 ALL = Wanted(num_rows=1000, step=9, version=9)
 

@@ -26,7 +26,7 @@ PARTS = {
     "ahead": [
         "rollout=vllm",
         "trainer.rollout_ahead=1",
-        "algorithm.correction={_target_:verl.algorithms.correction.TruncatedIS}",
+        "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}",
     ],
 }
 STEPS, SAVED = 4, 2

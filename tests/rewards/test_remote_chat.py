@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from remote.servers import Say, in_turn, serving
+from http_client.servers import Say, in_turn, serving
 from rewards.test_remote_http import batch_of, outcomes
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, NonFiniteRewardError, RewardError
-from verl.remote.asking import Unusable
-from verl.remote.endpoint import Endpoint
+from verl.http_client.endpoint import Endpoint
+from verl.http_client.request import RetryableAnswer
 from verl.rewards.remote_chat import RemoteChat
 from verl.rewards.score_text import by_path
 
@@ -147,7 +147,7 @@ def test_a_place_in_json_is_found_in_what_is_around_it(text, path, score):
 
 @pytest.mark.parametrize("text", ["no", '{"scores": 3}', "{" * 5000, '{"score": null}', '{"score": {"score": 1}}'])
 def test_a_text_without_that_place_has_no_score(text):
-    with pytest.raises(Unusable):
+    with pytest.raises(RetryableAnswer):
         by_path(text, "score")
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from remote.servers import Say, in_turn, serving
+from http_client.servers import Say, in_turn, serving
 from trainer.runs import ppo_run, read_lines
 
 from verl.component import BuildContext
@@ -15,8 +15,8 @@ from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rewards.remote_http import RemoteHTTP
 from verl.rewards.weighted_sum import WeightedSum
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 
 RESPONSES = ["0", "1", "2", "3", "4"]
 KEY = "sk-abcdef0123456789abcdef"
@@ -248,7 +248,7 @@ def test_a_server_that_does_not_answer_is_told_before_anything_loads(tmp_path):
     ],
 )
 def test_settings_that_cannot_be_are_faults(settings, fault):
-    from verl.remote.endpoint import Endpoint
+    from verl.http_client.endpoint import Endpoint
 
     with pytest.raises(ConfigError, match=fault):
         RemoteHTTP(endpoint=Endpoint(base_url="http://localhost:1"), **settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remote.servers import serving
+from http_client.servers import serving
 from trainer.saved_runs import course, digest, fit, numbers
 
 from verl.rewards.remote_chat import RemoteChat

@@ -14,8 +14,8 @@ from verl.rewards.exact_match import ExactMatch
 from verl.rewards.function import RewardFunction
 from verl.rewards.length import Overlong
 from verl.rewards.weighted_sum import WeightedSum
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import pytest
-from remote.servers import serving
+from http_client.servers import serving
 from roles import start_actor
 from rollout.speaking import Speaker
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from remote.servers import Asked, Say
+from http_client.servers import Asked, Say
 from safetensors.torch import load_file
 
 from verl.models.pretrained import Pretrained

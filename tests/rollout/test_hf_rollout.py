@@ -6,8 +6,8 @@ import pytest
 import torch
 from roles import start_actor
 
+from verl.ops.counter_rng import EVALUATION, uniform
 from verl.ops.logprobs import log_probs_of
-from verl.ops.noise import EVALUATION, uniform
 from verl.protocol import DataProto
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout

@@ -6,13 +6,13 @@ import re
 
 import pytest
 import torch
+from http_client.servers import Say, serving
 from random_models import save_random_model
-from remote.servers import Say, serving
 from roles import start_actor
 from rollout.speaking import Speaker, gap
 
 from verl.errors import ConfigError, RolloutError
-from verl.ops.noise import EVALUATION
+from verl.ops.counter_rng import EVALUATION
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
 from verl.rollout.server.options import ServerRollout
@@ -217,7 +217,7 @@ def test_no_server_is_told_at_the_start(model32):
     ],
 )
 def test_settings_that_cannot_be_are_faults(options, fault):
-    from verl.remote.endpoint import Endpoint
+    from verl.http_client.endpoint import Endpoint
 
     endpoint = Endpoint(base_url=options.pop("base_url", "http://h"))
     with pytest.raises(ConfigError, match=fault):

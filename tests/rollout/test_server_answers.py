@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from remote.servers import Say, serving
+from http_client.servers import Say, serving
 from roles import start_actor
 from rollout.speaking import Speaker
 
 from verl.errors import ConfigError, RolloutError
-from verl.remote.asking import Unusable
+from verl.http_client.request import RetryableAnswer
 from verl.rollout.base import Request
 from verl.rollout.server.openai import OpenAI
 from verl.rollout.server.options import ServerRollout
@@ -175,7 +175,7 @@ def test_a_tgi_server(change, why, refusing):
 )
 def test_log_probs_of_a_prompt_that_are_none(told, why):
     choice = {"token_ids": [5], "finish_reason": "length", **log_probs([-1.0]), "prompt_logprobs": told}
-    with pytest.raises(Unusable) as refused:
+    with pytest.raises(RetryableAnswer) as refused:
         OpenAI("m").read({"choices": [choice]}, [3, 4], Wish(max_tokens=1, tells_prompt=True))
     assert why in str(refused.value)
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from remote.servers import Say, serving
+from http_client.servers import Say, serving
 from roles import start_actor
 from rollout.speaking import Speaker
 

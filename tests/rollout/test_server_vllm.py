@@ -19,19 +19,19 @@ import torch
 from random_models import save_random_model
 from roles import experience, start_actor
 from rollout.speaking import gap
-from trainer.runs import GRPO, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, ppo_run, read_lines
 
 from verl.component import BuildContext
 from verl.errors import ConfigError
+from verl.http_client.endpoint import Endpoint
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
-from verl.remote.endpoint import Endpoint
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
 from verl.rollout.server.options import ServerRollout
 from verl.rollout.vllm.files import EngineFiles
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -149,7 +149,7 @@ def test_a_stop_token_belongs_to_its_response(attached, prompts):
 def test_a_run_trains_on_what_it_draws(address, model, tmp_path):
     run = ppo_run(
         model,
-        GRPO,
+        GRPO_ALGORITHM,
         rollout=ServerRollout(endpoint=Endpoint(base_url=address), max_new_tokens=7),
         total_steps=2,
         tracker=Trackers(jsonl=JsonLines()),

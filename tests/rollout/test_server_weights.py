@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from remote.servers import Say, serving
+from http_client.servers import Say, serving
 from roles import experience
 from rollout.speaking import gap
-from trainer.runs import GRPO, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, ppo_run, read_lines
 
 from verl.component import BuildContext
 from verl.engines.sharding import DDP
@@ -18,8 +18,8 @@ from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.rollout.base import Request
 from verl.rollout.server.options import ServerRollout
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 
 
 def train(actor, prompts):
@@ -107,7 +107,7 @@ def test_a_run_trains_on_what_the_server_draws(num_processes, speaker, dir32, tm
     with serving(speaker.post, speaker.page) as server:
         run = ppo_run(
             Pretrained(path=str(dir32)),
-            GRPO,
+            GRPO_ALGORITHM,
             rollout=ServerRollout(endpoint=server.endpoint(), max_new_tokens=7),
             total_steps=2,
             tracker=Trackers(jsonl=JsonLines()),

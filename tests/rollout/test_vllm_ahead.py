@@ -9,10 +9,10 @@ import signal
 import pytest
 import torch
 from rollout.engines import save_family
-from trainer.runs import GRPO
+from trainer.runs import GRPO_ALGORITHM
 from trainer.saved_runs import course, digest, fit, numbers
 
-from verl.algorithms.correction import TruncatedIS
+from verl.algorithms.importance_sampling import TruncatedIS
 from verl.checkpoint.discovery import CheckpointDirectory
 from verl.checkpoint.reader import CheckpointReader
 from verl.component import BuildContext
@@ -25,7 +25,7 @@ from verl.workers.state import as_tensor
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
-CORRECTED = dataclasses.replace(GRPO, correction=TruncatedIS(), mini_batches=1)
+CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
 STEPS = 3
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cluster.processes_of import workers_of
 from rollout.engines import agreement, save_family
-from trainer.runs import GRPO, ppo_run
+from trainer.runs import GRPO_ALGORITHM, ppo_run
 
 from verl.component import BuildContext
 from verl.engines.sharding import DDP, FSDP, TP
@@ -29,7 +29,7 @@ ROLLOUT = VLLMRollout(max_new_tokens=8, kv_cache_gib=0.05, max_num_seqs=16, num_
 
 def drawn(model, directory, rollout=ROLLOUT, lora=None, **parts):
     """The responses of two steps, an update between them."""
-    algorithm = dataclasses.replace(GRPO, mini_batches=1)
+    algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=1)
     run = ppo_run(model, algorithm, rollout=rollout, lr=1e-2, prompts_per_step=4, total_steps=4, **parts)
     run = dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=lora))
     with run.build(BuildContext(run_dir=directory)) as trainer:
@@ -97,7 +97,7 @@ def kill_soon(pid: int) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sharding", [FSDP(), TP()], ids=["fsdp", "tp"])
 def test_an_engine_that_is_killed_beside_a_divided_model_is_made_anew_and_draws_the_same(sharding, model, tmp_path):
-    algorithm = dataclasses.replace(GRPO, mini_batches=1)
+    algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=1)
     run = ppo_run(model, algorithm, rollout=ROLLOUT, prompts_per_step=4, sharding=sharding, n_gpus_per_node=2)
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         batch = trainer.train_data.collate(trainer.sampler.next_batch())
@@ -128,7 +128,7 @@ def test_an_engine_that_is_stopped_beside_several_processes_is_made_anew_and_dra
 ):
     """Siblings that feed the engine, or wait for the process that leads it, wait on."""
     rollout = dataclasses.replace(ROLLOUT, call_timeout_s=10.0, tensor_parallel_size=workers)
-    algorithm = dataclasses.replace(GRPO, mini_batches=1)
+    algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=1)
     run = ppo_run(model, algorithm, rollout=rollout, prompts_per_step=4, sharding=sharding, n_gpus_per_node=2)
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         batch = trainer.train_data.collate(trainer.sampler.next_batch())

@@ -16,7 +16,7 @@ from rollout.engines import agreement, by_row, random_prompts, save_family, shak
 from verl.component import BuildContext
 from verl.engines.optim import AdamW
 from verl.errors import ConfigError, RolloutError, WeightSyncError
-from verl.ops.noise import EVALUATION
+from verl.ops.counter_rng import EVALUATION
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.options import VLLMRollout

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from cluster.processes_of import engines_of, wait_until_gone, wait_until_removed
 from rollout.engines import save_family
-from trainer.runs import GRPO, Prompts, ppo_run
+from trainer.runs import GRPO_ALGORITHM, Prompts, ppo_run
 
 import verl
 from verl.component import BuildContext
@@ -108,7 +108,7 @@ def test_main_ppo_trains_with_vllm_and_leaves_no_process(tmp_path):
 def test_vllm_that_draws_by_another_temperature_stops_the_run_in_the_first_step(tmp_path):
     run = ppo_run(
         save_family(tmp_path / "model", "qwen2"),
-        dataclasses.replace(GRPO, mini_batches=1),
+        dataclasses.replace(GRPO_ALGORITHM, mini_batches=1),
         critic=None,
         rollout=VLLMRollout(max_new_tokens=7, kv_cache_gib=0.05, num_threads=1),
         data=Prompts(eval=()),

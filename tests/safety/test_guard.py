@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainer.runs import GRPO, PPO, Arbitrary, Prompts, ppo_run, read_lines, weights, without_times
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Arbitrary, Prompts, ppo_run, read_lines, weights, without_times
 from trainer.test_sft import sft_run
 
 from verl.algorithms.advantages import AdvantageEstimator
+from verl.algorithms.dynamic_sampling import DynamicSampling
 from verl.algorithms.kl import AdaptiveKLInReward
-from verl.algorithms.selection import MixedGroups
 from verl.component import BuildContext
 from verl.engines.optim import AdamW
 from verl.engines.sharding import DDP
@@ -31,8 +31,8 @@ from verl.rewards.base import Rating, Reward, RewardDescription
 from verl.rollout.base import Request
 from verl.safety.guard import StepSkipped
 from verl.safety.settings import Safety
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 from verl.workers.critic import Critic
 
 pytestmark = pytest.mark.xdist_group("two processes")
@@ -93,7 +93,7 @@ def skipping(**options: Any) -> Safety:
 def test_a_reward_that_is_not_finite_stops_the_run_with_the_batch(model32, tmp_path, value, checked):
     reward = WrongAt(calls=(2,), value=value, checked=checked)
     with pytest.raises(NonFiniteError, match=r"anomalies/step_2_reward") as caught:
-        fit(ppo_run(model32, GRPO, reward=reward, critic=None, total_steps=3, **QUICK), tmp_path)
+        fit(ppo_run(model32, GRPO_ALGORITHM, reward=reward, critic=None, total_steps=3, **QUICK), tmp_path)
     assert isinstance(caught.value, NonFiniteRewardError) == checked
     (directory,) = (tmp_path / "anomalies").iterdir()
     batch = DataProto.load(directory / "batch.safetensors")
@@ -110,7 +110,7 @@ def test_a_reward_that_is_not_finite_stops_the_run_with_the_batch(model32, tmp_p
 
 @pytest.mark.parametrize("checked", [True, False], ids=["by a function", "past the check"])
 def test_a_step_whose_reward_is_not_finite_is_skipped_as_if_it_had_not_been(model32, tmp_path, checked):
-    algorithm = dataclasses.replace(PPO, kl=AdaptiveKLInReward(coef=0.1, target=1e-3, horizon=10.0))
+    algorithm = dataclasses.replace(PPO_ALGORITHM, kl=AdaptiveKLInReward(coef=0.1, target=1e-3, horizon=10.0))
 
     def course(directory: Path, wrong: bool) -> tuple[list[dict], dict]:
         reward = WrongAt(calls=(2,) if wrong else (), value=math.nan, checked=checked)
@@ -150,7 +150,7 @@ class Exponential(AdvantageEstimator):
 @pytest.mark.parametrize("on_non_finite", ["skip", "stop"])
 def test_credit_that_overflows_leaves_the_coefficient_of_the_kl_as_it_was(model32, tmp_path, on_non_finite):
     kl = AdaptiveKLInReward(coef=0.1, target=1e-3, horizon=10.0)
-    algorithm = dataclasses.replace(PPO, advantage=Exponential(), kl=kl)
+    algorithm = dataclasses.replace(PPO_ALGORITHM, advantage=Exponential(), kl=kl)
     reward, safety = WrongAt(calls=(2,), value=1e3), Safety(on_non_finite=on_non_finite)
     run = ppo_run(model32, algorithm, reward=reward, safety=safety, **QUICK)
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
@@ -186,7 +186,7 @@ def test_too_many_skips_in_a_row_stop_the_run_after_all(model32, tmp_path, check
 
 
 def test_a_selection_of_groups_never_sees_a_reward_that_is_not_finite(model32, tmp_path):
-    algorithm = dataclasses.replace(GRPO, selection=MixedGroups(on_none="skip"), mini_batches=1)
+    algorithm = dataclasses.replace(GRPO_ALGORITHM, selection=DynamicSampling(on_none="skip"), mini_batches=1)
     reward = WrongAt(calls=(1,), value=math.nan, checked=False)
     with pytest.raises(NonFiniteError, match="token_level_scores at row 1"):
         fit(ppo_run(model32, algorithm, critic=None, reward=reward, total_steps=1, **QUICK), tmp_path)
@@ -220,7 +220,7 @@ def test_weights_that_are_not_finite_stop_the_run_and_skipping_does_not_hide_the
 
 
 def test_an_actor_that_cannot_be_drawn_from_ends_the_run_in_words(dir32, tmp_path):
-    run = ppo_run(broken(tmp_path / "model", dir32), GRPO, critic=None, safety=skipping(), **QUICK)
+    run = ppo_run(broken(tmp_path / "model", dir32), GRPO_ALGORITHM, critic=None, safety=skipping(), **QUICK)
     with pytest.raises(ValueError, match="the logits were NaN"):
         fit(run, tmp_path / "run")
 
@@ -229,7 +229,7 @@ def test_an_actor_that_cannot_be_drawn_from_ends_the_run_in_words(dir32, tmp_pat
 def test_an_update_whose_gradient_overflows_is_left_out_by_every_process(model32, tmp_path, sharding):
 
     def course(directory: Path, overflow: bool) -> dict:
-        run = ppo_run(model32, GRPO, critic=None, safety=skipping(), **QUICK, **SHARDINGS[sharding])
+        run = ppo_run(model32, GRPO_ALGORITHM, critic=None, safety=skipping(), **QUICK, **SHARDINGS[sharding])
         with run.build(BuildContext(run_dir=directory)) as trainer:
             trainer.tracker.start("run", {}, directory, 2)
             rows = trainer.score(trainer.generate(trainer.train_data.collate([0, 1, 2]), Request(1, 2)))
@@ -260,7 +260,7 @@ def test_an_update_whose_gradient_overflows_is_left_out_by_every_process(model32
 
 
 def test_an_update_that_is_left_out_leaves_the_optimizer_and_its_schedule_as_they_were(model32, tmp_path):
-    run = ppo_run(model32, PPO, safety=skipping(plant_nan_at=2), total_steps=9, **QUICK)
+    run = ppo_run(model32, PPO_ALGORITHM, safety=skipping(plant_nan_at=2), total_steps=9, **QUICK)
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         trainer.tracker.start("run", {}, tmp_path, 9)
         batch = trainer.train_data.collate([0, 1, 2])
@@ -303,7 +303,13 @@ def same(left: Any, right: Any) -> bool:
 @pytest.mark.parametrize("sharding", ["none", "ddp"])
 def test_a_loss_that_is_not_finite_stops_the_run_with_its_mini_batch(model32, tmp_path, sharding):
     run = ppo_run(
-        model32, GRPO, critic=None, safety=Safety(plant_nan_at=2), total_steps=3, **QUICK, **SHARDINGS[sharding]
+        model32,
+        GRPO_ALGORITHM,
+        critic=None,
+        safety=Safety(plant_nan_at=2),
+        total_steps=3,
+        **QUICK,
+        **SHARDINGS[sharding],
     )
     with pytest.raises(NonFiniteError, match=r"Step 2: actor/loss is nan, .*The batch: .*step_2_actor"):
         fit(run, tmp_path)
@@ -335,7 +341,7 @@ def test_fine_tuning_skips_and_stops_likewise(dir32, tmp_path):
 def test_a_spike_is_told_with_the_rows_behind_it_and_their_batch(model32, tmp_path, caplog):
     reward = WrongAt(calls=(6,), value=1e4)
     safety = Safety(spike_history=3, spike_factor=50.0)
-    algorithm = dataclasses.replace(PPO, epochs=1)
+    algorithm = dataclasses.replace(PPO_ALGORITHM, epochs=1)
     with caplog.at_level(logging.WARNING, logger="verl"):
         fit(ppo_run(model32, algorithm, reward=reward, total_steps=7, lr=1e-5, safety=safety, **QUICK), tmp_path)
     (told,) = [record.getMessage() for record in caplog.records if "beyond its band" in record.getMessage()]
@@ -350,7 +356,7 @@ def test_a_spike_is_told_with_the_rows_behind_it_and_their_batch(model32, tmp_pa
     assert [line.get("safety/spikes", 0) > 0 for line in steps_of(tmp_path)] == [False] * 5 + [True, False]
 
 
-@pytest.mark.parametrize("algorithm", [PPO, GRPO], ids=["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", [PPO_ALGORITHM, GRPO_ALGORITHM], ids=["ppo", "grpo"])
 def test_a_sound_run_has_the_same_numbers_bit_for_bit_whatever_the_settings(model32, tmp_path, algorithm):
     def course(name: str, safety: Safety) -> tuple[list[dict], dict]:
         options = {**QUICK, "save_final": True}

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from remote.servers import serving
+from http_client.servers import serving
 from rollout.speaking import Speaker
 from safety.faulty_engine import FaultyRollout
-from trainer.runs import GRPO, PPO, Prompts, ppo_run, read_lines, without_times
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run, read_lines, without_times
 
-from verl.algorithms.correction import TruncatedIS
+from verl.algorithms.importance_sampling import TruncatedIS
 from verl.checkpoint.settings import Checkpointing
 from verl.component import BuildContext
 from verl.engines.sharding import DDP
@@ -24,7 +24,7 @@ from verl.errors import ConfigError, LogProbGapError
 from verl.models.lora import LoRA
 from verl.models.precision import Numerics, compute_type
 from verl.models.tiny import TinyModel
-from verl.ops.log_prob_gap import LogProbGap
+from verl.ops.logprobs import LogProbGap
 from verl.protocol import DataProto
 from verl.replay.settings import TieredReplay
 from verl.rollout.hf import HFRollout
@@ -32,11 +32,13 @@ from verl.rollout.scripted import Scripted
 from verl.rollout.server.options import ServerRollout
 from verl.safety.log_prob_gap import CAP_NATS, LIMITS, GapWatch, LogProbGapLimit, limit_of
 from verl.safety.settings import Safety
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 
 GAP, LARGEST, OFF_POLICY = "rollout/log_prob_gap_nats", "rollout/log_prob_gap_max_nats", "rollout/off_policy_gap_nats"
-ONE_UPDATE = dataclasses.replace(GRPO, mini_batches=1)  # no log-probs before the update: it tells the gap itself
+ONE_UPDATE = dataclasses.replace(
+    GRPO_ALGORITHM, mini_batches=1
+)  # no log-probs before the update: it tells the gap itself
 CORRECTED = dataclasses.replace(ONE_UPDATE, correction=TruncatedIS())
 QUICK: dict[str, Any] = {
     "eval_before": False,
@@ -92,7 +94,7 @@ def test_an_engine_that_draws_from_another_policy_stops_the_run_with_the_likely_
 
 def test_where_log_probs_are_known_before_the_update_the_tokens_at_fault_are_named(model32, tmp_path):
     with pytest.raises(LogProbGapError, match="It lies in rows with a padded prompt") as caught:
-        fit(faulty(model32, "padding", GRPO), tmp_path)
+        fit(faulty(model32, "padding", GRPO_ALGORITHM), tmp_path)
     assert "the likeliest first: one of the two computes positions, attention windows, padding" in str(caught.value)
     rows = read_lines(tmp_path / "anomalies/step_1_log_prob_gap/rows.jsonl")
     assert rows[0]["weight"] > 0.05 > rows[-1]["weight"]
@@ -103,7 +105,7 @@ def test_where_log_probs_are_known_before_the_update_the_tokens_at_fault_are_nam
     "algorithm",
     [
         pytest.param(ONE_UPDATE, id="told by the update"),
-        pytest.param(GRPO, id="known before", marks=pytest.mark.exhaustive),
+        pytest.param(GRPO_ALGORITHM, id="known before", marks=pytest.mark.exhaustive),
     ],
 )
 def test_two_processes_come_to_the_gap_of_one(algorithm, model32, tmp_path):
@@ -162,7 +164,7 @@ def test_a_warning_is_told_once_and_a_wrong_start_is_never_the_measure(model32, 
     ],
     ids=["hf", "low temperature", "own weights", "scripted", "bfloat16", "adapter"],
 )
-@pytest.mark.parametrize("algorithm", [ONE_UPDATE, PPO], ids=["told by the update", "known before"])
+@pytest.mark.parametrize("algorithm", [ONE_UPDATE, PPO_ALGORITHM], ids=["told by the update", "known before"])
 def test_a_sound_run_is_silent(algorithm, options, limit, model32, tmp_path, caplog):
     options = dict(options)
     actor = {name: options.pop(name) for name in ("autocast", "lora") if name in options}
@@ -205,7 +207,7 @@ def test_an_engine_that_is_wrong_and_draws_ahead_stops_the_run_in_the_first_step
         fit(faulty(model32, "positions", CORRECTED, rollout_ahead=1), tmp_path)
 
 
-@pytest.mark.parametrize("algorithm", [ONE_UPDATE, GRPO], ids=["told by the update", "known before"])
+@pytest.mark.parametrize("algorithm", [ONE_UPDATE, GRPO_ALGORITHM], ids=["told by the update", "known before"])
 def test_a_server_that_keeps_its_weights_is_compared_until_the_first_update(algorithm, model32, dir32, tmp_path):
     speaker = Speaker(dir32)
     with serving(speaker.post, speaker.page) as server:

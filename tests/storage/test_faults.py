@@ -10,7 +10,7 @@ import pytest
 from storage.s3_server import BUCKET, Fault, Proxy, Request, after
 
 from verl.errors import ConfigError, ObjectNotFound, StorageRefused, StorageUnreachable
-from verl.storage.options import S3Storage, storage_at, storage_from
+from verl.storage.config import S3Storage, storage_at, storage_from
 from verl.storage.store import ObjectStore
 
 LONG = bytes(range(256)) * (11 * 4096)  # 11 MiB: three parts of 5

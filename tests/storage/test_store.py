@@ -10,7 +10,7 @@ import pytest
 from storage.s3_server import BUCKET
 
 from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused
-from verl.storage.options import GCSStorage, LocalStorage, MemoryStorage, OSSStorage, S3Storage, Storage
+from verl.storage.config import GCSStorage, LocalStorage, MemoryStorage, OSSStorage, S3Storage, Storage
 from verl.storage.store import ObjectStore
 
 LONG = bytes(range(256)) * (11 * 4096)  # 11 MiB: three parts of 5

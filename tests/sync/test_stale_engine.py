@@ -8,16 +8,16 @@ import pytest
 import torch
 from random_models import save_random_model
 from sync.copied_engine import CopyRollout
-from trainer.runs import GRPO, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, ppo_run, read_lines
 
-from verl.algorithms.correction import TruncatedIS
+from verl.algorithms.importance_sampling import TruncatedIS
 from verl.component import BuildContext
 from verl.errors import WeightSyncError
 from verl.models.pretrained import Pretrained
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 
-ONE_UPDATE = dataclasses.replace(GRPO, mini_batches=1)  # no log-probs before the update
+ONE_UPDATE = dataclasses.replace(GRPO_ALGORITHM, mini_batches=1)  # no log-probs before the update
 CORRECTED = dataclasses.replace(ONE_UPDATE, correction=TruncatedIS())
 
 
@@ -53,7 +53,9 @@ def test_an_engine_that_stops_following_stops_the_run(model, tmp_path):
     assert "it is stale: it holds what the sync before brought" in str(caught.value)
 
 
-@pytest.mark.parametrize("algorithm", [GRPO, ONE_UPDATE, CORRECTED], ids=["several updates", "one update", "corrected"])
+@pytest.mark.parametrize(
+    "algorithm", [GRPO_ALGORITHM, ONE_UPDATE, CORRECTED], ids=["several updates", "one update", "corrected"]
+)
 def test_an_engine_that_follows_runs_on_and_tells_how_far_it_is_off(model, tmp_path, algorithm):
     fit(model, tmp_path, algorithm)
     assert len(steps(tmp_path)) == 3

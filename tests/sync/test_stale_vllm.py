@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from random_models import save_random_model
-from trainer.runs import GRPO, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, ppo_run, read_lines
 
 from verl.component import BuildContext
 from verl.errors import WeightSyncError
 from verl.models.pretrained import Pretrained
 from verl.rollout.base import Synced
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 
 pytest.importorskip("verl.rollout.vllm")
 from verl.rollout.vllm.engine import VLLMEngine
@@ -54,7 +54,12 @@ def test_a_sync_that_brings_nothing_stops_the_run(tmp_path):
     save_random_model(path, "qwen2", torch.float32, hidden_size=128, tie_word_embeddings=True)
     rollout = Forgetful(max_new_tokens=5, max_num_seqs=8, start_timeout_s=600)
     run = ppo_run(
-        Pretrained(path=str(path)), GRPO, lr=1e-5, total_steps=3, rollout=rollout, tracker=Trackers(jsonl=JsonLines())
+        Pretrained(path=str(path)),
+        GRPO_ALGORITHM,
+        lr=1e-5,
+        total_steps=3,
+        rollout=rollout,
+        tracker=Trackers(jsonl=JsonLines()),
     )
     with run.build(BuildContext(run_dir=tmp_path)) as trainer, pytest.raises(WeightSyncError) as caught:
         trainer.fit()

@@ -119,8 +119,8 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path):
 from verl.component import BuildContext
 from verl.tracking.console import Console
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.logs import setup_logging
-from verl.tracking.trackers import Trackers
+from verl.tracking.logging_setup import setup_logging
+from verl.tracking.base import Trackers
 
 undo = setup_logging({str(tmp_path)!r})
 running = Trackers(console=Console(), jsonl=JsonLines()).build(BuildContext())

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from trainer.runs import GRPO, Arbitrary, Prompts, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, Arbitrary, Prompts, ppo_run, read_lines
 
 from verl.component import BuildContext
 from verl.rewards.base import Reward, RewardDescription
-from verl.tracking.curves import Curves
+from verl.tracking.base import Trackers, TrackerSet
 from verl.tracking.jsonl import JsonLines, JsonLinesTracker
-from verl.tracking.logs import setup_logging
+from verl.tracking.logging_setup import setup_logging
+from verl.tracking.plots import Curves
 from verl.tracking.tensorboard import TensorBoard
-from verl.tracking.trackers import Trackers, TrackerSet
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def fit(model, disk: Path, full_from: int, free_from: int | None, **options):
     trackers = Trackers(jsonl=JsonLines(), tensorboard=TensorBoard(), curves=Curves())
     reward = FillingReward(disk=str(disk), full_from=full_from, free_from=free_from)
     settings = {"total_steps": 8, "eval_interval": 1, "eval_samples": 0, "eval_before": False} | options
-    run = ppo_run(model, GRPO, critic=None, reward=reward, data=Prompts(), tracker=trackers, **settings)
+    run = ppo_run(model, GRPO_ALGORITHM, critic=None, reward=reward, data=Prompts(), tracker=trackers, **settings)
     undo = setup_logging(disk / "run", console_level=logging.ERROR)
     try:
         with run.build(BuildContext(run_dir=disk / "run")) as trainer:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from verl.tracking.base import TrackerSet
 from verl.tracking.jsonl import JsonLinesTracker
-from verl.tracking.trackers import TrackerSet
 
 
 def running(run_dir: Path) -> JsonLinesTracker:

@@ -8,8 +8,8 @@ import pytest
 
 from verl.component import BuildContext
 from verl.errors import ConfigError
+from verl.tracking.base import Trackers
 from verl.tracking.tensorboard import TensorBoard
-from verl.tracking.trackers import Trackers
 
 
 def test_the_event_file_gives_back_metrics_config_and_samples(tmp_path):

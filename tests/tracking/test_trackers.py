@@ -12,9 +12,8 @@ import torch
 
 from verl.component import BuildContext
 from verl.errors import ConfigError
+from verl.tracking.base import Tracker, Trackers, TrackerSet
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.tracker import Tracker
-from verl.tracking.trackers import Trackers, TrackerSet
 
 
 class Recording(Tracker):

@@ -15,7 +15,7 @@ from cluster.processes_of import wait_until_gone
 
 from verl.component import BuildContext
 from verl.errors import ConfigError
-from verl.tracking.trackers import Trackers
+from verl.tracking.base import Trackers
 from verl.tracking.wandb import WandB, wandb_mode
 
 
@@ -154,13 +154,15 @@ def test_a_child_run_has_an_id_of_its_own_in_the_group_of_the_root_and_names_its
 
 
 def test_the_id_is_kept_in_the_checkpoint_and_found_by_the_run_that_goes_on(model32, tmp_path, no_key):
-    from trainer.runs import GRPO, ppo_run
+    from trainer.runs import GRPO_ALGORITHM, ppo_run
 
     from verl.checkpoint.settings import Checkpointing
 
     ids = []
     for name, resume in (("first", None), ("second", "latest")):
-        run = ppo_run(model32, GRPO, total_steps=2, stop_after=1, tracker=Trackers(wandb=WandB()), save_final=False)
+        run = ppo_run(
+            model32, GRPO_ALGORITHM, total_steps=2, stop_after=1, tracker=Trackers(wandb=WandB()), save_final=False
+        )
         saving = Checkpointing(save_dir=str(tmp_path / "checkpoints"), save_async=False)
         with dataclasses.replace(run, checkpoint=saving, resume=resume).build(
             BuildContext(run_dir=tmp_path / name)
@@ -176,7 +178,7 @@ STOPPED = """
 import logging, os, signal, sys
 from pathlib import Path
 from verl.component import BuildContext
-from verl.tracking.trackers import Trackers
+from verl.tracking.base import Trackers
 from verl.tracking.wandb import SERVICE, WandB
 from verl.utils.child_process import children
 

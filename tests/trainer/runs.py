@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.advantages import GAE, GroupRelative
+from verl.algorithms.advantages import GAE, GRPO
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KLInLoss, KLInReward
-from verl.algorithms.policy_losses import PPOClip
+from verl.algorithms.losses import PPOClip
 from verl.component import BuildContext
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.splits import PromptSource, Splits
@@ -21,7 +21,7 @@ from verl.engines.sharding import NoSharding
 from verl.models.source import ModelSource
 from verl.rewards.base import Reward, RewardDescription
 from verl.rollout.hf import HFRollout
-from verl.tracking.trackers import Trackers
+from verl.tracking.base import Trackers
 from verl.trainer.comparing import TIMES
 from verl.trainer.ppo import PPORun
 from verl.trainer.settings import PPOSettings
@@ -31,11 +31,11 @@ from verl.workers.reference import Reference
 
 PROMPTS = ("1+2=", "34+5=", "what is 6*7? ", "9-", "77+1=", "a", "0*0*0*0=", "12+")  # of many lengths
 
-PPO = Algorithm(
+PPO_ALGORITHM = Algorithm(
     advantage=GAE(lam=0.9), policy_loss=PPOClip(), kl=KLInReward(coef=0.1), entropy_coef=0.01, epochs=2, mini_batches=1
 )
-GRPO = Algorithm(
-    advantage=GroupRelative(),
+GRPO_ALGORITHM = Algorithm(
+    advantage=GRPO(),
     policy_loss=PPOClip(),
     kl=KLInLoss(coef=0.1),
     aggregation="seq-mean-token-mean",
@@ -88,7 +88,7 @@ class Echo(RewardDescription, Reward):
 
 def ppo_run(
     model: ModelSource,
-    algorithm: Algorithm = PPO,
+    algorithm: Algorithm = PPO_ALGORITHM,
     *,
     micro_batch_tokens: int = 4096,
     lr: float = 3e-3,

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from trainer.runs import GRPO, ppo_run, read_lines, without_times
+from trainer.runs import GRPO_ALGORITHM, ppo_run, read_lines, without_times
 
 from verl.algorithms.algorithm import Algorithm
 from verl.checkpoint.discovery import CheckpointDirectory
@@ -15,8 +15,8 @@ from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.settings import Checkpointing
 from verl.component import BuildContext
 from verl.models.source import ModelSource
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 from verl.trainer.loop import Result
 
 STEPS = 4
@@ -25,7 +25,7 @@ STEPS = 4
 def course(
     model: ModelSource,
     directory: Path,
-    algorithm: Algorithm = GRPO,
+    algorithm: Algorithm = GRPO_ALGORITHM,
     resume: str | None = None,
     save: dict[str, Any] | None = None,
     **options: Any,

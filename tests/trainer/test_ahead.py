@@ -8,7 +8,7 @@ from verl.compose.check import check
 from verl.compose.composition import compose_root
 from verl.errors import ConfigError
 
-CORRECTION = "algorithm.correction={_target_:verl.algorithms.correction.TruncatedIS}"
+CORRECTION = "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"
 
 
 @pytest.mark.parametrize(

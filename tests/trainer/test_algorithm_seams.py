@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from trainer.runs import GRPO, PPO, Arbitrary, Prompts, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Arbitrary, Prompts, ppo_run, read_lines
 
-from verl.algorithms.correction import TruncatedIS
+from verl.algorithms.critic_free_advantages import ReMax
+from verl.algorithms.dynamic_sampling import DynamicSampling
+from verl.algorithms.importance_sampling import TruncatedIS
 from verl.algorithms.kl import AdaptiveKLInReward
-from verl.algorithms.reinforce import GreedyBaseline
-from verl.algorithms.selection import MixedGroups
 from verl.component import BuildContext
 from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription
 from verl.rollout.base import Request
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 
-REMAX = dataclasses.replace(PPO, advantage=GreedyBaseline(), epochs=1)
+REMAX = dataclasses.replace(PPO_ALGORITHM, advantage=ReMax(), epochs=1)
 TEXTS = ("a", "9-", "1+2=", "12+", "34+5=", "77+1=")  # of 1, 2, 4, 3, 5 and 5 characters
 
 
@@ -36,8 +36,8 @@ class MixedFor(RewardDescription, Reward):
         return [score if n in self.lengths else 1.0 for score, n in zip(scores, length, strict=True)]
 
 
-def selecting(model, selection: MixedGroups, lengths: tuple[int, ...], **settings):
-    algorithm = dataclasses.replace(GRPO, selection=selection, mini_batches=2)
+def selecting(model, selection: DynamicSampling, lengths: tuple[int, ...], **settings):
+    algorithm = dataclasses.replace(GRPO_ALGORITHM, selection=selection, mini_batches=2)
     data = Prompts(train=TEXTS)
     options = {"prompts_per_step": 2, "group_size": 4} | settings
     return ppo_run(model, algorithm, reward=MixedFor(lengths=lengths), data=data, **options)
@@ -57,7 +57,7 @@ def test_each_response_meets_the_greedy_one_to_its_own_prompt(model32, tmp_path)
 
 
 def test_groups_of_equal_rewards_are_replaced_by_groups_of_further_prompts(model32, tmp_path):
-    run = selecting(model32, MixedGroups(max_rounds=3), lengths=(5, 4))
+    run = selecting(model32, DynamicSampling(max_rounds=3), lengths=(5, 4))
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         seen = []
         update, trainer.update = trainer.update, lambda rows, step: seen.append(rows) or update(rows, step)
@@ -72,7 +72,7 @@ def test_groups_of_equal_rewards_are_replaced_by_groups_of_further_prompts(model
 
 
 def test_a_batch_that_is_not_filled_trains_on_what_there_is(model32, tmp_path):
-    run = selecting(model32, MixedGroups(max_rounds=1), lengths=(4,))
+    run = selecting(model32, DynamicSampling(max_rounds=1), lengths=(4,))
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         metrics = trainer.step(trainer.train_data.collate([0, 2]), 1)
         assert (trainer.actor.sync().result() is not None, metrics["perf/samples"]) == (True, 4)
@@ -81,7 +81,7 @@ def test_a_batch_that_is_not_filled_trains_on_what_there_is(model32, tmp_path):
 def test_without_a_mixed_group_a_run_skips_its_steps_or_ends_in_words(model32, tmp_path):
     skipping = selecting(
         model32,
-        MixedGroups(max_rounds=9, on_none="skip"),
+        DynamicSampling(max_rounds=9, on_none="skip"),
         lengths=(),
         total_steps=2,
         save_final=False,
@@ -94,7 +94,7 @@ def test_without_a_mixed_group_a_run_skips_its_steps_or_ends_in_words(model32, t
     assert all("actor/loss" not in line for line in steps)
     assert (result.status, result.steps, result.samples) == ("finished", 2, 0)
 
-    ending = selecting(model32, MixedGroups(max_rounds=2), lengths=())
+    ending = selecting(model32, DynamicSampling(max_rounds=2), lengths=())
     with (
         ending.build(BuildContext(run_dir=tmp_path)) as trainer,
         pytest.raises(RewardError, match="No group of mixed rewards among 4 prompts in 2 rounds .*rewards from 1 to 1"),
@@ -104,7 +104,7 @@ def test_without_a_mixed_group_a_run_skips_its_steps_or_ends_in_words(model32, t
 
 def test_an_engine_that_agrees_with_the_trainer_needs_no_correction(model64, tmp_path):
     def credit(correction):
-        algorithm = dataclasses.replace(GRPO, correction=correction)
+        algorithm = dataclasses.replace(GRPO_ALGORITHM, correction=correction)
         with ppo_run(model64, algorithm, group_size=3).build(BuildContext(run_dir=tmp_path)) as trainer:
             scored = trainer.score(trainer.generate(trainer.train_data.collate([0, 1]), Request(1, 3)))
             off = scored.select([name for name in scored.batch if name != "rollout_log_probs"]).union(
@@ -120,7 +120,7 @@ def test_an_engine_that_agrees_with_the_trainer_needs_no_correction(model64, tmp
 
 
 def test_the_coefficient_of_an_adaptive_kl_moves_from_step_to_step(model32, tmp_path):
-    algorithm = dataclasses.replace(PPO, kl=AdaptiveKLInReward(coef=0.1, target=1e-3, horizon=10.0))
+    algorithm = dataclasses.replace(PPO_ALGORITHM, kl=AdaptiveKLInReward(coef=0.1, target=1e-3, horizon=10.0))
     with ppo_run(model32, algorithm, lr=1e-2).build(BuildContext(run_dir=tmp_path)) as trainer:
         coefs = [trainer.step(trainer.train_data.collate([0, 1, 2]), step)["kl/coef"] for step in (1, 2, 3)]
         assert trainer.kl.state_dict()["coef"] not in coefs

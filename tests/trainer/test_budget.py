@@ -29,7 +29,7 @@ from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
 from verl.utils.memory import forget_peak, peak_memory
 import os
-from verl.ops.noise import TRAINING
+from verl.ops.counter_rng import TRAINING
 from verl.protocol import DataProto
 
 def resident():

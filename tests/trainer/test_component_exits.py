@@ -13,19 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from trainer.runs import PPO, Prompts, ppo_run, read_lines
+from trainer.runs import PPO_ALGORITHM, Prompts, ppo_run, read_lines
 
 import verl
-from verl.algorithms.policy_losses import PPOClip
+from verl.algorithms.losses import PPOClip
 from verl.component import BuildContext
 from verl.errors import ComponentExit, RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription
 from verl.rewards.function import RewardFunction
+from verl.tracking.base import Tracker, TrackerDescription, Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.tracker import Tracker, TrackerDescription
-from verl.tracking.trackers import Trackers
-from verl.utils.exits import component_exits
+from verl.utils.component_exits import component_exits
 
 ROOT = Path(verl.__file__).parents[1]
 HERE = r"at line \d+ of \S+test_component_exits.py"
@@ -100,7 +99,7 @@ def test_an_exit_within_a_run_is_its_error_and_names_the_line(parts, place, mode
 
 
 def test_an_exit_in_the_loss_of_a_model_is_the_runs_error_too(model32, tmp_path):
-    algorithm = dataclasses.replace(PPO, policy_loss=ExitingLoss())
+    algorithm = dataclasses.replace(PPO_ALGORITHM, policy_loss=ExitingLoss())
     with pytest.raises(ComponentExit, match=rf"^stop\(\) {HERE} raised SystemExit\(0\)"):
         fit(tmp_path, model32, algorithm=algorithm)
 

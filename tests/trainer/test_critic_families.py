@@ -11,8 +11,8 @@ from trainer.runs import ppo_run, read_lines
 from verl.component import BuildContext
 from verl.engines.optim import AdamW
 from verl.models.pretrained import Pretrained
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 from verl.workers.critic import Critic
 
 

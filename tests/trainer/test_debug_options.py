@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from trainer.runs import GRPO, Prompts, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, Prompts, ppo_run, read_lines
 from trainer.test_sft import sft_run
 
 from verl.component import BuildContext
@@ -15,8 +15,8 @@ from verl.compose.check import check
 from verl.compose.composition import compose_root
 from verl.engines.sharding import DDP
 from verl.errors import ConfigError
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 from verl.trainer.profiling import Profile
 
 JSONL = Trackers(jsonl=JsonLines())
@@ -30,7 +30,7 @@ def in_small(model, debug: str, **changes):
     """A small run with those settings of the option that are its own."""
     names = ("total_steps", "eval_before", "eval_interval", "save_final", "repeat_first_batch", "profile", "safety")
     settings = {name: getattr(settings_of(debug), name) for name in names}
-    return ppo_run(model, GRPO, critic=None, data=Prompts(eval=()), tracker=JSONL, **(settings | changes))
+    return ppo_run(model, GRPO_ALGORITHM, critic=None, data=Prompts(eval=()), tracker=JSONL, **(settings | changes))
 
 
 def fit(run, directory):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer.runs import GRPO, PPO, Prompts, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run, read_lines
 from transformers import AutoTokenizer
 
 from verl import config
@@ -29,8 +29,8 @@ from verl.replay.settings import TieredReplay
 from verl.rewards.base import RewardDescription
 from verl.rewards.function import CallableReward, RewardFunction
 from verl.rollout.hf import HFRollout
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.trackers import Trackers
 from verl.trainer.settings import PPOSettings
 from verl.trainer.setup import ProcessState
 from verl.workers.actor import Actor
@@ -38,31 +38,33 @@ from verl.workers.critic import Critic
 from verl.workers.reference import Reference
 
 
-def faults_of(model: Any, algorithm: Any = PPO, **parts: Any) -> list[str]:
+def faults_of(model: Any, algorithm: Any = PPO_ALGORITHM, **parts: Any) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         ppo_run(model, algorithm, **parts)
     return caught.value.faults
 
 
 def test_a_group_of_one_is_refused_where_responses_are_compared_with_siblings(model32):
-    (fault,) = faults_of(model32, dataclasses.replace(GRPO, mini_batches=1), group_size=1)
-    assert fault.startswith("trainer.group_size is 1: GroupRelative compares")
+    (fault,) = faults_of(model32, dataclasses.replace(GRPO_ALGORITHM, mini_batches=1), group_size=1)
+    assert fault.startswith("trainer.group_size is 1: GRPO compares")
     assert "trainer.group_size >= 2" in fault
-    ppo_run(model32, PPO, group_size=1)  # which is fine without groups
+    ppo_run(model32, PPO_ALGORITHM, group_size=1)  # which is fine without groups
 
 
 @pytest.mark.parametrize(("mini_batches", "fitting"), [(4, 3), (7, 6), (100, 6)])
 def test_mini_batches_that_do_not_divide_are_refused_with_a_number_that_would(model32, mini_batches, fitting):
-    algorithm = dataclasses.replace(PPO, mini_batches=mini_batches)
+    algorithm = dataclasses.replace(PPO_ALGORITHM, mini_batches=mini_batches)
     (fault,) = faults_of(model32, algorithm, prompts_per_step=3, group_size=2)
     assert fault.startswith(f"algorithm.mini_batches is {mini_batches}: it does not divide the 6 responses")
     assert f"{fitting} would" in fault
-    ppo_run(model32, dataclasses.replace(PPO, mini_batches=fitting), prompts_per_step=3, group_size=2)
+    ppo_run(model32, dataclasses.replace(PPO_ALGORITHM, mini_batches=fitting), prompts_per_step=3, group_size=2)
 
 
 def test_a_limit_that_makes_every_old_row_too_old_is_refused(model32):
     def reusing(limit: int | None) -> Algorithm:
-        return dataclasses.replace(PPO, epochs=2, mini_batches=3, replay_fraction=0.5, replay_max_staleness=limit)
+        return dataclasses.replace(
+            PPO_ALGORITHM, epochs=2, mini_batches=3, replay_fraction=0.5, replay_max_staleness=limit
+        )
 
     (fault,) = faults_of(model32, reusing(5), replay=TieredReplay())
     assert fault.startswith("algorithm.replay_max_staleness is 5: a step makes 6 optimizer steps")
@@ -77,14 +79,14 @@ def test_values_without_a_critic_are_refused(model32):
     (fault,) = faults_of(model32, critic=None)
     assert fault.startswith("critic is null: GAE needs values")
     assert "algorithm=grpo" in fault
-    ppo_run(model32, GRPO, critic=None)
+    ppo_run(model32, GRPO_ALGORITHM, critic=None)
 
 
 def test_kl_without_a_reference_is_refused(model32):
     (fault,) = faults_of(model32, reference=None)
     assert fault.startswith("reference is null: algorithm.kl needs one")
     for kl in (NoKL(), KLInReward(coef=0.0)):
-        ppo_run(model32, dataclasses.replace(PPO, kl=kl), reference=None)
+        ppo_run(model32, dataclasses.replace(PPO_ALGORITHM, kl=kl), reference=None)
 
 
 def test_texts_longer_than_the_context_of_the_models_are_refused(model32):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from trainer.runs import GRPO, PPO, ppo_run
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
 from verl.component import BuildContext
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout
 
 
-@pytest.mark.parametrize("algorithm", [PPO, GRPO], ids=["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", [PPO_ALGORITHM, GRPO_ALGORITHM], ids=["ppo", "grpo"])
 @pytest.mark.parametrize("share", [1, 2], ids=["every response", "about every second one"])
 def test_the_reward_of_an_empty_answer_lies_on_its_end(algorithm, share, model32, tmp_path):
     vocabulary = len(model32.load_tokenizer())

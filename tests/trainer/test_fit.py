@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer.runs import GRPO, PROMPTS, Prompts, ppo_run, read_lines
+from trainer.runs import GRPO_ALGORITHM, PROMPTS, Prompts, ppo_run, read_lines
 
 from verl.component import BuildContext
 from verl.data.arithmetic import ArithmeticSFT
@@ -17,9 +17,9 @@ from verl.engines.optim import AdamW
 from verl.engines.sharding import NoSharding
 from verl.errors import ConfigError
 from verl.models.pretrained import Pretrained
+from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.logs import setup_logging
-from verl.tracking.trackers import Trackers
+from verl.tracking.logging_setup import setup_logging
 from verl.trainer.ppo import PPORun
 from verl.trainer.settings import SFTSettings
 from verl.trainer.sft import SFTRun
@@ -89,7 +89,7 @@ def test_epochs_count_where_no_number_of_steps_is_given(model32, tmp_path):
 
 
 def test_a_run_without_held_out_prompts_does_not_evaluate(model32, tmp_path):
-    run = ppo_run(model32, GRPO, data=Prompts(eval=()), critic=None, total_steps=1)
+    run = ppo_run(model32, GRPO_ALGORITHM, data=Prompts(eval=()), critic=None, total_steps=1)
     result = fit(run, tmp_path)
     assert result.evaluations == {}
     assert [path.name for path in result.saved] == ["actor"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer.runs import GRPO, PPO
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM
 from trainer.saved_runs import STEPS, course, digest, fit, newest, numbers
 from trainer.test_sft import sft_run
 
@@ -49,7 +49,12 @@ def test_a_run_that_ends_early_by_itself_is_saved_and_goes_on_to_the_same_end(wa
 
 
 def test_a_run_cut_at_the_boundary_of_an_epoch_begins_the_next_one(model32, tmp_path):
-    by_epochs = {"total_steps": None, "total_epochs": 2, "prompts_per_step": 4, "algorithm": PPO}  # two steps an epoch
+    by_epochs = {
+        "total_steps": None,
+        "total_epochs": 2,
+        "prompts_per_step": 4,
+        "algorithm": PPO_ALGORITHM,
+    }  # two steps an epoch
     fit(course(model32, tmp_path / "whole", **by_epochs), tmp_path / "whole/run")
     resume = str(tmp_path / "whole/checkpoints/global_step_2")
     state = json.loads(Path(resume, "dataloader/state.json").read_text())
@@ -101,7 +106,7 @@ def test_saving_by_the_clock_saves_at_the_next_step(model32, tmp_path):
 @pytest.mark.parametrize("kind", ["lora", "critic"])
 def test_weights_saved_for_older_tools_resume_to_the_same_numbers(kind, model32, tmp_path):
     def run(directory, **options):
-        chosen = course(model32, directory, PPO if kind == "critic" else GRPO, **options)
+        chosen = course(model32, directory, PPO_ALGORITHM if kind == "critic" else GRPO_ALGORITHM, **options)
         if kind == "critic":
             return chosen
         return dataclasses.replace(chosen, actor=dataclasses.replace(chosen.actor, lora=LoRA(rank=2)))

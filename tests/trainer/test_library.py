@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from http_client.servers import serving
 from random_models import save_random_classifier
-from remote.servers import serving
 from rollout.speaking import Speaker
 from trainer.runs import Arbitrary
 

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from trainer.runs import PPO, Prompts
+from trainer.runs import PPO_ALGORITHM, Prompts
 from trainer.saved_runs import STEPS, course, digest, fit, newest, numbers
 
 from verl.errors import BadCheckpoint, ConfigError
@@ -136,7 +136,10 @@ def test_nothing_starts_fresh_over_checkpoints_that_are_all_damaged(copied, mode
     ("options", "keys"),
     [
         ({"data": Prompts(train=("1+1=", "2+2=", "3+3=", "4+4="))}, ["data.train"]),
-        ({"algorithm": PPO}, ["algorithm.advantage._target_", "algorithm.kl._target_", "algorithm.mini_batches"]),
+        (
+            {"algorithm": PPO_ALGORITHM},
+            ["algorithm.advantage._target_", "algorithm.kl._target_", "algorithm.mini_batches"],
+        ),
     ],
 )
 def test_other_data_or_another_algorithm_is_refused_by_its_keys(options, keys, whole, model32, tmp_path):

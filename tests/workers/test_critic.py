@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from roles import PPO, experience, start_actor, start_critic
 
-from verl.algorithms.value_losses import ClippedValueLoss
+from verl.algorithms.losses import ClippedValueLoss
 from verl.engines.optim import AdamW
 from verl.models.pretrained import Pretrained
 

@@ -1,4 +1,4 @@
-"""Advantage estimators: how the reward of a response is credited to its tokens.
+"""Advantage estimators: GAE and GRPO; how the reward of a response is credited to its tokens.
 
     token_level_rewards, response_mask (, values | group_ids)  ->  estimator  ->  advantages, returns
 
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from verl.component import Description
-from verl.ops.groups import centred_in_groups, group_sums
-from verl.ops.masking import masked_sum, masked_whiten
+from verl.ops.masking import centred_in_groups, group_sums, masked_sum, masked_whiten
 from verl.protocol import DataProto
 
 
@@ -90,7 +89,7 @@ class GAE(AdvantageEstimator):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupRelative(AdvantageEstimator):
+class GRPO(AdvantageEstimator):
     """The advantage of GRPO with outcome rewards: a response against its siblings.
 
         R_i    = sum of the rewards of response i

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from verl.algorithms.advantages import AdvantageEstimator
-from verl.algorithms.correction import TruncatedIS
+from verl.algorithms.dynamic_sampling import DynamicSampling
+from verl.algorithms.importance_sampling import TruncatedIS
 from verl.algorithms.kl import KLControl, NoKL
-from verl.algorithms.policy_losses import PolicyLoss
-from verl.algorithms.selection import MixedGroups
-from verl.algorithms.value_losses import ClippedValueLoss, ValueLoss
+from verl.algorithms.losses import ClippedValueLoss, PolicyLoss, ValueLoss
 from verl.component import Description
-from verl.ops.aggregate import Aggregation
+from verl.ops.loss_aggregation import Aggregation
 
 NORMED = "seq-mean-token-sum-norm"
 
@@ -28,7 +27,7 @@ class Algorithm(Description):
         value_loss: per token; used only if the estimator needs values.
         kl: how the reference holds the policy.
         entropy_coef: loss per nat of entropy, at least 0: the entropy of each token is rewarded by it.
-        aggregation: how losses per token become one, see verl.ops.aggregate.
+        aggregation: how losses per token become one, see verl.ops.loss_aggregation.
         norm_length: tokens that a response counts for under seq-mean-token-sum-norm; null under any other.
         correction: weights for an engine that samples from other numbers than those trained on; null for none.
         selection: which groups a step trains on; null for all.
@@ -36,7 +35,7 @@ class Algorithm(Description):
         mini_batches: optimizer steps per pass.
         replay_fraction: share of the rows of a step that are old ones from the replay buffer, in [0, 1); as many come
             as it has. They are weighed by `correction`, or by `TruncatedIS()` where that is null; see
-            `verl.algorithms.reuse`.
+            `verl.algorithms.importance_sampling`.
         replay_max_staleness: policy versions (optimizer steps) that such a row may be behind; null for any.
     Raises:
         ConfigError: a number outside its range.
@@ -50,7 +49,7 @@ class Algorithm(Description):
     aggregation: Aggregation = "token-mean"
     norm_length: int | None = None
     correction: TruncatedIS | None = None
-    selection: MixedGroups | None = None
+    selection: DynamicSampling | None = None
     epochs: int = 1
     mini_batches: int = 1
     replay_fraction: float = 0.0

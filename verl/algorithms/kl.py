@@ -1,4 +1,4 @@
-"""How the policy is kept near the reference: not at all, through the reward, or through the loss.
+"""KL control: how the policy is kept near the reference; not at all, through the reward, or through the loss.
 
 B responses, T response length. All KLs are of the policy to the reference, KL(pi || ref), in nats.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl.component import BuildContext, Description
 from verl.errors import ConfigError
-from verl.ops.kl_estimators import ESTIMATORS, Estimator
+from verl.ops.logprobs import ESTIMATORS, Estimator
 from verl.ops.masking import masked_mean, masked_sum
 from verl.protocol import DataProto
 
@@ -99,7 +99,7 @@ class KLInReward(_WeightedKL):
 
     Args:
         coef: reward per nat, at least 0.
-        estimator: k1, k2 or k3, see verl.ops.kl_estimators.
+        estimator: k1, k2 or k3, see verl.ops.logprobs.
     Raises:
         ConfigError: coef below 0 or not finite.
     """
@@ -217,7 +217,7 @@ class KLInLoss(_WeightedKL):
 
     Args:
         coef: loss per nat, at least 0.
-        estimator: k1, k2 or k3, see verl.ops.kl_estimators.
+        estimator: k1, k2 or k3, see verl.ops.logprobs.
     Raises:
         ConfigError: coef below 0 or not finite.
     """

@@ -12,7 +12,7 @@ from verl.checkpoint.disk import Disk
 from verl.checkpoint.files import is_directory, read_errors
 from verl.checkpoint.ownership import FORMAT
 from verl.errors import CheckpointNotFound
-from verl.storage.options import is_address
+from verl.storage.config import is_address
 
 OF_A_RUN = "checkpoints"
 POINTER = "checkpoints.json"  # in a run's directory: where it saves (`save_dir`), and under which `run_id`

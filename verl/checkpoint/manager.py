@@ -18,7 +18,7 @@ from verl.checkpoint.tiers.log import Record
 from verl.checkpoint.tiers.remote import RemoteCheckpoints, RemotePublished
 from verl.checkpoint.verify import Level, verified
 from verl.errors import BadCheckpoint, CheckpointNotFound
-from verl.storage.options import is_address
+from verl.storage.config import is_address
 from verl.utils.saved_targets import current_targets
 
 if TYPE_CHECKING:

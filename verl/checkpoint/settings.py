@@ -12,7 +12,7 @@ from verl.checkpoint.manifest import MANIFEST
 from verl.checkpoint.retention import Retention
 from verl.component import Description
 from verl.errors import ConfigError
-from verl.storage.options import storage_from
+from verl.storage.config import storage_from
 
 
 @dataclass(frozen=True, kw_only=True)

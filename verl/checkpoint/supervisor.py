@@ -35,8 +35,7 @@ from verl.checkpoint.writer_process import (
     Start,
 )
 from verl.errors import CheckpointError, CheckpointWriteFailed, VerlError
-from verl.utils.child_process import kill
-from verl.utils.process_exit import describe_exit
+from verl.utils.child_process import describe_exit, kill
 from verl.utils.progress import Progress, ProgressWatch, reporting_to, state_of
 
 log = logging.getLogger(__name__)

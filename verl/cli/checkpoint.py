@@ -20,7 +20,7 @@ from verl.cli.checkpoint_report import as_json, print_comparison, print_inspecti
 from verl.cli.checkpoint_store import add_to, remote_summaries
 from verl.cli.output import FOUND, command, counted, duration, fail, parse_duration, print_json, print_table, size
 from verl.errors import BadCheckpoint, CheckpointTooNew
-from verl.storage.options import is_address
+from verl.storage.config import is_address
 
 app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Look at checkpoints, keep them, and take them out.")
 

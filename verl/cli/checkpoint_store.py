@@ -17,7 +17,7 @@ from verl.checkpoint.tiers.resuming import find_at
 from verl.checkpoint.verify import Level
 from verl.cli.output import command, size
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
-from verl.storage.options import is_address, storage_at
+from verl.storage.config import is_address, storage_at
 
 ADDRESS = "Checkpoints in object storage, such as s3://BUCKET/PREFIX, or one of them. Credentials: the environment."
 

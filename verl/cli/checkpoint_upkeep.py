@@ -20,7 +20,7 @@ from verl.checkpoint.upkeep import clean, plan
 from verl.cli.checkpoint import Json, Path_, app
 from verl.cli.output import command, counted, print_json, size
 from verl.errors import CheckpointNotFound, ConfigError
-from verl.storage.options import is_address
+from verl.storage.config import is_address
 
 
 @command(app, "pin")

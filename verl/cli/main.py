@@ -16,8 +16,8 @@ from verl.cli.policy import evaluate, generate
 from verl.cli.resume_check import resume_check
 from verl.cli.samples import samples
 from verl.errors import ConfigError
+from verl.utils.component_exits import component_exits
 from verl.utils.env_check import BACKENDS, check_env
-from verl.utils.exits import component_exits
 
 
 class _Commands(TyperGroup):

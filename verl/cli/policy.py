@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verl.errors import CheckpointError, ConfigError, RewardError, StorageError
-from verl.storage.options import is_address
-from verl.utils.temporary import TemporaryDirectory
+from verl.storage.config import is_address
+from verl.utils.temporary_directory import TemporaryDirectory
 
 if TYPE_CHECKING:
     from verl.compose.saved_policy import SavedPolicy
@@ -80,7 +80,7 @@ def generate(
 
 
 def _responses(trainer: Any, samples: int, greedy: bool) -> list[dict[str, Any]]:
-    from verl.ops.noise import EVALUATION
+    from verl.ops.counter_rng import EVALUATION
     from verl.rollout.base import Request
 
     if trainer.eval_data is None:
@@ -137,7 +137,7 @@ def _print_table(metrics: dict[str, float]) -> None:
     import rich
     from rich.table import Table
 
-    from verl.tracking.tracker import short
+    from verl.tracking.base import short
 
     table = Table("metric", "value")
     for key, value in metrics.items():

@@ -21,7 +21,7 @@ import typer
 from verl.cli.legs import LegFailed, Legs
 from verl.cli.topology_check import TopologyCheck, topologies
 from verl.errors import ConfigError
-from verl.utils.temporary import TemporaryDirectory
+from verl.utils.temporary_directory import TemporaryDirectory
 
 if TYPE_CHECKING:
     from verl.checkpoint.published import Published

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.storage.options import is_address
+from verl.storage.config import is_address
 
 BUFFER = "buffer"
 

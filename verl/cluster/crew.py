@@ -20,9 +20,8 @@ from typing import BinaryIO
 
 from verl.cluster.base import Deadline
 from verl.errors import WorkerDied, WorkerHung
-from verl.utils.child_process import StoppedTime, kill
+from verl.utils.child_process import LogExcerpt, StoppedTime, describe_exit, excerpt, kill, log_size, memory_kills
 from verl.utils.orphan_cleanup import CLEANUP
-from verl.utils.process_exit import LogExcerpt, describe_exit, excerpt, log_size, memory_kills
 from verl.utils.progress import Progress, is_stopped, state_of
 
 START_TIMEOUT_S = 300.0  # of a process, until it says that it is there

@@ -24,7 +24,7 @@ from verl.cluster.ray_session import Session
 from verl.cluster.versions import refuse_mixed
 from verl.component import BuildContext
 from verl.errors import WorkerDied, WorkerError, WorkerHung
-from verl.utils.process_exit import excerpt
+from verl.utils.child_process import excerpt
 from verl.utils.progress import Progress, ProgressWatch, report, state_of
 
 GRACE_S = 0.5  # an error waits so long to be told: a sibling's death, where that is the cause, is told first

@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from verl.errors import ConfigError, VerlError
 from verl.utils.child_process import StoppedWatch, children
 from verl.utils.orphan_cleanup import CLEANUP
-from verl.utils.temporary import TemporaryDirectory
+from verl.utils.temporary_directory import TemporaryDirectory
 
 LONGEST_SOCKET_PATH = 103  # bytes; Linux allows 107
 RAYS_OWN = 62  # bytes that Ray adds to its directory

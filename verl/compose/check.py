@@ -18,7 +18,7 @@ from verl.component import Description, _as_declared, field_types, type_fault
 from verl.compose.nearest import hint, nearest_path
 from verl.compose.plain import UNKNOWN, Plain, Unknown, join, read_plain
 from verl.errors import ConfigError
-from verl.utils.exits import as_component_exit, raised_by_code
+from verl.utils.component_exits import as_component_exit, raised_by_code
 
 TARGET = "_target_"
 

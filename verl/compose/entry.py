@@ -31,13 +31,13 @@ from verl.compose.paths import conf_dir
 from verl.compose.save import save
 from verl.compose.torchrun import take_over
 from verl.errors import CheckpointError, ConfigError
-from verl.tracking.logs import setup_logging
-from verl.trainer.stopping import Terminated, orderly_termination
+from verl.tracking.logging_setup import setup_logging
 from verl.utils import torchrun
-from verl.utils.exits import component_exits
+from verl.utils.component_exits import component_exits
 from verl.utils.kernel_cache import set_kernel_cache
 from verl.utils.progress import report_to_starter
 from verl.utils.redact import redact
+from verl.utils.signals import Terminated, orderly_termination
 
 if TYPE_CHECKING:
     from rich.console import Console

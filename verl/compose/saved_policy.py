@@ -32,7 +32,7 @@ KEPT_OF_MODEL = ("dtype", "attention", "tokenizer_path", "trust_remote_code")
 UNTRAINED: dict[str, Any] = {  # in place of what only training needs
     "actor.lora": None,
     "sharding": {"_target_": "verl.engines.sharding.NoSharding"},
-    "tracker": {"_target_": "verl.tracking.trackers.Trackers"},
+    "tracker": {"_target_": "verl.tracking.base.Trackers"},
     "checkpoint": None,
     "resume": None,
     "trainer.n_gpus_per_node": 1,
@@ -45,8 +45,8 @@ UNTRAINED_OF: dict[str, dict[str, Any]] = {
         "reference": None,
         "algorithm": {
             "_target_": "verl.algorithms.algorithm.Algorithm",
-            "advantage": {"_target_": "verl.algorithms.advantages.GroupRelative"},
-            "policy_loss": {"_target_": "verl.algorithms.policy_losses.PPOClip"},
+            "advantage": {"_target_": "verl.algorithms.advantages.GRPO"},
+            "policy_loss": {"_target_": "verl.algorithms.losses.PPOClip"},
         },
         "trainer.group_size": 2,
         "trainer.prompts_per_step": 1,

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from verl.component import BuildContext
 from verl.compose.save import save
 from verl.compose.warm_start import resolve_warm_starts
-from verl.tracking.logs import setup_logging
+from verl.tracking.logging_setup import setup_logging
 
 if TYPE_CHECKING:
     from rich.console import Console

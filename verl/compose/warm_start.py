@@ -25,7 +25,7 @@ from verl.compose.nearest import hint, nearest
 from verl.compose.paths import conf_dir, group_options
 from verl.errors import ConfigError
 from verl.models.pretrained import WARM_START
-from verl.utils.temporary import TemporaryDirectory
+from verl.utils.temporary_directory import TemporaryDirectory
 
 if TYPE_CHECKING:
     from rich.console import Console

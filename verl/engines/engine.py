@@ -20,14 +20,14 @@ from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches, emp
 from verl.model_paths.paths import PLAIN, ModelPaths, Scoring
 from verl.models.division import compute_device
 from verl.models.precision import Autocast, computing_in
-from verl.ops.aggregate import Totals
+from verl.ops.loss_aggregation import LossTotals
 from verl.protocol import DataProto
 from verl.resharding.dtensor import ReadableTensor, laid_out_as
 from verl.utils.progress import report
 
 Compute = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
 Packs = Literal["auto", "off"]
-Loss = Callable[[nn.Module, MicroBatch, Totals], tuple[Tensor, dict[str, Tensor]]]
+Loss = Callable[[nn.Module, MicroBatch, LossTotals], tuple[Tensor, dict[str, Tensor]]]
 
 
 class TrainingEngine:
@@ -194,7 +194,7 @@ class TrainingEngine:
         """From here on run rows in this way, since the first batch has shown the other to be wrong."""
         self._limit = scoring
 
-    def _totals(self, batch: DataProto) -> Totals:
-        own = Totals.of(batch.batch["response_mask"])
+    def _totals(self, batch: DataProto) -> LossTotals:
+        own = LossTotals.of(batch.batch["response_mask"])
         summed = self.parallel.sums({"tokens": own.tokens, "sequences": own.sequences})
-        return Totals(tokens=summed["tokens"], sequences=summed["sequences"])
+        return LossTotals(tokens=summed["tokens"], sequences=summed["sequences"])

@@ -39,7 +39,7 @@ from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.rollout.base import SAME_TENSORS, Request, Rollout, RolloutEngine, Synced
-from verl.utils.device_memory import release_cached
+from verl.utils.memory import release_cached
 from verl.workers.training import undivided
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from verl.model_paths.packed_attention import call_packed, take
 from verl.model_paths.paths import ModelPaths
 from verl.ops.batching import micro_batches, micro_batches_of_groups
 from verl.ops.logprobs import response_positions
-from verl.ops.packing import Packing, own_tokens, pack
+from verl.ops.packing import PackedRows, own_tokens, pack
 from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
 
@@ -40,7 +40,7 @@ class MicroBatch:
 
     rows: Tensor
     tensors: dict[str, Tensor]
-    packing: Packing | None = None
+    packing: PackedRows | None = None
     is_left_aligned: bool = False
     is_unpadded: bool = False
 

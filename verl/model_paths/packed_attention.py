@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl.models.pretrained import quiet_transformers
-from verl.ops.packing import Block, Packing, Take
+from verl.ops.packing import AttentionBlock, GatherIndex, PackedRows
 
 NAME = "verl_line"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -108,7 +108,7 @@ def recording() -> Iterator[AttentionRecord]:
         _record.reset(token)
 
 
-def call_packed(call: Callable[..., Any], ids: Tensor, packing: Packing, **inputs: Any) -> Any:
+def call_packed(call: Callable[..., Any], ids: Tensor, packing: PackedRows, **inputs: Any) -> Any:
     """Run a model on the packed line of some rows.
 
     Args:
@@ -173,7 +173,7 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packing: Packing | None = None,
+    packing: PackedRows | None = None,
     prefix_of: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -227,7 +227,7 @@ def _attend_packed(
     attention_mask: Tensor | None,
     scaling: float | None,
     dropout: float,
-    packing: Packing,
+    packing: PackedRows,
     others: dict[str, Any],
 ) -> Tensor:
     shape = getattr(attention_mask, "shape_of_mask", MaskShape() if attention_mask is None else None)
@@ -305,7 +305,7 @@ def _attend_shared(
     return (found.reshape(rows, kinds, heads, depth) + tail @ value).flatten(1, 2).unsqueeze(1)
 
 
-def take(line: Tensor, how: Take) -> Tensor:
+def take(line: Tensor, how: GatherIndex) -> Tensor:
     """Slots [M ...] from a line [N ...]."""
     return line if how.is_identity else _Take.apply(line, how)
 
@@ -314,7 +314,7 @@ class _Take(torch.autograd.Function):
     """A gather whose backward pass gathers as well, so that it is quick and its sums have one order."""
 
     @staticmethod
-    def forward(ctx: Any, line: Tensor, how: Take) -> Tensor:
+    def forward(ctx: Any, line: Tensor, how: GatherIndex) -> Tensor:
         ctx.how = how
         return line.index_select(0, how.index)
 
@@ -336,7 +336,7 @@ def _as_line(states: Tensor) -> Tensor:
     return states[0].transpose(0, 1)
 
 
-def _mask(block: Block, window: int | None, device: torch.device) -> Tensor | None:
+def _mask(block: AttentionBlock, window: int | None, device: torch.device) -> Tensor | None:
     """Which keys each query sees, [count or 1, 1, queries, keys]; None for a causal block."""
     if not block.prefix and (window is None or block.queries <= window):
         return None
@@ -353,5 +353,5 @@ def _mask(block: Block, window: int | None, device: torch.device) -> Tensor | No
     return mask[:, None].to(device)
 
 
-def _are_equal(block: Block) -> bool:
+def _are_equal(block: AttentionBlock) -> bool:
     return bool((block.prefix_lengths == block.prefix_lengths[0]).all())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl.models.heads import ValueModel
 from verl.models.pretrained import VALUE_HEAD_FILE, quiet_transformers
-from verl.utils.temporary import TemporaryDirectory
+from verl.utils.temporary_directory import TemporaryDirectory
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_BIN = "adapter_model.bin"  # for tools that need it

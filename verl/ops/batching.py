@@ -1,4 +1,4 @@
-"""How rows of different length are cut into micro-batches and divided among processes."""
+"""Cutting rows of different length into micro-batches, and balancing them over processes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,23 @@
-"""Log-probabilities and entropies of response tokens, and the only one-token shift of a language model.
+"""Log-probabilities and entropies of response tokens, and estimates of the KL divergence from them.
 
-B responses, P prompt length, T response length, S = P + T, V vocabulary.
+B responses, P prompt length, T response length, S = P + T. Here is the only one-token shift of a language model.
+
+Estimates per token of KL(pi || ref), in nats, from tokens that pi sampled (Schulman 2020, "Approximating KL
+Divergence", http://joschu.net/blog/kl-approx.html):
+
+    estimator   value                         mean over pi          never below 0
+    k1          log pi - log ref              the KL                no
+    k2          (log pi - log ref)^2 / 2      near the KL           yes
+    k3          ref/pi - 1 - log(ref/pi)      the KL                yes
+
+As a loss, on tokens of the current policy: the mean gradient of k1 is zero, that of k2 is the KL's own, and that of
+k3 is the gradient of KL(ref || pi).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -71,3 +85,79 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
         raise ValueError(f"temperature is {temperature}: log-probabilities need one above 0.")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """log pi - log ref, [B, T] from two of [B, T]: unbiased, of either sign, of high variance."""
+    return log_probs - ref_log_probs
+
+
+def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """(log pi - log ref)^2 / 2, [B, T] from two of [B, T]: biased, low variance, right to second order."""
+    return 0.5 * (log_probs - ref_log_probs).square()
+
+
+def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """ref/pi - 1 - log(ref/pi), [B, T] from two of [B, T]: unbiased and never negative.
+
+    Unbiased where pi gives mass to all that ref does. Grows as exp where ref likes a token far more than pi does.
+    """
+    difference = ref_log_probs - log_probs
+    return torch.expm1(difference) - difference
+
+
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+SUMS = ("on_policy", "on_policy_tokens", "off_policy", "off_policy_tokens")
+LARGEST = "largest"
+
+
+class LogProbGap:
+    """Sums over pieces of a batch; they stay on the device until `sums` is called."""
+
+    def __init__(self):
+        self._pieces: list[Tensor] = []
+
+    def add(
+        self, rollout_log_probs: Tensor, log_probs: Tensor, mask: Tensor, is_on_policy: Tensor | None = None
+    ) -> None:
+        """Count some rows.
+
+        Args:
+            rollout_log_probs, log_probs: [B, T] nats, by the engine and by the trainer; read on the mask alone.
+            mask: [B, T] bool.
+            is_on_policy: [B] bool, whether the weights that gave `log_probs` drew the row; None for all of them.
+        """
+        gap = torch.where(mask, (rollout_log_probs - log_probs).abs(), 0.0).double()
+        own = mask if is_on_policy is None else mask & is_on_policy[:, None]
+        other = mask & ~own
+        sums = [part for kind in (own, other) for part in (gap.where(kind, 0.0).sum(), kind.sum().double())]
+        largest = gap.where(own, 0.0).amax() if gap.numel() else gap.new_zeros(())
+        self._pieces.append(torch.stack([*sums, largest]))
+
+    def sums(self) -> dict[str, float]:
+        """Plain numbers, for `metrics` here or in a sibling process."""
+        if not self._pieces:
+            return dict.fromkeys((*SUMS, LARGEST), 0.0)
+        pieces = torch.stack(self._pieces)
+        return dict(zip((*SUMS, LARGEST), [*pieces[:, :-1].sum(dim=0).tolist(), float(pieces[:, -1].amax())]))
+
+    @staticmethod
+    def metrics(*shares: Mapping[str, float]) -> dict[str, float]:
+        """Means and largest over the rows of all processes; none of a kind of rows that has no token.
+
+        Args:
+            shares: `sums` of each process.
+        """
+        total = {name: sum(share[name] for share in shares) for name in SUMS}
+        metrics = {}
+        if total["on_policy_tokens"]:
+            metrics["rollout/log_prob_gap_nats"] = total["on_policy"] / total["on_policy_tokens"]
+            metrics["rollout/log_prob_gap_max_nats"] = max(share[LARGEST] for share in shares)
+        if total["off_policy_tokens"]:
+            metrics["rollout/off_policy_gap_nats"] = total["off_policy"] / total["off_policy_tokens"]
+        return metrics

@@ -1,6 +1,7 @@
-"""Sums, means and whitening over the True entries of a mask.
+"""Sums, means and whitening over the True entries of a mask, and means within groups of rows.
 
-Whatever stands off the mask, NaN included, never reaches a result. Dtypes are kept: float64 in, float64 out.
+Whatever stands off the mask, NaN included, never reaches a result. Dtypes are kept. Within a group, equal numbers
+differ from their mean by exactly zero.
 """
 
 from __future__ import annotations
@@ -61,3 +62,34 @@ def last_true(mask: Tensor) -> Tensor:
     positions = torch.arange(mask.shape[-1], device=mask.device)
     before_first = torch.full((*mask.shape[:-1], 1), -1, dtype=torch.int64, device=mask.device)
     return torch.cat([before_first, torch.where(mask, positions, -1)], dim=-1).amax(dim=-1)
+
+
+def centred_in_groups(x: Tensor, group_ids: Tensor, weights: Tensor) -> Tensor:
+    """Each number less the weighted mean of its group.
+
+        x_i - sum_j w_j x_j / sum_j w_j      over the rows j of the group of i
+
+    Degenerate: a group of one, or of equal numbers, gives exact zeros; rows of weight 0 give 0 and count nowhere.
+
+    Args:
+        x: [B] floats.
+        group_ids: [B] int64, any labels in any order.
+        weights: [B], at least 0.
+    Returns:
+        [B] of the dtype of x.
+    """
+    labels, group = torch.unique(group_ids, return_inverse=True)
+    zeros, is_member = x.new_zeros(len(labels)), weights > 0
+    # Measured from the lowest of the group, equal numbers are exactly 0 and so is their mean.
+    lowest = torch.full_like(zeros, torch.inf).scatter_reduce(0, group, x.masked_fill(~is_member, torch.inf), "amin")
+    shifted = torch.where(is_member, x - lowest[group], 0.0)
+    weights = weights.to(x.dtype)
+    total = zeros.index_add(0, group, weights)
+    mean = zeros.index_add(0, group, weights * shifted) / torch.where(total > 0, total, 1.0)
+    return torch.where(is_member, shifted - mean[group], 0.0)
+
+
+def group_sums(x: Tensor, group_ids: Tensor) -> Tensor:
+    """[B]: for each row the sum of x [B] over its group."""
+    labels, group = torch.unique(group_ids, return_inverse=True)
+    return x.new_zeros(len(labels)).index_add(0, group, x)[group]

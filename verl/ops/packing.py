@@ -1,4 +1,4 @@
-"""Rows of different length as one line of tokens without padding, in which a shared prompt stands once.
+"""Packing: rows of different length as one row of tokens without padding, in which a shared prompt stands once.
 
     rows     p p p a a        tokens   p p p | a a | b b b b | ...       p: a prompt, a and b: two responses to it
              p p p b b b b             prompts   responses, longest first
@@ -19,7 +19,7 @@ BLOCK_SLACK = 0.8  # a block goes on as long as its shortest segment has this sh
 
 
 @dataclass(frozen=True)
-class Take:
+class GatherIndex:
     """Which entries of one line stand in which slots of another, in both directions.
 
     Attributes:
@@ -33,12 +33,12 @@ class Take:
     uses: tuple[Tensor, ...]
     is_identity: bool = False
 
-    def to(self, device: torch.device | str) -> Take:
-        return Take(self.index.to(device), tuple(u.to(device) for u in self.uses), self.is_identity)
+    def to(self, device: torch.device | str) -> GatherIndex:
+        return GatherIndex(self.index.to(device), tuple(u.to(device) for u in self.uses), self.is_identity)
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """Segments that attend together.
 
     Attributes:
@@ -56,7 +56,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackedRows:
     """How some rows [b S] become a line of N tokens, and what of it predicts the responses.
 
     Attributes:
@@ -71,13 +71,13 @@ class Packing:
 
     tokens: Tensor
     positions: Tensor
-    blocks: tuple[Block, ...]
-    queries: Take
-    keys: Take
-    out: Take
-    predictors: Take
+    blocks: tuple[AttentionBlock, ...]
+    queries: GatherIndex
+    keys: GatherIndex
+    out: GatherIndex
+    predictors: GatherIndex
 
-    def to(self, device: torch.device | str) -> Packing:
+    def to(self, device: torch.device | str) -> PackedRows:
         takes = {name: getattr(self, name).to(device) for name in ("queries", "keys", "out", "predictors")}
         return replace(self, tokens=self.tokens.to(device), positions=self.positions.to(device), **takes)
 
@@ -89,7 +89,7 @@ def pack(
     response_mask: Tensor,
     prompt_width: int,
     share: bool = True,
-) -> Packing:
+) -> PackedRows:
     """Lay out rows of a left-padded prompt and a right-padded response.
 
     Args:
@@ -137,7 +137,7 @@ def pack(
             head, is_head = _padded(starts[mine], real := prefixes[mine])
             grid, is_real, reach = torch.cat([head, grid], 1), torch.cat([is_head, is_real], 1), head.shape[1]
         keys.add(grid, is_real)
-        blocks.append(Block(count, grid.shape[1] - reach, grid.shape[1], reach, real))
+        blocks.append(AttentionBlock(count, grid.shape[1] - reach, grid.shape[1], reach, real))
     size, cut = len(tokens), int(prefixes.sum())
     slot_of = torch.empty(size, dtype=torch.int64)
     slot_of[queries.index[queries.is_real]] = queries.is_real.nonzero()[:, 0]
@@ -151,7 +151,7 @@ def pack(
         predictor = torch.where(t > 0, own_start[row] + t - 1, last[row])
     else:
         predictor = own_start[row] + prompt_lengths[row] + t - 1
-    return Packing(
+    return PackedRows(
         tokens,
         positions,
         tuple(blocks),
@@ -203,7 +203,7 @@ def _ragged_arange(lengths: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum())) - torch.repeat_interleave(ends - lengths, lengths)
 
 
-def _take(index: Tensor, size: int, cut: int, is_real: Tensor | None = None) -> Take:
+def _take(index: Tensor, size: int, cut: int, is_real: Tensor | None = None) -> GatherIndex:
     """The way from a line of `size` entries, those before `cut` used more often than the others, to slots.
 
     Args:
@@ -212,7 +212,7 @@ def _take(index: Tensor, size: int, cut: int, is_real: Tensor | None = None) -> 
     is_identity = len(index) == size and bool((index == torch.arange(size)).all())
     slots = torch.arange(len(index)) if is_real is None else is_real.nonzero()[:, 0]
     slots = slots[torch.argsort(index[slots], stable=True)]
-    return Take(index, (_uses(index, slots, 0, cut), _uses(index, slots, cut, size)), is_identity)
+    return GatherIndex(index, (_uses(index, slots, 0, cut), _uses(index, slots, cut, size)), is_identity)
 
 
 def _uses(index: Tensor, slots: Tensor, low: int, high: int) -> Tensor:

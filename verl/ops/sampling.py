@@ -1,4 +1,4 @@
-"""From logits and one uniform number per row to a token: top-k, top-p and the inverse of the cumulative sum."""
+"""Top-k and top-p filtering, and inverse-CDF sampling from one uniform number per row."""
 
 from __future__ import annotations
 

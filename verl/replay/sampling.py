@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from verl.ops.noise import REPLAY, uniform
+from verl.ops.counter_rng import REPLAY, uniform
 
 Sampling = Literal["uniform", "recency", "advantage"]
 LEAST_ADVANTAGE = 1e-3  # of the largest: rows that taught nothing yet may still be drawn

@@ -16,7 +16,7 @@ from verl.rewards.locate import load_function, own_line, path_faults
 from verl.rewards.results import reward_error
 from verl.rewards.samples import SampleReward, pool_faults
 from verl.rewards.signature import check_columns, named_parameters
-from verl.utils.exits import raised_by_code
+from verl.utils.component_exits import raised_by_code
 
 
 @dataclass(frozen=True, kw_only=True)

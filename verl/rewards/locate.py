@@ -15,7 +15,7 @@ from pathlib import Path
 
 from verl.errors import RewardError
 from verl.protocol.provenance import source_of
-from verl.utils.exits import raised_by_code
+from verl.utils.component_exits import raised_by_code
 
 FORMS = "expected `package.module:function` or `file.py:function`"
 _Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.remote.asking import Kind, Report
+from verl.http_client.request import Kind, RequestReport
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Sample:
     failure: str | None = None
     kind: Kind | None = None
     is_not_finite: bool = False
-    report: Report | None = None
+    report: RequestReport | None = None
 
     @property
     def outcome(self) -> str:
@@ -62,7 +62,7 @@ class Tally:
     cache_hits: int = 0
     seconds: list[float] = field(default_factory=list)
 
-    def add(self, reports: list[Report | None], samples: list[Sample]) -> None:
+    def add(self, reports: list[RequestReport | None], samples: list[Sample]) -> None:
         """Count what was asked, and what became of the samples."""
         asked = [report for report in reports if report is not None]
         self.requests += sum(report.attempts for report in asked)

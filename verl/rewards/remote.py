@@ -19,17 +19,17 @@ import numpy as np
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, NonFiniteRewardError, RewardError, faults_below
+from verl.http_client.cache import AnswerCache, default_directory, key_of
+from verl.http_client.endpoint import Endpoint
+from verl.http_client.request import Request, RequestReport, RetryableAnswer
 from verl.protocol import DataProto
-from verl.remote.asking import Ask, Report, Unusable
-from verl.remote.cache import AnswerCache, default_directory, key_of
-from verl.remote.endpoint import Endpoint
 from verl.rewards.base import Rating, Reward, RewardDescription, texts_of
 from verl.rewards.outcomes import Sample, Tally
 from verl.rewards.results import reward_error
 from verl.rewards.score_text import NotFinite
 
 if TYPE_CHECKING:
-    from verl.remote.client import Client
+    from verl.http_client.client import HTTPClient
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class RemoteDescription(RewardDescription):
         if not 0 <= self.cache_gib < 1e6:
             yield f"cache_gib is {self.cache_gib:g}: must not be negative; 0 keeps no answers."
 
-    def connect(self, context: BuildContext) -> Client:
+    def connect(self, context: BuildContext) -> HTTPClient:
         """The client, whose server answers.
 
         Raises:
@@ -80,7 +80,7 @@ class RemoteDescription(RewardDescription):
         return client
 
 
-class SampleAsk(Ask):
+class SampleAsk(Request):
     """A question about one sample or several."""
 
     samples: Sequence[Sample]
@@ -93,7 +93,7 @@ class RemoteReward(Reward):
         client: which is closed with it.
     """
 
-    def __init__(self, described: RemoteDescription, client: Client):
+    def __init__(self, described: RemoteDescription, client: HTTPClient):
         self.client, self.url = client, described.endpoint.url(self.path)
         self.error_score = described.error_score if described.on_error == "score" else None
         directory = Path(described.cache_dir).expanduser() if described.cache_dir else default_directory()
@@ -199,7 +199,7 @@ class RemoteReward(Reward):
         known = self._cache.find(sample.key for sample in samples) if self._cache is not None else {}
         for sample in samples:
             if (text := known.get(sample.key)) is not None:
-                with contextlib.suppress(Unusable):
+                with contextlib.suppress(RetryableAnswer):
                     sample.score, sample.cached = self.score_of(sample, text), True
 
     def _divided(self, samples: list[Sample]) -> tuple[list[Sample], list[tuple[Sample, Sample]]]:
@@ -217,7 +217,7 @@ class RemoteReward(Reward):
         if leader.text is not None:
             try:
                 sample.score, sample.cached = self.score_of(sample, leader.text), True
-            except Unusable as error:
+            except RetryableAnswer as error:
                 sample.failure, sample.kind = str(error), "answer"
 
     def _judge(self, samples: list[Sample], prompts: list[str], responses: list[str]) -> None:
@@ -262,7 +262,7 @@ class RemoteReward(Reward):
         return Rating(np.array(scores, dtype=np.float64), parts, {"outcome": outcomes})
 
 
-def _settle(samples: Sequence[Sample], report: Report | None) -> None:
+def _settle(samples: Sequence[Sample], report: RequestReport | None) -> None:
     """Tell each sample of a question what became of it; one whose score was in an earlier answer keeps it."""
     for sample in samples:
         sample.report = report

@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl.component import BuildContext
-from verl.remote.asking import Unusable
+from verl.http_client.request import RetryableAnswer
 from verl.rewards.locate import load_function, path_faults
 from verl.rewards.outcomes import Sample
 from verl.rewards.remote import RemoteDescription, RemoteReward, SampleAsk
 from verl.rewards.score_text import by_path, by_pattern, number, shown
 from verl.rewards.signature import check_columns, named_parameters
 from verl.rewards.template import filled, places
-from verl.utils.exits import raised_by_code
+from verl.utils.component_exits import raised_by_code
 
 OURS = ("model", "messages", "stream", "n")  # fields of the request that `options` may not set
 
 
 if TYPE_CHECKING:
-    from verl.remote.client import Client
+    from verl.http_client.client import HTTPClient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def reader_of(described: RemoteChat) -> Read:
         except BaseException as error:
             if not raised_by_code(error):
                 raise
-            raise Unusable(f"{type(error).__name__} in score_function: {error}, of {shown(reply)}") from error
+            raise RetryableAnswer(f"{type(error).__name__} in score_function: {error}, of {shown(reply)}") from error
 
     return read
 
@@ -122,7 +122,7 @@ class ChatJudge(RemoteReward):
 
     path = "/chat/completions"
 
-    def __init__(self, described: RemoteChat, client: Client, read: Read):
+    def __init__(self, described: RemoteChat, client: HTTPClient, read: Read):
         super().__init__(described, client)
         self.described, self._read = described, read
 
@@ -137,7 +137,7 @@ class ChatJudge(RemoteReward):
         low, high = self.described.min_score, self.described.max_score
         if (low is not None and score < low) or (high is not None and score > high):
             bounds = f"[{'-inf' if low is None else f'{low:g}'}, {'inf' if high is None else f'{high:g}'}]"
-            raise Unusable(f"the score {score:g}, outside of {bounds}, in {shown(text)}")
+            raise RetryableAnswer(f"the score {score:g}, outside of {bounds}, in {shown(text)}")
         return score
 
     def asks(self, samples: list[Sample]) -> list[SampleAsk]:
@@ -165,9 +165,9 @@ def reply_of(answer: Any) -> str:
         choice = answer["choices"][0]
         text = choice["message"]["content"]
     except (LookupError, TypeError):
-        raise Unusable(f"an answer without choices[0].message.content: {shown(answer)}") from None
+        raise RetryableAnswer(f"an answer without choices[0].message.content: {shown(answer)}") from None
     if not isinstance(text, str) or not text.strip():
         reason = choice.get("finish_reason")
         hint = "; raise options.max_tokens" if reason == "length" else ""
-        raise Unusable(f"an answer without a text (finish_reason {reason}{hint})")
+        raise RetryableAnswer(f"an answer without a text (finish_reason {reason}{hint})")
     return text

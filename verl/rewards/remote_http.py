@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl.component import BuildContext
-from verl.remote.asking import Unusable
+from verl.http_client.request import RetryableAnswer
 from verl.rewards.outcomes import Sample
 from verl.rewards.remote import RemoteDescription, RemoteReward, SampleAsk
 from verl.rewards.score_text import at, number, shown
 from verl.rewards.template import column
 
 if TYPE_CHECKING:
-    from verl.remote.client import Client
+    from verl.http_client.client import HTTPClient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class RemoteHTTP(RemoteDescription):
 class HTTPScorer(RemoteReward):
     """The running form of `RemoteHTTP`."""
 
-    def __init__(self, described: RemoteHTTP, client: Client):
+    def __init__(self, described: RemoteHTTP, client: HTTPClient):
         super().__init__(described, client)
         self.described = described
 
@@ -72,7 +72,7 @@ class HTTPScorer(RemoteReward):
         try:
             return number(at(json.loads(text), self.described.score_path))
         except LookupError:
-            raise Unusable(f"no {self.described.score_path} in {shown(text)}") from None
+            raise RetryableAnswer(f"no {self.described.score_path} in {shown(text)}") from None
 
     def asks(self, samples: list[Sample]) -> list[SampleAsk]:
         size = self.described.batch_size
@@ -94,15 +94,15 @@ class _BatchAsk(SampleAsk):
         try:
             found = at(answer, path)
         except LookupError:
-            raise Unusable(f"an answer without {path}: {shown(answer)}") from None
+            raise RetryableAnswer(f"an answer without {path}: {shown(answer)}") from None
         if not isinstance(found, list) or len(found) != len(asked):
             what = f"{len(found)} scores" if isinstance(found, list) else shown(found)
-            raise Unusable(f"{what} in place of a list of {len(asked)} scores")
+            raise RetryableAnswer(f"{what} in place of a list of {len(asked)} scores")
         faults = []
         for sample, item in zip(asked, found, strict=True):
             try:
                 self._scorer.accept(sample, json.dumps(item))
-            except Unusable as fault:
+            except RetryableAnswer as fault:
                 faults.append(fault)
         if faults:
             raise faults[0]

@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from verl.remote.asking import Unusable
+from verl.http_client.request import RetryableAnswer
 from verl.rewards.results import LARGEST
 
 SHOWN = 120
 
 
-class NotFinite(Unusable):
+class NotFinite(RetryableAnswer):
     """There is a number, and it is not finite."""
 
 
@@ -28,7 +28,7 @@ def by_pattern(text: str, pattern: re.Pattern[str]) -> float:
     """
     matches = list(pattern.finditer(text))
     if not matches:
-        raise Unusable(f"an answer in which score_pattern matches nothing: {shown(text)}")
+        raise RetryableAnswer(f"an answer in which score_pattern matches nothing: {shown(text)}")
     return number(matches[-1][1 if pattern.groups else 0])
 
 
@@ -43,7 +43,7 @@ def by_path(text: str, path: str) -> float:
             return number(at(value, path))
         except LookupError:
             continue
-    raise Unusable(f"an answer without JSON that has {path}: {shown(text)}")
+    raise RetryableAnswer(f"an answer without JSON that has {path}: {shown(text)}")
 
 
 def at(value: Any, path: str | None) -> Any:
@@ -74,7 +74,7 @@ def number(value: Any) -> float:
     except (ValueError, OverflowError):
         found = None
     if found is None:
-        raise Unusable(f"{shown(value)} in place of a number")
+        raise RetryableAnswer(f"{shown(value)} in place of a number")
     if math.isnan(found) or abs(found) > LARGEST:
         raise NotFinite(f"the score {found!r}")
     return found

@@ -13,7 +13,7 @@ from torch import Tensor
 from verl.component import BuildContext, Description
 from verl.errors import ConfigError, RolloutError
 from verl.models.precision import Autocast
-from verl.ops.noise import TRAINING
+from verl.ops.counter_rng import TRAINING
 from verl.protocol import DataProto
 
 ALONE = BuildContext()

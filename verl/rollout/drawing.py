@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of
-from verl.ops.noise import uniform
 from verl.ops.sampling import filter_logits, inverse_cdf
 from verl.rollout.base import Request, Rollout
 

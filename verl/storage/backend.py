@@ -1,34 +1,89 @@
-"""One request to a store, tried once; and the plainest store, a directory."""
+"""One request to a store, the policy that retries it, and the plainest store, a directory."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import random
 import secrets
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from verl.errors import ObjectNotFound, StorageRefused, VerlError
+from verl.errors import ObjectNotFound, StorageRefused, StorageUnreachable, VerlError
+from verl.utils.progress import report
+from verl.utils.redact import redact
+
+T = TypeVar("T")
+
+LONGEST_BACKOFF_S = 30.0
+log = logging.getLogger(__name__)
+
+
+class TransientError(Exception):
+    """What may be otherwise the next time: no connection, no answer in time, a server that is overloaded."""
+
+
+class RetryPolicy:
+    """Makes requests until one is answered.
+
+    Args:
+        retries: after the first try.
+        backoff_s: before the first retry.
+    """
+
+    def __init__(self, retries: int, backoff_s: float):
+        self._retries, self._backoff_s = retries, backoff_s
+        self._closed = threading.Event()
+
+    def __call__(self, what: str, request: Callable[[], T]) -> T:
+        """The answer.
+
+        Args:
+            what: is asked, for messages, such as `put s3://models/a`.
+        Raises:
+            StorageUnreachable: no try was answered.
+        """
+        for number in range(self._retries + 1):
+            report()  # a request is bounded by itself
+            try:
+                return request()
+            except TransientError as error:
+                said = redact(f"{type(error.__cause__ or error).__name__}: {error}")
+                if number == self._retries or self._closed.wait(self._pause_s(number)):
+                    raise StorageUnreachable(f"{what} failed {number + 1} times, at last with {said}") from error
+                log.info("%s: asking again after %s", what, said)
+        raise AssertionError("the last try returned or raised")
+
+    def close(self) -> None:
+        """End every wait: what is being asked again fails now."""
+        self._closed.set()
+
+    def _pause_s(self, number: int) -> float:
+        longest = min(self._backoff_s * 2**number, LONGEST_BACKOFF_S)
+        return longest * random.uniform(0.5, 1.0)  # so that many that failed at once do not come back at once
+
 
 Data = bytes | bytearray | memoryview
 
 
-class Stored(NamedTuple):
+class StoredObject(NamedTuple):
     """An object of a store; `size` in bytes."""
 
     key: str
     size: int
 
 
-class Taken(Exception):
+class AlreadyExists(Exception):
     """A conditional put found an object there."""
 
 
 class Backend:
     """Single requests; keys are relative to the prefix of the storage.
 
-    Each method raises `Passing` for what may be otherwise the next time, ObjectNotFound, or StorageRefused.
+    Each method raises `TransientError` for what may be otherwise the next time, ObjectNotFound, or StorageRefused.
 
     Attributes:
         has_parts: an object may be put in parts, each retried alone: `begin`, `put_part`, `finish`, `abort`.
@@ -58,7 +113,7 @@ class Backend:
         """Of an object, in bytes."""
         raise NotImplementedError
 
-    def list(self, prefix: str) -> list[Stored]:
+    def list(self, prefix: str) -> list[StoredObject]:
         """All whose keys begin so, in order."""
         raise NotImplementedError
 
@@ -106,7 +161,7 @@ class LocalBackend(Backend):
             try:
                 os.link(temporary, self._path(key))
             except FileExistsError as error:
-                raise Taken(key) from error
+                raise AlreadyExists(key) from error
             finally:
                 temporary.unlink()
             self._sync(self._path(key).parent)
@@ -120,14 +175,14 @@ class LocalBackend(Backend):
         with self._refusals(key):
             return self._path(key).stat().st_size
 
-    def list(self, prefix: str) -> list[Stored]:
+    def list(self, prefix: str) -> list[StoredObject]:
         found, inside = [], self._root / prefix.rpartition("/")[0]
         with self._refusals(prefix):
             for directory, _, names in os.walk(inside):
                 paths = [Path(directory, name) for name in names if not name.startswith(".put-")]
                 for path in paths:
                     with contextlib.suppress(FileNotFoundError):  # deleted while we look
-                        found.append(Stored(path.relative_to(self._root).as_posix(), path.stat().st_size))
+                        found.append(StoredObject(path.relative_to(self._root).as_posix(), path.stat().st_size))
         return sorted(stored for stored in found if stored.key.startswith(prefix))
 
     def delete(self, key: str) -> None:
@@ -170,3 +225,6 @@ class LocalBackend(Backend):
             raise ObjectNotFound(f"{self._path(key)} is not there") from error
         except OSError as error:
             raise StorageRefused(f"{self._path(key)}: {error.strerror or error}") from error
+
+
+MIB = 2**20

@@ -1,4 +1,4 @@
-"""ObjectStore: objects by key, asked until the store answers, long ones in parts, several requests at a time."""
+"""ObjectStore: objects by key, with retries, multipart uploads and several requests at a time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import ObjectDamaged, ObjectNotFound, StorageError
-from verl.storage.backend import Backend, Data, Stored, Taken
-from verl.storage.options import MIB, Storage
-from verl.storage.retrying import Passing, Retrying
+from verl.storage.backend import MIB, AlreadyExists, Backend, Data, RetryPolicy, StoredObject, TransientError
+
+if TYPE_CHECKING:
+    from verl.storage.config import Storage
 
 MOST_PARTS = 10_000  # that S3 takes
 
@@ -23,7 +24,7 @@ class ObjectStore:
 
     An object that is there is there as a whole: a put that failed, or a process that was killed in it, leaves none.
 
-    >>> from verl.storage.options import MemoryStorage
+    >>> from verl.storage.config import MemoryStorage
     >>> store = MemoryStorage(prefix="docs").connect()
     >>> store.put("greeting", b"good morning")
     >>> bytes(store.get("greeting", 5, 9)), store.create("greeting", b"good night")
@@ -38,7 +39,7 @@ class ObjectStore:
         self.storage, self.address = storage, storage.address
         self._backend = backend
         self._part_bytes = storage.part_mib * MIB
-        self._retrying = Retrying(storage.retries, storage.backoff_s)
+        self._retrying = RetryPolicy(storage.retries, storage.backoff_s)
         self._threads = ThreadPoolExecutor(storage.concurrency, thread_name_prefix="storage")
 
     def __repr__(self) -> str:
@@ -101,7 +102,7 @@ class ObjectStore:
             if not self._backend.is_conditional:
                 return self._create_by_looking(key, data)
             self._ask(f"create {self.url(key)}", lambda: self._backend.create(key, data))
-        except Taken:
+        except AlreadyExists:
             return self._holds(key, data)
         return True
 
@@ -146,14 +147,14 @@ class ObjectStore:
         """
         return self._ask(f"look at {self.url(key)}", lambda: self._backend.size(key))
 
-    def find(self, key: str) -> Stored | None:
+    def find(self, key: str) -> StoredObject | None:
         """The object, or None."""
         try:
-            return Stored(key, self.size(key))
+            return StoredObject(key, self.size(key))
         except ObjectNotFound:
             return None
 
-    def list(self, prefix: str = "") -> list[Stored]:
+    def list(self, prefix: str = "") -> list[StoredObject]:
         """All objects whose keys begin with `prefix`, in order of key. Some stores list a new object only later."""
         return self._ask(f"list {self.url(prefix)}", lambda: self._backend.list(prefix))
 
@@ -199,7 +200,7 @@ class ObjectStore:
         except BaseException:
             for future in under_way:
                 future.cancel()
-            with contextlib.suppress(StorageError, Passing):  # the store's own rules remove them later
+            with contextlib.suppress(StorageError, TransientError):  # the store's own rules remove them later
                 self._backend.abort(key, token)
             raise
 

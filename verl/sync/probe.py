@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from verl.models.precision import Autocast, computing_in
+from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of
-from verl.ops.noise import uniform
 from verl.sync.marks import as_array
 
 ROWS, LENGTH = 1, 16  # one forward pass over few tokens: its cost is that of reading the weights once

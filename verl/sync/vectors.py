@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from verl.ops.noise import uniform
+from verl.ops.counter_rng import uniform
 
 COLUMNS = 4  # one in each quarter of the width
 _SEED = 0x5EED

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a progress bar, one line per step, a line per stage, a few samples."""
+"""Console output of a run: a progress bar, one line per step, a line per stage, a few samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.component import BuildContext
-from verl.tracking.tracker import Tracker, TrackerDescription, metrics_line, stage_line
+from verl.tracking.base import Tracker, TrackerDescription, metrics_line, stage_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

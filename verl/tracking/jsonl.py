@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from verl.component import BuildContext
-from verl.tracking.tracker import Tracker, TrackerDescription
+from verl.tracking.base import Tracker, TrackerDescription
 
 _KEPT_BYTES = 64 * 2**20  # of records that wait for room; the oldest go first
 

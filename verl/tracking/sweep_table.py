@@ -1,4 +1,4 @@
-"""What the jobs of a sweep came to, side by side: on the terminal, in a CSV file and as a picture."""
+"""The jobs of a sweep side by side: on the terminal, in a CSV file and as a picture."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.component import BuildContext
-from verl.tracking.tracker import Tracker, TrackerDescription
+from verl.tracking.base import Tracker, TrackerDescription
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

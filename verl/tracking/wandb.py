@@ -15,9 +15,9 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from verl.component import BuildContext
-from verl.tracking.tracker import Tracker, TrackerDescription
+from verl.tracking.base import Tracker, TrackerDescription
 from verl.utils.child_process import StoppedWatch, children
-from verl.utils.temporary import TemporaryDirectory
+from verl.utils.temporary_directory import TemporaryDirectory
 
 RUN_FILE = "wandb.json"  # in the directory of the run: where its W&B run is
 SERVICE = b"wandb-core"

@@ -32,6 +32,5 @@ settings          The settings of a run that belong to no single component: how 
 setup             What every trainer sets up before its first step, and puts back after its last: device, seeds
 sft               Supervised fine-tuning: the likelihood of given completions, in the same loop as PPO
 stages            The clock of a step: how long each stage took, and what it did
-stopping          Asked to stop: the step under way is finished and saved first; asked again, at once
 uploads           Checkpoints on their way to object storage, while training goes on: what arrived, what waits
 """

@@ -85,7 +85,8 @@ def ahead_faults(rollout: Rollout, algorithm: Algorithm) -> Iterator[str]:
     if algorithm.correction is None:
         yield (
             f"{said}: responses come from weights that are one step older, which only importance weights make up for. "
-            "Set algorithm.correction={_target_:verl.algorithms.correction.TruncatedIS}, or trainer.rollout_ahead=0."
+            "Set algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}, or "
+            "trainer.rollout_ahead=0."
         )
     if algorithm.selection is not None:
         yield f"{said}: algorithm.selection draws further batches within a step. Set trainer.rollout_ahead=0."

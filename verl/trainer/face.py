@@ -20,7 +20,7 @@ from verl.trainer.loop import Course, Result, fit
 from verl.trainer.ppo import PPORun, PPOTrainer
 from verl.trainer.recovery import fit_through_losses
 from verl.trainer.reloading import load_checkpoint
-from verl.utils.exits import component_exits
+from verl.utils.component_exits import component_exits
 
 
 class TrainerFace:

@@ -27,7 +27,7 @@ from verl.trainer.face import TrainerFace
 from verl.trainer.forms import described_data, described_model, described_reward
 from verl.trainer.given import GivenModel, GivenPrompts, carried_in, hand_over
 from verl.trainer.settings import PPOSettings
-from verl.utils.exits import component_exits
+from verl.utils.component_exits import component_exits
 
 PROMPTS_PER_STEP = 64  # at most, where nothing says how many
 OF_ROLLOUT = ("engine", "n")  # keys of rollout_config beside those of the engine: which one, and responses per prompt

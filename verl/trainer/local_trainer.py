@@ -23,7 +23,7 @@ from verl.errors import ConfigError
 from verl.trainer.face import TrainerFace
 from verl.trainer.forms import described_data, described_reward
 from verl.trainer.given import GivenPrompts, carried_in, hand_over
-from verl.utils.exits import component_exits
+from verl.utils.component_exits import component_exits
 
 
 class LocalPPOTrainer(TrainerFace):

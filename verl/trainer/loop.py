@@ -24,17 +24,17 @@ from verl.data.splits import Dataset
 from verl.errors import CheckpointFenced, WorkerError
 from verl.protocol import DataProto
 from verl.safety.guard import Guard, StepSkipped
-from verl.tracking.trackers import TrackerSet
+from verl.tracking.base import TrackerSet
 from verl.trainer import generators
 from verl.trainer.profiling import Profiler
 from verl.trainer.resume import ResumePoint
 from verl.trainer.saving import Saving
 from verl.trainer.settings import LoopSettings
 from verl.trainer.stages import Stages
-from verl.trainer.stopping import StopRequest, interruption
-from verl.utils.exits import component_exits
+from verl.utils.component_exits import component_exits
 from verl.utils.memory import forget_peak, peak_memory
 from verl.utils.redact import redact
+from verl.utils.signals import StopRequest, interruption
 from verl.workers.state import SavedRole
 
 _log = logging.getLogger(__name__)

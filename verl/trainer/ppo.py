@@ -19,9 +19,15 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.correction import weighted
+from verl.algorithms.dynamic_sampling import (
+    DynamicSampling,
+    concat_groups,
+    kept_groups,
+    no_group_error,
+    selection_metrics,
+)
+from verl.algorithms.importance_sampling import weight_advantages
 from verl.algorithms.kl import AdaptiveKLController
-from verl.algorithms.selection import MixedGroups, joined, kept_groups, no_group_left, selection_metrics
 from verl.checkpoint.settings import Checkpointing
 from verl.cluster.base import role_handles
 from verl.component import BuildContext, Description, as_plain
@@ -30,15 +36,15 @@ from verl.data.splits import PromptSource
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, NonFiniteError, faults_below
 from verl.models.tokenizers import tokenizer_fault
+from verl.ops.counter_rng import EVALUATION, TRAINING
 from verl.ops.masking import masked_mean
-from verl.ops.noise import EVALUATION, TRAINING
 from verl.protocol import DataProto
 from verl.replay.settings import TieredReplay
 from verl.rewards.base import RewardDescription
 from verl.rollout.base import Request, Rollout
 from verl.safety.guard import Guard, StepSkipped
-from verl.storage.options import Storage
-from verl.tracking.trackers import Trackers
+from verl.storage.config import Storage
+from verl.tracking.base import Trackers
 from verl.trainer import generators
 from verl.trainer.ahead import RolloutAhead
 from verl.trainer.budget import tell_budget
@@ -291,7 +297,7 @@ class PPOTrainer:
             note.say(f"{len(rows)} responses to {len(prompts)} prompts, {tokens} tokens")
         return rows
 
-    def select(self, rollout: DataProto, selection: MixedGroups, step: int) -> tuple[DataProto, dict[str, float]]:
+    def select(self, rollout: DataProto, selection: DynamicSampling, step: int) -> tuple[DataProto, dict[str, float]]:
         """Keep the groups that teach something, and draw further prompts in place of the others."""
         drawn, kept = [self._rewarded(rollout)], []
         for round_ in range(1, selection.max_rounds + 1):
@@ -306,8 +312,8 @@ class PPOTrainer:
                 break
             drawn.append(self._rewarded(self.generate(further, Request(step, self.settings.group_size))))
         if not kept and selection.on_none == "error":
-            raise no_group_left(drawn)
-        chosen = joined(kept[: self.settings.prompts_per_step]) if kept else drawn[0][:0]
+            raise no_group_error(drawn)
+        chosen = concat_groups(kept[: self.settings.prompts_per_step]) if kept else drawn[0][:0]
         return chosen, selection_metrics(drawn, kept)
 
     def score(self, rollout: DataProto) -> DataProto:
@@ -338,7 +344,7 @@ class PPOTrainer:
             scored = scored.union(DataProto.from_dict({"token_level_rewards": rewards}))
             credit = self.algorithm.advantage(scored)
             weights, found = self.reuse.weights(scored)
-            credit, metrics = (credit if weights is None else weighted(credit, weights)), metrics | found
+            credit, metrics = (credit if weights is None else weight_advantages(credit, weights)), metrics | found
             experience = scored.union(credit)
             note.say(type(self.algorithm.advantage).__name__)
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.ops.log_prob_gap import LogProbGap
+from verl.ops.logprobs import LogProbGap
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
 from verl.safety.guard import is_finite

@@ -21,7 +21,7 @@ from verl.checkpoint.tiers.resuming import bring, newest_of_tiers
 from verl.checkpoint.tiers.tier import Tier
 from verl.checkpoint.verify import Level, verified
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError, StorageError
-from verl.storage.options import Storage, is_address
+from verl.storage.config import Storage, is_address
 from verl.trainer.identity import DIGEST, differences
 from verl.trainer.lineage import Parent
 from verl.workers.state import as_tensor

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.reuse import reuse_weights
+from verl.algorithms.importance_sampling import reuse_weights
 from verl.component import BuildContext
 from verl.protocol import DataProto
 from verl.replay.sampling import Wanted
 from verl.replay.saved import COMPONENT, BufferState, directory_of, emptied
 from verl.replay.settings import TieredReplay
-from verl.storage.options import Storage
+from verl.storage.config import Storage
 from verl.trainer.resume import ResumePoint
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from verl.errors import faults_below
 from verl.protocol import DataProto
 from verl.safety.blame import Blame
 from verl.safety.guard import Guard
-from verl.storage.options import Storage
-from verl.tracking.trackers import Trackers
+from verl.storage.config import Storage
+from verl.tracking.base import Trackers
 from verl.trainer import generators
 from verl.trainer.budget import tell_budget
 from verl.trainer.loop import Result, fit

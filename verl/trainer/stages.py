@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from verl.tracking.trackers import TrackerSet
+from verl.tracking.base import TrackerSet
 from verl.utils.progress import report
 
 

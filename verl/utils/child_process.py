@@ -1,4 +1,7 @@
-"""Child processes: ended whatever state they are in, and ending with their parent even while they are stopped."""
+"""Child processes: ended whatever state they are in, ending with their parent, and how they ended.
+
+`describe_exit` and `excerpt` tell how a process ended and which lines of its log say why.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import re
 import signal
 import socket
 import struct
@@ -13,7 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from verl.utils.progress import is_stopped
@@ -149,3 +154,173 @@ class StoppedWatch:
                     self.ended.append(pid)
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
+
+
+TAIL_LINES = 20
+TRACEBACK_LINES = 60  # of the cause; a longer one loses its middle
+READ_BYTES = 1 << 20  # of the end of a log
+
+# Lines that libraries print of a process that is well: logging below ERROR (vLLM's form, then that of logging's own
+# examples), glog and c10 below ERROR, warnings of Python
+LEVEL = "DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL"
+DATE, TIME = r"\d\d-\d\d", r"\d\d:\d\d:\d\d"
+LOGGED = re.compile(
+    rf"^(?:\([^)]*\) )?(?P<level>{LEVEL}) {DATE} {TIME} \[[^]]*\] ?(?P<text>.*)$"
+    rf"|^\d{{4}}-{DATE} {TIME}[,.\d]* .{{0,60}}?\b(?P<level2>{LEVEL})\b.{{0,3}}(?P<text2>.*)$"
+)
+GLOG = re.compile(r"^\[?[WI]\d{4} \d\d:\d\d:\d\d")
+WARNED = re.compile(r"^\S.*:\d+: \w*Warning: ")
+QUIET = ("DEBUG", "INFO", "WARNING")
+TRACEBACK = "Traceback (most recent call last):"
+IGNORED = "Exception ignored in"
+CHAIN = ("The above exception was the direct cause", "During handling of the above exception")
+ABORTS = ("Fatal Python error: ", "terminate called ", "  what(): ")
+
+
+@dataclass(frozen=True)
+class LogExcerpt:
+    """What a log tells of an end.
+
+    Attributes:
+        lines: that may tell something of it, in their order.
+        cause: the exception or the abort that ended the process, in one line; None where the log shows none.
+    """
+
+    lines: tuple[str, ...] = ()
+    cause: str | None = None
+
+
+def describe_exit(code: int, memory_kills_before: int | None = None) -> str:
+    """`exit status 3`, `signal SIGSEGV`, `signal SIGKILL (...)`.
+
+    Args:
+        code: as `subprocess.Popen.returncode` has it.
+        memory_kills_before: what `memory_kills` gave before the process was started; None: unknown.
+    """
+    if code >= 0:
+        return f"exit status {code}"
+    name = next((known.name for known in signal.Signals if known == -code), str(-code))
+    if -code != signal.SIGKILL:
+        return f"signal {name}"
+    now = memory_kills()
+    if now is None or memory_kills_before is None:
+        return f"signal {name} (out of memory, if nobody sent it)"
+    if now > memory_kills_before:
+        return f"signal {name}: out of memory (the system has ended a process for that meanwhile)"
+    return f"signal {name}, sent by another process (the system has ended none for lack of memory)"
+
+
+def memory_kills() -> int | None:
+    """Grows with each process that the system ends for lack of memory, here or in this container; None: unknown."""
+    counts = []
+    for file in _counters():
+        try:
+            found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+        except OSError:
+            continue
+        if found:
+            counts.append(int(found[1]))
+    return sum(counts) if counts else None
+
+
+def excerpt(log: str | Path | int, start: int = 0) -> LogExcerpt:
+    """The lines that may tell why a process ended; what libraries print of a process that is well is left out.
+
+    Args:
+        log: its path, or a descriptor of the open file.
+        start: the size of the log before the process was started; what stands before belongs to another one.
+    """
+    try:
+        text = _read(log, start)
+    except OSError as error:
+        return LogExcerpt((f"(its log cannot be read: {error})",))
+    lines = list(_relevant(text.splitlines()))
+    begin, cause = _cause(lines)
+    if cause is None:
+        return LogExcerpt(tuple(lines[-TAIL_LINES:]))
+    kept = lines[begin:]
+    if len(kept) > TRACEBACK_LINES:
+        half = TRACEBACK_LINES // 2
+        kept = [*kept[:half], f"  ... ({len(kept) - 2 * half} lines)", *kept[-half:]]
+    return LogExcerpt(tuple(kept), cause)
+
+
+def log_size(log: str | Path | int) -> int:
+    """Bytes so far; 0 where there is no log yet."""
+    try:
+        return os.stat(log).st_size
+    except OSError:
+        return 0
+
+
+def _read(log: str | Path | int, start: int) -> str:
+    size = log_size(log)
+    begin = max(start, size - READ_BYTES)
+    if isinstance(log, int):
+        return os.pread(log, max(0, size - begin), begin).decode(errors="replace")
+    with open(log, "rb") as file:
+        file.seek(begin)
+        return file.read().decode(errors="replace")
+
+
+def _relevant(lines: Sequence[str]) -> Iterator[str]:
+    """What is left without the noise; logged errors come without the logger's prefix."""
+    number = 0
+    while number < len(lines):
+        line = lines[number]
+        number += 1
+        if WARNED.match(line):
+            number += number < len(lines) and lines[number].startswith("  ")  # the line of code
+        elif line.startswith(IGNORED):
+            number = _after_traceback(lines, number)
+        elif (logged := LOGGED.match(line)) is not None:
+            if (logged["level"] or logged["level2"]) not in QUIET:
+                yield logged["text"] if logged["level"] else logged["text2"]
+        elif line.strip() and not GLOG.match(line):
+            yield line
+
+
+def _after_traceback(lines: Sequence[str], number: int) -> int:
+    """The number of the first line after a traceback that may begin here."""
+    if number >= len(lines) or lines[number] != TRACEBACK:
+        return number
+    number += 1
+    while number < len(lines) and lines[number].startswith(" "):
+        number += 1
+    return number + 1
+
+
+def _cause(lines: Sequence[str]) -> tuple[int, str | None]:
+    """Where the account of what ended the process begins, and what it was in one line."""
+    for last in range(len(lines) - 1, -1, -1):
+        if lines[last].startswith(ABORTS):
+            begin = last
+            while begin > 0 and lines[begin - 1].startswith(ABORTS):
+                begin -= 1
+            return begin, " ".join(line.strip() for line in lines[begin : last + 1])
+        if lines[last].startswith(TRACEBACK):
+            end = _after_traceback(lines, last) - 1
+            if end >= len(lines):
+                continue
+            begin = last
+            for before in range(last - 1, -1, -1):  # the exceptions that it came from
+                if lines[before].startswith(TRACEBACK):
+                    if not any(line.startswith(CHAIN) for line in lines[before:begin]):
+                        break
+                    begin = before
+            return begin, lines[end]
+    return len(lines), None
+
+
+def _counters() -> Iterable[Path]:
+    """Files that count such ends: of the control groups that this process is in, and of the machine."""
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        groups = []
+    for _, controllers, path in groups:
+        if controllers == "":
+            yield Path(f"/sys/fs/cgroup{path}/memory.events")
+        if controllers == "memory":
+            yield Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
+    yield Path("/proc/vmstat")

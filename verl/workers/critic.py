@@ -17,7 +17,7 @@ from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import ValueModel
 from verl.models.pretrained import VALUE_HEAD_FILE
-from verl.ops.aggregate import Totals, aggregate
+from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
 from verl.workers.first_batch import FirstBatch
 from verl.workers.state import Restore
@@ -84,7 +84,7 @@ class CriticWorker(TrainedWorker):
     def _probe(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         return {"values": _values(model, micro, probe=True)}
 
-    def _loss(self, model: nn.Module, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, model: nn.Module, micro: MicroBatch, totals: LossTotals) -> tuple[Tensor, dict[str, Tensor]]:
         mask = micro.tensors["response_mask"]
         per_token, stats = self.algorithm.value_loss(_values(model, micro), micro.tensors)
         loss = aggregate(per_token, mask, "token-mean", totals)

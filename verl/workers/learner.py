@@ -14,7 +14,7 @@ from verl.engines.token_scores import plain_log_probs, score_tokens
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.output_head import OutputHead
-from verl.ops.aggregate import Totals, aggregate
+from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
 from verl.workers.first_batch import FirstBatch
 from verl.workers.state import Restore
@@ -66,7 +66,7 @@ class Learner(TrainedWorker):
         sums = {name: float(x.double().sum()) for name, x in found.items()}
         return self.engine.parallel.sums({**sums, "tokens": float(rows.batch["response_mask"].sum())})
 
-    def _loss(self, model: nn.Module, micro: MicroBatch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, model: nn.Module, micro: MicroBatch, totals: LossTotals) -> tuple[Tensor, dict[str, Tensor]]:
         log_probs = score_tokens(model, self.head, micro).log_probs
         return aggregate(-log_probs, micro.tensors["response_mask"], "token-mean", totals), {}
 

@@ -16,7 +16,7 @@ from verl.checkpoint.tiers.push import Pusher
 from verl.checkpoint.tiers.resuming import newest_of_tiers
 from verl.checkpoint.tiers.tier import Tier
 from verl.errors import StorageUnreachable
-from verl.storage.options import S3Storage
+from verl.storage.config import S3Storage
 
 OBJECTS = {"method": "GET", "part": "objects/"}
 NOTHING_LISTED = b'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"></ListBucketResult>'

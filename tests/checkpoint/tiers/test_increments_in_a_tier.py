@@ -10,7 +10,7 @@ from verl.checkpoint.tiers.log import RemoteLog
 from verl.checkpoint.tiers.pull import pull
 from verl.checkpoint.tiers.push import Pusher
 from verl.checkpoint.tiers.remote import RemoteCheckpoints, RemoteReader
-from verl.storage.options import LocalStorage
+from verl.storage.config import LocalStorage
 
 
 def test_increments_are_sent_without_their_bases_and_come_back(tmp_path):

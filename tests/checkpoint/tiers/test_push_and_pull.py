@@ -24,7 +24,7 @@ from verl.errors import (
     ConfigError,
     ObjectDamaged,
 )
-from verl.storage.options import GCSStorage, LocalStorage, MemoryStorage, OSSStorage
+from verl.storage.config import GCSStorage, LocalStorage, MemoryStorage, OSSStorage
 from verl.storage.store import ObjectStore
 
 TOKENIZER = b"tokens of a constant file" * 40

@@ -24,7 +24,7 @@ from verl.checkpoint.tiers.upload_process import Told, UploadSetting
 from verl.checkpoint.tiers.uploader import Uploader
 from verl.checkpoint.waiting import Cold, confirm, is_confirmed, manifest_digest, write_cold
 from verl.errors import CheckpointNotFound, ConfigError
-from verl.storage.options import LocalStorage, S3Storage
+from verl.storage.config import LocalStorage, S3Storage
 
 
 @pytest.fixture

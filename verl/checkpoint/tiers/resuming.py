@@ -17,7 +17,7 @@ from verl.checkpoint.tiers.tier import Tier
 from verl.checkpoint.verify import Level, verified
 from verl.checkpoint.waiting import manifest_digest
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, ConfigError, StorageError
-from verl.storage.options import Storage, storage_at
+from verl.storage.config import Storage, storage_at
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from verl.checkpoint.settings import Checkpointing
 from verl.checkpoint.tiers.remote import RemoteCheckpoints
 from verl.checkpoint.waiting import Cold
 from verl.errors import ConfigError, StorageError, StorageRefused
-from verl.storage.options import Storage, storage_from
+from verl.storage.config import Storage, storage_from
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from verl.checkpoint.tiers.log import RemoteLog
 from verl.checkpoint.tiers.push import Pusher
 from verl.checkpoint.waiting import Cold, confirm, is_confirmed, manifest_digest, withdraw
 from verl.errors import BadCheckpoint, CheckpointError, CheckpointFenced, StorageError, StorageRefused, VerlError
-from verl.storage.options import Storage
+from verl.storage.config import Storage
 from verl.storage.store import ObjectStore
 from verl.utils.child_process import resume_without_parent
 from verl.utils.progress import Progress, report, report_to

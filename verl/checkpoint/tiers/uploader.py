@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.tiers.upload_process import FINISH, LOOK, PROGRESS_VARIABLE, ROUNDS, Told, UploadSetting
-from verl.utils.child_process import kill
-from verl.utils.process_exit import describe_exit
+from verl.utils.child_process import describe_exit, kill
 from verl.utils.progress import Progress, ProgressWatch
 
 log = logging.getLogger(__name__)

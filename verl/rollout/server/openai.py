@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from verl.remote.asking import Unfit, Unusable
+from verl.http_client.request import NotRetryable, RetryableAnswer
 from verl.rollout.server import values
 from verl.rollout.server.protocol import Drawn, Protocol, Wish, checked
 
@@ -57,10 +57,10 @@ class OpenAI(Protocol):
         told = values.mapping(choice.get("logprobs") or {}, "choices[0].logprobs")
         ids = _ids_of(choice, told, wish)
         if (log_probs := told.get("token_logprobs")) is None or (isinstance(log_probs, list) and None in log_probs):
-            raise Unfit("tokens without log-probs, which training needs")
+            raise NotRetryable("tokens without log-probs, which training needs")
         log_probs = values.log_probs(log_probs, "choices[0].logprobs.token_logprobs")
         if (seen := choice.get("prompt_token_ids")) is not None and seen != list(prompt):
-            raise Unfit("another prompt than was sent: it changes token ids")
+            raise NotRetryable("another prompt than was sent: it changes token ids")
         of_prompt = _of_prompt(choice.get("prompt_logprobs"), prompt) if wish.tells_prompt else None
         return checked(Drawn(ids, log_probs, of_prompt), reason == "length", wish)
 
@@ -69,14 +69,14 @@ def _only_choice(answer: Any) -> dict[str, Any]:
     """The one response that was asked for (`n` is 1)."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or not choices:
-        raise Unusable("an answer without choices[0].finish_reason")
+        raise RetryableAnswer("an answer without choices[0].finish_reason")
     if len(choices) > 1:
-        raise Unusable(f"{len(choices)} choices, where one response was asked for (n is 1)")
+        raise RetryableAnswer(f"{len(choices)} choices, where one response was asked for (n is 1)")
     choice = choices[0]
     if not isinstance(choice, dict) or "finish_reason" not in choice:
-        raise Unusable("an answer without choices[0].finish_reason")
+        raise RetryableAnswer("an answer without choices[0].finish_reason")
     if (index := choice.get("index", 0)) != 0 or isinstance(index, bool):
-        raise Unusable(f"choices[0].index is {values.shown(index)}, where one response was asked for (n is 1)")
+        raise RetryableAnswer(f"choices[0].index is {values.shown(index)}, where one response was asked for (n is 1)")
     return choice
 
 
@@ -84,10 +84,10 @@ def _ids_of(choice: dict[str, Any], told: dict[str, Any], wish: Wish) -> list[in
     """The tokens: `token_ids`, the texts `token_id:N` in their place, or both, which must then be the same."""
     given, written = choice.get("token_ids"), _written_ids(told.get("tokens"))
     if not given and written is None:
-        raise Unfit(TEXT_ONLY)
+        raise NotRetryable(TEXT_ONLY)
     ids = values.token_ids(given or written, "choices[0].token_ids", wish.num_tokens)
     if written is not None and written != ids:
-        raise Unusable(f"token_ids {values.shown(ids)}, whose log-probs are of tokens {values.shown(written)}")
+        raise RetryableAnswer(f"token_ids {values.shown(ids)}, whose log-probs are of tokens {values.shown(written)}")
     return ids
 
 
@@ -98,7 +98,9 @@ def _written_ids(tokens: Any) -> list[int] | None:
         return None
     numbers = [token.removeprefix(TOKEN_ID) for token in tokens]
     if wrong := [number for number in numbers if not (number.isascii() and number.isdigit() and len(number) < 19)]:
-        raise Unusable(f"choices[0].logprobs.tokens has {values.shown(TOKEN_ID + wrong[0])}, which names no token")
+        raise RetryableAnswer(
+            f"choices[0].logprobs.tokens has {values.shown(TOKEN_ID + wrong[0])}, which names no token"
+        )
     return [int(number) for number in numbers]
 
 
@@ -108,13 +110,13 @@ def _of_prompt(told: Any, prompt: Sequence[int]) -> list[float] | None:
         return None
     found = []
     if len(values.items(told, "choices[0].prompt_logprobs")) != len(prompt):
-        raise Unusable(f"{len(told)} prompt_logprobs for a prompt of {len(prompt)} tokens")
+        raise RetryableAnswer(f"{len(told)} prompt_logprobs for a prompt of {len(prompt)} tokens")
     for place, token in enumerate(prompt):
         what = f"choices[0].prompt_logprobs[{place}]"
         if place == 0:
             continue  # nothing predicts it
         entry = values.mapping(told[place], what).get(str(token))
         if entry is None:
-            raise Unusable(f"{what} has no log-prob of the prompt's own token {token}")
+            raise RetryableAnswer(f"{what} has no log-prob of the prompt's own token {token}")
         found.append(values.log_prob(values.mapping(entry, what).get("logprob"), what))
     return found

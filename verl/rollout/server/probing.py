@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from verl.errors import RolloutError
+from verl.http_client.client import HTTPClient
 from verl.models.precision import Autocast
-from verl.remote.client import Client
 from verl.rollout.server.protocol import Draw, Drawn, Protocol, Wish
 from verl.rollout.server.tgi import TGI
 from verl.sync.probe import probe_rows, trainer_log_probs
@@ -30,7 +30,7 @@ class Probe:
         wish: how responses are drawn in this run.
     """
 
-    def __init__(self, client: Client, protocol: Protocol, rows: Rows, wish: Wish):
+    def __init__(self, client: HTTPClient, protocol: Protocol, rows: Rows, wish: Wish):
         self.client, self.protocol, self.rows = client, protocol, rows
         self.wish = replace(wish, max_tokens=1, min_tokens=0, greedy=True, tells_prompt=True, seed=None)
         self._drawing = replace(wish, max_tokens=DRAWN_TOKENS, min_tokens=0, seed=17)
@@ -81,7 +81,7 @@ def probe_rows_for(protocol: Protocol, tokenizer: Any, vocab_size: int, context:
     return usable
 
 
-def asked(client: Client, protocol: Protocol, rows: Sequence[Sequence[int]], wish: Wish) -> list[Drawn]:
+def asked(client: HTTPClient, protocol: Protocol, rows: Sequence[Sequence[int]], wish: Wish) -> list[Drawn]:
     """A response to each row.
 
     Raises:

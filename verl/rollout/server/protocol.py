@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.remote.asking import Ask, Unfit, Unusable
+from verl.http_client.request import NotRetryable, Request, RetryableAnswer
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Protocol(ABC):
         """
 
 
-class Draw(Ask):
+class Draw(Request):
     """One response, on its way.
 
     Attributes:
@@ -103,9 +103,11 @@ def checked(drawn: Drawn, was_cut: bool, wish: Wish) -> Drawn:
     """
     ids, log_probs = drawn.ids, drawn.log_probs
     if not ids or len(ids) > wish.max_tokens or (was_cut and len(ids) < wish.max_tokens):
-        raise Unusable(f"a response of {len(ids)} tokens, where {wish.max_tokens} were asked for")
+        raise RetryableAnswer(f"a response of {len(ids)} tokens, where {wish.max_tokens} were asked for")
     if len(log_probs) != len(ids):
-        raise Unusable(f"{len(log_probs)} log-probs for {len(ids)} tokens")
+        raise RetryableAnswer(f"{len(log_probs)} log-probs for {len(ids)} tokens")
     if not was_cut and ids[-1] not in wish.stop_ids:
-        raise Unfit(f"a response that ended with token {ids[-1]}, which ends none here. Add it to stop_token_ids.")
+        raise NotRetryable(
+            f"a response that ended with token {ids[-1]}, which ends none here. Add it to stop_token_ids."
+        )
     return drawn

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError, RolloutError
+from verl.http_client.client import HTTPClient
+from verl.http_client.request import RequestReport
 from verl.models.precision import Autocast, computing_in
 from verl.ops.batching import micro_batches
+from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of, response_positions
-from verl.ops.noise import uniform
 from verl.protocol import DataProto
-from verl.remote.asking import Report
-from verl.remote.client import Client
 from verl.rollout.base import Request, RolloutEngine, Synced, assemble
 from verl.rollout.server.options import ServerRollout
 from verl.rollout.server.probing import Probe
@@ -50,7 +50,7 @@ class Parts:
             does not tell them.
     """
 
-    client: Client
+    client: HTTPClient
     protocol: Protocol
     probe: Probe
     transfer: Transfer | None
@@ -66,7 +66,7 @@ class _Begun:
     prompts: DataProto
     request: Request
     draws: list[Draw]
-    answers: Future[list[Report | None]]
+    answers: Future[list[RequestReport | None]]
 
 
 class ServerSampler(RolloutEngine):

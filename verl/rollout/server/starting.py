@@ -9,9 +9,9 @@ import numpy as np
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError, faults_below
+from verl.http_client.client import HTTPClient
+from verl.http_client.request import NotRetryable, Request
 from verl.models.precision import Autocast
-from verl.remote.asking import Ask, Unfit
-from verl.remote.client import Client
 from verl.rollout.base import stop_tokens
 from verl.rollout.server.openai import OpenAI
 from verl.rollout.server.options import DIVIDED, ServerRollout
@@ -70,12 +70,12 @@ def started(
             raise
 
 
-def _refuse_absence(client: Client) -> None:
+def _refuse_absence(client: HTTPClient) -> None:
     if (absence := client.absence()) is not None:
         raise ConfigError(f"endpoint.base_url is {client.endpoint.base_url}: no server answers there ({absence}).")
 
 
-def _protocol(options: ServerRollout, client: Client, tokenizer: Any) -> tuple[Protocol, int | None]:
+def _protocol(options: ServerRollout, client: HTTPClient, tokenizer: Any) -> tuple[Protocol, int | None]:
     """How the server is spoken to, and the tokens of prompt and response that it takes, where it says so."""
     if options.protocol == "tgi":
         info = _told(client, "/info", "protocol is tgi")
@@ -106,7 +106,7 @@ def _chosen(cards: Sequence[dict[str, Any]], name: str | None, url: str) -> dict
     return whole[0]
 
 
-class _Question(Ask):
+class _Question(Request):
     def __init__(self, path: str):
         self.path, self.answer = path, None
 
@@ -114,7 +114,7 @@ class _Question(Ask):
         self.answer = answer
 
 
-def _told(client: Client, path: str, setting: str) -> Any:
+def _told(client: HTTPClient, path: str, setting: str) -> Any:
     question = _Question(path)
     report = client.ask([question])[0]
     assert report is not None
@@ -123,7 +123,7 @@ def _told(client: Client, path: str, setting: str) -> Any:
     return question.answer
 
 
-def _refuse_text_only(client: Client, protocol: Protocol, rows: Sequence[Sequence[int]]) -> None:
+def _refuse_text_only(client: HTTPClient, protocol: Protocol, rows: Sequence[Sequence[int]]) -> None:
     """One token is drawn, to see whether its answers can be used at all; any token may end it."""
     draw = _Trial(protocol, rows[0], Wish(max_tokens=1, greedy=True))
     report = client.ask([draw])[0]
@@ -136,7 +136,7 @@ class _Trial(Draw):
     def read(self, answer: Any) -> None:
         try:
             super().read(answer)
-        except Unfit as fault:
+        except NotRetryable as fault:
             if "which ends none here" not in str(fault):
                 raise
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.errors import RolloutError
-from verl.remote.asking import Unfit, Unusable
+from verl.http_client.request import NotRetryable, RetryableAnswer
 from verl.rollout.server import values
 from verl.rollout.server.protocol import Drawn, Protocol, Wish, checked
 
@@ -48,20 +48,24 @@ class TGI(Protocol):
     def read(self, answer: Any, prompt: Sequence[int], wish: Wish) -> Drawn:
         details = answer.get("details") if isinstance(answer, dict) else None
         if not isinstance(details, dict):
-            raise Unfit("an answer without details, which hold the tokens: is it TGI's /generate?")
+            raise NotRetryable("an answer without details, which hold the tokens: is it TGI's /generate?")
         if "finish_reason" not in details or "tokens" not in details:
-            raise Unusable("an answer whose details hold no finish_reason and tokens with id and logprob")
+            raise RetryableAnswer("an answer whose details hold no finish_reason and tokens with id and logprob")
         reason = values.reason(details["finish_reason"], "details.finish_reason", REASONS)
         tokens = _listed(details["tokens"], "details.tokens")
         ids = [values.token_id(token.get("id"), f"{what}.id", wish.num_tokens) for what, token in tokens]
         drawn = Drawn(ids, [values.log_prob(token.get("logprob"), f"{what}.logprob") for what, token in tokens])
         if (count := details.get("generated_tokens")) is not None and count != len(ids):
-            raise Unusable(f"details.generated_tokens is {values.shown(count)}, and details.tokens has {len(ids)}")
+            raise RetryableAnswer(
+                f"details.generated_tokens is {values.shown(count)}, and details.tokens has {len(ids)}"
+            )
         prefill = _listed(details.get("prefill") or [], "details.prefill")
         if wish.tells_prompt and prefill:
             seen = [values.token_id(token.get("id"), f"{what}.id", None) for what, token in prefill]
             if seen != list(prompt):
-                raise Unfit(f"its tokenizer reads a prompt as {seen}, the actor's as {list(prompt)}: another model")
+                raise NotRetryable(
+                    f"its tokenizer reads a prompt as {seen}, the actor's as {list(prompt)}: another model"
+                )
             told = [values.log_prob(token.get("logprob"), f"{what}.logprob") for what, token in prefill[1:]]
             drawn = replace(drawn, prompt_log_probs=told)
         return checked(drawn, reason == "length", wish)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError, RolloutError
+from verl.http_client.client import HTTPClient
+from verl.http_client.request import NotRetryable, Request
 from verl.models.precision import Autocast
-from verl.remote.asking import Ask, Unfit
-from verl.remote.client import Client
 from verl.rollout.vllm.weights import weights_of
-from verl.utils.temporary import TemporaryDirectory
+from verl.utils.temporary_directory import TemporaryDirectory
 
 RELOAD, RESET_CACHE = "/collective_rpc", "/reset_prefix_cache"
 FILE_BYTES = 2**30  # of one file, so that no more is held in memory beside the model
@@ -46,7 +46,7 @@ class Transfer:
         directory: that both see; None: one in memory.
     """
 
-    def __init__(self, client: Client, directory: str | None):
+    def __init__(self, client: HTTPClient, directory: str | None):
         self.client, self._version = client, 0
         base = Path(directory).expanduser() if directory is not None else Path(_memory_directory())
         try:
@@ -94,7 +94,7 @@ class Transfer:
         """Leave nothing behind."""
         self._held.cleanup()
 
-    def _ask(self, call: Ask) -> None:
+    def _ask(self, call: Request) -> None:
         report = self.client.ask([call])[0]
         assert report is not None
         if report.failure is not None:
@@ -104,7 +104,7 @@ class Transfer:
             )
 
 
-class _Call(Ask):
+class _Call(Request):
     def __init__(self, path: str, body: dict[str, Any]):
         self.path, self._body = path, body
 
@@ -115,7 +115,7 @@ class _Call(Ask):
         return content  # may be empty
 
 
-class _Reset(Ask):
+class _Reset(Request):
     """Keys and values that old weights have left must go, or a prompt would be continued from them."""
 
     path = RESET_CACHE
@@ -125,7 +125,7 @@ class _Reset(Ask):
 
     def read(self, answer: Any) -> None:
         if not (isinstance(answer, dict) and answer.get("success") is True):
-            raise Unfit(f"{RESET_CACHE} answers {answer!r}: are there requests of others?")
+            raise NotRetryable(f"{RESET_CACHE} answers {answer!r}: are there requests of others?")
 
 
 def _write(model: Any, directory: Path, dtype: torch.dtype | None) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from verl.rollout.vllm.setting import Setting
 from verl.rollout.vllm.told import Drawn, Told, Wanted
 from verl.sync.engine_side import answer
 from verl.sync.questions import Question
-from verl.utils.process_exit import describe_exit, memory_kills
+from verl.utils.child_process import describe_exit, memory_kills
 from verl.utils.progress import report
 
 

@@ -26,8 +26,8 @@ from typing import IO, Any
 from verl.errors import RolloutError
 from verl.rollout.vllm.files import EngineFiles
 from verl.rollout.vllm.messages import Call, MessageSocket, Start
+from verl.utils.child_process import LogExcerpt, describe_exit, excerpt, log_size, memory_kills
 from verl.utils.orphan_cleanup import kill_group, members
-from verl.utils.process_exit import LogExcerpt, describe_exit, excerpt, log_size, memory_kills
 from verl.utils.progress import NUM_SLOTS, Progress, ProgressWatch, is_stopped, report, state_of
 
 END_TIMEOUT_S = 20.0  # of a process that has hung up or was killed, until the system lets go of it

@@ -1,0 +1,79 @@
+"""Where a server is reached: faults that a configuration shows, and keys that it never holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.component import BuildContext, as_plain
+from verl.errors import ConfigError
+from verl.http_client.endpoint import Endpoint
+from verl.utils.redact import redact_tree
+
+
+def refusal(**settings):
+    with pytest.raises(ConfigError) as refused:
+        Endpoint(**{"base_url": "http://localhost:1/v1", **settings})
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"base_url": "localhost:8000"}, "base_url is 'localhost:8000': expected an address such as"),
+        ({"base_url": "ftp://host/"}, "expected an address"),
+        ({"base_url": "http://"}, "expected an address"),
+        ({"base_url": "http://host:99999"}, "base_url is not an address"),
+        ({"key_header": "X Key"}, "key_header is 'X Key'"),
+        ({"headers": {"X": "a\nb"}}, "headers.X is not a header"),
+        ({"max_concurrency": 0}, "max_concurrency is 0"),
+        ({"retries": -1}, "retries is -1"),
+        ({"timeout_s": 0.0}, "timeout_s is 0"),
+        ({"total_timeout_s": float("nan")}, "total_timeout_s is nan"),
+        ({"requests_per_minute": -5.0}, "requests_per_minute is -5"),
+        ({"max_answer_mib": float("inf")}, "max_answer_mib is inf"),
+        ({"backoff_s": 61.0}, "backoff_s is 61"),
+    ],
+)
+def test_settings_that_cannot_be_are_faults(settings, fault):
+    assert fault in refusal(**settings)
+
+
+SECRET = "sk-abcdef0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"key_variable": SECRET},
+        {"base_url": f"https://user:{SECRET}@host/v1"},
+        {"base_url": f"https://host/v1?key={SECRET}"},
+        {"headers": {"Authorization": f"Bearer {SECRET}"}},
+        {"headers": {"X-Api-Key": "short"}},
+        {"headers": {"X-Other": SECRET}},
+    ],
+)
+def test_a_key_in_the_configuration_is_refused_without_being_shown(settings):
+    message = refusal(**settings)
+    assert "key_variable" in message
+    assert SECRET not in message
+
+
+def test_the_name_of_the_variable_survives_in_a_saved_configuration():
+    plain = as_plain(Endpoint(base_url="http://localhost:1", key_variable="OPENAI_API_KEY"))
+    assert redact_tree(plain) == plain
+
+
+def test_a_key_that_is_not_set_or_cannot_be_sent_is_an_error_when_built(monkeypatch):
+    endpoint = Endpoint(base_url="http://localhost:1", key_variable="JUDGE_KEY")
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(ConfigError, match="JUDGE_KEY: this environment variable is not set"):
+        endpoint.build(BuildContext())
+    monkeypatch.setenv("JUDGE_KEY", "ab\ncd")
+    with pytest.raises(ConfigError, match="holds what no header can") as refused:
+        endpoint.build(BuildContext())
+    assert "ab\ncd" not in str(refused.value)
+
+
+def test_the_path_of_a_request_is_added_with_one_slash():
+    assert Endpoint(base_url="http://h/v1/").url("/chat") == "http://h/v1/chat"
+    assert Endpoint(base_url="http://h/score").url() == "http://h/score"

@@ -1,0 +1,92 @@
+"""Log lines go once to the console and once to run.log, without secrets, until the set-up is undone."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+import rich
+
+from verl.tracking.base import TrackerSet
+from verl.tracking.logging_setup import setup_logging
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(rich.get_console(), "file", stream)
+    return stream
+
+
+def test_a_line_is_written_once_to_each_place_without_secrets(tmp_path, screen):
+    undo = setup_logging(tmp_path / "new")
+    logging.getLogger("verl.data").warning("read https://u:p4ss@h [x]")
+    logging.getLogger("elsewhere").warning("not ours")
+    undo()
+    logging.getLogger("verl.data").info("after the end")
+    assert screen.getvalue() == "WARNING read https://u:***@h [x]\n"
+    text = (tmp_path / "new" / "run.log").read_text()
+    assert text.endswith("WARNING verl.data: read https://u:***@h [x]\n")
+    assert text.count("\n") == 1
+
+
+def test_stage_lines_are_in_run_log_and_left_to_the_console_tracker(tmp_path, screen):
+    undo = setup_logging(tmp_path)
+    trackers = TrackerSet({})
+    trackers.start("run", {}, tmp_path, 2)
+    trackers.stage("gen", 1.236, "384 responses, 1536 tokens")
+    trackers.log({"reward/mean": 0.5}, 1)
+    undo()
+    assert screen.getvalue() == ""
+    text = (tmp_path / "run.log").read_text()
+    assert "[gen] 1.24s  384 responses, 1536 tokens\n" in text
+    assert "step 1  reward/mean 0.5\n" in text
+
+
+def test_set_ups_one_after_another_leave_nothing_behind(tmp_path, screen):
+    logger = logging.getLogger("verl")
+    before = (list(logger.handlers), logger.level, logger.propagate)
+    for job in range(3):
+        undo = setup_logging(tmp_path / str(job))
+        logging.getLogger("verl.x").info("job %d", job)
+        undo()
+        undo()
+        assert (list(logger.handlers), logger.level, logger.propagate) == before
+    assert screen.getvalue().splitlines() == ["INFO job 0", "INFO job 1", "INFO job 2"]
+    assert [(tmp_path / str(job) / "run.log").read_text().count("\n") for job in range(3)] == [1, 1, 1]
+
+
+def test_a_set_up_within_another_replaces_it_until_undone(tmp_path, screen):
+    undo_outer = setup_logging(tmp_path / "outer")
+    undo_inner = setup_logging(tmp_path / "inner")
+    logging.getLogger("verl.x").info("within")
+    undo_inner()
+    logging.getLogger("verl.x").info("again outside")
+    undo_outer()
+    assert screen.getvalue().splitlines() == ["INFO within", "INFO again outside"]
+    assert "within" in (tmp_path / "inner" / "run.log").read_text()
+    assert (tmp_path / "outer" / "run.log").read_text().endswith("again outside\n")
+    assert "within" not in (tmp_path / "outer" / "run.log").read_text()
+
+
+def test_the_console_level_does_not_thin_out_the_file(tmp_path, screen):
+    undo = setup_logging(tmp_path, console_level="ERROR")
+    logging.getLogger("verl.x").info("quiet")
+    undo()
+    assert screen.getvalue() == ""
+    assert "quiet" in (tmp_path / "run.log").read_text()
+
+
+def test_a_handler_of_the_user_stays(tmp_path, screen):
+    logger, stream = logging.getLogger("verl"), io.StringIO()
+    mine = logging.StreamHandler(stream)
+    logger.addHandler(mine)
+    try:
+        undo = setup_logging(None)
+        logging.getLogger("verl.x").info("hello")
+        undo()
+        assert mine in logger.handlers
+        assert stream.getvalue() == "hello\n"
+    finally:
+        logger.removeHandler(mine)

@@ -1,0 +1,114 @@
+"""curves.png is a picture with one panel for each kind of metric that the run logged."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from verl.component import BuildContext
+from verl.errors import ConfigError
+from verl.tracking.base import Trackers
+from verl.tracking.plots import PANELS, Curves, moving_average, panel_of
+
+
+def drawn(run_dir, steps: int = 80, status: str = "finished", extra: dict | None = None):
+    running = Trackers(curves=Curves()).build(BuildContext())
+    running.start("project/run", {}, run_dir, steps)
+    running.evaluation({"eval/accuracy": 0.6, "eval/mean@4": 0.5, "eval/best@4": 0.7}, 0)
+    for step in range(1, steps + 1):
+        share = step / steps
+        wave = 0.08 * math.sin(step * 1.7)
+        metrics = {
+            "reward/mean": 0.6 + 0.35 * share + wave,
+            "rollout/response_length_tokens": 4 - share + wave,
+            "kl/reference_nats": 0.02 * share,
+            "actor/loss": 0.1 * wave,
+            "critic/loss": 0.3 * math.exp(-3 * share),
+            "timing/step_s": 1.2,
+        }
+        running.log({**metrics, **(extra or {})}, step)
+        if step % 20 == 0:
+            running.evaluation({"eval/accuracy": 0.6 + 0.35 * share, "eval/mean@4": 0.5, "eval/best@4": 0.9}, step)
+    running.close(status)
+    return run_dir / "curves.png"
+
+
+def test_the_picture_is_a_whole_png_that_names_its_panels(tmp_path):
+    from PIL import Image
+
+    with Image.open(drawn(tmp_path)) as image:
+        image.load()
+        assert image.format == "PNG"
+        assert image.size[0] > image.size[1] > 500
+        assert image.info["Description"].split(", ") == [title for title in PANELS if title != "loss (nats per token)"]
+        colors = image.convert("RGB").getcolors(maxcolors=1 << 20)
+        assert colors is not None
+        assert len(colors) > 100  # lines, text and grid, not an empty sheet
+
+
+def test_panels_without_data_are_left_out_and_a_short_run_is_drawn_too(tmp_path):
+    from PIL import Image
+
+    running = Trackers(curves=Curves()).build(BuildContext())
+    running.start("run", {}, tmp_path, 1)
+    running.log({"sft/loss": 2.0, "unknown/key": 1.0}, 1)
+    running.close("interrupted")
+    with Image.open(tmp_path / "curves.png") as image:
+        assert image.info["Description"] == "loss (nats per token)"
+        assert image.info["Title"] == "run (interrupted)"
+
+
+def test_numbers_that_are_not_finite_are_gaps(tmp_path):
+    assert drawn(tmp_path, steps=3, extra={"actor/loss": math.nan, "critic/loss": math.inf}).is_file()
+
+
+def test_a_run_that_logged_nothing_leaves_no_picture(tmp_path):
+    running = Trackers(curves=Curves()).build(BuildContext())
+    running.start("run", {}, tmp_path, 1)
+    running.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_title_with_dollars_is_only_text(tmp_path):
+    running = Trackers(curves=Curves()).build(BuildContext())
+    running.start("cost $\\frac{1$ more", {}, tmp_path, 1)
+    running.log({"reward/mean": 1.0}, 1)
+    running.close()
+    assert (tmp_path / "curves.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("key", "title"),
+    [
+        ("reward/mean", "reward"),
+        ("reward/std", None),
+        ("eval/accuracy", "accuracy"),
+        ("eval/token_accuracy", "accuracy"),
+        ("eval/best@4", "accuracy"),
+        ("kl/reference_nats", "KL (nats)"),
+        ("rollout/response_length_tokens", "response length (tokens)"),
+        ("rollout/response_length_max_tokens", None),
+        ("actor/approx_kl", "KL (nats)"),
+        ("actor/loss", "policy loss"),
+        ("eval/loss", "loss (nats per token)"),
+        ("critic/loss", "value loss"),
+        ("timing/step_s", None),
+    ],
+)
+def test_each_metric_belongs_to_the_panel_of_its_kind(key, title):
+    assert panel_of(key, PANELS) == title
+
+
+def test_panels_can_be_chosen():
+    assert panel_of("perf/tokens", Curves(panels={"speed": ["perf/*"]}).panels) == "speed"
+    with pytest.raises(ConfigError, match=r"panels is \{\}"):
+        Curves(panels={})
+
+
+def test_the_moving_average_of_a_constant_is_the_constant_and_gaps_stay():
+    assert moving_average([2.0] * 100) == pytest.approx([2.0] * 100)
+    smooth = moving_average([1.0, math.nan, 1.0, 4.0])
+    assert math.isnan(smooth[1])
+    assert smooth[0] == smooth[2] == 1.0
+    assert 1.0 < smooth[3] < 4.0

@@ -1,0 +1,72 @@
+"""A signal is noted and told at once, wherever it comes; a second one ends at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from verl.utils.signals import StopRequest, Terminated, interruption, orderly_termination
+
+
+def test_a_signal_is_told_past_all_buffers_even_while_one_is_being_written(capfd):
+    request, before = StopRequest(), signal.getsignal(signal.SIGTERM)
+
+    class Writing:
+        """A stream that bears no second writer."""
+
+        def write(self, text: str) -> None:
+            raise RuntimeError("reentrant call")
+
+    with request.listening(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stderr", Writing())
+        patch.setattr("sys.stdout", Writing())
+        assert not request
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert capfd.readouterr().err == "SIGTERM: stopping once this step is done and saved\n"
+
+
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_second_signal_ends_at_once_as_what_it_is(number, kind, capfd):
+    def send(*numbers: int) -> None:
+        with StopRequest().listening():
+            for sent in numbers:
+                os.kill(os.getpid(), sent)
+
+    with pytest.raises(kind):
+        send(signal.SIGINT, number)
+    assert type(interruption(number)) is kind
+    assert "Ctrl-C again stops at once" in capfd.readouterr().err
+
+
+def test_outside_of_the_loop_a_termination_unwinds_what_was_opened():
+    closed = []
+    before = signal.getsignal(signal.SIGTERM)
+
+    def end() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            closed.append("file")
+
+    with pytest.raises(Terminated), orderly_termination():
+        end()
+    assert closed == ["file"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_in_another_thread_no_signal_is_taken_and_nothing_fails():
+    found = []
+
+    def listen() -> None:
+        with orderly_termination(), StopRequest().listening() as request:
+            found.append(bool(request))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert found == [False]

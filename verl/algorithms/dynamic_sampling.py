@@ -1,0 +1,98 @@
+"""Dynamic sampling (DAPO): which groups of responses a step trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from verl.component import Description
+from verl.errors import RewardError
+from verl.ops.masking import centred_in_groups
+from verl.protocol import DataProto
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSampling(Description):
+    """Dynamic sampling of DAPO: train on groups whose rewards differ, and draw further prompts in place of the others.
+
+    A group of equal rewards has no advantage and thus no gradient: it only dilutes the mean over the batch.
+
+    Source: Yu et al. 2025, arXiv:2503.14476, eq. 11 in sec. 3.2.
+    Differs: the paper draws until the batch is full; here at most `max_rounds` times, and a step trains on what it has
+    by then. Groups beyond the batch are left out. A prompt is drawn once in a step.
+    Degenerate: a group of one is never mixed; no mixed group at all is an error or a step without an update.
+
+    Metrics: `selection/rounds`, `selection/groups` (drawn), `selection/kept_share` (of them, mixed),
+    `selection/reward_mean` over all that was drawn, and `selection/skipped`, 1 for a step without an update.
+
+    Args:
+        max_rounds: of generation in one step, the first included; at least 1.
+        on_none: what a step does if no group is left.
+    Raises:
+        ConfigError: max_rounds below 1.
+    """
+
+    max_rounds: int = 4
+    on_none: Literal["error", "skip"] = "error"
+
+    def faults(self) -> Iterator[str]:
+        if self.max_rounds < 1:
+            yield f"max_rounds is {self.max_rounds}: must be at least 1."
+
+    def __call__(self, scores: Tensor, group_ids: Tensor) -> Tensor:
+        """True for each row [B] of a group whose scores [B] are not all equal."""
+        differs = centred_in_groups(scores, group_ids, torch.ones_like(scores)) != 0
+        return torch.isin(group_ids, group_ids[differs])
+
+
+def kept_groups(drawn: Sequence[DataProto], selection: DynamicSampling) -> list[DataProto]:
+    """The groups of all rounds that are selected, each a batch of its own, in the order they were drawn.
+
+    Args:
+        drawn: of each round, the rows with `score` and `group_ids`.
+    """
+    kept = []
+    for rows in drawn:
+        chosen = rows[selection(_scores(rows), rows["group_ids"])]
+        kept += [chosen[chosen["group_ids"] == label] for label in chosen["group_ids"].unique().tolist()]
+    return kept
+
+
+def concat_groups(groups: Sequence[DataProto]) -> DataProto:
+    """Groups as one batch, numbered anew, since each round numbers its own from 0."""
+    rows = DataProto.concat([group.select([name for name in group.batch if name != "group_ids"]) for group in groups])
+    numbers = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(group) for group in groups]))
+    return rows.union(DataProto.from_dict({"group_ids": numbers}))
+
+
+def selection_metrics(drawn: Sequence[DataProto], kept: Sequence[DataProto]) -> dict[str, float]:
+    """See `DynamicSampling`; a step without an update also says that it trained on no rows."""
+    groups = sum(len(rows["group_ids"].unique()) for rows in drawn)
+    metrics = {
+        "selection/rounds": float(len(drawn)),
+        "selection/groups": float(groups),
+        "selection/kept_share": len(kept) / max(groups, 1),
+        "selection/reward_mean": float(torch.cat([_scores(rows) for rows in drawn]).mean()),
+        "selection/skipped": float(not kept),
+    }
+    return metrics if kept else metrics | {"perf/samples": 0.0, "perf/tokens": 0.0}
+
+
+def no_group_error(drawn: Sequence[DataProto]) -> RewardError:
+    """The error of a step that found no mixed group."""
+    scores = torch.cat([_scores(rows) for rows in drawn])
+    groups = sum(len(rows["group_ids"].unique()) for rows in drawn)
+    low, high = float(scores.min()), float(scores.max())
+    return RewardError(
+        f"No group of mixed rewards among {groups} prompts in {len(drawn)} rounds (rewards from {low:g} to {high:g}): "
+        "the task is too easy or too hard for this policy, or the reward is constant. Raise trainer.group_size or "
+        "algorithm.selection.max_rounds, or set algorithm.selection.on_none=skip."
+    )
+
+
+def _scores(rows: DataProto) -> Tensor:
+    return torch.tensor(rows["score"].astype(float))

@@ -1,0 +1,129 @@
+"""Truncated importance weights: for tokens that were sampled by another policy than the one that is trained.
+
+    TruncatedIS     w_t = min(pi_old(y_t) / pi_rollout(y_t), cap), where the engine samples in another precision, with
+                    other kernels or with older weights
+    reuse_weights   the same for rows of the replay buffer; 1 for rows of this step unless `algorithm.correction` is set
+
+pi_rollout sampled the row; pi_old is the policy before this step's update, which the clipped ratio of the loss starts
+from.   B responses, T response length.
+
+Source: Hilton et al. 2021, arXiv:2110.00641 (a proximal policy apart from the behaviour policy); Espeholt et al. 2018,
+arXiv:1802.01561 (truncated weights).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from verl.component import Description
+from verl.ops.masking import masked_mean
+from verl.protocol import DataProto
+
+_MAX_LOG_WEIGHT = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruncatedIS(Description):
+    """Weigh each advantage by how much likelier the trainer finds the token than the engine that drew it.
+
+        log w_t = log pi_old(y_t) - log pi_rollout(y_t)           level token
+        log w_t = sum of that over the response, for each t       level sequence
+        truncate:  A_t <- min(w_t, cap) * A_t
+        mask:      A_t <- w_t * A_t  where floor <= w_t <= cap, else 0
+
+    Every policy loss here is proportional to the advantage, so this weighs the loss and the gradient of each token.
+
+    Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (token, truncate);
+    Ionides 2008, "Truncated importance sampling".
+    Differs: log w is held within +-20. What is masked still counts in the denominators of the loss.
+    Degenerate: equal log-probs give weights of exactly 1. A row with an empty mask is left as it is, at 0.
+
+    Metrics: `importance/weight_mean` and `importance/weight_max` before the cut, over tokens;
+    `importance/effective_share`, (sum w)^2 / (n sum w^2) of them, the effective sample size as a share of the tokens;
+    `importance/cut_share`, the share of tokens whose weight was capped or masked.
+
+    Args:
+        level: a weight per token, or one for the whole response: unbiased, but of much higher variance.
+        mode: truncate to the cap, or leave out what lies outside floor and cap.
+        cap: the largest weight, at least 1.
+        floor: the smallest weight that is not masked, in [0, 1]; 0 under truncate, which has none.
+    Raises:
+        ConfigError: a bound outside its range, or a floor that nothing would read.
+    """
+
+    level: Literal["token", "sequence"] = "token"
+    mode: Literal["truncate", "mask"] = "truncate"
+    cap: float = 2.0
+    floor: float = 0.0
+
+    def faults(self) -> Iterator[str]:
+        if not 1 <= self.cap < math.inf:
+            yield f"cap is {self.cap}: must be a finite number, at least 1."
+        if not 0 <= self.floor <= 1:
+            yield f"floor is {self.floor}: must lie in [0, 1]."
+        elif self.floor and self.mode == "truncate":
+            yield f"floor is {self.floor}: mode=truncate has no floor. Set it to 0, or mode=mask."
+
+    @torch.no_grad()
+    def __call__(self, batch: DataProto) -> tuple[Tensor, dict[str, float]]:
+        """The weights of a batch.
+
+        Args:
+            batch: rollout_log_probs, old_log_probs, response_mask, [B, T].
+        Returns:
+            [B, T], 0 off the mask, and metrics.
+        """
+        mask, old = batch["response_mask"], batch["old_log_probs"]
+        log_weights = torch.where(mask, old - batch["rollout_log_probs"].to(old.dtype), 0.0)
+        if self.level == "sequence":
+            log_weights = log_weights.sum(dim=-1, keepdim=True).expand_as(log_weights)
+        weights = torch.where(mask, log_weights.clamp(-_MAX_LOG_WEIGHT, _MAX_LOG_WEIGHT).exp(), 0.0)
+        is_cut = mask & ((weights > self.cap) | (weights < self.floor))
+        kept = weights.clamp(max=self.cap) if self.mode == "truncate" else weights.masked_fill(is_cut, 0.0)
+        mean, square = (float(masked_mean(weights.double() ** power, mask)) for power in (1, 2))
+        metrics = {
+            "importance/weight_mean": mean,
+            "importance/weight_max": float(weights.max()) if weights.numel() else 0.0,
+            "importance/effective_share": mean**2 / square if square else 0.0,
+            "importance/cut_share": float(masked_mean(is_cut.double(), mask)),
+        }
+        return kept, metrics
+
+
+def weight_advantages(credit: DataProto, weights: Tensor) -> DataProto:
+    """The credit with its advantages multiplied by weights [B, T]; returns stay, since the critic learns from them."""
+    advantages = credit["advantages"] * weights.to(credit["advantages"].dtype)
+    return DataProto.from_dict({"advantages": advantages, "returns": credit["returns"]})
+
+
+@torch.no_grad()
+def reuse_weights(batch: DataProto, correction: TruncatedIS | None) -> tuple[Tensor | None, dict[str, float]]:
+    """The weights of a batch, and what they tell of its old rows.
+
+    Args:
+        batch: rollout_log_probs, old_log_probs, response_mask, [B, T]; with rows of the buffer also `is_replayed`, [B].
+        correction: for all rows; None is `TruncatedIS()` for the rows of the buffer alone.
+    Returns:
+        [B, T], or None where every weight is 1; and metrics.
+    """
+    is_old = batch.batch.get("is_replayed")
+    if is_old is None or not bool(is_old.any()):
+        return correction(batch) if correction is not None else (None, {})
+    weights, metrics = (correction or TruncatedIS())(batch)
+    if correction is None:
+        weights = torch.where(is_old[:, None], weights, batch["response_mask"].to(weights.dtype))
+        metrics = {}
+    old = weights[is_old][batch["response_mask"][is_old]].double()
+    if not old.numel():
+        return weights, metrics
+    return weights, metrics | {
+        "replay/weight_mean": float(old.mean()),
+        "replay/weight_max": float(old.max()),
+        "replay/effective_share": float(old.sum() ** 2 / (len(old) * (old**2).sum()).clamp_min(1e-300)),
+    }

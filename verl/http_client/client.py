@@ -1,0 +1,422 @@
+"""An HTTP client for many concurrent requests: limits of number, rate and time; retries with back-off.
+
+caller ── ask(requests) ──> thread ── [ slot ── turn ── POST ── read ] per request ──> server
+       <── reports ──                └── back-off <── 429, 5xx, no answer, unusable ──┘
+
+The event loop runs in a thread of its own, so that callers need no asyncio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import httpx
+
+from verl.errors import ComponentHung
+from verl.http_client.request import Kind, NotRetryable, Request, RequestReport, RetryableAnswer, encoded
+from verl.utils.component_exits import as_component_exit
+from verl.utils.progress import Progress, ProgressWatch, report
+from verl.utils.redact import MASK, redact
+
+if TYPE_CHECKING:
+    from verl.http_client.endpoint import Endpoint
+
+
+T = TypeVar("T")
+
+END_TIMEOUT_S = 5.0
+LOOK_EVERY_S = 1.0
+
+
+class EventLoopThread:
+    """Runs coroutines; the thread is started by the first and ended by `close`."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine, and return at once."""
+        if self._loop is None:
+            self._loop, self._turns = asyncio.new_event_loop(), Progress(num_slots=1)
+            # A daemon, so that a call in it that never returns cannot keep the process alive.
+            self._thread = threading.Thread(target=_serve, args=(self._loop,), name=self._name, daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def wait(self, future: Future[T], timeout_s: float | None = None, stuck_s: float | None = None) -> T:
+        """What a coroutine returns. An exception in the caller, such as Ctrl-C's, cancels it.
+
+        Args:
+            stuck_s: how long code in the loop may keep it from everything else, time limits of its own included.
+        Raises:
+            TimeoutError: it has not returned in time.
+            ComponentHung: code in the loop does not come back; names its line.
+        """
+        try:
+            return future.result(timeout_s) if stuck_s is None else self._watched(future, stuck_s)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _watched(self, future: Future[T], stuck_s: float) -> T:
+        look_every_s = min(LOOK_EVERY_S, stuck_s)
+        watch = ProgressWatch(self._turns, stuck_s, look_every_s=2 * look_every_s)
+        while True:
+            assert self._loop is not None
+            assert self._thread is not None
+            self._loop.call_soon_threadsafe(self._turns.advance)
+            concurrent.futures.wait([future], timeout=look_every_s)
+            if future.done() or not self._thread.is_alive():
+                return future.result(END_TIMEOUT_S)
+            if watch.is_overdue:
+                frame = sys._current_frames().get(self._thread.ident or 0)
+                stack = "".join(traceback.format_stack(frame)[-4:])
+                raise ComponentHung(f"code in the thread {self._name!r} has not returned for {stuck_s:g} s:\n{stack}")
+
+    def close(self) -> None:
+        """Cancel what still runs, and end the thread; one that hangs in code of the user is left behind."""
+        if self._loop is None or self._thread is None:
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(END_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._turns.close()
+        self._loop = self._thread = None
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+LONGEST_BACKOFF_S = 60.0
+
+
+class RateLimit:
+    """Turns on a clock that the caller reads, in seconds.
+
+    Args:
+        per_minute: turns, evenly spaced; None for no limit.
+    """
+
+    def __init__(self, per_minute: float | None):
+        self.interval_s = 0.0 if per_minute is None else 60.0 / per_minute
+        self._next = self._held = float("-inf")
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until the next turn; 0 where it is now."""
+        return max(0.0, self._next - now, self._held - now)
+
+    def take(self, now: float) -> None:
+        """Take the turn that is now."""
+        self._next = now + self.interval_s
+
+    def hold(self, until: float) -> None:
+        """No turn before that time."""
+        self._held = max(self._held, until)
+
+
+class Backoff:
+    """Seconds before a retry: base * 2^k, less up to half of it by chance, so that many do not come back as one.
+
+    The chance is a generator of its own: the run's random numbers stay as they are.
+    """
+
+    def __init__(self, base_s: float, chance: random.Random | None = None):
+        self.base_s, self._chance = base_s, chance or random.Random()
+
+    def delay_s(self, retry: int) -> float:
+        """Before retry number `retry`, from 0."""
+        longest = min(self.base_s * 2.0 ** min(retry, 30), LONGEST_BACKOFF_S)
+        return longest * (1.0 - 0.5 * self._chance.random())
+
+
+def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> float:
+    """Seconds that the header `Retry-After` asks to wait, given as a number or as a date; 0 where it says nothing."""
+    text = headers.get("retry-after", "").strip()
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            moment = parsedate_to_datetime(text)
+        except (TypeError, ValueError):
+            return 0.0
+        moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+        seconds = (moment - (now or datetime.now(UTC))).total_seconds()
+    return seconds if 0 < seconds < 1e9 else 0.0
+
+
+logger = logging.getLogger(__name__)
+
+PASSING = (408, 425, 429)  # statuses below 500 after which the same request may succeed
+SHOWN = 200  # characters of an answer in a message
+
+
+@dataclass(frozen=True)
+class _RequestFault:
+    why: str
+    kind: Kind
+    may_pass: bool = True
+    wait_s: float = 0.0  # that the server asks for
+
+
+class _Batch:
+    """What was asked at once, and how long none of it has had a usable answer.
+
+    Time in which this process was stopped, or busy with other things, does not count.
+
+    Attributes:
+        is_over: it was for too long: what has no answer yet is given up.
+    """
+
+    def __init__(self, timeout_s: float):
+        self.is_over = False
+        self._timeout_s = self._left_s = timeout_s
+
+    def restart(self) -> None:
+        """There is an answer: the server works, and so does this process."""
+        report()
+        self._left_s = self._timeout_s
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep; raises TimeoutError at once where no answer could come in time after it."""
+        if seconds > self._left_s:
+            raise TimeoutError
+        await asyncio.sleep(seconds)
+
+    async def end_in_time(self, tasks: Sequence[asyncio.Task[RequestReport]]) -> None:
+        """Give up what is open, once nothing was answered for too long."""
+        while self._left_s > 0:
+            pause_s = min(self._left_s, LOOK_EVERY_S)
+            await asyncio.sleep(pause_s)
+            self._left_s -= pause_s
+        self.is_over = True
+        for task in tasks:
+            task.cancel()
+
+
+class _PingRequest(Request):
+    def parse(self, content: bytes) -> Any:
+        return content
+
+
+class HTTPClient:
+    """The running form of `Endpoint`. `close` it; it may be closed again.
+
+    Args:
+        key: sent with every request, and in no message.
+    """
+
+    def __init__(self, endpoint: Endpoint, key: str | None):
+        self.endpoint, self._key = endpoint, key
+        self._background = EventLoopThread("verl remote")
+        self._backoff, self._pace = Backoff(endpoint.backoff_s), RateLimit(endpoint.requests_per_minute)
+        self._http: httpx.AsyncClient | None = None
+        self._slots = asyncio.Semaphore(endpoint.max_concurrency)
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for every request
+        if key is not None and not endpoint.is_encrypted and not endpoint.is_local:
+            logger.warning("%s is not encrypted: the key can be read on its way there.", endpoint.base_url)
+
+    def ask(self, asks: Sequence[Request], stop_at_failure: bool = False) -> list[RequestReport | None]:
+        """Ask all, and wait for the answers.
+
+        Args:
+            stop_at_failure: the first question that fails for good ends the others.
+        Returns:
+            What became of each; None for those that another one's failure ended.
+        """
+        return self.wait(self.begin(asks, stop_at_failure))
+
+    def begin(self, asks: Sequence[Request], stop_at_failure: bool = False) -> Future[list[RequestReport | None]]:
+        """Begin to ask, and return at once; `wait` gives what `ask` does."""
+        return self._background.begin(self._all(asks, stop_at_failure))
+
+    def wait(self, begun: Future[list[RequestReport | None]]) -> list[RequestReport | None]:
+        """Wait for the answers to what was begun.
+
+        Raises:
+            ComponentHung: code that reads an answer does not return for `total_timeout_s`.
+        """
+        return self._background.wait(begun, stuck_s=self.endpoint.total_timeout_s)
+
+    def absence(self) -> str | None:
+        """Why no server answers at the address, in words; None where one does, whatever it says."""
+        report = self.ask([_PingRequest()])[0]
+        assert report is not None
+        return report.failure if report.kind == "unreachable" else None
+
+    def close(self) -> None:
+        """End what is under way, and the thread."""
+        if self._http is not None:
+            http, self._http = self._http, None
+            with contextlib.suppress(TimeoutError):
+                self._background.wait(self._background.begin(http.aclose()), END_TIMEOUT_S)
+        self._background.close()
+
+    async def _all(self, asks: Sequence[Request], stop_at_failure: bool) -> list[RequestReport | None]:
+        batch = _Batch(self.endpoint.total_timeout_s)
+        tasks = [asyncio.create_task(self._asked(ask, batch)) for ask in asks]
+        watch = asyncio.create_task(batch.end_in_time(tasks))
+        try:
+            for finished in asyncio.as_completed(tasks):
+                report = await finished
+                if stop_at_failure and report.failure is not None:
+                    break
+            return [task.result() if task.done() else None for task in tasks]
+        finally:
+            for task in [*tasks, watch]:
+                task.cancel()
+
+    async def _asked(self, ask: Request, batch: _Batch) -> RequestReport:
+        """One question, to its usable answer or its last failure."""
+        seconds: list[float] = []
+        fault, retries = None, self.endpoint.retries
+        try:
+            for retry in range(retries + 1):
+                fault = await self._attempt(ask, batch, seconds)
+                if fault is None or not fault.may_pass:
+                    break
+                if retry < retries:
+                    await batch.sleep(max(fault.wait_s, self._backoff.delay_s(retry)))
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not batch.is_over:
+                raise
+            limit = f"no usable answer within total_timeout_s, which is {self.endpoint.total_timeout_s:g}"
+            last = "" if fault is None else f"; before that: {fault.why}"
+            fault = _RequestFault(limit + last, "unreachable" if fault is None else fault.kind)
+        if fault is None:
+            batch.restart()
+            return RequestReport(tuple(seconds))
+        return RequestReport(tuple(seconds), redact(self.without_key(fault.why)), fault.kind)
+
+    async def _attempt(self, ask: Request, batch: _Batch, seconds: list[float]) -> _RequestFault | None:
+        """What is wrong with one attempt; None where its answer was taken.
+
+        Raises:
+            ComponentExit: code that makes the question or reads the answer wanted to end the program, which would end
+                the thread that all answers come through.
+        """
+        try:
+            return await self._tried(ask, batch, seconds)
+        except (SystemExit, KeyboardInterrupt) as error:  # no signal comes to this thread
+            raise as_component_exit(error) from error
+
+    async def _tried(self, ask: Request, batch: _Batch, seconds: list[float]) -> _RequestFault | None:
+        async with self._slots:
+            await self._turn(batch)
+            started = time.perf_counter()
+            try:
+                async with asyncio.timeout(self.endpoint.timeout_s):
+                    response, body = await self._send(ask.path, ask.body())
+            except TimeoutError:
+                return _RequestFault(f"no answer within timeout_s, which is {self.endpoint.timeout_s:g}", "unreachable")
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                return _RequestFault(f"{type(error).__name__}: {error}".rstrip(": "), "unreachable")
+            finally:
+                seconds.append(time.perf_counter() - started)
+        if not 200 <= response.status_code < 300:
+            return self._refusal(response, body)
+        if body is None:
+            return _RequestFault(
+                f"an answer of more than {self.endpoint.max_answer_mib:g} MiB (max_answer_mib)", "answer"
+            )
+        try:
+            answer = ask.parse(body)
+        except (ValueError, RecursionError):
+            return _RequestFault(f"an answer that is no JSON: {_shown(body)}", "answer")
+        try:
+            ask.read(answer)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            why = f"{type(error).__name__}: {error}"
+            return _RequestFault(f"an answer of an unexpected form ({why}): {_shown(body)}", "answer")
+        except NotRetryable as error:
+            return _RequestFault(str(error), "refused", may_pass=False)
+        except RetryableAnswer as error:
+            return _RequestFault(str(error), "answer")
+        return None
+
+    async def _turn(self, batch: _Batch) -> None:
+        now = asyncio.get_running_loop().time
+        while (wait_s := self._pace.wait_s(now())) > 0:
+            await batch.sleep(wait_s)
+        self._pace.take(now())
+
+    async def _send(self, path: str, body: Any) -> tuple[httpx.Response, bytes | None]:
+        """The response and its body; None where that is too long. Redirections are not followed: the key would go."""
+        self._http = self._http or self._connect()
+        url = self.endpoint.url(path)
+        if body is None:
+            request = self._http.build_request("GET", url)
+        else:
+            content, kind = encoded(body), {"Content-Type": "application/json"}
+            request = self._http.build_request("POST", url, content=content, headers=kind)
+        response = await self._http.send(request, stream=True)
+        try:
+            pieces, left = [], self.endpoint.max_answer_mib * 2**20
+            async for piece in response.aiter_bytes():
+                pieces.append(piece)
+                left -= len(piece)
+                if left < 0:
+                    return response, None
+            return response, b"".join(pieces)
+        finally:
+            await response.aclose()
+
+    def _connect(self) -> httpx.AsyncClient:
+        headers = dict(self.endpoint.headers)
+        if self._key is not None:
+            name = self.endpoint.key_header
+            headers[name] = f"Bearer {self._key}" if name.lower() == "authorization" else self._key
+        count = self.endpoint.max_concurrency
+        return httpx.AsyncClient(
+            headers=headers,
+            timeout=None,  # each attempt is timed as a whole: httpx would time each read of a slow trickle
+            limits=httpx.Limits(max_connections=count, max_keepalive_connections=count),
+            follow_redirects=False,
+            trust_env=not self.endpoint.is_local,  # no proxy stands between this machine and itself
+        )
+
+    def _refusal(self, response: httpx.Response, body: bytes | None) -> _RequestFault:
+        status = response.status_code
+        said = f"HTTP {status}: {_shown(body or b'')}".rstrip(": ")
+        if status in PASSING or status >= 500:
+            wait_s = retry_after_s(response.headers)
+            self._pace.hold(asyncio.get_running_loop().time() + wait_s)
+            return _RequestFault(said, "answer", wait_s=wait_s)
+        if 300 <= status < 400:
+            said = f"HTTP {status}, to {response.headers.get('location', 'nowhere')}, which is not followed"
+        per_question = status in (400, 409, 413, 422)
+        return _RequestFault(said, "answer" if per_question else "refused", may_pass=False)
+
+    def without_key(self, text: str) -> str:
+        """What a server wrote, for logs and files: it may repeat the key."""
+        return text.replace(self._key, MASK) if self._key else text
+
+
+def _shown(body: bytes) -> str:
+    text = " ".join(body[: 4 * SHOWN].decode(errors="replace").split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."

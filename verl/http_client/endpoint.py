@@ -1,0 +1,135 @@
+"""Configuration of a server: address, key, limits, time-outs and retries."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from urllib.parse import SplitResult, urlsplit
+
+from verl.component import BuildContext, Description
+from verl.errors import ConfigError
+from verl.utils.redact import looks_secret, redact
+
+if TYPE_CHECKING:
+    from verl.http_client.client import HTTPClient
+
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~\-]+")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint(Description):
+    """A server that is asked over HTTP. Its key is never part of a configuration, only the name of its place is.
+
+    Args:
+        base_url: what the path of each request is added to, such as `https://api.openai.com/v1`.
+        key_variable: name of the environment variable that holds the key; null: no key is sent.
+        key_header: header that carries the key: `Authorization` as `Bearer KEY`, any other as the key alone.
+        headers: further headers of every request.
+        max_concurrency: requests under way at a time.
+        requests_per_minute: at most, evenly spaced, retries included; null: no limit.
+        timeout_s: for one request, from its start to the last byte of the answer.
+        total_timeout_s: without one usable answer to what is asked at once, such as the samples of a batch, retries
+            included; each answer starts it anew, so that a large batch may take as long as it needs.
+        retries: of one request, after what may pass: no connection, no answer in time, status 408, 425, 429 or from
+            500, an answer that cannot be used.
+        backoff_s: before the first retry, twice as long before each further one, up to a minute, less up to half of it
+            by chance; longer where the server says `Retry-After`, which holds back all requests.
+        max_answer_mib: a longer answer is not read.
+    """
+
+    base_url: str
+    key_variable: str | None = None
+    key_header: str = "Authorization"
+    headers: dict[str, str] = field(default_factory=dict)
+    max_concurrency: int = 16
+    requests_per_minute: float | None = None
+    timeout_s: float = 60.0
+    total_timeout_s: float = 600.0
+    retries: int = 5
+    backoff_s: float = 0.5
+    max_answer_mib: float = 16.0
+
+    def faults(self) -> Iterator[str]:
+        yield from _address_faults(self.base_url)
+        if self.key_variable is not None and not _VARIABLE.fullmatch(self.key_variable):
+            yield (
+                "key_variable is not the name of an environment variable (not shown: it may be the key itself). "
+                "Put the key into a variable, and the variable's name here."
+            )
+        if not _HEADER_NAME.fullmatch(self.key_header):
+            yield f"key_header is {self.key_header!r}: is not the name of a header."
+        yield from self._header_faults()
+        if self.max_concurrency < 1:
+            yield f"max_concurrency is {self.max_concurrency}: must be at least 1."
+        if self.retries < 0:
+            yield f"retries is {self.retries}: must not be negative."
+        for name in ("timeout_s", "total_timeout_s", "max_answer_mib", "requests_per_minute"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1e9:
+                yield f"{name} is {value:g}: must be positive and finite."
+        if not 0 <= self.backoff_s <= 60:
+            yield f"backoff_s is {self.backoff_s:g}: must lie between 0 and 60."
+
+    def _header_faults(self) -> Iterator[str]:
+        for name, value in self.headers.items():
+            if looks_secret(name) or redact(line := f"{name}: {value}") != line:
+                yield f"headers.{name} looks like a secret, which no configuration may hold. Use key_variable."
+            elif not _HEADER_NAME.fullmatch(name) or not (value.isascii() and value.isprintable()):
+                yield f"headers.{name} is not a header: expected a name without spaces and a value in plain ASCII."
+
+    def build(self, context: BuildContext) -> HTTPClient:
+        """The client, not yet connected.
+
+        Raises:
+            ConfigError: the environment variable is not set, or holds what cannot be a key.
+        """
+        from verl.http_client.client import HTTPClient  # brings httpx
+
+        return HTTPClient(self, self._key())
+
+    def url(self, path: str = "") -> str:
+        """The address of a request."""
+        return self.base_url.rstrip("/") + path
+
+    @property
+    def is_local(self) -> bool:
+        """Whether requests stay on this machine."""
+        return _split(self.base_url).hostname in ("localhost", "127.0.0.1", "::1")
+
+    @property
+    def is_encrypted(self) -> bool:
+        return _split(self.base_url).scheme == "https"
+
+    def _key(self) -> str | None:
+        if self.key_variable is None:
+            return None
+        key = os.environ.get(self.key_variable, "").strip()
+        if not key:
+            name = self.key_variable
+            raise ConfigError(f"key_variable is {name}: this environment variable is not set. export {name}=...")
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError(f"key_variable is {self.key_variable}: its value holds what no header can (not shown).")
+        return key
+
+
+def _address_faults(url: str) -> Iterator[str]:
+    try:
+        parts = _split(url)
+        port_is_wrong = parts.port == 0
+    except ValueError as error:
+        yield f"base_url is not an address ({error})."
+        return
+    if parts.username or parts.password:
+        yield "base_url holds a user name or a password, which no configuration may. Use key_variable."
+    elif parts.query or parts.fragment:
+        yield "base_url ends in a query or a fragment: give the address without it; a key belongs into key_variable."
+    elif parts.scheme not in ("http", "https") or not parts.hostname or port_is_wrong or re.search(r"\s", url):
+        yield f"base_url is {url!r}: expected an address such as http://localhost:8000/v1."
+
+
+def _split(url: str) -> SplitResult:
+    return urlsplit(url)

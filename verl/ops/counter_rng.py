@@ -1,0 +1,78 @@
+"""Counter-based random numbers: sampling noise as a pure function of what is sampled, never of batch, order or process.
+
+The counters (seed, stream, step, prompt id, sample id, position) are absorbed one after another into a 64-bit state by
+an invertible mixer; the top 53 bits of the state are the uniform. Integer arithmetic wraps in the same way on every
+device, so the numbers are equal bit for bit.
+
+Source of the mixer: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", with the constants
+of Stafford's variant 13.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TRAINING, EVALUATION, REPLAY = 0, 1, 2
+
+_WORD = (1 << 64) - 1
+_SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: sends neighbouring counters far apart
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_LAST_SHIFT = 31
+
+
+def uniform(
+    seed: int,
+    step: int,
+    prompt_ids: Tensor,
+    sample_ids: Tensor,
+    positions: Tensor | int,
+    stream: int = TRAINING,
+) -> Tensor:
+    """One uniform number in [0, 1) per (prompt, sample, position).
+
+    The three broadcast against each other: [B], [B] and a position give [B]; [B, 1], [B, 1] and [T] give [B, T],
+    the same numbers, at once.
+
+    Args:
+        seed: of the run, any integer.
+        step: training step.
+        prompt_ids: int64, the stable identity of the data row.
+        sample_ids: int64, index of the response among those of its prompt.
+        positions: int64 index of the response token.
+        stream: 0 for training, 1 for evaluation, 2 for the replay buffer: different noise under the same counters.
+    Returns:
+        float64 of the broadcast shape, on the device of `prompt_ids`, multiples of 2^-53.
+    """
+    state = 0
+    for counter in (seed, stream, step):
+        state = _absorb_int(state, counter)
+    absorbed = torch.tensor(_signed(state), dtype=torch.int64, device=prompt_ids.device)
+    for counters in (prompt_ids, sample_ids, positions):
+        absorbed = _absorb(absorbed, torch.as_tensor(counters, dtype=torch.int64, device=prompt_ids.device))
+    return _shift_right(absorbed, 11).to(torch.float64) * 2.0**-53
+
+
+def _absorb(state: Tensor, counter: Tensor) -> Tensor:
+    state = state ^ (counter * _signed(_SPREAD) + _signed(_SPREAD))
+    for shift, factor in _MIX:
+        state = (state ^ _shift_right(state, shift)) * _signed(factor)
+    return state ^ _shift_right(state, _LAST_SHIFT)
+
+
+def _absorb_int(state: int, counter: int) -> int:
+    """The same as `_absorb`, on Python integers in [0, 2^64)."""
+    state ^= (counter * _SPREAD + _SPREAD) & _WORD
+    for shift, factor in _MIX:
+        state = ((state ^ (state >> shift)) * factor) & _WORD
+    return state ^ (state >> _LAST_SHIFT)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift of int64: zeros come in from the left, where `>>` alone would copy the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    """The int64 with the bits of `word`."""
+    return word - (1 << 64) if word >> 63 else word

@@ -1,0 +1,309 @@
+"""The group `storage`: which object storage, and how it is treated. Credentials are never part of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import urlsplit
+
+from verl.component import BuildContext, Description
+from verl.errors import ConfigError
+from verl.utils.redact import redact
+
+if TYPE_CHECKING:
+    from verl.storage.backend import Backend
+    from verl.storage.store import ObjectStore
+
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage(Description):
+    """Objects below a prefix. Every kind has these settings.
+
+    Args:
+        prefix: what every key begins with, such as `experiments/one`.
+        concurrency: requests under way at a time.
+        part_mib: largest request; a longer object travels in parts of this size, each retried alone.
+        connect_timeout_s: to reach the store.
+        timeout_s: of one request, from its start to its last byte; of an object of many parts, each one's.
+        retries: of one request, after what may pass: no connection, no answer in time, status 408, 429 or from 500.
+        backoff_s: before the first retry, twice as long before each further one, up to 30 s, less up to half by chance.
+    """
+
+    kind: ClassVar[str] = ""
+    packages: ClassVar[tuple[str, ...]] = ("fsspec",)
+
+    prefix: str = ""
+    concurrency: int = 8
+    part_mib: int = 16
+    connect_timeout_s: float = 10.0
+    timeout_s: float = 60.0
+    retries: int = 6
+    backoff_s: float = 0.5
+
+    def faults(self) -> Iterator[str]:
+        missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        if missing:
+            yield (
+                f"_target_ is {type(self).__name__}: needs {' and '.join(missing)}, which is not installed. Run: "
+                f"{self.remedy(missing)}"
+            )
+        if not _is_plain(self.prefix):
+            yield f"prefix is {self.prefix!r}: expected names joined by slashes, such as experiments/one."
+        elif redact(self.prefix) != self.prefix:
+            yield "prefix looks like a secret (not shown), which no configuration may hold."
+        if self.concurrency < 1:
+            yield f"concurrency is {self.concurrency}: must be at least 1."
+        if not 5 <= self.part_mib <= 5120:
+            yield f"part_mib is {self.part_mib}: must lie between 5 and 5120, as S3 wants it."
+        if self.retries < 0:
+            yield f"retries is {self.retries}: must not be negative."
+        for name in ("connect_timeout_s", "timeout_s"):
+            if not 0 < getattr(self, name) < 1e6:
+                yield f"{name} is {getattr(self, name):g}: must be above 0."
+        if not 0 <= self.backoff_s <= 30:
+            yield f"backoff_s is {self.backoff_s:g}: must lie between 0 and 30."
+
+    def remedy(self, missing: list[str]) -> str:
+        """The line that installs what is missing."""
+        return "pip install -r requirements-storage.txt"
+
+    @property
+    def address(self) -> str:
+        """For people, and for `storage_at`: `s3://bucket/prefix`."""
+        raise NotImplementedError
+
+    def below(self, part: str) -> Storage:
+        """The same storage, further down."""
+        return dataclasses.replace(self, prefix="/".join(name for name in (self.prefix, part) if name))
+
+    def build(self, context: BuildContext) -> ObjectStore:
+        return self.connect()
+
+    def connect(self) -> ObjectStore:
+        """The store; nothing is asked of it yet."""
+        from verl.storage.store import ObjectStore
+
+        return ObjectStore(self, self.backend())
+
+    def backend(self) -> Backend:
+        """What makes single requests."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalStorage(Storage):
+    """A directory, such as one on a network file system. See `Storage` for the others.
+
+    Args:
+        path: the directory; made when something is put there.
+    """
+
+    kind: ClassVar[str] = "local"
+    packages: ClassVar[tuple[str, ...]] = ()
+
+    path: str
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        if not self.path:
+            yield "path is '': expected a directory."
+        elif Path(self.path).exists() and not Path(self.path).is_dir():
+            yield f"path is {self.path!r}: it is no directory."
+
+    @property
+    def address(self) -> str:
+        return f"file://{Path(self.path, self.prefix).absolute()}"
+
+    def backend(self) -> Backend:
+        from verl.storage.backend import LocalBackend
+
+        return LocalBackend(Path(self.path, self.prefix).absolute())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryStorage(Storage):
+    """Memory of this process, for tests; what is put there ends with it. See `Storage` for the others."""
+
+    kind: ClassVar[str] = "memory"
+
+    @property
+    def address(self) -> str:
+        return f"memory://{self.prefix}"
+
+    def backend(self) -> Backend:
+        from verl.storage.fsspec_backends import memory_backend
+
+        return memory_backend(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketStorage(Storage):
+    """What the stores of clouds share. See `Storage` for the others.
+
+    Args:
+        bucket: exists already.
+        endpoint_url: of the service; null is the cloud's own.
+        conditional_put: the store can refuse to replace an object. False for one that cannot: two trainers on one
+            prefix may then notice each other too late.
+    """
+
+    bucket: str | None = None
+    endpoint_url: str | None = None
+    conditional_put: bool = True
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        if not self.bucket:
+            yield "bucket is null: Set storage.bucket=NAME, or export VERL_BUCKET=NAME."
+        elif not _BUCKET.fullmatch(self.bucket):
+            yield f"bucket is {redact(self.bucket)!r}: expected the name of a bucket alone; what follows is prefix."
+        if self.endpoint_url is not None:
+            yield from _endpoint_faults(self.endpoint_url)
+
+    @property
+    def address(self) -> str:
+        return f"{self.kind}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class S3Storage(BucketStorage):
+    """S3 and what speaks its language. Credentials: the environment (`AWS_ACCESS_KEY_ID`, ...), `~/.aws`, or the role
+    of the machine; `AWS_ENDPOINT_URL` is heeded too. See `BucketStorage` for the others.
+
+    Args:
+        region: null is what the environment says.
+    """
+
+    kind: ClassVar[str] = "s3"
+    packages: ClassVar[tuple[str, ...]] = ("fsspec", "s3fs")
+
+    region: str | None = None
+
+    def backend(self) -> Backend:
+        from verl.storage.fsspec_backends import S3Backend
+
+        return S3Backend(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OSSStorage(BucketStorage):
+    """Object storage of Alibaba Cloud. Credentials: `OSS_ACCESS_KEY_ID` and `OSS_ACCESS_KEY_SECRET` in the environment.
+    See `BucketStorage` for the others."""
+
+    kind: ClassVar[str] = "oss"
+    packages: ClassVar[tuple[str, ...]] = ("fsspec", "ossfs")
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        if self.endpoint_url is None:
+            yield "endpoint_url is null: give that of the region, such as https://oss-cn-hangzhou.aliyuncs.com."
+
+    def remedy(self, missing: list[str]) -> str:
+        return "pip install ossfs"
+
+    def backend(self) -> Backend:
+        from verl.storage.fsspec_backends import oss_backend
+
+        return oss_backend(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GCSStorage(BucketStorage):
+    """Google Cloud Storage. Credentials: `GOOGLE_APPLICATION_CREDENTIALS`, those of gcloud, or those of the machine.
+    See `BucketStorage` for the others."""
+
+    kind: ClassVar[str] = "gcs"
+    packages: ClassVar[tuple[str, ...]] = ("fsspec", "gcsfs")
+
+    def remedy(self, missing: list[str]) -> str:
+        return "pip install gcsfs"
+
+    def backend(self) -> Backend:
+        from verl.storage.fsspec_backends import gcs_backend
+
+        return gcs_backend(self)
+
+
+KINDS: dict[str, type[Storage]] = {
+    kind.kind: kind for kind in (LocalStorage, MemoryStorage, S3Storage, OSSStorage, GCSStorage)
+}
+SCHEMES = {"s3": S3Storage, "oss": OSSStorage, "gcs": GCSStorage, "gs": GCSStorage, "memory": MemoryStorage}
+
+
+def is_address(text: str) -> bool:
+    """Whether a text such as `s3://bucket/prefix` names storage, and not a local path."""
+    return "://" in text
+
+
+def storage_at(address: str, like: Storage | None = None, **settings: Any) -> Storage:
+    """The storage that an address names.
+
+    >>> storage_at("s3://models/runs/one").prefix
+    'runs/one'
+
+    Args:
+        like: where it is the same bucket, or of the same kind, its other settings are taken over.
+    Raises:
+        ConfigError: the address names no storage.
+    """
+    parts = urlsplit(address)
+    if parts.scheme == "file":
+        return LocalStorage(path=parts.path, **settings)
+    kind = SCHEMES.get(parts.scheme)
+    if kind is None or parts.query or parts.fragment or "@" in parts.netloc:
+        known = ", ".join(f"{scheme}://" for scheme in (*SCHEMES, "file"))
+        raise ConfigError(f"{redact(address)!r} names no storage: expected one of {known}, a bucket and a prefix.")
+    prefix = parts.path.strip("/")
+    if kind is MemoryStorage:
+        return kind(prefix="/".join(part for part in (parts.netloc, prefix) if part), **settings)
+    if type(like) is kind:
+        return dataclasses.replace(like, bucket=parts.netloc, prefix=prefix, **settings)  # type: ignore[call-arg]
+    return kind(bucket=parts.netloc, prefix=prefix, **settings)  # type: ignore[call-arg]
+
+
+def storage_from(keys: dict[str, Any]) -> Storage:
+    """The storage that a plain table describes, such as `{"type": "s3", "bucket": "models"}`.
+
+    Raises:
+        ConfigError: `type` or another key is not known.
+    """
+    settings = dict(keys)
+    name = settings.pop("type", None)
+    kind = KINDS.get(str(name))
+    if kind is None:
+        raise ConfigError(f"type is {name!r}: expected one of {', '.join(KINDS)}.")
+    known = [field.name for field in dataclasses.fields(kind)]
+    if unknown := [key for key in settings if key not in known]:
+        raise ConfigError(
+            [
+                f"{key} is no setting of {name}, which has {', '.join(known)}. Credentials: from the environment alone."
+                for key in unknown
+            ]
+        )
+    return kind(**settings)
+
+
+def _is_plain(prefix: str) -> bool:
+    names = prefix.split("/") if prefix else []
+    return {"", ".", ".."}.isdisjoint(names) and prefix.isprintable() and "\\" not in prefix
+
+
+def _endpoint_faults(url: str) -> Iterator[str]:
+    try:
+        parts = urlsplit(url)
+        held = parts.username or parts.password
+    except ValueError as error:
+        yield f"endpoint_url is not an address ({error})."
+        return
+    if held:
+        yield "endpoint_url holds a user name or a password, which no configuration may. Use the environment."
+    elif parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        yield f"endpoint_url is {redact(url)!r}: expected an address such as http://localhost:9000."

@@ -1,0 +1,338 @@
+"""Backends over fsspec: memory, S3 (s3fs), OSS (ossfs), GCS (gcsfs). The only module that imports any of them.
+
+S3 is asked request by request through the client that s3fs sets up, so that time-outs, retries, conditions and parts
+are ours and the same everywhere; the others through fsspec's own methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import os
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+from fsspec.asyn import sync
+
+from verl.errors import ObjectNotFound, StorageRefused, VerlError
+from verl.storage.backend import AlreadyExists, Backend, Data, StoredObject, TransientError
+from verl.utils.redact import redact
+
+if TYPE_CHECKING:
+    from verl.storage.config import GCSStorage, MemoryStorage, OSSStorage, S3Storage
+
+# Client errors that may be otherwise the next time; so may every status from 500, and no answer at all.
+PASSING_STATUS = {408, 409, 425, 429}
+PASSING_CODES = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "BadDigest", "IncompleteBody"}
+PART_BYTES = 16 * 2**20  # of a long object that goes in one request: each has the time of a request
+OSS_CREATE = {"x-oss-forbid-overwrite": "true"}
+
+
+class S3Backend(Backend):
+    """S3, and what speaks its language. Every body that is put carries a checksum that the store compares."""
+
+    has_parts = True
+
+    def __init__(self, storage: S3Storage):
+        from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ParamValidationError
+
+        self._client_error, self._no_answer = ClientError, BotoCoreError
+        self._refusals = (NoCredentialsError, ParamValidationError)
+        self._bucket, self._prefix = storage.bucket, f"{storage.prefix}/" if storage.prefix else ""
+        self._timeout_s = storage.timeout_s
+        self.is_conditional = storage.conditional_put
+        limits = (storage.connect_timeout_s, storage.timeout_s, storage.concurrency)
+        self._fs = _s3_client(storage.endpoint_url, storage.region, *limits)
+
+    def put(self, key: str, data: Data) -> None:
+        self._call(key, lambda s3: s3.put_object(**self._at(key), Body=bytes(data)))
+
+    def create(self, key: str, data: Data) -> None:
+        self._call(key, lambda s3: s3.put_object(**self._at(key), Body=bytes(data), IfNoneMatch="*"))
+
+    def get(self, key: str, begin: int, end: int) -> bytes:
+        async def read(s3: Any) -> bytes:
+            answer = await s3.get_object(**self._at(key), Range=f"bytes={begin}-{end - 1}")
+            async with answer["Body"] as body:
+                return await body.read()
+
+        return self._call(key, read)
+
+    def size(self, key: str) -> int:
+        return self._call(key, lambda s3: s3.head_object(**self._at(key)))["ContentLength"]
+
+    def list(self, prefix: str) -> list[StoredObject]:
+        found: list[StoredObject] = []
+        page: dict[str, Any] = {}
+        while True:
+            asked = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+            if token := page.get("NextContinuationToken"):
+                asked["ContinuationToken"] = token
+            page = self._call(prefix, lambda s3, asked=asked: s3.list_objects_v2(**asked))
+            found += [StoredObject(one["Key"][len(self._prefix) :], one["Size"]) for one in page.get("Contents", ())]
+            if not page.get("IsTruncated"):
+                return found
+
+    def delete(self, key: str) -> None:
+        self._call(key, lambda s3: s3.delete_object(**self._at(key)))
+
+    def begin(self, key: str) -> str:
+        return self._call(key, lambda s3: s3.create_multipart_upload(**self._at(key)))["UploadId"]
+
+    def put_part(self, key: str, token: str, number: int, data: Data) -> str:
+        part = {**self._at(key), "UploadId": token, "PartNumber": number, "Body": bytes(data)}
+        return self._call(key, lambda s3: s3.upload_part(**part))["ETag"]
+
+    def finish(self, key: str, token: str, parts: list[str]) -> None:
+        listed = {"Parts": [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(parts, 1)]}
+        try:
+            self._call(
+                key,
+                lambda s3: s3.complete_multipart_upload(**self._at(key), UploadId=token, MultipartUpload=listed),
+            )
+        except ObjectNotFound as error:  # finished already, by a try whose answer was lost?
+            found = self._call(key, lambda s3: s3.head_object(**self._at(key)))
+            if found["ETag"].strip('"') != _tag_of_parts(parts):
+                raise TransientError(f"{key}: the store knows neither the parts nor the whole") from error
+
+    def abort(self, key: str, token: str) -> None:
+        self._call(key, lambda s3: s3.abort_multipart_upload(**self._at(key), UploadId=token))
+
+    def _at(self, key: str) -> dict[str, Any]:
+        return {"Bucket": self._bucket, "Key": self._prefix + key}
+
+    def _call(self, key: str, request: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Make one request, which must end within the time-out: a server that trickles is stopped too."""
+
+        async def connected() -> Any:
+            return await request(await self._fs.set_session())
+
+        async def asked() -> Any:
+            return await asyncio.wait_for(connected(), self._timeout_s)
+
+        try:
+            return sync(self._fs.loop, asked)
+        except self._client_error as error:
+            raise self._meaning(key, error) from error
+        except self._refusals as error:
+            raise StorageRefused(f"s3://{self._bucket}/{self._prefix}{key}: {redact(str(error))}") from error
+        except TimeoutError as error:
+            raise TransientError(f"no answer within {self._timeout_s:g} s") from error
+        except (self._no_answer, OSError) as error:
+            raise TransientError(str(error)) from error
+        except Exception as error:
+            # aiohttp's own errors of a connection that broke in the middle of a body have no base in common with those.
+            if type(error).__module__.partition(".")[0] not in ("aiohttp", "aiobotocore", "urllib3", "http"):
+                raise
+            raise TransientError(str(error)) from error
+
+    def _meaning(self, key: str, error: Any) -> Exception:
+        said, status = error.response.get("Error", {}), error.response["ResponseMetadata"].get("HTTPStatusCode", 0)
+        code = str(said.get("Code", ""))
+        url = f"s3://{self._bucket}/{self._prefix}{key}"
+        if code == "NoSuchBucket":
+            return StorageRefused(f"{url}: there is no bucket {self._bucket}; make it, or set storage.bucket")
+        if status == 412:
+            return AlreadyExists(key)
+        if status == 404:
+            return ObjectNotFound(f"{url} is not there")
+        if status >= 500 or status in PASSING_STATUS or code in PASSING_CODES:
+            return TransientError(f"status {status} {code}")
+        return StorageRefused(f"{url}: {redact(str(said.get('Message') or code))} (status {status} {code})")
+
+
+class FsspecBackend(Backend):
+    """A store through fsspec's own methods.
+
+    Args:
+        fs: the file system.
+        root: bucket and prefix.
+        timeout_s: of one request, whatever limits the file system has itself; None for none.
+        create: puts an object unless there is one, and raises FileExistsError; None where that takes two requests.
+    """
+
+    def __init__(self, fs: Any, root: str, create: Callable[[str, bytes], None] | None, timeout_s: float | None = None):
+        self._fs, self._root, self._create, self._timeout_s = fs, root, create, timeout_s
+        self.is_conditional = create is not None
+
+    def put(self, key: str, data: Data) -> None:
+        self._ask(key, lambda path: self._fs.pipe_file(path, bytes(data)))
+        self._same_size(key, len(data))
+
+    def create(self, key: str, data: Data) -> None:
+        assert self._create is not None, "asked only where is_conditional"
+        self._ask(key, lambda path: self._create(path, bytes(data)))  # type: ignore[misc]
+
+    def put_stream(self, key: str, pieces: Iterable[Data]) -> None:
+        with _temporary_file() as whole:  # a stream that is cut short would be an object cut short
+            size = sum(whole.write(piece) for piece in pieces)
+            whole.flush()
+            name = f"/proc/self/fd/{whole.fileno()}" if isinstance(whole.name, int) else whole.name
+            self._ask(key, lambda path: self._fs.put_file(name, path), num_parts=1 + size // PART_BYTES)
+        self._same_size(key, size)
+
+    def get(self, key: str, begin: int, end: int) -> bytes:
+        found = self._ask(key, lambda path: self._fs.cat_file(path, start=begin, end=end))
+        return found[: end - begin]  # ossfs counts `end` in
+
+    def size(self, key: str) -> int:
+        return self._ask(key, self._fs.info)["size"]
+
+    def list(self, prefix: str) -> list[StoredObject]:
+        inside = prefix.rpartition("/")[0]
+        found = self._ask(inside, lambda path: self._fs.find(path, detail=True))
+        keys = {path.lstrip("/")[len(self._root.strip("/")) :].lstrip("/"): info for path, info in found.items()}
+        return sorted(StoredObject(key, info["size"]) for key, info in keys.items() if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        try:
+            self._ask(key, self._fs.rm_file)
+        except ObjectNotFound:
+            return
+
+    def _same_size(self, key: str, size: int) -> None:
+        if (found := self.size(key)) != size:
+            raise TransientError(f"{key} has {found} bytes after {size} were put")
+
+    def _ask(self, key: str, request: Callable[[str], Any], num_parts: int = 1) -> Any:
+        path = f"{self._root}/{key}".rstrip("/")
+        self._fs.invalidate_cache()  # others write there too
+        try:
+            return _within(None if self._timeout_s is None else num_parts * self._timeout_s, lambda: request(path))
+        except (VerlError, TransientError, AlreadyExists):  # of whoever gives the pieces
+            raise
+        except FileExistsError as error:
+            raise AlreadyExists(key) from error
+        except FileNotFoundError as error:
+            raise ObjectNotFound(f"{path} is not there") from error
+        except PermissionError as error:
+            raise StorageRefused(f"{path}: {redact(str(error))}") from error
+        except (TimeoutError, OSError) as error:
+            raise TransientError(str(error)) from error
+        except Exception as error:
+            code = getattr(error, "code", None) or getattr(error, "status", None)  # of gcsfs and oss2
+            if not str(code).isdigit():
+                raise
+            if int(str(code)) == 412:
+                raise AlreadyExists(key) from error
+            if int(str(code)) >= 500 or int(str(code)) in PASSING_STATUS:
+                raise TransientError(redact(str(error))) from error
+            raise StorageRefused(f"{path}: {redact(str(error))}") from error
+
+
+def _within(timeout_s: float | None, call: Callable[[], Any]) -> Any:
+    """What a call returns; one that takes longer is left behind in its thread.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    if timeout_s is None:
+        return call()
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - the caller's
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="storage_request", daemon=True).start()
+    try:
+        return answer.result(timeout_s)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no answer within {timeout_s:g} s") from error
+
+
+def _temporary_file() -> Any:
+    """A file that is gone when it is closed; without a name, where files can be opened by their descriptors."""
+    return tempfile.TemporaryFile() if os.path.isdir("/proc/self/fd") else tempfile.NamedTemporaryFile()
+
+
+def memory_backend(storage: MemoryStorage) -> Backend:
+    """Memory of this process, the same for all who name the same prefix."""
+    fs = fsspec.filesystem("memory")
+
+    def create(path: str, data: bytes) -> None:
+        with _MEMORY_LOCK:
+            fs.pipe_file(path, data, mode="create")
+
+    return FsspecBackend(fs, f"/{storage.prefix}".rstrip("/"), create)
+
+
+def oss_backend(storage: OSSStorage) -> Backend:
+    """OSS by ossfs, whose `put_object` takes the header that refuses to replace."""
+    import ossfs  # type: ignore[import-not-found]
+
+    fs = ossfs.OSSFileSystem(
+        endpoint=storage.endpoint_url,
+        key=os.environ.get("OSS_ACCESS_KEY_ID"),
+        secret=os.environ.get("OSS_ACCESS_KEY_SECRET"),
+        token=os.environ.get("OSS_SECURITY_TOKEN"),
+        skip_instance_cache=True,
+    )
+
+    def create(path: str, data: bytes) -> None:
+        bucket, key = fs.split_path(path)
+        timeout_s = max(1, round(storage.connect_timeout_s))
+        try:
+            fs._call_oss("put_object", key, data, bucket=bucket, headers=OSS_CREATE, timeout=timeout_s)
+        except Exception as error:
+            if "FileAlreadyExists" in f"{error!r} {error.__cause__!r}":
+                raise FileExistsError(path) from error
+            raise
+
+    return FsspecBackend(fs, _root(storage), create if storage.conditional_put else None, storage.timeout_s)
+
+
+def gcs_backend(storage: GCSStorage) -> Backend:
+    """GCS by gcsfs."""
+    import gcsfs  # type: ignore[import-not-found]
+
+    fs = gcsfs.GCSFileSystem(
+        endpoint_url=storage.endpoint_url,
+        timeout=storage.timeout_s,
+        cache_timeout=0,
+        skip_instance_cache=True,
+    )
+
+    def create(path: str, data: bytes) -> None:
+        fs.pipe_file(path, data, mode="create")
+
+    return FsspecBackend(fs, _root(storage), create if storage.conditional_put else None, storage.timeout_s)
+
+
+@functools.lru_cache(maxsize=8)
+def _s3_client(
+    endpoint_url: str | None, region: str | None, connect_timeout_s: float, timeout_s: float, concurrency: int
+) -> Any:
+    """One for all storages that differ in bucket and prefix alone: making one takes a second."""
+    import s3fs
+
+    config = {
+        "connect_timeout": connect_timeout_s,
+        "read_timeout": timeout_s,
+        "retries": {"max_attempts": 0},
+        "max_pool_connections": max(10, concurrency),
+    }
+    own = {"region_name": region} if region else {}
+    return s3fs.S3FileSystem(
+        endpoint_url=endpoint_url, config_kwargs=config, client_kwargs=own, skip_instance_cache=True
+    )
+
+
+_MEMORY_LOCK = threading.Lock()
+
+
+def _root(storage: OSSStorage | GCSStorage) -> str:
+    return f"{storage.bucket}/{storage.prefix}".rstrip("/")
+
+
+def _tag_of_parts(parts: list[str]) -> str:
+    """What S3 calls an object of these parts: the digest of their digests, and how many."""
+    digests = b"".join(bytes.fromhex(tag.strip('"')) for tag in parts)
+    return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"

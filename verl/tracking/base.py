@@ -1,0 +1,229 @@
+"""The interface of trackers, and the set of all trackers of a run.
+
+Text is redacted once; a tracker that fails while training stops nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.component import BuildContext, Description
+from verl.errors import ConfigError
+from verl.utils.component_exits import as_component_exit, raised_by_code
+from verl.utils.redact import redact, redact_tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerDescription(Description):
+    """Base of what a place under `tracker` may be: builds a `Tracker`."""
+
+
+class Tracker:
+    """One place that a run's numbers and texts go to.
+
+    Every method does nothing unless overridden, so a tracker names only what it cares for. All text it receives is
+    already free of secrets, and every metric is a plain int or float, perhaps not finite.
+
+    Attributes:
+        num_lost: for a tracker that tries again after a failure, the records that it could not write after all, known
+            once it is closed; None for others, which lose a record with each call that fails.
+    """
+
+    num_lost: int | None = None
+
+    def resume(self, identity: Mapping[str, Any]) -> None:
+        """The run goes on from a checkpoint of one that went by this `identity`; called before `start`."""
+
+    def identity(self) -> dict[str, Any]:
+        """What a later run needs to go on where this one is recorded; empty for a place that has no such thing."""
+        return {}
+
+    def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
+        """Open everything that can fail, so that a fault shows before training. `run_dir` exists."""
+
+    def stage(self, name: str, seconds: float, note: str) -> None:
+        """One stage of a step has ended, such as `gen` after 1.24 seconds, with what was done."""
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        """The metrics of a finished training step."""
+
+    def evaluation(self, metrics: dict[str, float], step: int) -> None:
+        """The metrics of an evaluation of the weights after `step` steps; 0 is before training."""
+
+    def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
+        """A table of responses with what is known of each; `name` says which table, such as `eval`."""
+
+    def message(self, text: str) -> None:
+        """A sentence for the person who watches the run."""
+
+    def close(self, status: str) -> None:
+        """Release everything. Called once, with `finished`, `stopped`, `interrupted` or `failed`."""
+
+
+def stage_line(name: str, seconds: float, note: str = "") -> str:
+    """`[gen] 1.24s  384 responses, 1536 tokens`"""
+    return f"[{name}] {seconds:.2f}s" + (f"  {note}" if note else "")
+
+
+def short(value: float) -> str:
+    """A number in at most four significant digits; whole numbers whole."""
+    if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e6):
+        return str(int(value))
+    return f"{value:.4g}"
+
+
+def metrics_line(metrics: dict[str, float]) -> str:
+    """`reward/mean 0.8125  rollout/response_length_tokens 4`"""
+    return "  ".join(f"{key} {short(value)}" for key, value in metrics.items())
+
+
+_log = logging.getLogger(__name__)
+_TO_FILE_ONLY = {"console": False}  # the console tracker shows these lines itself; run.log needs them too
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trackers(Description):
+    """Where a run's numbers go; null leaves a place out.
+
+    Args:
+        console, jsonl, tensorboard, wandb, curves: description of one tracker each.
+    """
+
+    console: TrackerDescription | None = None
+    jsonl: TrackerDescription | None = None
+    tensorboard: TrackerDescription | None = None
+    wandb: TrackerDescription | None = None
+    curves: TrackerDescription | None = None
+
+    def build(self, context: BuildContext) -> TrackerSet:
+        # The console starts last and closes last: it shows what the others have to say.
+        names = ("jsonl", "tensorboard", "wandb", "curves", "console")
+        described = {name: getattr(self, name) for name in names}
+        return TrackerSet({name: kind.build(context) for name, kind in described.items() if kind is not None})
+
+
+class TrackerSet(Tracker):
+    """The running trackers of one run. `close` may be called any number of times; later calls of all kinds do nothing.
+
+    A tracker that fails in `start` is an error. One that fails afterwards is named once in a warning and training
+    goes on; it is called again all the same, so that a disk which has room again is written to again.
+
+    Args:
+        trackers: running trackers by the name under which the configuration knows them.
+    """
+
+    def __init__(self, trackers: Mapping[str, Tracker]):
+        self._trackers = dict(trackers)
+        self._failed: dict[str, int] = {}  # calls by tracker
+
+    def start(self, run_name: str, config: dict[str, Any], run_dir: Path | str, total_steps: int | None) -> None:
+        """Start every tracker.
+
+        Args:
+            run_name: shown to people.
+            config: the composed configuration as plain dicts, lists and scalars.
+            run_dir: where files go; made if it is not there.
+            total_steps: training steps of the whole run, or None where that is not known.
+        Raises:
+            ConfigError: a tracker could not start; those already started have been closed again.
+        """
+        run_dir, config = Path(run_dir), redact_tree(config)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        name, started = "", {}
+        try:
+            for name, tracker in self._trackers.items():
+                started[name] = tracker
+                tracker.start(redact(run_name), config, run_dir, total_steps)
+        except BaseException as error:
+            self._trackers = started
+            self.close("failed")
+            if not raised_by_code(error):
+                raise
+            cause = _cause(error)
+            fault = f"tracker.{name} could not start: {cause}. Mend it, or set tracker.{name}=null."
+            raise ConfigError(fault) from error
+
+    def resume(self, identity: Mapping[str, Any]) -> None:
+        for name, tracker in self._trackers.items():
+            if name in identity:
+                tracker.resume(identity[name])
+
+    def identity(self) -> dict[str, Any]:
+        """By name of the tracker."""
+        found = {name: tracker.identity() for name, tracker in self._trackers.items()}
+        return {name: identity for name, identity in found.items() if identity}
+
+    def stage(self, name: str, seconds: float, note: str = "") -> None:
+        note = redact(note)
+        _log.info("%s", stage_line(name, seconds, note), extra=_TO_FILE_ONLY)
+        self._each(lambda tracker: tracker.stage(name, seconds, note))
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        numbers = {key: _number(key, value) for key, value in metrics.items()}
+        _log.info("step %d  %s", step, metrics_line(numbers), extra=_TO_FILE_ONLY)
+        self._each(lambda tracker: tracker.log(numbers, step))
+
+    def evaluation(self, metrics: Mapping[str, Any], step: int) -> None:
+        numbers = {key: _number(key, value) for key, value in metrics.items()}
+        _log.info("evaluation after step %d  %s", step, metrics_line(numbers), extra=_TO_FILE_ONLY)
+        self._each(lambda tracker: tracker.evaluation(numbers, step))
+
+    def samples(self, rows: list[dict[str, Any]], step: int, name: str = "samples") -> None:
+        rows = redact_tree(rows)
+        self._each(lambda tracker: tracker.samples(rows, step, name))
+
+    def message(self, text: str) -> None:
+        text = redact(text)
+        _log.info("%s", text, extra=_TO_FILE_ONLY)
+        self._each(lambda tracker: tracker.message(text))
+
+    def close(self, status: str = "finished") -> None:
+        trackers, self._trackers = self._trackers, {}
+        for name, tracker in trackers.items():
+            self._close(name, tracker, status)
+        for name, calls in self._failed.items():
+            lost = trackers[name].num_lost if name in trackers else None
+            told = f"lost {calls if lost is None else lost} records of this run" if lost != 0 else "lost no record"
+            _log.warning("tracker.%s failed %d times and %s.", name, calls, told)
+        self._failed = {}
+
+    def _close(self, name: str, tracker: Tracker, status: str) -> None:
+        try:
+            tracker.close(status)
+        except BaseException as error:  # the others still have to be released
+            if not raised_by_code(error):
+                raise
+            _log.warning("tracker.%s failed while closing: %s", name, _cause(error))
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in self._trackers.items():
+            self._call(name, tracker, call)
+
+    def _call(self, name: str, tracker: Tracker, call: Callable[[Tracker], None]) -> None:
+        try:
+            call(tracker)
+        except BaseException as error:  # a number that cannot be shown is no reason to lose a training run
+            if not raised_by_code(error):
+                raise
+            if name not in self._failed:
+                _log.warning("tracker.%s FAILED, training goes on: %s", name, _cause(error))
+            self._failed[name] = self._failed.get(name, 0) + 1
+
+
+def _cause(error: BaseException) -> str:
+    """What failed, without secrets; an exit with the line that wanted it."""
+    found = error if isinstance(error, Exception) else as_component_exit(error)
+    return redact(f"{type(found).__name__}: {found}")
+
+
+def _number(key: str, value: Any) -> float:
+    """A plain int or float, whatever kind of scalar came in."""
+    try:
+        return value if type(value) is int else float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metric {key} is {value!r}: must be one number.") from error

@@ -1,0 +1,110 @@
+"""Logging of a run: the console, and run.log in the run directory, both without secrets."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from verl.utils.redact import RedactSecrets
+
+_NAME = "verl run"  # handlers of this name are ours
+_FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+
+def setup_logging(run_dir: Path | str | None, console_level: int | str = logging.INFO) -> Callable[[], None]:
+    """Send what verl logs to the console and to `run_dir/run.log`.
+
+    The file gets everything from INFO upwards, also the stage lines, which the console tracker prints itself. While
+    this is in force nothing of verl reaches the root logger, whose handlers would print it a second time. A set-up
+    within another one replaces it until it is undone, so no line is ever written twice.
+
+    Args:
+        run_dir: made if it is not there; None leaves the file out.
+        console_level: lowest level shown on the console.
+    Returns:
+        A function that restores what was there before and closes the file; calling it again does nothing.
+    Raises:
+        OSError: run.log cannot be written.
+    """
+    logger = logging.getLogger("verl")
+    handlers: list[logging.Handler] = [_ConsoleLines(console_level)]
+    if run_dir is not None:
+        handlers.append(_file_lines(Path(run_dir)))
+    level, propagate = logger.level, logger.propagate
+    replaced = [handler for handler in logger.handlers if handler.name == _NAME]
+    for handler in handlers:
+        handler.name = _NAME
+        handler.addFilter(RedactSecrets())
+    _exchange(logger, replaced, handlers)
+    logger.setLevel(min(logging.INFO, handlers[0].level))
+    logger.propagate = False
+
+    def undo() -> None:
+        if handlers[0] in logger.handlers:
+            _exchange(logger, handlers, replaced)
+            logger.setLevel(level)
+            logger.propagate = propagate
+        for handler in handlers:
+            handler.close()
+
+    return undo
+
+
+def _exchange(logger: logging.Logger, out: list[logging.Handler], new: list[logging.Handler]) -> None:
+    for handler in out:
+        logger.removeHandler(handler)
+    for handler in new:
+        logger.addHandler(handler)
+
+
+def _file_lines(run_dir: Path) -> logging.FileHandler:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    handler = _RunLog(run_dir / "run.log", encoding="utf-8", errors="backslashreplace")
+    handler.setLevel(logging.INFO)
+    handler.setFormatter(logging.Formatter(_FILE_FORMAT))
+    return handler
+
+
+class _RunLog(logging.FileHandler):
+    """A file whose disk may be full: that is told once and stops nothing; lines wait in memory for room."""
+
+    _has_told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_told:
+            self._has_told = True
+            logging.getLogger(__name__).warning("run.log cannot be written, training goes on: %s", error)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+class _ConsoleLines(logging.Handler):
+    """Prints through the console that the progress bar belongs to, so that lines stand above the bar."""
+
+    def __init__(self, level: int | str):
+        super().__init__(level)
+        self.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        shown_already = not getattr(record, "console", True)
+        return not shown_already and bool(super().filter(record))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        import rich
+        from rich.text import Text
+
+        try:
+            style = "bold red" if record.levelno >= logging.WARNING else ""
+            rich.get_console().print(Text(self.format(record), style=style), soft_wrap=True)
+        except SystemExit:  # what rich makes of a closed pipe, once; from then on its console is silent
+            return
+        except Exception:  # noqa: BLE001 - as every handler of the standard library does
+            self.handleError(record)

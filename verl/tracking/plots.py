@@ -1,0 +1,170 @@
+"""At the end of a run, one picture of it: reward, accuracy, KL, response length and losses over steps."""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.component import BuildContext
+from verl.tracking.base import Tracker, TrackerDescription
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from matplotlib.axes import Axes
+
+PANELS: dict[str, list[str]] = {
+    "reward": ["reward/mean"],
+    "accuracy": ["*accuracy", "*/mean@*", "*/best@*"],
+    "KL (nats)": ["kl/*_nats", "actor/approx_kl*"],
+    "response length (tokens)": ["*response_length_tokens"],
+    "policy loss": ["actor/loss"],
+    "value loss": ["critic/loss"],
+    "loss (nats per token)": ["sft/loss", "eval/loss"],
+}
+_COLORS = ("#2458a6", "#c8553d", "#3f8f5b", "#8a5fa8", "#b8862b", "#4a4a4a")
+_SMOOTH_FROM = 60  # points; a longer series is drawn faint, with its moving average over it
+
+
+@dataclass
+class MetricSeries:
+    """The values of one metric. Points that are not finite are gaps."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    evaluated: bool = False  # measured by evaluations, so drawn with its points
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves(TrackerDescription):
+    """`curves.png` in the run directory, written when the run closes, however it ended.
+
+    Args:
+        panels: title of each panel and the metric keys it shows, `*` for anything; a panel without data is left out.
+            A key belongs to the first panel that names it.
+    """
+
+    panels: dict[str, list[str]] = field(default_factory=lambda: {title: list(keys) for title, keys in PANELS.items()})
+
+    def faults(self) -> Iterator[str]:
+        if not self.panels:
+            yield "panels is {}: must name at least one panel, or set tracker.curves=null."
+
+    def build(self, context: BuildContext) -> CurvesTracker:
+        return CurvesTracker(self)
+
+
+class CurvesTracker(Tracker):
+    """Keeps the series that some panel shows, in memory, and draws them at the end."""
+
+    def __init__(self, settings: Curves):
+        self._panels = settings.panels
+        self._series: dict[str, MetricSeries] = {}
+        self._panel_of: dict[str, str | None] = {}
+
+    def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
+        if find_spec("matplotlib") is None:
+            raise ImportError("the package matplotlib is missing: pip install matplotlib")
+        self._title, self._path = run_name, run_dir / "curves.png"
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self._add(metrics, step, evaluated=False)
+
+    def evaluation(self, metrics: dict[str, float], step: int) -> None:
+        self._add(metrics, step, evaluated=True)
+
+    def close(self, status: str) -> None:
+        if self._series:
+            title = self._title if status == "finished" else f"{self._title} ({status})"
+            draw(self._grouped(), self._path, title)
+
+    def _add(self, metrics: Mapping[str, float], step: int, evaluated: bool) -> None:
+        for key, value in metrics.items():
+            if key not in self._panel_of:
+                self._panel_of[key] = panel_of(key, self._panels)
+            if self._panel_of[key] is not None:
+                series = self._series.setdefault(key, MetricSeries(evaluated=evaluated))
+                series.steps.append(step)
+                series.values.append(float(value) if math.isfinite(value) else math.nan)
+
+    def _grouped(self) -> dict[str, dict[str, MetricSeries]]:
+        grouped: dict[str, dict[str, MetricSeries]] = {title: {} for title in self._panels}
+        for key, series in self._series.items():
+            title = self._panel_of[key]
+            assert title is not None, "only keys with a panel are kept"
+            grouped[title][key] = series
+        return {title: series for title, series in grouped.items() if series}
+
+
+def panel_of(key: str, panels: Mapping[str, Sequence[str]]) -> str | None:
+    """The title of the first panel that shows this metric, or None."""
+    return next((t for t, patterns in panels.items() if any(fnmatch.fnmatchcase(key, p) for p in patterns)), None)
+
+
+def draw(panels: Mapping[str, Mapping[str, MetricSeries]], path: Path, title: str) -> None:
+    """Draw one panel per entry, at most three in a row, and write them to `path` as PNG.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    width = min(3, len(panels))
+    height = math.ceil(len(panels) / width)
+    # A figure of its own canvas: nothing of pyplot's state or of a notebook's backend is touched.
+    figure = Figure(figsize=(5.0 * width, 3.4 * height + 0.4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=13, fontweight="bold", parse_math=False)
+    for place, (name, series) in enumerate(panels.items(), start=1):
+        _panel(figure.add_subplot(height, width, place), name, series)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", metadata={"Title": title, "Description": ", ".join(panels)})
+    try:
+        path.write_bytes(picture.getbuffer())
+    except OSError:
+        path.unlink(missing_ok=True)  # half a picture
+        raise
+
+
+def _panel(axes: Axes, name: str, series: Mapping[str, MetricSeries]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for place, (key, one) in enumerate(series.items()):
+        color = _COLORS[place % len(_COLORS)]
+        if one.evaluated:
+            axes.plot(one.steps, one.values, "o-", color=color, label=key, linewidth=1.6, markersize=5, zorder=3)
+        elif len(one.steps) >= _SMOOTH_FROM:
+            axes.plot(one.steps, one.values, color=color, alpha=0.25, linewidth=0.8)
+            axes.plot(one.steps, moving_average(one.values), color=color, label=key, linewidth=1.6)
+        else:
+            marker = "." if len(one.steps) <= 3 else None  # a line needs two points to be seen
+            axes.plot(one.steps, one.values, color=color, label=key, linewidth=1.4, marker=marker)
+    axes.set_title(name, fontsize=11)
+    axes.set_xlabel("step", fontsize=9)
+    axes.grid(visible=True, color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+    axes.legend(fontsize=7.5, frameon=False)
+
+
+def moving_average(values: Sequence[float]) -> list[float]:
+    """Exponential average over about a twentieth of the series, unbiased at its start; gaps stay gaps."""
+    keep = 1 - 1 / max(2.0, len(values) / 20)
+    total = weight = 0.0
+    smooth = []
+    for value in values:
+        if math.isnan(value):
+            smooth.append(math.nan)
+            continue
+        total, weight = keep * total + value, keep * weight + 1
+        smooth.append(total / weight)
+    return smooth
