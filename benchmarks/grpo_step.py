@@ -68,7 +68,7 @@ def verl_side(options: argparse.Namespace, turns: Turns) -> None:
     from verl.algorithms.losses import PPOClip
     from verl.component import BuildContext
     from verl.data.files import PromptFiles
-    from verl.engines.optim import AdamW
+    from verl.engines.optimizer import AdamW
     from verl.engines.sharding import NoSharding
     from verl.models.pretrained import Pretrained
     from verl.rewards.function import RewardFunction

@@ -24,9 +24,9 @@ def rise_mib(way: str, vocabulary: int, tokens: int) -> float:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from verl.engines.token_scores import score_tokens
+    from verl.engines.chunked_logprobs import token_log_probs
     from verl.model_paths.micro_batch import MicroBatch
-    from verl.models.output_head import OutputHead
+    from verl.models.heads import LMHead
     from verl.ops.logprobs import entropy_of, log_probs_of, response_positions
 
     rows, length = 16, tokens // 16
@@ -53,10 +53,10 @@ def rise_mib(way: str, vocabulary: int, tokens: int) -> float:
         torch.arange(rows),
         inputs | {"responses": responses, "response_mask": torch.ones_like(responses, dtype=torch.bool)},
     )
-    head = OutputHead(model)
+    head = LMHead(model)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if way == "parts":
-        scores = score_tokens(model, head, micro, entropy=True)
+        scores = token_log_probs(model, head, micro, entropy=True)
         loss = scores.log_probs.sum() + scores.entropies.sum()
     else:
         logits = response_positions(model(**inputs).logits, length)

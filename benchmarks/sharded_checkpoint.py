@@ -36,10 +36,10 @@ from verl.checkpoint.writer import CheckpointWriter
 from verl.cluster.base import role_handles
 from verl.cluster.processes import Processes
 from verl.component import BuildContext
-from verl.engines.optim import AdamW
+from verl.engines.optimizer import AdamW
 from verl.engines.sharding import FSDP, TPFSDP, Sharding
 from verl.models.pretrained import Pretrained
-from verl.models.tiny_tokenizer import character_tokenizer
+from verl.models.tiny import character_tokenizer
 from verl.protocol import DataProto
 from verl.trainer.joint import Parts
 from verl.workers.actor import Actor

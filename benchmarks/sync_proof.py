@@ -27,8 +27,8 @@ import grpo_step
 import torch
 from _progress import Progress
 
+from verl.models.hf_state_dict import hf_state_dict
 from verl.models.pretrained import Pretrained
-from verl.models.saved_form import saved_form
 from verl.sync.engine_side import answer
 from verl.sync.probe import trainer_log_probs
 from verl.sync.proof import Prover
@@ -77,7 +77,7 @@ def proof_seconds(directory: Path, options: argparse.Namespace) -> dict[str, lis
     )
     torch.set_num_threads(options.threads)
     prover = Prover(model, torch.float32, len(work.CHARACTERS), CONTEXT)
-    tensors = saved_form(model).tensors
+    tensors = hf_state_dict(model).tensors
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     seconds: dict[str, list[float]] = {"copy": [], "marks": [], "log_probs": [], "engine": [], "proof": []}
 

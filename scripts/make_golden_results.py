@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from verl.models.pretrained import quiet_transformers
-from verl.models.tiny_tokenizer import character_tokenizer
+from verl.models.tiny import character_tokenizer
 from verl.trainer.comparing import steps_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,9 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from verl.engines.costs import cost_of, usual  # noqa: E402
-from verl.engines.sharding import DDP  # noqa: E402
-from verl.models.sizes import ModelSizes, sizes_of  # noqa: E402
+from verl.engines.sharding import DDP, usual  # noqa: E402
+from verl.models.model_stats import ModelStats, model_stats  # noqa: E402
 
 GIB = 2**30
 DEVICES = (8, 64, 512)
@@ -31,7 +30,7 @@ HEAD = (
 )
 
 
-def of_shape(hidden: int, mlp: int, layers: int, heads: int) -> ModelSizes:
+def of_shape(hidden: int, mlp: int, layers: int, heads: int) -> ModelStats:
     """A model of the Llama 3 family."""
     from transformers import LlamaConfig
 
@@ -39,15 +38,15 @@ def of_shape(hidden: int, mlp: int, layers: int, heads: int) -> ModelSizes:
     config = LlamaConfig(
         vocab_size=128_256, num_attention_heads=heads, num_key_value_heads=8, tie_word_embeddings=False, **shape
     )
-    return sizes_of(config)
+    return model_stats(config)
 
 
-def lines(name: str, sizes: ModelSizes, devices: Sequence[int]) -> Iterator[str]:
+def lines(name: str, sizes: ModelStats, devices: Sequence[int]) -> Iterator[str]:
     """A line for each number of devices and each sharding."""
     activations = sizes.activation_elements(TOKENS, recomputed=True) * 2
     for count in devices:
         for option, sharding in {"ddp": DDP(), **usual(count)}.items():
-            cost = cost_of(sharding, count, sizes, TOKENS, weight_bytes=4, compute_bytes=2)
+            cost = sharding.cost(count, sizes, TOKENS, weight_bytes=4, compute_bytes=2)
             cells = (cost.resting, cost.gathered, activations, cost.per_step(MICRO_BATCHES))
             yield f"| {name} | {count} | {option} | " + " | ".join(f"{x / GIB:.1f}" for x in cells) + " |"
 
@@ -75,7 +74,7 @@ def main() -> None:
     if args.model:
         from transformers import AutoConfig
 
-        sizes = sizes_of(AutoConfig.from_pretrained(args.model))
+        sizes = model_stats(AutoConfig.from_pretrained(args.model))
         print(HEAD + "\n".join(lines(Path(args.model).name, sizes, args.devices)))
         return
     document = ROOT / "docs/scaling.md"

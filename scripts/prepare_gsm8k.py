@@ -21,8 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from verl.data.bad_rows import BadRows
-from verl.data.rows import Rows, read_rows
+from verl.data.readers import DataRows, RowErrors, read_rows
 from verl.errors import ConfigError
 from verl.rewards.gsm8k import MARK, number_of
 
@@ -55,15 +54,15 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _splits(options: argparse.Namespace) -> list[tuple[str, Rows, BadRows]]:
+def _splits(options: argparse.Namespace) -> list[tuple[str, DataRows, RowErrors]]:
     """Name, rows and bad rows of each file to write."""
     if options.train is None:
         splits = _from_hub()
-        return [(name, Rows(rows), BadRows(options.on_bad_row)) for name, rows in splits.items()]
+        return [(name, DataRows(rows), RowErrors(options.on_bad_row)) for name, rows in splits.items()]
     found = []
     for name, flag, file in (("train", "--from", options.train), ("test", "--eval-from", options.eval_from)):
         if file:
-            bad = BadRows(options.on_bad_row)
+            bad = RowErrors(options.on_bad_row)
             found.append((name, read_rows([file], bad, flag), bad))
     return found
 
@@ -82,7 +81,7 @@ def _from_hub() -> dict[str, list[Mapping[str, Any]]]:
     return {name: list(loaded[name]) for name in ("train", "test")}
 
 
-def converted(rows: Rows, bad: BadRows, instruction: str, style: str) -> list[dict[str, Any]]:
+def converted(rows: DataRows, bad: RowErrors, instruction: str, style: str) -> list[dict[str, Any]]:
     """Questions and worked answers as prompts, numbers and solutions.
 
     Raises:

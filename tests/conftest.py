@@ -13,7 +13,7 @@ from storage.oss_server import oss_server
 from storage.s3_server import Proxy, proxy_before, s3_server
 
 from verl.models.pretrained import Pretrained
-from verl.models.tiny_tokenizer import character_tokenizer
+from verl.models.tiny import character_tokenizer
 from verl.protocol import DataProto
 
 

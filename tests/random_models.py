@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from verl.models.pretrained import quiet_transformers
-from verl.models.tiny_tokenizer import character_tokenizer
+from verl.models.tiny import character_tokenizer
 
 FAMILIES = {
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.2},

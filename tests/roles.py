@@ -10,9 +10,9 @@ from verl.algorithms.advantages import GAE
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.losses import PPOClip
 from verl.component import BuildContext
-from verl.engines.optim import AdamW
-from verl.engines.parallel import Parallel
-from verl.models.source import ModelSource
+from verl.engines.optimizer import AdamW
+from verl.engines.parallel_dims import Parallelism
+from verl.models.pretrained import ModelSource
 from verl.protocol import DataProto
 from verl.rollout.base import Request, Rollout
 from verl.rollout.hf import HFRollout
@@ -28,13 +28,15 @@ def start_actor(
     """An actor on the CPU; `options` are those of `Actor`."""
     description = Actor(model=model, **{"optimizer": AdamW(lr=1e-3), **options})
     context = BuildContext(seed=seed, tokenizer=model.load_tokenizer())
-    return description.start(context, Parallel(), algorithm, rollout or HFRollout(max_new_tokens=8), total_updates=10)
+    return description.start(
+        context, Parallelism(), algorithm, rollout or HFRollout(max_new_tokens=8), total_updates=10
+    )
 
 
 def start_critic(model: ModelSource, algorithm: Algorithm = PPO, **options: Any) -> CriticWorker:
     """A critic on the CPU; `options` are those of `Critic`."""
     description = Critic(model=model, **{"optimizer": AdamW(lr=1e-3), **options})
-    return description.start(BuildContext(tokenizer=model.load_tokenizer()), Parallel(), algorithm, total_updates=10)
+    return description.start(BuildContext(tokenizer=model.load_tokenizer()), Parallelism(), algorithm, total_updates=10)
 
 
 def with_experience(rows: DataProto, actor: ActorWorker, seed: int = 0) -> DataProto:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from verl.cli.main import app
 from verl.errors import ConfigError
-from verl.model_paths import report, store
+from verl.model_paths import finding_cache, report
 from verl.models.pretrained import Pretrained
 
 runner = CliRunner()
@@ -61,9 +61,9 @@ def test_a_file_that_is_not_ours_or_of_other_libraries_is_passed_over(tried, cac
     (cache / "a.json").write_text("[1, 2]")
     (cache / "b.json").write_text("{")
     (cache / "c.json").mkdir()
-    assert len(report.kept_findings()) == 4
-    monkeypatch.setattr(store, "library_versions", lambda: ["another"])
-    assert report.kept_findings() == []
+    assert len(report.cached_findings()) == 4
+    monkeypatch.setattr(finding_cache, "library_versions", lambda: ["another"])
+    assert report.cached_findings() == []
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ import pytest
 
 from verl.component import BuildContext
 from verl.data.arithmetic import ArithmeticPrompts, ArithmeticSFT, _shuffled
-from verl.data.bad_rows import BadRows
 from verl.data.files import PromptFiles, SFTFiles
-from verl.data.rows import read_rows
+from verl.data.readers import RowErrors, read_rows
 from verl.errors import ConfigError
-from verl.models.tiny_tokenizer import character_tokenizer
+from verl.models.tiny import character_tokenizer
 
 main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "make_arithmetic.py"))["main"]
 CONTEXT = BuildContext(tokenizer=character_tokenizer())
@@ -102,8 +101,8 @@ def test_the_script_writes_the_rows_that_the_description_makes(tmp_path, capsys,
     assert main([str(tmp_path / "new"), "--format", suffix, "--train-size", "300", "--held-out", "40"]) == 0
     data = ArithmeticPrompts(train_size=300, held_out=40)
     train, test = tmp_path / "new" / f"train.{suffix}", tmp_path / "new" / f"test.{suffix}"
-    assert read_rows([train], BadRows()).values == data.rows("train")
-    assert read_rows([test], BadRows()).values == data.rows("eval")
+    assert read_rows([train], RowErrors()).values == data.rows("train")
+    assert read_rows([test], RowErrors()).values == data.rows("eval")
     assert f"{train}: 300 rows" in capsys.readouterr().out
 
 

@@ -12,7 +12,7 @@ from verl.component import BuildContext
 from verl.data.files import PromptFiles, SFTFiles
 from verl.data.sampler import EpochSampler, Mixture
 from verl.errors import ConfigError
-from verl.models.tiny_tokenizer import character_tokenizer
+from verl.models.tiny import character_tokenizer
 
 CONTEXT = BuildContext(tokenizer=character_tokenizer())
 

@@ -11,7 +11,7 @@ import torch
 
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError
-from verl.models.tiny_tokenizer import character_tokenizer
+from verl.models.tiny import character_tokenizer
 
 TOKENIZER = character_tokenizer()
 HINT = "Mend the data, or set on_bad_row to skip."

@@ -11,7 +11,7 @@ import torch
 
 from verl.data.sft_dataset import SFTDataset
 from verl.errors import ConfigError
-from verl.models.tiny_tokenizer import character_tokenizer
+from verl.models.tiny import character_tokenizer
 
 TOKENIZER = character_tokenizer()
 ROWS = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "10+20=", "completion": "30"}]

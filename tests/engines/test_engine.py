@@ -11,8 +11,8 @@ from roles import PPO, experience, gradients, largest_difference, start_actor, s
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KLInLoss
 from verl.engines.engine import TrainingEngine
-from verl.engines.optim import AdamW
-from verl.engines.parallel import Parallel
+from verl.engines.optimizer import AdamW
+from verl.engines.parallel_dims import Parallelism
 from verl.ops.loss_aggregation import aggregate
 from verl.protocol import DataProto
 from verl.rollout.hf import HFRollout
@@ -197,7 +197,7 @@ def test_rows_without_any_chosen_token_add_nothing(model64, batch):
 
 
 def test_a_loss_sees_the_totals_of_the_whole_batch(model64, batch):
-    engine = TrainingEngine(model64.load_causal_lm("cpu"), Parallel(), 30, AdamW(lr=0.0))
+    engine = TrainingEngine(model64.load_causal_lm("cpu"), Parallelism(), 30, AdamW(lr=0.0))
     seen = []
 
     def loss(model, micro, totals):

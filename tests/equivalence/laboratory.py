@@ -26,7 +26,7 @@ from verl.cluster.pending import shares_of
 from verl.cluster.processes import Processes
 from verl.component import BuildContext, Description
 from verl.dispatch import dispatch_of, on_all, on_each
-from verl.engines.parallel import TorchParallel
+from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, Sharding
 from verl.resharding.dtensor import local
 from verl.rollout.vllm.weights import weights_of
@@ -73,7 +73,7 @@ class Bench:
     """What is done in each process; rank 0 answers."""
 
     def __init__(self, context: BuildContext):
-        self.context, self.group = context, TorchParallel(context, timeout_s=120.0)
+        self.context, self.group = context, DataParallelism(context, timeout_s=120.0)
 
     @on_all
     def course(self, run: PPORun, prompts: Sequence[Sequence[int]], directory: Path) -> Course | None:

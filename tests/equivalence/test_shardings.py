@@ -17,11 +17,10 @@ from verl.checkpoint.published import open_published
 from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.settings import Checkpointing
 from verl.component import BuildContext
-from verl.engines.costs import cost_of
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP
 from verl.models.lora import LoRA
+from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
-from verl.models.sizes import sizes_of
 from verl.rollout.scripted import Scripted
 from verl.workers.state import as_tensor
 
@@ -93,7 +92,7 @@ def test_roles_that_are_each_divided_in_their_own_way_train_as_one_process_does(
 def test_the_cost_model_tells_what_each_process_holds(name, bench, tmp_path):
     path = save_random_model(tmp_path / "model", "llama", torch.float32, hidden_size=128, num_key_value_heads=2)
     model, sharding = Pretrained(path=str(path)), SHARDINGS[name]
-    cost = cost_of(sharding, 4, sizes_of(model.load_config()))
+    cost = sharding.cost(4, model_stats(model.load_config()))
     run = ppo_run(model, dataclasses.replace(GRPO_ALGORITHM, mini_batches=1), sharding=sharding, n_gpus_per_node=4)
     for held in bench.held(run, [0, 1], tmp_path / "runs").result(timeout=120):
         assert held["weights"] == pytest.approx(cost.weights, rel=0.05)

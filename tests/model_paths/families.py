@@ -16,7 +16,7 @@ from verl.model_paths.families import EVERY_LENGTH, SETTINGS, families
 from verl.model_paths.twin import make_twin
 from verl.models.call import call_model
 from verl.models.pretrained import Pretrained, quiet_transformers
-from verl.models.tiny_tokenizer import character_tokenizer
+from verl.models.tiny import character_tokenizer
 from verl.protocol import DataProto
 from verl.rollout.base import Request
 from verl.rollout.hf import HFRollout

@@ -16,9 +16,9 @@ from transformers import AutoModelForSequenceClassification
 from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.model_paths.classifier import examine_classifier, text_batches_for
-from verl.models import scores
+from verl.models import heads
 from verl.models.pretrained import Pretrained
-from verl.models.tiny_tokenizer import character_tokenizer
+from verl.models.tiny import character_tokenizer
 from verl.rewards.model import RewardModel
 
 LONGROPE = {
@@ -104,7 +104,7 @@ def test_texts_of_encoders_and_other_decoders_are_scored_together(name, tmp_path
     path = save_random_classifier(tmp_path / family, family, **options)
     assert largest_gap(path, family) < 1e-4
     model = AutoModelForSequenceClassification.from_pretrained(path)
-    assert text_batches_for(scores.ScoreModel(model), 48) == "padded"
+    assert text_batches_for(heads.RewardHeadModel(model), 48) == "padded"
     assert not [
         record for record in caplog.records if record.levelno >= logging.WARNING and record.name.startswith("verl")
     ]
@@ -113,16 +113,16 @@ def test_texts_of_encoders_and_other_decoders_are_scored_together(name, tmp_path
 def test_texts_below_the_length_at_which_frequencies_change_are_scored_together(tmp_path):
     family, options = BY_LENGTH["longrope"]
     path = save_random_classifier(tmp_path / family, family, **options)
-    model = scores.ScoreModel(AutoModelForSequenceClassification.from_pretrained(path))
+    model = heads.RewardHeadModel(AutoModelForSequenceClassification.from_pretrained(path))
     assert text_batches_for(model, 16) == "padded"
     assert text_batches_for(model, 17) == "equal_lengths"
 
 
 def test_a_model_whose_scores_depend_on_what_was_scored_before_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(scores, "_forget_lengths", lambda rotary: None)
+    monkeypatch.setattr(heads, "_forget_lengths", lambda rotary: None)
     family, options = BY_LENGTH["dynamic"]
     path = save_random_classifier(tmp_path / family, family, **options)
     model = AutoModelForSequenceClassification.from_pretrained(path)
     assert "scored before it" in (examine_classifier(model, 48).refusal or "")
     with pytest.raises(ConfigError, match="LlamaForSequenceClassification: the score of a text depends on those that"):
-        text_batches_for(scores.ScoreModel(model), 48)
+        text_batches_for(heads.RewardHeadModel(model), 48)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import DynamicCache, MistralConfig, Qwen2Config
 
-from verl.model_paths.kv_cache import RoomyLayer, roomy_cache
+from verl.model_paths.kv_cache import PreallocatedLayer, preallocated_cache
 
 
 def states(rows, length, seed):
@@ -15,7 +15,7 @@ def states(rows, length, seed):
 
 def test_it_holds_what_a_dynamic_cache_holds_through_growth_repeats_and_leaving_rows():
     config = Qwen2Config(num_hidden_layers=1, num_attention_heads=2, hidden_size=8)
-    caches = DynamicCache(config=config), roomy_cache(config, max_length=200)
+    caches = DynamicCache(config=config), preallocated_cache(config, max_length=200)
     seen = [cache.update(*states(2, 3, 0), 0) for cache in caches]
     for cache in caches:
         cache.batch_repeat_interleave(3)
@@ -34,7 +34,7 @@ def test_it_holds_what_a_dynamic_cache_holds_through_growth_repeats_and_leaving_
 
 
 def test_a_new_token_moves_nothing_while_there_is_room():
-    layer = RoomyLayer(max_length=40)
+    layer = PreallocatedLayer(max_length=40)
     layer.update(*states(1, 3, 0))
     places = {layer.update(*states(1, 1, step))[0].data_ptr() for step in range(1, 38)}
     assert len(places) <= 2
@@ -42,4 +42,4 @@ def test_a_new_token_moves_nothing_while_there_is_room():
 
 def test_layers_that_forget_stay_as_transformers_makes_them():
     config = MistralConfig(num_hidden_layers=2, sliding_window=8)
-    assert not any(isinstance(layer, RoomyLayer) for layer in roomy_cache(config, 40).layers)
+    assert not any(isinstance(layer, PreallocatedLayer) for layer in preallocated_cache(config, 40).layers)

@@ -9,7 +9,7 @@ from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 
 from verl.model_paths import packed_attention
-from verl.model_paths.packed_attention import MaskShape, call_packed, describe_mask, take
+from verl.model_paths.packed_attention import MaskShape, call_packed, describe_mask, gather_rows
 from verl.models.pretrained import Pretrained
 from verl.ops.packing import pack
 
@@ -42,7 +42,7 @@ def run(model, rows, weight, share=None):
     else:
         packing = pack(PROMPTS, RESPONSES, PROMPT_OF, mask, P, share)
         line = call_packed(model, rows["input_ids"], packing, use_cache=False).logits
-        found = take(line[0], packing.predictors)
+        found = gather_rows(line[0], packing.predictors)
     (found * weight).sum().backward()
     return found.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 

@@ -11,8 +11,7 @@ from verl.model_paths import check, twin
 from verl.model_paths.check import TOLD_APART, Examination, examine, paths_for
 from verl.model_paths.families import EVERY_LENGTH, default_model
 from verl.model_paths.paths import FAST, PLAIN
-from verl.model_paths.small_config import ROW_TOKENS, crossed_lengths
-from verl.model_paths.twin import make_twin
+from verl.model_paths.twin import ROW_TOKENS, crossed_lengths, make_twin
 from verl.models.pretrained import Pretrained
 
 WINDOWED = {  # the kinds of their layers, and how many lengths matter in them
@@ -114,7 +113,7 @@ def test_what_was_found_is_kept_by_all_that_it_depends_on(dir32, tmp_path, monke
     assert found(row_tokens=60) == 0  # nothing changes between 30 and 60 tokens
     assert found(rms_norm_eps=1e-3) == 1
     assert found(attention_dropout=0.5) == 1
-    monkeypatch.setattr("verl.model_paths.store.library_versions", lambda: ["another"])
+    monkeypatch.setattr("verl.model_paths.finding_cache.library_versions", lambda: ["another"])
     assert found() == 1
     for file in (tmp_path / "cache/model_paths").glob("*.json"):
         file.write_text("[]")

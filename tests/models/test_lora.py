@@ -9,8 +9,8 @@ from roles import experience, largest_difference, start_actor, start_critic, wei
 from transformers import AutoModelForCausalLM
 
 from verl.component import BuildContext
-from verl.engines.optim import AdamW
-from verl.engines.parallel import Parallel
+from verl.engines.optimizer import AdamW
+from verl.engines.parallel_dims import Parallelism
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
@@ -25,7 +25,7 @@ ADAPTER = LoRA(rank=4, alpha=8.0)
 
 def start_reference(model, actor):
     description = Actor(model=model, optimizer=FAST, lora=ADAPTER)
-    return Reference().start(BuildContext(), Parallel(), description, actor, temperature=1.0)
+    return Reference().start(BuildContext(), Parallelism(), description, actor, temperature=1.0)
 
 
 def test_at_the_start_nothing_has_changed(model64, prompts):

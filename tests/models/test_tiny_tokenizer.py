@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, Qwen2Config
 
-from verl.models.tiny_tokenizer import CHARACTERS, character_tokenizer
+from verl.models.tiny import CHARACTERS, character_tokenizer
 
 TOKENIZER = character_tokenizer()
 

@@ -9,7 +9,7 @@ import torch
 
 from verl.component import BuildContext
 from verl.models.pretrained import Pretrained
-from verl.models.tiny_tokenizer import character_tokenizer
+from verl.models.tiny import character_tokenizer
 from verl.protocol import DataProto
 from verl.rewards.model import ModelReward, RewardModel
 

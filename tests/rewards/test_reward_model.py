@@ -11,9 +11,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RewardError
+from verl.models.heads import RewardHeadModel, RewardHeadOutput
 from verl.models.pretrained import Pretrained
-from verl.models.scores import ScoreModel, ScoreOutput
-from verl.models.tiny_tokenizer import character_tokenizer
+from verl.models.tiny import character_tokenizer
 from verl.rewards.model import ModelReward, RewardModel
 from verl.rewards.reading import Reader
 from verl.rewards.weighted_sum import WeightedSum
@@ -106,7 +106,7 @@ def test_padding_on_either_side_changes_no_score(family, side, tmp_path):
     path = save_random_classifier(tmp_path, family, word_tokenizer() if family == "bert" else None)
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side=side)
-    scored = ScoreModel(model)
+    scored = RewardHeadModel(model)
     batch = tokenizer(PROMPTS, padding=True, return_tensors="pt")
     rows = [tokenizer(text, return_tensors="pt") for text in PROMPTS]
     with torch.no_grad():
@@ -206,7 +206,7 @@ def test_any_module_that_returns_scores_is_a_reward_model():
             self.scale = torch.nn.Parameter(torch.tensor(0.5))
 
         def forward(self, input_ids, attention_mask):
-            return ScoreOutput(self.scale * attention_mask.sum(dim=1))
+            return RewardHeadOutput(self.scale * attention_mask.sum(dim=1))
 
     reward = ModelReward(Lengths(), Reader(character_tokenizer(), "tokens", None, "error"), micro_batch_tokens=40)
     texts = zip(PROMPTS, RESPONSES, strict=True)

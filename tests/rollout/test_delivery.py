@@ -15,7 +15,7 @@ from rollout.engines import save_family
 from torch.distributed.tensor.debug import CommDebugMode
 
 from verl.component import BuildContext
-from verl.engines.sharded import ShardedParallel
+from verl.engines.parallel_dims import ShardedParallelism
 from verl.models.lora import LoRA
 from verl.resharding.plan import lower_bound
 from verl.rollout.vllm.delivery import Delivery
@@ -94,7 +94,7 @@ def delivered(source, sizes, fully, lora, rank, world_size):
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter)
     expected = {w.name: w.make().detach().to(DTYPE, copy=True) for w in weights_of(model)}
-    parallel = ShardedParallel(context, 60.0, sizes, fully=fully)
+    parallel = ShardedParallelism(context, 60.0, sizes, fully=fully)
     parallel.divide(model)
     siblings = len(model.divided.siblings)
     spied, exchange = [], dist.batch_isend_irecv

@@ -14,7 +14,7 @@ from cluster.processes_of import is_running, wait_until_gone
 from rollout.engines import agreement, by_row, random_prompts, save_family, shake
 
 from verl.component import BuildContext
-from verl.engines.optim import AdamW
+from verl.engines.optimizer import AdamW
 from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.ops.counter_rng import EVALUATION
 from verl.rollout.base import Request

@@ -9,8 +9,8 @@ import pytest
 import torch
 from rollout.engines import save_family
 
+from verl.models.hf_state_dict import hf_state_dict
 from verl.models.lora import LoRA
-from verl.models.saved_form import saved_form
 from verl.rollout.vllm.feeds import plan
 from verl.rollout.vllm.stream import Reader, Stream, StreamBroken
 from verl.rollout.vllm.weights import Source, Weight, weights_of
@@ -117,7 +117,7 @@ def test_no_file_descriptor_is_left_open():
 @pytest.mark.parametrize("name", ["qwen2", "qwen2_tied", "qwen3_moe"])
 def test_names_shapes_and_values_are_those_of_the_checkpoint(tmp_path, name):
     model = save_family(tmp_path / "model", name).load_causal_lm("cpu")
-    expected, given = dict(saved_form(model).tensors), {w.name: w for w in weights_of(model)}
+    expected, given = dict(hf_state_dict(model).tensors), {w.name: w for w in weights_of(model)}
     assert given.keys() == expected.keys()
     for key, weight in given.items():
         assert weight.shape == expected[key].shape
@@ -133,7 +133,7 @@ def test_an_adapter_is_folded_in_or_left_out(tmp_path, merge):
             if "lora_B" in key:
                 parameter.normal_()
     given = {w.name: w.make() for w in weights_of(model, merge=merge)}
-    expected = dict(saved_form(model.merge_and_unload() if merge else source.load_causal_lm("cpu")).tensors)
+    expected = dict(hf_state_dict(model.merge_and_unload() if merge else source.load_causal_lm("cpu")).tensors)
     assert given.keys() == expected.keys()
     for key, tensor in given.items():
         torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5)

@@ -22,7 +22,7 @@ from verl.algorithms.advantages import AdvantageEstimator
 from verl.algorithms.dynamic_sampling import DynamicSampling
 from verl.algorithms.kl import AdaptiveKLInReward
 from verl.component import BuildContext
-from verl.engines.optim import AdamW
+from verl.engines.optimizer import AdamW
 from verl.engines.sharding import DDP
 from verl.errors import NonFiniteError, NonFiniteRewardError
 from verl.models.pretrained import Pretrained

@@ -22,7 +22,7 @@ from verl.component import BuildContext
 from verl.engines.sharding import DDP
 from verl.errors import ConfigError, LogProbGapError
 from verl.models.lora import LoRA
-from verl.models.precision import Numerics, compute_type
+from verl.models.parallel_info import Numerics, compute_type
 from verl.models.tiny import TinyModel
 from verl.ops.logprobs import LogProbGap
 from verl.protocol import DataProto

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from verl.errors import WeightSyncError
+from verl.models.hf_state_dict import hf_state_dict
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
-from verl.models.saved_form import saved_form
 from verl.sync.engine_experts import packed, unpacked
 from verl.sync.engine_side import answer
 from verl.sync.marks import plain_name
@@ -78,7 +78,7 @@ class Pair:
     def sync(self, change: Callable[[Stream], Stream] = lambda stream: stream, *, mend: bool = True) -> dict[str, Any]:
         """Send all weights, `change` them on the way, and prove."""
         question = self.prover.question()
-        stream = change(self.prover.watch(saved_form(self.model).tensors.items()))
+        stream = change(self.prover.watch(hf_state_dict(self.model).tensors.items()))
         if mend:
             self.llm.apply_model(renew_experts)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})
@@ -165,7 +165,7 @@ def expert_scenarios(pair: Pair) -> Iterator[tuple[str, dict[str, Any]]]:
     experts = "model.layers.1.mlp.experts"
     stale = f"{experts}.2.down_proj.weight"
     yield "first", pair.sync()
-    held = saved_form(pair.model).tensors[stale].clone()
+    held = hf_state_dict(pair.model).tensors[stale].clone()
     pair.train(1e-5)
     yield "clean", pair.sync()
     yield "stale", pair.sync(replaced(stale, held))

@@ -14,11 +14,11 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KLInLoss, KLInReward
 from verl.algorithms.losses import PPOClip
 from verl.component import BuildContext
+from verl.data.base import DataSplits, PromptSource
 from verl.data.rlhf_dataset import RLHFDataset
-from verl.data.splits import PromptSource, Splits
-from verl.engines.optim import AdamW
+from verl.engines.optimizer import AdamW
 from verl.engines.sharding import NoSharding
-from verl.models.source import ModelSource
+from verl.models.pretrained import ModelSource
 from verl.rewards.base import Reward, RewardDescription
 from verl.rollout.hf import HFRollout
 from verl.tracking.base import Trackers
@@ -60,14 +60,14 @@ class Prompts(PromptSource):
     eval: tuple[str, ...] = ("5+5=",)
     max_prompt_length: int = 24
 
-    def build(self, context: BuildContext) -> Splits:
+    def build(self, context: BuildContext) -> DataSplits:
         config = {"max_prompt_length": self.max_prompt_length}
 
         def made(texts: tuple[str, ...]) -> RLHFDataset:
             rows = [{"prompt": text, "length": len(text)} for text in texts]
             return RLHFDataset.from_rows(rows, context.tokenizer, config)
 
-        return Splits(train=made(self.train), eval=made(self.eval) if self.eval else None)
+        return DataSplits(train=made(self.train), eval=made(self.eval) if self.eval else None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from verl.checkpoint.published import Published
 from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.settings import Checkpointing
 from verl.component import BuildContext
-from verl.models.source import ModelSource
+from verl.models.pretrained import ModelSource
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
 from verl.trainer.loop import Result

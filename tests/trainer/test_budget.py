@@ -16,7 +16,7 @@ from trainer.saved_runs import course, fit
 from verl.compose.check import check
 from verl.compose.composition import compose_root
 from verl.compose.paths import conf_dir
-from verl.models.sizes import sizes_of
+from verl.models.model_stats import model_stats
 from verl.trainer import budget as budget_module
 from verl.trainer.budget import GIB, Budget, RoleBudget, budget_of, free_disk, free_memory, sft_budget_of
 
@@ -88,7 +88,7 @@ def test_parameters_are_counted_as_the_model_has_them(tmp_path):
         model = AutoModelForCausalLM.from_pretrained(
             save_random_model(tmp_path / family, family, torch.float32, **options)
         )
-        sizes = sizes_of(model.config)
+        sizes = model_stats(model.config)
         assert sizes.parameters == sizes.trained == sum(p.numel() for p in model.parameters())
 
 
@@ -96,7 +96,7 @@ def test_a_family_without_a_language_model_head_is_counted_too():
     from transformers import AutoModel, DistilBertConfig
 
     config = DistilBertConfig(vocab_size=96, dim=32, hidden_dim=64, n_layers=2, n_heads=4)
-    assert sizes_of(config).parameters == sum(p.numel() for p in AutoModel.from_config(config).parameters())
+    assert model_stats(config).parameters == sum(p.numel() for p in AutoModel.from_config(config).parameters())
 
 
 def test_an_estimate_that_fails_stops_no_run(model32, tmp_path, monkeypatch, caplog):

@@ -9,7 +9,7 @@ from random_models import save_random_model
 from trainer.runs import ppo_run, read_lines
 
 from verl.component import BuildContext
-from verl.engines.optim import AdamW
+from verl.engines.optimizer import AdamW
 from verl.models.pretrained import Pretrained
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines

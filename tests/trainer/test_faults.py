@@ -20,7 +20,7 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KLInReward, NoKL
 from verl.component import BuildContext
 from verl.data.files import PromptFiles
-from verl.engines.optim import AdamW
+from verl.engines.optimizer import AdamW
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, NoSharding
 from verl.errors import ConfigError, RewardError
 from verl.models.lora import LoRA

@@ -13,7 +13,7 @@ from trainer.runs import GRPO_ALGORITHM, PROMPTS, Prompts, ppo_run, read_lines
 
 from verl.component import BuildContext
 from verl.data.arithmetic import ArithmeticSFT
-from verl.engines.optim import AdamW
+from verl.engines.optimizer import AdamW
 from verl.engines.sharding import NoSharding
 from verl.errors import ConfigError
 from verl.models.pretrained import Pretrained

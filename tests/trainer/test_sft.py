@@ -9,7 +9,7 @@ import torch
 
 from verl.component import BuildContext
 from verl.data.files import SFTFiles
-from verl.engines.optim import AdamW
+from verl.engines.optimizer import AdamW
 from verl.engines.sharding import NoSharding
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained

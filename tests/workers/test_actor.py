@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.algorithms.kl import KLInLoss
 from verl.component import BuildContext
 from verl.dispatch import dispatch_of
-from verl.engines.optim import AdamW
-from verl.engines.parallel import Parallel
+from verl.engines.optimizer import AdamW
+from verl.engines.parallel_dims import Parallelism
 from verl.models.pretrained import Pretrained
 from verl.ops.logprobs import ESTIMATORS
 from verl.protocol import DataProto
@@ -82,7 +82,7 @@ def test_a_saved_actor_opens_with_transformers_and_has_the_same_weights(model64,
 def test_a_reference_of_its_own_stays_where_the_actor_started(model64, prompts):
     actor = start_actor(model64, optimizer=AdamW(lr=1e-2))
     reference = Reference().start(
-        BuildContext(), Parallel(), Actor(model=model64, optimizer=AdamW(lr=1e-3)), actor, temperature=1.0
+        BuildContext(), Parallelism(), Actor(model=model64, optimizer=AdamW(lr=1e-3)), actor, temperature=1.0
     )
     rows = experience(actor, prompts()).select(
         ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]

@@ -8,7 +8,7 @@ import torch
 from roles import PPO, experience, start_actor, start_critic
 
 from verl.algorithms.losses import ClippedValueLoss
-from verl.engines.optim import AdamW
+from verl.engines.optimizer import AdamW
 from verl.models.pretrained import Pretrained
 
 

@@ -74,7 +74,7 @@ def test_a_critic_with_an_untrained_head_is_looked_at_too(model32, prompts, capl
     also_sees(critic.engine.model.backbone.layers[0], running_mean)
     assert not critic.compute_values(rows)["values"].any()
     assert critic.engine.paths(rows).scoring == "right_padded"
-    assert "critic.model is a ValueModel: as packed batches" in told(caplog)[0]
+    assert "critic.model is a ValueHeadModel: as packed batches" in told(caplog)[0]
 
 
 def test_a_model_that_looks_at_other_rows_is_refused_by_name(model32, prompts):

@@ -9,8 +9,8 @@ import torch
 from roles import gradients, largest_difference
 
 from verl.component import BuildContext
-from verl.engines.optim import AdamW
-from verl.engines.parallel import Parallel
+from verl.engines.optimizer import AdamW
+from verl.engines.parallel_dims import Parallelism
 from verl.protocol import DataProto
 from verl.workers.actor import Actor
 from verl.workers.learner import Learner
@@ -40,7 +40,7 @@ def batch(tokenizer):
 
 def start(model, **options):
     role = Actor(model=model, **{"optimizer": AdamW(lr=1e-2, max_grad_norm=None), **options})
-    return Learner.start(role, BuildContext(tokenizer=model.load_tokenizer()), Parallel(), total_updates=10)
+    return Learner.start(role, BuildContext(tokenizer=model.load_tokenizer()), Parallelism(), total_updates=10)
 
 
 def test_the_loss_is_the_mean_over_the_marked_tokens(model64, batch):

@@ -10,8 +10,8 @@ import typer
 
 from verl.cli.output import print_table
 from verl.errors import ConfigError
-from verl.model_paths import store
-from verl.model_paths.report import KeptFinding, decoding_of, kept_findings, scoring_of, status_of
+from verl.model_paths import finding_cache
+from verl.model_paths.report import CachedFinding, cached_findings, decoding_of, scoring_of, status_of
 from verl.utils.env_check import installed
 
 WIDTH = 80
@@ -20,7 +20,7 @@ MOST_LINES = 8
 
 def print_summary() -> None:
     """How many models were tried on this machine, and a line for each that takes no fast way."""
-    kept = kept_findings()
+    kept = cached_findings()
     found = Counter(one.status for one in kept)
     counts = ", ".join(f"{found[status]} {status}" for status in ("fast", "plain", "refused") if found[status])
     typer.echo(f"    models tried here: {counts or 'none yet'}; see verl env --models")
@@ -33,7 +33,7 @@ def print_summary() -> None:
 
 def print_kept() -> None:
     """The whole table of the models that were tried on this machine."""
-    kept = kept_findings()
+    kept = cached_findings()
     if not kept:
         typer.echo("No model was tried yet on this machine with the installed libraries. A run tries its own when it")
         typer.echo("starts; `verl env --models FAMILY`, such as llama, tries the default model of a family now.")
@@ -48,7 +48,7 @@ def print_families(names: Sequence[str]) -> None:
     Raises:
         ConfigError: transformers has no such family, or is not there.
     """
-    if lacking := [name for name in store.LIBRARIES if installed(name) is None]:
+    if lacking := [name for name in finding_cache.LIBRARIES if installed(name) is None]:
         raise ConfigError(f"Models cannot be tried without {', '.join(lacking)}: see verl env.")
     from verl.model_paths.families import examine_family  # brings torch and transformers
 
@@ -71,18 +71,18 @@ def print_families(names: Sequence[str]) -> None:
             _print_part("not used", reason)
 
 
-def _name(one: KeptFinding) -> str:
+def _name(one: CachedFinding) -> str:
     crossed = f", rows > {one.crossed[-1]}" if one.crossed else ""
     return one.family + f" ({one.role})" * (one.role != "policy") + crossed
 
 
-def _cells(one: KeptFinding) -> tuple[str, str]:
+def _cells(one: CachedFinding) -> tuple[str, str]:
     if one.finding.refusal is not None:
         return "refused", one.finding.refusal.partition(" Rows of this run")[0]
     return scoring_of(one.finding.paths), decoding_of(one.finding.paths) if one.role == "policy" else ""
 
 
-def _in_words(one: KeptFinding) -> str:
+def _in_words(one: CachedFinding) -> str:
     return f"{one.status}: " + ", ".join(cell for cell in _cells(one) if cell not in ("", one.status))
 
 

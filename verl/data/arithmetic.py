@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl.component import BuildContext, Description
+from verl.data.base import DataSplits, PromptSource, TextSource
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
-from verl.data.splits import PromptSource, Splits, TextSource
 from verl.errors import ConfigError
 
 Split = Literal["train", "eval"]
@@ -112,9 +112,9 @@ class ArithmeticPrompts(Arithmetic, PromptSource):
                 f"characters. Set it to {longest} or more."
             )
 
-    def build(self, context: BuildContext) -> Splits:
+    def build(self, context: BuildContext) -> DataSplits:
         config = {"max_prompt_length": self.max_prompt_length}
-        return Splits(
+        return DataSplits(
             train=RLHFDataset.from_rows(self.rows("train"), tokenizer=context.tokenizer, config=config),
             eval=RLHFDataset.from_rows(self.rows("eval"), tokenizer=context.tokenizer, config=config),
         )
@@ -139,9 +139,9 @@ class ArithmeticSFT(Arithmetic, TextSource):
                 f"{longest} tokens. Set it to {longest} or more."
             )
 
-    def build(self, context: BuildContext) -> Splits:
+    def build(self, context: BuildContext) -> DataSplits:
         config = {"max_length": self.max_length, "completion_key": "answer"}
-        return Splits(
+        return DataSplits(
             train=SFTDataset.from_rows(self.rows("train"), tokenizer=context.tokenizer, config=config),
             eval=SFTDataset.from_rows(self.rows("eval"), tokenizer=context.tokenizer, config=config),
         )

@@ -1,4 +1,4 @@
-"""Data sets that lie in files of the user: prompts for reinforcement learning, and sequences to imitate."""
+"""Data sets in files of the user: prompts for reinforcement learning, sequences for supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from verl.component import BuildContext
-from verl.data.bad_rows import BadRows
-from verl.data.options import PromptOptions, SFTOptions
+from verl.data.base import DataSplits, PromptOptions, SFTOptions
+from verl.data.readers import RowErrors, file_faults, read_rows
 from verl.data.rlhf_dataset import RLHFDataset
-from verl.data.rows import file_faults, read_rows
 from verl.data.sampler import Mixture
 from verl.data.sft_dataset import SFTDataset
-from verl.data.splits import Splits
 from verl.errors import ConfigError
 
 
@@ -38,7 +36,7 @@ class PromptFiles(PromptOptions):
         yield from _split_faults(self)
         yield from super().faults()
 
-    def build(self, context: BuildContext) -> Splits:
+    def build(self, context: BuildContext) -> DataSplits:
         return _build(self, context, RLHFDataset, PromptOptions)
 
 
@@ -61,7 +59,7 @@ class SFTFiles(SFTOptions):
         yield from _split_faults(self)
         yield from super().faults()
 
-    def build(self, context: BuildContext) -> Splits:
+    def build(self, context: BuildContext) -> DataSplits:
         return _build(self, context, SFTDataset, SFTOptions)
 
 
@@ -77,15 +75,15 @@ def _split_faults(files: PromptFiles | SFTFiles) -> Iterator[str]:
         yield f"weights is {list(weights)}: each must be a positive number. Leave a file out to give it no share."
 
 
-def _build(files: PromptFiles | SFTFiles, context: BuildContext, dataset: type, options: type) -> Splits:
+def _build(files: PromptFiles | SFTFiles, context: BuildContext, dataset: type, options: type) -> DataSplits:
     config = options(**{field.name: getattr(files, field.name) for field in fields(options)})
 
     def made(paths: tuple[str, ...], name: str) -> Any:
-        bad = BadRows(files.on_bad_row)
+        bad = RowErrors(files.on_bad_row)
         return dataset.from_rows(read_rows(paths, bad, name), context.tokenizer, config, bad)
 
     train = made(files.train_files, "train_files")
-    return Splits(
+    return DataSplits(
         train=train,
         eval=made(files.eval_files, "eval_files") if files.eval_files else None,
         mixture=None if files.weights is None else _mixture(files, train.sources),

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from verl.data.bad_rows import BadRows
-from verl.data.options import PromptOptions, read_options
-from verl.data.prompts import Chat, render_prompts
-from verl.data.rows import Rows, read_rows
-from verl.data.tokens import RaggedTokens, cut, fit_lengths, object_array, pad_id_of
+from verl.data.base import PromptOptions, read_options
+from verl.data.chat_template import ChatTemplate, render_prompts
+from verl.data.readers import DataRows, RowErrors, read_rows
+from verl.data.tokenization import RaggedTokens, cut, fit_lengths, object_array, pad_id_of
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
@@ -45,32 +44,32 @@ class RLHFDataset:
     ):
         options = config if isinstance(config, PromptOptions) else read_options(PromptOptions, config)
         files = [data_files] if isinstance(data_files, (str, Path)) else list(data_files)
-        bad = BadRows(options.on_bad_row)
+        bad = RowErrors(options.on_bad_row)
         self._prepare(read_rows(files, bad), tokenizer, options, bad)
 
     @classmethod
     def from_rows(
         cls,
-        rows: Sequence[Mapping[str, Any]] | Rows,
+        rows: Sequence[Mapping[str, Any]] | DataRows,
         tokenizer: Any,
         config: Mapping[str, Any] | PromptOptions | None = None,
-        bad: BadRows | None = None,
+        bad: RowErrors | None = None,
     ) -> RLHFDataset:
         """The same from rows in memory, each a mapping of columns; `bad` knows of those left out when reading."""
         options = config if isinstance(config, PromptOptions) else read_options(PromptOptions, config)
-        bad = BadRows(options.on_bad_row) if bad is None else bad
+        bad = RowErrors(options.on_bad_row) if bad is None else bad
         if not len(rows) and not len(bad):
             raise ConfigError("rows is []: the data set is empty.")
         dataset = cls.__new__(cls)
-        dataset._prepare(rows if isinstance(rows, Rows) else Rows(list(rows)), tokenizer, options, bad)
+        dataset._prepare(rows if isinstance(rows, DataRows) else DataRows(list(rows)), tokenizer, options, bad)
         return dataset
 
-    def _prepare(self, rows: Rows, tokenizer: Any, options: PromptOptions, bad: BadRows):
+    def _prepare(self, rows: DataRows, tokenizer: Any, options: PromptOptions, bad: RowErrors):
         self.options = options
         self._pad_id = pad_id_of(tokenizer)
         num_rows = len(rows) + len(bad)
         columns = _columns_beside(rows, options.prompt_key)
-        chat = Chat(tokenizer, options.chat_template, options.system_prompt)
+        chat = ChatTemplate(tokenizer, options.chat_template, options.system_prompt)
         texts, tokens = render_prompts(rows, options.prompt_key, chat, bad)
         bad.settle(num_rows)
         usable = [index for index, ids in enumerate(tokens) if ids]
@@ -129,7 +128,7 @@ class RLHFDataset:
         )
 
 
-def _columns_beside(rows: Rows, prompt_key: str) -> list[str]:
+def _columns_beside(rows: DataRows, prompt_key: str) -> list[str]:
     """Every column but the prompt's, in the order in which the rows first name them."""
     columns = [name for name in dict.fromkeys(key for row in rows.values for key in row) if name != prompt_key]
     faults = [

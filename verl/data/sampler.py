@@ -1,4 +1,4 @@
-"""The order in which training visits its data: a seeded order per epoch, whose state is three numbers."""
+"""The data sampler: a seeded order per epoch, whose state is three numbers."""
 
 from __future__ import annotations
 

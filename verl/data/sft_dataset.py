@@ -1,22 +1,124 @@
-"""Prompts with the completions to imitate, tokenised once and padded on the right when a batch is made."""
+"""Supervised fine-tuning data: tokenised rows with a loss mask on the completion or on the assistant's turns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl.data.bad_rows import BadRows
-from verl.data.learnable import from_conversations, from_prompts
-from verl.data.options import SFTOptions, read_options
-from verl.data.prompts import Chat
-from verl.data.rows import Rows, read_rows
-from verl.data.tokens import RaggedTokens, fit_lengths, pad_id_of
+from verl.data.base import SFTOptions, read_options
+from verl.data.chat_template import (
+    ChatTemplate,
+    conversation_tokens,
+    messages_fault,
+    render_prompts,
+    shortened,
+    text_fault,
+)
+from verl.data.readers import DataRows, RowErrors, read_rows
+from verl.data.tokenization import RaggedTokens, cut, fit_lengths, pad_id_of
 from verl.errors import ConfigError
 from verl.protocol import DataProto
+
+COMPLETION_KEYS = ("completion", "response")
+
+
+@dataclass(frozen=True)
+class LossMaskedTokens:
+    """The tokens of one row, and by token whether it is learned."""
+
+    tokens: list[int]
+    learned: list[bool]
+
+    @classmethod
+    def after(cls, prompt: list[int], completion: list[int]) -> LossMaskedTokens:
+        """A prompt and the completion that is learned."""
+        return cls(prompt + completion, [False] * len(prompt) + [True] * len(completion))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def can_be_learned(self) -> bool:
+        """Whether a token is learned that follows another, and not all are: something is there to answer."""
+        return any(self.learned[1:]) and not all(self.learned)
+
+    def cut(self, limit: int, truncation: str) -> LossMaskedTokens:
+        """At most `limit` tokens; see `verl.data.tokenization.cut`."""
+        return LossMaskedTokens(cut(self.tokens, limit, truncation), cut(self.learned, limit, truncation))
+
+
+def from_prompts(
+    rows: DataRows, prompt_key: str, completion_key: str | None, chat: ChatTemplate, bad: RowErrors
+) -> dict[int, LossMaskedTokens]:
+    """By row, in order, a prompt and the completion that is learned, with its EOS.
+
+    Both are tokenised apart, so that the prompt has the very tokens that generation starts from.
+
+    Args:
+        completion_key: the column; None takes `completion` or else `response`.
+        bad: is told of rows that cannot be used, which are left out.
+    Raises:
+        ConfigError: the tokenizer has no EOS, or no row has a column.
+    """
+    tokenizer = chat.tokenizer
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("tokenizer has no EOS token: a completion could not say where it ends. Set eos_token.")
+    _, prompts = render_prompts(rows, prompt_key, chat, bad)
+    present = {name for row in rows.values for name in row}
+    key = completion_key or next((name for name in COMPLETION_KEYS if name in present), COMPLETION_KEYS[0])
+    usable = []
+    for index in (index for index, prompt in enumerate(prompts) if prompt):
+        if (fault := rows.column_fault(key, "completion_key", index) or _completion_fault(rows, key, index)) is None:
+            usable.append(index)
+        else:
+            bad.add(fault)
+    if not usable:
+        return {}
+    completions = tokenizer([rows.values[index][key] for index in usable], add_special_tokens=False)["input_ids"]
+    return {
+        index: LossMaskedTokens.after(prompts[index], [*completion, tokenizer.eos_token_id])
+        for index, completion in zip(usable, completions, strict=True)
+    }
+
+
+def from_conversations(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors) -> dict[int, LossMaskedTokens]:
+    """By row, in order, a conversation of which the assistant's turns are learned, each with its end token.
+
+    Args:
+        bad: is told of rows that cannot be used, which are left out.
+    Raises:
+        ConfigError: no row has the column, there is no template, or the tokenizer cannot tell where its tokens lie.
+    """
+    if chat.source is None:
+        raise ConfigError("chat_template is null: conversations need one and the tokenizer has none. Set one.")
+    if not getattr(chat.tokenizer, "is_fast", False):
+        raise ConfigError("messages_key needs a fast tokenizer: this one cannot tell where its tokens lie in the text.")
+    found = {}
+    for index in range(len(rows)):
+        fault = rows.column_fault(key, "messages_key", index)
+        if fault is None and (expected := messages_fault(messages := rows.values[index][key])) is not None:
+            fault = f"{key} is {shortened(messages)} at {rows.place(index)}: expected {expected}."
+        if fault is not None:
+            bad.add(fault)
+            continue
+        try:
+            tokens, learned = conversation_tokens(chat, rows.values[index][key], rows.place(index))
+            found[index] = LossMaskedTokens(tokens, learned)
+        except ConfigError as error:
+            bad.add(str(error))
+    return found
+
+
+def _completion_fault(rows: DataRows, key: str, index: int) -> str | None:
+    completion = rows.values[index][key]
+    is_text = isinstance(completion, str) and completion
+    expected = text_fault(completion) if is_text else "a text that is not empty"
+    return expected and f"{key} is {shortened(completion)} at {rows.place(index)}: expected {expected}."
 
 
 class SFTDataset:
@@ -44,31 +146,31 @@ class SFTDataset:
     ):
         options = config if isinstance(config, SFTOptions) else read_options(SFTOptions, config)
         files = [data_files] if isinstance(data_files, (str, Path)) else list(data_files)
-        bad = BadRows(options.on_bad_row)
+        bad = RowErrors(options.on_bad_row)
         self._prepare(read_rows(files, bad), tokenizer, options, bad)
 
     @classmethod
     def from_rows(
         cls,
-        rows: Sequence[Mapping[str, Any]] | Rows,
+        rows: Sequence[Mapping[str, Any]] | DataRows,
         tokenizer: Any,
         config: Mapping[str, Any] | SFTOptions | None = None,
-        bad: BadRows | None = None,
+        bad: RowErrors | None = None,
     ) -> SFTDataset:
         """The same from rows in memory, each a mapping of columns; `bad` knows of those left out when reading."""
         options = config if isinstance(config, SFTOptions) else read_options(SFTOptions, config)
-        bad = BadRows(options.on_bad_row) if bad is None else bad
+        bad = RowErrors(options.on_bad_row) if bad is None else bad
         if not len(rows) and not len(bad):
             raise ConfigError("rows is []: the data set is empty.")
         dataset = cls.__new__(cls)
-        dataset._prepare(rows if isinstance(rows, Rows) else Rows(list(rows)), tokenizer, options, bad)
+        dataset._prepare(rows if isinstance(rows, DataRows) else DataRows(list(rows)), tokenizer, options, bad)
         return dataset
 
-    def _prepare(self, rows: Rows, tokenizer: Any, options: SFTOptions, bad: BadRows):
+    def _prepare(self, rows: DataRows, tokenizer: Any, options: SFTOptions, bad: RowErrors):
         self.options = options
         self._pad_id = pad_id_of(tokenizer)
         num_rows = len(rows) + len(bad)
-        chat = Chat(tokenizer, options.chat_template, options.system_prompt)
+        chat = ChatTemplate(tokenizer, options.chat_template, options.system_prompt)
         if options.messages_key is None:
             texts = from_prompts(rows, options.prompt_key, options.completion_key, chat, bad)
         else:

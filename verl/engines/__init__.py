@@ -1,14 +1,10 @@
 """One process's share of a model in training: forward, loss, optimizer step, sharding.
 
-costs            What a division of a model costs each process: memory at rest, memory meanwhile, traffic
-engine           The training engine: inference and optimizer steps over micro-batches, equal to one big batch
-expert_plan      The experts of a mixture in a tensor-parallel plan: each process has some of them, whole
-filling          A model that was made without weights, and divided
-fully_sharded    Weights, gradients and optimizer state in parts, one per process, by FSDP2
-optim            The optimizer and its learning-rate schedule, as one description
-parallel         This process among those that train one model together: the sums they take
-sharded          This process where a model's weights are divided: over shards of the data-parallel processes
-sharding         How a model in training is spread over processes: the options of `sharding=`
-tensor_parallel  Linear layers divided over processes that work on the same rows
-token_scores     Log-probabilities and entropies of response tokens, without ever holding all of their logits
+chunked_logprobs  Log-probabilities and entropies of response tokens, computed in chunks
+engine            The training engine: inference and optimizer steps over micro-batches, equal to one big batch
+fsdp              FSDP2: weights, gradients and optimizer state sharded over processes
+optimizer         AdamW and its learning-rate schedule, as one component
+parallel_dims     The parallel dimensions of one training process: data-parallel replicas, FSDP shards
+sharding          `sharding=`: how a model in training is spread over processes, and what that costs each of them
+tensor_parallel   Tensor parallelism by the plan that transformers has for a model
 """

@@ -1,4 +1,4 @@
-"""The training engine: inference and optimizer steps over micro-batches, equal to one big batch.
+"""The training engine: inference and optimizer steps over micro-batches, equal to one big batch; gradient accumulation.
 
 A role gives the engine a function from (model, micro-batch) to tensors or to a loss; the engine decides how rows
 become micro-batches, and takes sums with its sibling processes. Nothing that a role computes depends on that cut.
@@ -13,13 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from verl.engines.optim import AdamW
-from verl.engines.parallel import Parallel
+from verl.engines.optimizer import AdamW
+from verl.engines.parallel_dims import Parallelism
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches, empty_micro_batch
 from verl.model_paths.paths import PLAIN, ModelPaths, Scoring
-from verl.models.division import compute_device
-from verl.models.precision import Autocast, computing_in
+from verl.models.parallel_info import Autocast, compute_device, computing_in
 from verl.ops.loss_aggregation import LossTotals
 from verl.protocol import DataProto
 from verl.resharding.dtensor import ReadableTensor, laid_out_as
@@ -48,7 +47,7 @@ class TrainingEngine:
     def __init__(
         self,
         model: nn.Module,
-        parallel: Parallel,
+        parallel: Parallelism,
         micro_batch_tokens: int,
         optimizer: AdamW | None = None,
         total_updates: int = 0,

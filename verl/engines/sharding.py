@@ -1,4 +1,12 @@
-"""How a model in training is spread over processes: the options of `sharding=`."""
+"""`sharding=`: how a model in training is spread over processes, and what that costs each of them.
+
+`Sharding.cost` computes memory at rest, peak memory and communication, by arithmetic alone:
+
+    FSDP().cost(8, model_stats(config), tokens=16384, compute_bytes=2).resting / 2**30     GiB in each process
+
+Traffic is what a process sends, by ring algorithms: gathering x bytes over k processes sends (k - 1) / k x, and so does
+adding up to parts of x; adding up to the whole sends twice that.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,40 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from verl.component import BuildContext, Description
-from verl.engines.parallel import Parallel, TorchParallel
+from verl.engines.parallel_dims import DataParallelism, Parallelism
+from verl.models.model_stats import ModelStats
+
+
+@dataclass(frozen=True)
+class ShardingCost:
+    """Of one role in each process, in bytes.
+
+    Attributes:
+        weights, gradients, optimizer: at rest; of a role that is only asked the latter are 0.
+        gathered: weights of siblings that lie here during a forward or backward pass.
+        generating: likewise while a response is drawn from the training weights.
+        per_micro_batch: sent in the forward and backward pass of one micro-batch.
+        per_update: sent once per optimizer step beside that.
+        is_offloaded: what rests does so in main memory.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int = 0
+    generating: int = 0
+    per_micro_batch: int = 0
+    per_update: int = 0
+    is_offloaded: bool = False
+
+    @property
+    def resting(self) -> int:
+        """Weights, gradients and optimizer state."""
+        return self.weights + self.gradients + self.optimizer
+
+    def per_step(self, micro_batches: int, updates: int = 1) -> int:
+        """Bytes sent in a training step, generation and scoring left out."""
+        return micro_batches * self.per_micro_batch + updates * self.per_update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +63,16 @@ class Sharding(Description):
 
     needs_processes: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 1800.0
+    is_fully_sharded: ClassVar[bool] = False
+    gathers_twice: ClassVar[bool] = False
+    is_offloaded: ClassVar[bool] = False
 
     def parameter_shards(self, world_size: int) -> int:
         """Parts that weights, gradients and optimizer state are divided into."""
         return 1
 
-    def build(self, context: BuildContext) -> Parallel:
-        return Parallel()
+    def build(self, context: BuildContext) -> Parallelism:
+        return Parallelism()
 
     def size_fault(self, world_size: int) -> str | None:
         """Why this cannot be done with so many processes; opens with the field's name."""
@@ -41,6 +85,55 @@ class Sharding(Description):
     def parts(self, world_size: int) -> tuple[int, ...]:
         """Of each process, the number of the share of rows that it works on; some may work on one share together."""
         return tuple(range(world_size))
+
+    def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
+        """Replicas, shards of each, and processes that share each layer."""
+        return world_size, 1, 1
+
+    def cost(
+        self,
+        world_size: int,
+        sizes: ModelStats,
+        tokens: int = 0,
+        weight_bytes: int = 4,
+        compute_bytes: int | None = None,
+        trains: bool = True,
+    ) -> ShardingCost:
+        """What a role costs each process.
+
+        Args:
+            tokens: of a micro-batch, for the activations that tensor-parallel siblings exchange.
+            weight_bytes: of a number at rest; of its gradient and of each of AdamW's two moments too.
+            compute_bytes: of a number in the type that is computed in; None for the same.
+            trains: has gradients and an optimizer.
+        """
+        replicas, shards, siblings = self.mesh_sizes(world_size)
+        compute = compute_bytes or weight_bytes
+        held = _held(sizes, siblings)
+        trained = (held if sizes.trained == sizes.parameters else sizes.trained) if trains else 0
+        copy = 0 if self.is_fully_sharded or compute == weight_bytes else held * compute
+        gathered = generating = 0
+        sent = 0.0
+        if self.is_fully_sharded and shards > 1:
+            block = (sizes.parameters - sizes.embedding_elements) // max(sizes.layers, 1) // siblings
+            ends = held - block * sizes.layers
+            gathered = (ends + block if self.gathers_twice else held) * compute
+            generating = held * compute
+            gathers = 2 if self.gathers_twice and trains else 1
+            sent = _part(shards) * (gathers * held * compute + trained * weight_bytes)
+        if siblings > 1:
+            sums = 4 if trains else 2  # after attention and MLP, forward and backward
+            sent += 2 * _part(siblings) * sums * sizes.layers * sizes.hidden * tokens * compute
+        return ShardingCost(
+            weights=held * weight_bytes // shards + copy,
+            gradients=trained * weight_bytes // shards,
+            optimizer=2 * trained * weight_bytes // shards,
+            gathered=gathered,
+            generating=generating,
+            per_micro_batch=int(sent),
+            per_update=int(2 * _part(replicas) * trained * weight_bytes / shards),
+            is_offloaded=self.is_offloaded,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +171,8 @@ class DDP(_Processes):
             has one, goes first.
     """
 
-    def build(self, context: BuildContext) -> Parallel:
-        return TorchParallel(context, self.timeout_s)
+    def build(self, context: BuildContext) -> Parallelism:
+        return DataParallelism(context, self.timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,23 +192,32 @@ class FSDP(_Processes):
 
     strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP"] = "FULL_SHARD"
     cpu_offload: bool = False
+    is_fully_sharded: ClassVar[bool] = True
 
-    def build(self, context: BuildContext) -> Parallel:
-        return self._parallel(context, self.sizes(context.world_size))
+    @property
+    def gathers_twice(self) -> bool:  # type: ignore[override]
+        return self.strategy == "FULL_SHARD"
 
-    def sizes(self, world_size: int) -> tuple[int, int, int]:
+    @property
+    def is_offloaded(self) -> bool:  # type: ignore[override]
+        return self.cpu_offload
+
+    def build(self, context: BuildContext) -> Parallelism:
+        return self._parallel(context, self.mesh_sizes(context.world_size))
+
+    def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
         """Replicas, shards of each, tensor-parallel siblings of each."""
         return 1, world_size, 1
 
     def parameter_shards(self, world_size: int) -> int:
-        _, shards, siblings = self.sizes(world_size)
+        _, shards, siblings = self.mesh_sizes(world_size)
         return shards * siblings
 
-    def _parallel(self, context: BuildContext, sizes: tuple[int, int, int]) -> Parallel:
-        from verl.engines.sharded import ShardedParallel
+    def _parallel(self, context: BuildContext, sizes: tuple[int, int, int]) -> Parallelism:
+        from verl.engines.parallel_dims import ShardedParallelism
 
         reshard = self.strategy == "FULL_SHARD"
-        return ShardedParallel(context, self.timeout_s, sizes, fully=True, reshard=reshard, offload=self.cpu_offload)
+        return ShardedParallelism(context, self.timeout_s, sizes, fully=True, reshard=reshard, offload=self.cpu_offload)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +238,7 @@ class HSDP(FSDP):
     def size_fault(self, world_size: int) -> str | None:
         return _division_fault("replicas", self.replicas, world_size)
 
-    def sizes(self, world_size: int) -> tuple[int, int, int]:
+    def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
         return self.replicas, world_size // self.replicas, 1
 
 
@@ -176,11 +278,14 @@ class TP(_Processes):
     def parts(self, world_size: int) -> tuple[int, ...]:
         return tuple(rank // (self.tensor_parallel or world_size) for rank in range(world_size))
 
-    def build(self, context: BuildContext) -> Parallel:
-        from verl.engines.sharded import ShardedParallel
+    def build(self, context: BuildContext) -> Parallelism:
+        from verl.engines.parallel_dims import ShardedParallelism
 
-        tensors = self.tensor_parallel or context.world_size
-        return ShardedParallel(context, self.timeout_s, (context.world_size // tensors, 1, tensors), fully=False)
+        return ShardedParallelism(context, self.timeout_s, self.mesh_sizes(context.world_size), fully=False)
+
+    def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
+        tensors = self.tensor_parallel or world_size
+        return world_size // tensors, 1, tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +315,7 @@ class TPFSDP(FSDP):
     def parts(self, world_size: int) -> tuple[int, ...]:
         return tuple(rank // self.tensor_parallel for rank in range(world_size))
 
-    def sizes(self, world_size: int) -> tuple[int, int, int]:
+    def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
         return 1, world_size // self.tensor_parallel, self.tensor_parallel
 
 
@@ -222,3 +327,25 @@ def _division_fault(name: str, size: int, world_size: int) -> str | None:
         f"{name} is {size}: it does not divide the {world_size} processes of trainer.n_gpus_per_node x "
         f"trainer.nnodes; {', '.join(map(str, fitting))} would."
     )
+
+
+def usual(world_size: int, per_machine: int = 8) -> dict[str, Sharding]:
+    """The shardings that so many devices allow, by name, for tables."""
+    together = min(per_machine, world_size)
+    found: dict[str, Sharding] = {"fsdp": FSDP(), "fsdp, SHARD_GRAD_OP": FSDP(strategy="SHARD_GRAD_OP")}
+    if world_size > per_machine:
+        found["hsdp"] = HSDP(replicas=world_size // per_machine)
+    found["tp"] = TP(tensor_parallel=together)
+    if world_size > together:
+        found["tp_fsdp"] = TPFSDP(tensor_parallel=together)
+    return found
+
+
+def _held(sizes: ModelStats, siblings: int) -> int:
+    """Parameters of a process that shares layers: transformers' plans leave the embedding whole."""
+    embedding = sizes.vocabulary * sizes.hidden if siblings > 1 else 0
+    return (sizes.parameters - embedding) // siblings + embedding
+
+
+def _part(count: int) -> float:
+    return (count - 1) / count

@@ -1,11 +1,12 @@
-"""Linear layers divided over processes that work on the same rows, by the plan that transformers has for a model.
+"""Tensor parallelism by the plan that transformers has for a model; expert parallelism for mixtures of experts.
 
-x ──> columns of W, one part each ──> heads, one part each ──> rows of W, one part each ──> add up ──> x
+x ──> columns of W, one part each ──> heads, one part each ──> rows of W ──> all-reduce
+x ──> router, whole ──> experts of this process, whole ──> all-reduce
 
 The factors of an adapter follow the layer that they adapt:
 
     columns of W   x ──> A, whole ──> rows of B, one part each           as the outputs of W are
-    rows of W      x ──> columns of A, one part each ──> add up ──> B, whole
+    rows of W      x ──> columns of A, one part each ──> all-reduce ──> B, whole
 """
 
 from __future__ import annotations
@@ -14,8 +15,49 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from verl.engines.expert_plan import EXPERT_STYLES, general, with_experts
+import torch
+
 from verl.errors import ConfigError
+
+EXPERT_STYLES = {"grouped_gemm", "moe_tp_experts", "ep_router"}
+
+
+def with_experts(model: Any, plan: dict[str, str], size: int) -> dict[str, str]:
+    """The plan with experts divided one by one over `size` processes, or left whole where that cannot be."""
+    places = {general(name): name for name, module in model.named_modules() if _holds_experts(module)}
+    for place, name in places.items():
+        experts, parent = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+        plan = {at: style for at, style in plan.items() if at != place and not at.startswith(f"{place}.")}
+        router, count = _router_of(parent, experts.num_experts), experts.num_experts
+        if router is None or count % size or model.config.get_text_config()._experts_implementation == "eager":
+            _log.info("tensor parallelism: the %d experts of %s stay whole in each process", count, place)
+            continue
+        plan |= {f"{place}.{weight}": "grouped_gemm" for weight in experts._parameters}
+        plan |= {place: "moe_tp_experts", f"{place.rpartition('.')[0]}.{router}": "ep_router"}
+    return plan
+
+
+def general(name: str) -> str:
+    """`layers.3.q_norm` as `layers.*.q_norm`."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _holds_experts(module: Any) -> bool:
+    """Whether it is a collection of experts in the form that all of transformers' ways to run them share."""
+    return hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
+
+
+def _router_of(parent: Any, count: int) -> str | None:
+    """The name of what sends tokens to so many experts, if it answers (logits, scores, numbers of experts)."""
+    for name, child in parent.named_children():
+        if getattr(child, "num_experts", None) == count and hasattr(child, "top_k") and hasattr(child, "weight"):
+            weight = child.weight
+            with torch.no_grad():
+                answer = child(torch.zeros(1, weight.shape[-1], dtype=weight.dtype, device=weight.device))
+            if isinstance(answer, tuple) and len(answer) == 3 and answer[1].shape == answer[2].shape:
+                return name
+    return None
+
 
 COLUMNS = {"colwise", "colwise_gather_output", "colwise_rep"}
 ROWS = {"rowwise", "rowwise_rep"}
@@ -26,7 +68,7 @@ PARTIAL = "replicated_with_grad_allreduce"  # a norm over this process's heads: 
 _log = logging.getLogger(__name__)
 
 
-def split_over(model: Any, mesh: Any) -> list[str]:
+def shard_over(model: Any, mesh: Any) -> list[str]:
     """Divide a Hugging Face model, its peft adapter too, over the processes of a one-dimensional mesh, in place.
 
     Every process has loaded it whole, or on the meta device, and keeps its own part.

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from verl.component import BuildContext
-from verl.engines.fully_sharded import units_of
-from verl.engines.parallel import TENSOR
-from verl.engines.sharded import ShardedParallel
+from verl.engines.fsdp import units_of
+from verl.engines.parallel_dims import TENSOR, ShardedParallelism
 from verl.engines.tensor_parallel import heads_fault
 from verl.errors import ConfigError
 from verl.hybrid.settings import HybridConfig
-from verl.models.saved_form import live_tensors
+from verl.models.hf_state_dict import live_tensors
 from verl.resharding.dtensor import is_divided, local
 from verl.workers.gathering import whole_on_first
 
@@ -83,7 +82,7 @@ def own_device() -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
-class Company(ShardedParallel):
+class Company(ShardedParallelism):
     """The processes that hold one actor together. Opens their group where the user has not."""
 
     def __init__(self, config: HybridConfig, device: str):

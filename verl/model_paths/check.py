@@ -1,4 +1,5 @@
-"""Which ways of running a model give what a plain forward pass of each row gives, found by trying all on its twin.
+"""Which ways of running a model are right for it: each is compared with a plain forward pass of each row, on a small
+twin.
 
     twin ──> plain forward of each row ──> numbers that are wanted
          ──> every way that a run can use ──> numbers ──> equal: the way is open; else: a plainer one, and the reason
@@ -19,11 +20,20 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError
-from verl.model_paths import packed_attention, store
-from verl.model_paths.paths import PLAIN, CacheKind, Finding, ModelPaths, Scoring
-from verl.model_paths.small_config import LIMIT, ROW_TOKENS, crossed_lengths, lengths_in
+from verl.model_paths import finding_cache, packed_attention
+from verl.model_paths.paths import PLAIN, CacheKind, ModelPaths, PathFinding, Scoring
 from verl.model_paths.trial import TrialRow, alone, decoded, distance, numbers_of, random_tokens, scored, states_of
-from verl.model_paths.twin import NoTwin, Twin, has_own_code, layer_kinds, make_twin
+from verl.model_paths.twin import (
+    LIMIT,
+    ROW_TOKENS,
+    NoTwin,
+    Twin,
+    crossed_lengths,
+    has_own_code,
+    layer_kinds,
+    lengths_in,
+    make_twin,
+)
 from verl.models.call import has_lm_head, takes, unwrapped
 from verl.models.pretrained import quiet_transformers
 from verl.utils.progress import report
@@ -83,9 +93,9 @@ def paths_for(model: Any, row_tokens: int, name: str = "model") -> ModelPaths:
 def finding_for(
     model: Any,
     row_tokens: int,
-    examine: Callable[[Any, int], Finding],
-    probe: Callable[[str, Any, int], Finding],
-) -> Finding:
+    examine: Callable[[Any, int], PathFinding],
+    probe: Callable[[str, Any, int], PathFinding],
+) -> PathFinding:
     """What is found of a model for rows of up to so many tokens: known of this object, kept on disk, or found now.
 
     Args:
@@ -103,7 +113,7 @@ def finding_for(
     if key not in known:
         reason = has_own_code(model)
         if reason is None:
-            found = store.kept(base, key, functools.partial(_undisturbed, examine, base, row_tokens))
+            found = finding_cache.kept(base, key, functools.partial(_undisturbed, examine, base, row_tokens))
         else:
             found = _undisturbed(functools.partial(probe, reason), model, row_tokens)
         key = key if found.distances else probed
@@ -121,7 +131,7 @@ def _told(config: Any) -> str:
     return repr([(name, x) for name, x in vars(config).items() if not name.startswith("_")])
 
 
-def _undisturbed(examine: Callable[[Any, int], Finding], model: Any, row_tokens: int) -> Finding:
+def _undisturbed(examine: Callable[[Any, int], PathFinding], model: Any, row_tokens: int) -> PathFinding:
     """Outside of what the caller computes in, and without a trace in random generators."""
     with (
         torch.random.fork_rng(devices=[]),
@@ -132,10 +142,10 @@ def _undisturbed(examine: Callable[[Any, int], Finding], model: Any, row_tokens:
         return examine(model, row_tokens)
 
 
-def examine(model: Any, row_tokens: int) -> Finding:
+def examine(model: Any, row_tokens: int) -> PathFinding:
     """Try every way of running a model on its twin."""
     if model.config.is_encoder_decoder:
-        return Finding(
+        return PathFinding(
             PLAIN, "it is an encoder-decoder, and a policy is one decoder. Give a causal language model of its kind."
         )
     try:
@@ -149,10 +159,10 @@ def examine(model: Any, row_tokens: int) -> Finding:
         return _probe(f"{kind}{error}", model, row_tokens)
 
 
-def _probe(reason: str, model: Any, row_tokens: int) -> Finding:
+def _probe(reason: str, model: Any, row_tokens: int) -> PathFinding:
     """What rows of the model itself tell, where it has no twin for some reason."""
     why = f"no small model of its kind could be tried ({reason})"
-    return Finding(replace(PLAIN, reasons=(why,)), _causality_of_the_model(model))
+    return PathFinding(replace(PLAIN, reasons=(why,)), _causality_of_the_model(model))
 
 
 class Examination:
@@ -170,20 +180,20 @@ class Examination:
         self.rows = _scoring_rows(twin)
         self.wanted = [alone(twin.model, row) for row in self.rows]
 
-    def run(self) -> Finding:
+    def run(self) -> PathFinding:
         if (refusal := self._leaves_out() or self._not_causal()) is not None:
-            return Finding(PLAIN, refusal, self.distances)
+            return PathFinding(PLAIN, refusal, self.distances)
         if (blind := self._blind_for()) is not None:
             why = f"a small model of its kind does not tell {blind} from what is right"
-            return Finding(replace(PLAIN, reasons=(why,)), None, self.distances)
+            return PathFinding(replace(PLAIN, reasons=(why,)), None, self.distances)
         scoring = self._rows_beside_each_other()
         if scoring is None:
-            return Finding(PLAIN, NOT_BESIDE_OTHERS, self.distances)
+            return PathFinding(PLAIN, NOT_BESIDE_OTHERS, self.distances)
         trains = self._computes_the_same_in_training()
         paths = self._decoding(self._packed(ModelPaths(scoring=scoring, trains=trains)))
         if paths is None:
-            return Finding(PLAIN, "its tokens have other numbers when they are drawn one by one.", self.distances)
-        return Finding(replace(paths, reasons=tuple(self.reasons)), None, self.distances)
+            return PathFinding(PLAIN, "its tokens have other numbers when they are drawn one by one.", self.distances)
+        return PathFinding(replace(paths, reasons=tuple(self.reasons)), None, self.distances)
 
     # What the model is
 
@@ -458,7 +468,7 @@ def _causality_of_the_model(model: Any) -> str | None:
     return None
 
 
-def _tell(model: Any, finding: Finding) -> None:
+def _tell(model: Any, finding: PathFinding) -> None:
     """Say once what is not used for a model, by name."""
     kind, paths = type(model).__name__, finding.paths
     for reason in paths.reasons:

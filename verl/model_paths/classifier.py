@@ -11,12 +11,11 @@ from torch import Tensor
 
 from verl.errors import ConfigError
 from verl.model_paths.check import TOLD_APART, TOLERANCE, finding_for
-from verl.model_paths.paths import PLAIN, Finding, ModelPaths
-from verl.model_paths.small_config import ROW_TOKENS
+from verl.model_paths.paths import PLAIN, ModelPaths, PathFinding
 from verl.model_paths.trial import distance, random_tokens
-from verl.model_paths.twin import NoTwin, make_twin
+from verl.model_paths.twin import ROW_TOKENS, NoTwin, make_twin
 from verl.models.call import unwrapped
-from verl.models.scores import ScoreModel
+from verl.models.heads import RewardHeadModel
 
 TextBatches = Literal["padded", "equal_lengths"]
 
@@ -30,7 +29,7 @@ def text_batches_for(model: Any, row_tokens: int) -> TextBatches:
     Raises:
         ConfigError: the score of a text depends on the texts beside it, whatever their lengths.
     """
-    if not isinstance(model, ScoreModel):
+    if not isinstance(model, RewardHeadModel):
         return "padded"
     finding = finding_for(model.classifier, row_tokens, examine_classifier, _not_tried)
     if finding.refusal is not None:
@@ -38,11 +37,11 @@ def text_batches_for(model: Any, row_tokens: int) -> TextBatches:
     return "padded" if finding.paths.scoring == "padded" else "equal_lengths"
 
 
-def examine_classifier(classifier: Any, row_tokens: int) -> Finding:
+def examine_classifier(classifier: Any, row_tokens: int) -> PathFinding:
     """Score texts of many lengths alone and beside each other."""
     try:
         twin = make_twin(classifier, row_tokens)
-        model = ScoreModel(twin.model)
+        model = RewardHeadModel(twin.model)
         lengths = [ROW_TOKENS, 150, 9, 5, *(max(1, n + by) for n in twin.lengths for by in (-1, 1))]
         texts = [random_tokens(length, twin.token_ids, seed) for seed, length in enumerate(lengths)]
         wanted = [score_texts(model, [text]) for text in texts]
@@ -56,27 +55,27 @@ def examine_classifier(classifier: Any, row_tokens: int) -> Finding:
         kind = "" if isinstance(error, NoTwin) else f"{type(error).__name__}: "
         return _not_tried(f"{kind}{error}", classifier, row_tokens)
     if blind:
-        return Finding(
+        return PathFinding(
             replace(PLAIN, reasons=(f"a small model of its kind does not show a change at {blind[0]} tokens",))
         )
     if distance(again, wanted[::-1]) > TOLERANCE:
-        return Finding(PLAIN, "the score of a text depends on those that were scored before it.")
+        return PathFinding(PLAIN, "the score of a text depends on those that were scored before it.")
     together = distance([score_texts(model, texts)], [torch.cat(wanted)])
     if together <= TOLERANCE:
-        return Finding(ModelPaths(scoring="padded"), None, {"padded": together})
+        return PathFinding(ModelPaths(scoring="padded"), None, {"padded": together})
     twice = distance([score_texts(model, [text, text.flip(0)])[:1] for text in texts], wanted)
     found = {"padded": together, "equal lengths": twice}
     why = f"texts of several lengths beside each other: their scores differ by {together:.2g}"
     refusal = None if twice <= TOLERANCE else "the score of a text depends on the texts that are scored beside it."
-    return Finding(replace(PLAIN, reasons=(why,)), refusal, found)
+    return PathFinding(replace(PLAIN, reasons=(why,)), refusal, found)
 
 
-def _not_tried(reason: str, classifier: Any, row_tokens: int) -> Finding:
-    return Finding(replace(PLAIN, reasons=(f"no small model of its kind could be tried ({reason})",)))
+def _not_tried(reason: str, classifier: Any, row_tokens: int) -> PathFinding:
+    return PathFinding(replace(PLAIN, reasons=(f"no small model of its kind could be tried ({reason})",)))
 
 
 @torch.no_grad()
-def score_texts(model: ScoreModel, texts: Sequence[Tensor]) -> Tensor:
+def score_texts(model: RewardHeadModel, texts: Sequence[Tensor]) -> Tensor:
     """[b] float64, of texts beside each other, padded on the right."""
     ids = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
@@ -85,4 +84,4 @@ def score_texts(model: ScoreModel, texts: Sequence[Tensor]) -> Tensor:
 
 def _moved(classifier: Any, row_tokens: int, place: int, text: Tensor, wanted: Tensor) -> float:
     other = make_twin(classifier, row_tokens, moved=(place, 1))
-    return distance([score_texts(ScoreModel(other.model), [text])], [wanted])
+    return distance([score_texts(RewardHeadModel(other.model), [text])], [wanted])

@@ -134,9 +134,9 @@ class _Prompts:
         if not repeats:
             self._repeat(n, logits=False)
         if paths.cache == "in_place":
-            from verl.model_paths.kv_cache import roomy_cache  # brings transformers
+            from verl.model_paths.kv_cache import preallocated_cache  # brings transformers
 
-            self.cache = roomy_cache(decoder.model.config, self.tokens.shape[1] + decoder.max_new_tokens)
+            self.cache = preallocated_cache(decoder.model.config, self.tokens.shape[1] + decoder.max_new_tokens)
         self._read(self.tokens, self._positions())
         if repeats and n > 1:
             if not self._share(n):

@@ -11,8 +11,8 @@ import torch
 
 from verl.errors import ConfigError
 from verl.model_paths.check import examine
-from verl.model_paths.paths import Finding
-from verl.model_paths.small_config import crossed_lengths
+from verl.model_paths.paths import PathFinding
+from verl.model_paths.twin import crossed_lengths
 from verl.models.pretrained import quiet_transformers
 
 EVERY_LENGTH = 10**9  # rows of so many tokens cross whatever a configuration has
@@ -63,7 +63,7 @@ class FamilyStatus:
 
     family: str
     model: str = ""
-    finding: Finding | None = None
+    finding: PathFinding | None = None
     tokens: int | None = None
     longer: str | None = None
     fault: str | None = None

@@ -1,4 +1,4 @@
-"""A key-value cache that is written in place: a new token copies itself alone, not all that came before it.
+"""A preallocated key-value cache: a new token copies itself alone, not all that came before it.
 
 prompts [b H P D] ── one for all n samples, as long as every sample is there ──┐
 samples [b n H t D] ── written token by token, in rooms that grow ─────────────┴──> attention
@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 FIRST_ROOM = 32  # tokens; doubled whenever it is used up
 
 
-class RoomyLayer(DynamicLayer):
+class PreallocatedLayer(DynamicLayer):
     """One layer's keys and values [B H L D], with room for further tokens behind the last one.
 
     Args:
@@ -105,16 +105,16 @@ def select_rows(cache: Any, rows: Tensor) -> None:
         choose(rows)
 
 
-def roomy_cache(config: Any, max_length: int) -> DynamicCache:
+def preallocated_cache(config: Any, max_length: int) -> DynamicCache:
     """An empty cache for a model; layers that keep less than everything (sliding windows, states) are as they were."""
     cache = DynamicCache(config=config)
-    cache.layers = [RoomyLayer(max_length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [PreallocatedLayer(max_length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 def shared_prefix(cache: DynamicCache, repeats: int) -> bool:
     """Give each row `repeats` samples that share its keys and values; False, and nothing done, where a layer cannot."""
-    if not all(isinstance(layer, RoomyLayer) for layer in cache.layers):
+    if not all(isinstance(layer, PreallocatedLayer) for layer in cache.layers):
         return False
     for layer in cache.layers:
         layer.share(repeats)  # type: ignore[union-attr]

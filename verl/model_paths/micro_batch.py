@@ -1,4 +1,5 @@
-"""From a batch to the tensors of one forward pass: padded rows, or a packed line in which shared prompts stand once.
+"""Micro-batches: the tensors of one forward pass, as padded rows or as packed rows in which a shared prompt stands
+once.
 
     plan ──> rows of each micro-batch ──> MicroBatch ──> predict(call) ──> what predicts each response token [n ...]
 
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.model_paths.packed_attention import call_packed, take
+from verl.model_paths.packed_attention import call_packed, gather_rows
 from verl.model_paths.paths import ModelPaths
 from verl.ops.batching import micro_batches, micro_batches_of_groups
 from verl.ops.logprobs import response_positions
@@ -57,7 +58,7 @@ class MicroBatch:
         """
         x = self.tensors
         if self.packing is not None:
-            return take(call_packed(call, x["input_ids"], self.packing)[0], self.packing.predictors)
+            return gather_rows(call_packed(call, x["input_ids"], self.packing)[0], self.packing.predictors)
         if self.is_left_aligned:
             return self._predict_left_aligned(call)
         names = ("input_ids",) if self.is_unpadded else ("input_ids", "attention_mask", "position_ids")

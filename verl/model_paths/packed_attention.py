@@ -1,4 +1,4 @@
-"""Attention over a packed line of tokens, for any Hugging Face model that takes its attention function by name.
+"""Attention over packed rows, for any Hugging Face model that takes its attention function by name.
 
     line [1 H N D] ── take ──> blocks of padded segments [count H queries D] ── attention ──> take ──> line
 
@@ -239,7 +239,8 @@ def _attend_packed(
     if dropout or query.shape[2] != len(packing.tokens) or key.shape[2] != len(packing.tokens):
         raise NotImplementedError("packed attention knows neither dropout nor keys of another text")
     q, k, v = (
-        take(_as_line(x), how) for x, how in ((query, packing.queries), (key, packing.keys), (value, packing.keys))
+        gather_rows(_as_line(x), how)
+        for x, how in ((query, packing.queries), (key, packing.keys), (value, packing.keys))
     )
     queries = q.split([block.count * block.queries for block in packing.blocks])
     keys = [x.split([block.count * block.keys for block in packing.blocks]) for x in (k, v)]
@@ -256,7 +257,7 @@ def _attend_packed(
             enable_gqa=query.shape[1] != key.shape[1],
         )
         parts.append(heads.transpose(1, 2).flatten(0, 1))
-    return take(torch.cat(parts), packing.out).unsqueeze(0)
+    return gather_rows(torch.cat(parts), packing.out).unsqueeze(0)
 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
@@ -305,7 +306,7 @@ def _attend_shared(
     return (found.reshape(rows, kinds, heads, depth) + tail @ value).flatten(1, 2).unsqueeze(1)
 
 
-def take(line: Tensor, how: GatherIndex) -> Tensor:
+def gather_rows(line: Tensor, how: GatherIndex) -> Tensor:
     """Slots [M ...] from a line [N ...]."""
     return line if how.is_identity else _Take.apply(line, how)
 

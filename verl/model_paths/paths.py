@@ -68,7 +68,7 @@ FAST = ModelPaths(
 
 
 @dataclass(frozen=True)
-class Finding:
+class PathFinding:
     """What a trial has found of a model.
 
     Attributes:

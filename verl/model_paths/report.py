@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from verl.model_paths import store
-from verl.model_paths.paths import Finding, ModelPaths
+from verl.model_paths import finding_cache
+from verl.model_paths.paths import ModelPaths, PathFinding
 
 Status = Literal["fast", "plain", "refused"]
 Role = Literal["policy", "critic", "reward"]
 
 
-def status_of(finding: Finding, draws: bool = True) -> Status:
+def status_of(finding: PathFinding, draws: bool = True) -> Status:
     """`fast`: no way that costs much is left out; `plain`: one is; `refused`: the model cannot be trained.
 
     Args:
@@ -46,7 +46,7 @@ def decoding_of(paths: ModelPaths) -> str:
 
 
 @dataclass(frozen=True)
-class KeptFinding:
+class CachedFinding:
     """What an earlier run on this machine has found of a model.
 
     Attributes:
@@ -60,20 +60,20 @@ class KeptFinding:
     model: str
     crossed: tuple[int, ...]
     role: Role
-    finding: Finding
+    finding: PathFinding
 
     @property
     def status(self) -> Status:
         return status_of(self.finding, draws=self.role == "policy")
 
 
-def kept_findings() -> list[KeptFinding]:
+def cached_findings() -> list[CachedFinding]:
     """Those of the cache that hold for the installed libraries, by family; of equal ones the newest."""
-    found: dict[tuple[str, str, tuple[int, ...], str], KeptFinding] = {}
+    found: dict[tuple[str, str, tuple[int, ...], str], CachedFinding] = {}
     for told in _kept_files():
         name, crossed = told["key"]
         role: Role = "reward" if name == "examine_classifier" else "policy" if told["draws"] else "critic"
-        kept = KeptFinding(told["family"], told["model"], tuple(crossed), role, store.finding_in(told))
+        kept = CachedFinding(told["family"], told["model"], tuple(crossed), role, finding_cache.finding_in(told))
         found[kept.family, kept.model, kept.crossed, role] = kept
     return [found[key] for key in sorted(found)]
 
@@ -81,14 +81,14 @@ def kept_findings() -> list[KeptFinding]:
 def _kept_files() -> Iterator[Mapping[str, Any]]:
     """Oldest first; a file that is not ours, or of other versions, is passed over."""
     try:
-        versions = store.library_versions()
+        versions = finding_cache.library_versions()
     except importlib.metadata.PackageNotFoundError:
         return  # nothing can have been found
-    for file in sorted(store.cache_dir().glob("*.json"), key=_written_at):
+    for file in sorted(finding_cache.cache_dir().glob("*.json"), key=_written_at):
         try:
             told = json.loads(file.read_text())
             name, crossed = told["key"]
-            store.finding_in(told)
+            finding_cache.finding_in(told)
             if (
                 told["versions"] == versions
                 and isinstance(told["draws"], bool)

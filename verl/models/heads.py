@@ -1,8 +1,13 @@
-"""A value head on any backbone: the critic's model."""
+"""Heads on a backbone: the critic's value head, a reward model's score, and the LM head apart from its backbone.
+
+With a vocabulary of 150 000, the logits of a batch are by far its largest tensor: the LM head is applied to a few
+tokens at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +18,11 @@ from torch import Tensor, nn
 
 from verl.models.call import call_model
 from verl.models.pretrained import VALUE_HEAD_FILE, quiet_transformers
+from verl.ops.masking import last_true
 
 
 @dataclass(frozen=True)
-class ValueOutput:
+class ValueHeadOutput:
     """What a critic returns.
 
     Attributes:
@@ -26,7 +32,7 @@ class ValueOutput:
     values: Tensor
 
 
-class ValueModel(nn.Module):
+class ValueHeadModel(nn.Module):
     """A backbone and a linear head that reads one value from each hidden state.
 
     The head starts at zero, so an untrained critic predicts no reward anywhere and its first advantages are the plain
@@ -47,7 +53,7 @@ class ValueModel(nn.Module):
 
     @property
     def computes_in_own_type(self) -> tuple[nn.Module, ...]:
-        """Values are regressed on in the head's own precision; see `verl.models.precision`."""
+        """Values are regressed on in the head's own precision; see `verl.models.parallel_info`."""
         return (self.head,)
 
     @property
@@ -62,7 +68,7 @@ class ValueModel(nn.Module):
         *,
         probe: bool = False,
         **others: Any,
-    ) -> ValueOutput:
+    ) -> ValueHeadOutput:
         """Values of each position, [B S]; `others` are the backbone's own.
 
         Args:
@@ -73,7 +79,7 @@ class ValueModel(nn.Module):
         others |= {name: x for name, x in given.items() if x is not None}
         hidden = call_model(self.backbone, input_ids=input_ids, use_cache=False, **others).last_hidden_state
         hidden = hidden.to(self.head.weight.dtype)
-        return ValueOutput(values=_probed(hidden) if probe else self.head(hidden).squeeze(-1))
+        return ValueHeadOutput(values=_probed(hidden) if probe else self.head(hidden).squeeze(-1))
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:
         self.backbone.gradient_checkpointing_enable(**options)
@@ -106,3 +112,134 @@ def _probed(hidden: Tensor) -> Tensor:
     size = hidden.shape[-1]
     direction = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=hidden.dtype).to(hidden.device)
     return hidden / hidden.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12) @ direction / size**0.5
+
+
+@dataclass(frozen=True)
+class RewardHeadOutput:
+    """What a reward model returns.
+
+    Attributes:
+        scores: [B] float32 at least, one for each text.
+    """
+
+    scores: Tensor
+
+
+class RewardHeadModel(nn.Module):
+    """A Hugging Face sequence-classification model, whose logit of one label is the score.
+
+    A decoder (a backbone and a linear `score`) is read at the last token that the attention mask shows. Its own forward
+    looks for the last token that is no pad token instead, so it would miss an end-of-text token that also pads, and
+    would refuse a batch where the configuration names no pad token. Any other model, such as an encoder with a
+    classifier on its first token, is asked as it is.
+
+    Args:
+        classifier: the model.
+        label: which logit; None for a model with one.
+        pad_id: fills padding where the configuration of the model names no pad token.
+    """
+
+    def __init__(self, classifier: Any, label: int | None = None, pad_id: int = 0):
+        super().__init__()
+        self.classifier, self.label = classifier, label or 0
+        config = classifier.config.get_text_config()
+        config.use_cache = False
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = pad_id
+        self.pad_id = config.pad_token_id
+        own_code = type(classifier).__module__.startswith("transformers.")  # code of others may pool in its own way
+        self.reads_last_token = own_code and isinstance(getattr(classifier, "score", None), nn.Linear)
+        self._rotary = [m for m in classifier.modules() if "dynamic" in str(getattr(m, "rope_type", ""))]
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
+    ) -> RewardHeadOutput:
+        """Score B texts, [B S], padded on either side; each has a token at least."""
+        for module in self._rotary:
+            _forget_lengths(module)
+        order = attention_mask.long().argsort(dim=1, descending=True, stable=True)  # padding to the right
+        mask = attention_mask.gather(1, order)
+        ids = input_ids.gather(1, order).masked_fill(~mask.bool(), self.pad_id)
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids.gather(1, order)}
+        if self.reads_last_token:
+            hidden = self.classifier.base_model(input_ids=ids, attention_mask=mask, **types).last_hidden_state
+            rows = torch.arange(len(ids), device=ids.device)
+            logits = self.classifier.score(hidden[rows, last_true(mask.bool())])
+        else:
+            logits = self.classifier(input_ids=ids, attention_mask=mask, **types).logits
+        chosen = logits[:, self.label]
+        return RewardHeadOutput(chosen if chosen.dtype == torch.float64 else chosen.float())
+
+
+def _forget_lengths(rotary: nn.Module) -> None:
+    """Let dynamic rotary frequencies be those of the next texts alone; transformers keeps those of the longest one."""
+    for name in [*vars(rotary), *rotary._buffers]:
+        if name.endswith("max_seq_len_cached"):
+            setattr(rotary, name, rotary.original_max_seq_len)
+        elif name.endswith("original_inv_freq"):
+            setattr(rotary, name.replace("original_inv_freq", "inv_freq"), getattr(rotary, name))
+
+
+def label_fault(label: int | None, labels: list[str]) -> str | None:
+    """What is wrong with the choice of a label among those of a model; None if nothing is."""
+    listed = ", ".join(f"{index} ({name})" for index, name in enumerate(labels))
+    if label is None and len(labels) != 1:
+        return (
+            f"label is null: the model has {len(labels)} labels, {listed}. Set label to the one whose logit is the "
+            "score, or give a model with one."
+        )
+    if label is not None and not 0 <= label < len(labels):
+        return f"label is {label}: the labels of the model are {listed}."
+    return None
+
+
+class LMHead:
+    """The output head of a causal language model, apart from what comes before it.
+
+    Whether head(hidden states) are the logits is found by trying. Some models cap their logits after it (Gemma 2);
+    those are not separable, and their logits have to be made whole. A factor on the logits (Cohere) does no harm: it is
+    applied to the hidden states instead, and the head is linear.
+
+    Attributes:
+        is_separable: whether head(hidden states) are the model's logits.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.head: nn.Module | None = model.get_output_embeddings()
+        self.is_separable = self.head is not None and self._is_all_there_is()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits [... V] of hidden states [... D]."""
+        assert self.head is not None
+        return self.head(hidden)
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Within, the model gives hidden states where it would give logits."""
+        assert self.head is not None
+        before = vars(self.head).get("forward")  # tensor parallelism has one of its own there
+        self.head.forward = _as_it_is
+        try:
+            yield
+        finally:
+            if before is None:
+                del self.head.forward
+            else:
+                self.head.forward = before
+
+    @torch.no_grad()
+    def _is_all_there_is(self) -> bool:
+        tokens = torch.arange(4, device=next(self.model.parameters()).device).unsqueeze(0)
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
+        was_training = self.model.training
+        self.model.eval()
+        whole = call_model(self.model, **inputs).logits
+        with self.left_out():
+            hidden = call_model(self.model, **inputs).logits
+        self.model.train(was_training)
+        return hidden.shape[-1] != whole.shape[-1] and torch.allclose(self(hidden), whole, atol=1e-5, rtol=1e-3)
+
+
+def _as_it_is(hidden: Tensor) -> Tensor:
+    return hidden

@@ -1,11 +1,13 @@
-"""What each role asks of a model, and whether a model offers it.
+"""What each role asks of a model, and checks of it before training: outputs, left padding, equal tokenizers.
 
     actor     forward(input_ids, attention_mask).logits [B S V]     generate(...)
     reward    forward(input_ids, attention_mask).scores [B]
     critic    forward(input_ids, attention_mask).values [B S]
 
 Any Hugging Face model fits: a causal language model is an actor as it is, a sequence-classification model becomes a
-reward model through `ScoreModel`, a causal language model or a backbone becomes a critic through `ValueModel`.
+reward model through `RewardHeadModel`, a causal language model or a backbone becomes a critic through `ValueHeadModel`.
+
+A model that ignores its attention mask or its positions trains and samples without an error, on wrong numbers.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.errors import ConfigError
+from verl.models.pretrained import ModelSource
 
 Role = Literal["actor", "reward", "critic"]
 
@@ -75,13 +78,13 @@ def as_reward_model(model: Any, name: str = "reward_model", label: int | None = 
     Raises:
         ConfigError: it is neither.
     """
-    from verl.models.scores import ScoreModel, label_fault
+    from verl.models.heads import RewardHeadModel, label_fault
 
     labels = getattr(getattr(model, "config", None), "id2label", None)
     if "SequenceClassification" in type(model).__name__ and labels is not None:
         if (fault := label_fault(label, [str(text) for text in labels.values()])) is not None:
             raise ConfigError(f"{name}: {fault}")
-        model = ScoreModel(model, label, pad_id)
+        model = RewardHeadModel(model, label, pad_id)
     check_interface("reward", model, name)
     return model
 
@@ -92,11 +95,11 @@ def as_critic(model: Any, name: str = "critic_model") -> nn.Module:
     Raises:
         ConfigError: it is neither.
     """
-    from verl.models.heads import ValueModel
+    from verl.models.heads import ValueHeadModel
 
     backbone = getattr(model, "base_model", None)
-    if not isinstance(model, ValueModel) and isinstance(backbone, nn.Module) and hasattr(model, "config"):
-        model = ValueModel(backbone)
+    if not isinstance(model, ValueHeadModel) and isinstance(backbone, nn.Module) and hasattr(model, "config"):
+        model = ValueHeadModel(backbone)
     check_interface("critic", model, name)
     return model
 
@@ -130,3 +133,28 @@ def _told(output: Any) -> str:
     named = output.items() if hasattr(output, "items") else getattr(output, "__dict__", {}).items()
     tensors = [f"{name} {list(x.shape)}" for name, x in named if isinstance(x, Tensor)]
     return " and ".join(tensors) or f"a {type(output).__name__}"
+
+
+TOKENIZER_PROBE = "The quick brown fox: 37+58=95, naive cafe?\n\tx"
+
+
+def reads_alike(one: Any, other: Any) -> bool:
+    """Whether two tokenizers give every text the same ids, as far as their vocabulary and a probe tell."""
+    return one.get_vocab() == other.get_vocab() and one(TOKENIZER_PROBE).input_ids == other(TOKENIZER_PROBE).input_ids
+
+
+def tokenizer_fault(name: str, source: ModelSource, tokenizer: Any) -> str | None:
+    """What is wrong if a model that is given the actor's token ids was made for others; None if nothing is.
+
+    Args:
+        name: config path of the model, for the message.
+        source: the model.
+        tokenizer: the actor's.
+    """
+    other = source.load_tokenizer()
+    if reads_alike(other, tokenizer):
+        return None
+    return (
+        f"{name} has another tokenizer than actor.model ({len(other)} and {len(tokenizer)} tokens): it is given the "
+        "actor's token ids and would read another text. Choose a model of the actor's family."
+    )

@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: few trained parameters, and the frozen model for free."""
+"""LoRA adapters through peft: few trained parameters, and the frozen model as the reference for free."""
 
 from __future__ import annotations
 

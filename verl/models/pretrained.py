@@ -1,16 +1,159 @@
-"""Any Hugging Face model, from a directory or from the hub."""
+"""Any Hugging Face model, from a directory or from the hub; the base of all model components; safetensors read in
+slices.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from torch import Tensor
+
+from verl.component import Description
 from verl.errors import ConfigError
-from verl.models.source import ModelSource, without_dropout
+from verl.resharding.layout import Box
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+# Names of what multiplies hidden states by chance while training (Mixtral, MiniMax, DBRX). `router_jitter_noise` is
+# none of them: PhiMoE's modules have a threshold of that name, which counts in evaluation too.
+ROUTER_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource(Description):
+    """Where a language model comes from.
+
+    Dropout and the noise of routers are switched off in every model: the ratio pi_new / pi_old of policy-gradient
+    methods compares two forward passes of the same text, and they would make them differ with no change of weights.
+
+    Args:
+        dtype: of the parameters.
+    """
+
+    dtype: Dtype = "float32"
+
+    def load_causal_lm(self, device: str) -> PreTrainedModel:
+        """The model with its language-model head, on `device`, in evaluation mode."""
+        raise NotImplementedError
+
+    def load_backbone(self, device: str) -> PreTrainedModel:
+        """The model without a head: token ids in, hidden states [B S D] out."""
+        raise NotImplementedError
+
+    def load_skeleton(self, kind: Literal["causal_lm", "backbone"]) -> PreTrainedModel | None:
+        """The model without its weights, which are then read in slices from its attribute `weight_files`.
+
+        None where weights can only be had whole.
+        """
+        return None
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, padding on the left, with a pad token."""
+        raise NotImplementedError
+
+    def load_config(self) -> PretrainedConfig:
+        """The model's configuration, without its weights."""
+        raise NotImplementedError
+
+    def max_positions(self) -> int | None:
+        """The context length in tokens, or None where it cannot be known without loading."""
+        raise NotImplementedError
+
+    def attention_heads(self) -> tuple[int, int] | None:
+        """The numbers of attention heads and of key-value heads, or None where they cannot be known without loading."""
+        return None
+
+    def policy_fault(self) -> str | None:
+        """Why this cannot be a policy nor a value function, by its configuration; None if that tells nothing."""
+        return None
+
+    def value_head(self) -> Path | None:
+        """The file of a trained value head that lies with the weights, or None."""
+        return None
+
+
+def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    """Set every dropout probability of a model to zero, and the noise that routers of experts add while training."""
+    import torch
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):  # many families keep the number and call F.dropout
+            if isinstance(value, float) and ("drop" in name or name in ROUTER_NOISE):
+                setattr(module, name, 0.0)
+    return model
+
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class SafetensorsReader:
+    """Named weights in a directory. Nothing is read before it is asked for.
+
+    Args:
+        directory: made by `save_pretrained`.
+        prefix: that a model and its backbone differ in, such as `model`.
+    """
+
+    def __init__(self, directory: Path, prefix: str = ""):
+        self.prefix = f"{prefix}." if prefix else ""
+        self._files: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        if (directory / INDEX).is_file():
+            index = json.loads((directory / INDEX).read_text())["weight_map"]
+            self._files = {name: directory / file for name, file in index.items()}
+        elif (directory / SINGLE).is_file():
+            self._files = dict.fromkeys(self._reader(directory / SINGLE).keys(), directory / SINGLE)
+
+    def name_of(self, wanted: str) -> str | None:
+        """The name in the files of a model's tensor, or None if it is not there."""
+        tried = (wanted, self.prefix + wanted, wanted.removeprefix(self.prefix))
+        return next((name for name in tried if name in self._files), None)
+
+    def holds(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether all of these are there, in their shapes."""
+        names = {wanted: self.name_of(wanted) for wanted in tensors}
+        return all(name is not None and self._shape(name) == tuple(tensors[w].shape) for w, name in names.items())
+
+    def read(self, wanted: str, box: Box | None = None) -> Tensor:
+        """A model's tensor, or a slice of it."""
+        name = self.name_of(wanted)
+        assert name is not None, wanted
+        reader = self._reader(self._files[name])
+        if not box:
+            return reader.get_tensor(name)
+        return reader.get_slice(name)[tuple(slice(start, stop) for start, stop in box)]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._reader(self._files[name]).get_slice(name).get_shape())
+
+    def _reader(self, file: Path) -> Any:
+        from safetensors import safe_open
+
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt")
+        return self._open[file]
+
+
+@contextlib.contextmanager
+def without_weights() -> Iterator[None]:
+    """Models made within have their parameters on the meta device; buffers, which no file holds, are real."""
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        yield
+
 
 WARM_START = "warm-start://"
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -64,7 +207,7 @@ class Pretrained(ModelSource):
         """See `ModelSource.load_skeleton`. From a directory with safetensors whose names are those of the model."""
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
 
-        from verl.models.weight_files import WeightFiles, without_weights  # bring torch
+        # bring torch
 
         directory = Path(self.path)
         if not directory.is_dir() or self._adapter() is not None or self.trust_remote_code:
@@ -82,7 +225,7 @@ class Pretrained(ModelSource):
         model.tie_weights()
         if (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(self.path)
-        model.weight_files = WeightFiles(directory, model.base_model_prefix)
+        model.weight_files = SafetensorsReader(directory, model.base_model_prefix)
         if not model.weight_files.holds(dict(model.named_parameters())):
             return None  # other names, which transformers converts, or holes, which are refused where all is loaded
         return without_dropout(model).eval()

@@ -14,8 +14,8 @@ from torch import Tensor
 from verl.component import BuildContext
 from verl.errors import ConfigError, faults_below
 from verl.model_paths.classifier import text_batches_for
+from verl.models.heads import RewardHeadModel, label_fault
 from verl.models.pretrained import Pretrained
-from verl.models.scores import ScoreModel, label_fault
 from verl.ops.batching import micro_batches
 from verl.protocol import DataProto
 from verl.rewards.base import Rating, Reward, RewardDescription, texts_of
@@ -76,7 +76,7 @@ class RewardModel(RewardDescription):
         if (fault := label_fault(self.label, names)) is not None:
             raise ConfigError(fault)
         reader = Reader(tokenizer, form, self.max_length or _context_of(classifier, tokenizer), self.truncation)
-        model = ScoreModel(classifier, self.label, tokenizer.pad_token_id or 0)
+        model = RewardHeadModel(classifier, self.label, tokenizer.pad_token_id or 0)
         return ModelReward(model, reader, self.micro_batch_tokens, normalize=self.normalize == "running")
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from verl.errors import ConfigError
-from verl.models.tokenizers import reads_alike
+from verl.models.interfaces import reads_alike
 from verl.protocol import DataProto
 from verl.rewards.base import texts_of
 from verl.rewards.results import reward_error

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.component import BuildContext
-from verl.models.precision import Autocast
+from verl.models.parallel_info import Autocast
 from verl.rollout.base import ALONE, Rollout, RolloutEngine
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.options import VLLMRollout

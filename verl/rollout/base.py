@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verl.component import BuildContext, Description
 from verl.errors import ConfigError, RolloutError
-from verl.models.precision import Autocast
+from verl.models.parallel_info import Autocast
 from verl.ops.counter_rng import TRAINING
 from verl.protocol import DataProto
 
@@ -141,7 +141,8 @@ class RolloutEngine:
     Attributes:
         has_redrawn: what `finish` gave last was not drawn by the weights of its `begin`, which were lost, but by those
             that were there by then.
-        compute_type: what it computes in, as `verl.models.precision.compute_type` names it; None: as the trainer does.
+        compute_type: what it computes in, as `verl.models.parallel_info.compute_type` names it; None: as the trainer
+            does.
     """
 
     has_redrawn: bool = False

@@ -12,8 +12,7 @@ from torch import Tensor
 from verl.component import BuildContext
 from verl.model_paths.check import paths_for
 from verl.model_paths.decode import Choose, Decoder
-from verl.models.division import compute_device, weights_gathered
-from verl.models.precision import Autocast, computing_in
+from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
 from verl.protocol import DataProto
 from verl.rollout.base import ALONE, Request, Rollout, RolloutEngine, assemble, stop_tokens
 from verl.rollout.drawing import Drawing

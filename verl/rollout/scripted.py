@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.component import BuildContext
-from verl.models.division import compute_device, weights_gathered
-from verl.models.precision import Autocast, computing_in
+from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
 from verl.rollout.base import ALONE, Request, Rollout, RolloutEngine, assemble, stop_tokens

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from verl.errors import LogProbGapError, NonFiniteError, NonFiniteRewardError
-from verl.models.precision import Numerics
+from verl.models.parallel_info import Numerics
 from verl.protocol import DataProto
 from verl.safety.anomalies import Anomalies
 from verl.safety.bands import Band

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verl.component import Description
-from verl.models.precision import Numerics
+from verl.models.parallel_info import Numerics
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.division import whole
+from verl.models.parallel_info import full_tensor
 from verl.sync.engine_layers import PACKED, kinds_of, layer_parts
 from verl.sync.marks import mark_of, plain_name
 from verl.sync.shards import Shard, Shards
@@ -27,8 +27,8 @@ def adapter_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         if adapter in getattr(module, A, {}):
             name = plain_name(path)
-            yield f"{name}.{A}", whole(module.lora_A[adapter].weight)
-            yield f"{name}.{B}", whole(module.lora_B[adapter].weight) * module.scaling[adapter]
+            yield f"{name}.{A}", full_tensor(module.lora_A[adapter].weight)
+            yield f"{name}.{B}", full_tensor(module.lora_B[adapter].weight) * module.scaling[adapter]
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.models.precision import Autocast, computing_in
+from verl.models.parallel_info import Autocast, computing_in
 from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of
 from verl.sync.marks import as_array

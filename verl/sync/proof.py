@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import WeightSyncError
-from verl.models.precision import Autocast
+from verl.models.parallel_info import Autocast
 from verl.sync.adapters import B, adapter_tensors
 from verl.sync.comparing import compare, only_in
 from verl.sync.marks import Ledger, Marks, dtype_name, sideways_names, tied_names

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from verl.component import BuildContext
-from verl.engines.costs import cost_of
 from verl.engines.sharding import NoSharding, Sharding
-from verl.models.sizes import ModelSizes, sizes_of
+from verl.models.model_stats import ModelStats, model_stats
 from verl.trainer.settings import LoopSettings, PPOSettings
 from verl.workers.training import TrainedRole
 
@@ -167,21 +166,21 @@ def budget_of(run: Any) -> Budget:
     rows = settings.prompts_per_step * settings.group_size
     width = getattr(run.data, "max_prompt_length", 0) + rollout.max_new_tokens
     own = {role: -(-rows // _shares(*division)) for role, division in divided.items()}
-    actor = sizes_of(run.actor.model.load_config(), run.actor.lora)
+    actor = model_stats(run.actor.model.load_config(), run.actor.lora)
     roles = [_trained("actor", run.actor, actor, own["actor"] * width, *divided["actor"])]
     passes = 2 * rows * width * (3 * run.algorithm.epochs + 1)  # forward, and a backward of twice that
     flops = actor.parameters * passes
     if run.critic is not None and run.algorithm.needs_values:
-        critic = sizes_of(run.critic.model.load_config(), run.critic.lora)
+        critic = model_stats(run.critic.model.load_config(), run.critic.lora)
         trained = _trained("critic", run.critic, critic, own["critic"] * width, *divided["critic"])
         roles.append(replace(trained, generating=0))
         flops += critic.parameters * passes
     if run.reference is not None and run.algorithm.needs_reference and (run.reference.model or run.actor.lora is None):
         source = run.reference.model or run.actor.model
-        sizes = sizes_of(source.load_config())
+        sizes = model_stats(source.load_config())
         itemsize = getattr(torch, source.dtype).itemsize
         scoring = sizes.layer_elements * min(run.reference.micro_batch_tokens, own["reference"] * width) * itemsize
-        cost = cost_of(*divided["reference"], sizes, weight_bytes=itemsize, trains=False)
+        cost = divided["reference"][0].cost(divided["reference"][1], sizes, weight_bytes=itemsize, trains=False)
         roles.append(RoleBudget("reference", cost.weights, scoring=scoring, gathered=cost.gathered))
         flops += sizes.forward_flops(rows * width)
     drawn = min(own["actor"], getattr(rollout, "max_rows", own["actor"]))
@@ -215,7 +214,7 @@ def sft_budget_of(run: Any) -> Budget:
     sharding = (run.actor.sharding or run.sharding) if world > 1 else NoSharding()
     own = -(-settings.batch_size // _shares(sharding, world))
     length = getattr(run.data, "max_length", None) or run.actor.micro_batch_tokens
-    sizes = sizes_of(run.actor.model.load_config(), run.actor.lora)
+    sizes = model_stats(run.actor.model.load_config(), run.actor.lora)
     role = replace(_trained("actor", run.actor, sizes, own * length, sharding, world), generating=0)
     return Budget(
         roles=(role,),
@@ -254,12 +253,12 @@ def free_disk(directory: Path) -> int:
 
 
 def _trained(
-    name: str, role: TrainedRole, sizes: ModelSizes, tokens: int, sharding: Sharding, count: int
+    name: str, role: TrainedRole, sizes: ModelStats, tokens: int, sharding: Sharding, count: int
 ) -> RoleBudget:
     """Of an actor or critic that has so many tokens of a step in its process."""
     tokens = min(tokens, role.micro_batch_tokens)
     itemsize = getattr(torch, role.model.dtype).itemsize
-    cost = cost_of(sharding, count, sizes, tokens, itemsize, _computed_in(role))
+    cost = sharding.cost(count, sizes, tokens, itemsize, _computed_in(role))
     return RoleBudget(
         name=name,
         weights=cost.weights,

@@ -10,7 +10,7 @@ from typing import Any
 from verl.checkpoint.content import Component, TensorItem
 from verl.checkpoint.plan import CopiedFile, LinkedFile, SharedFile
 from verl.checkpoint.settings import Checkpointing
-from verl.models.saved_form import ADAPTER_BIN, as_torch_file
+from verl.models.hf_state_dict import ADAPTER_BIN, as_torch_file
 from verl.replay.saved import COMPONENT as REPLAY_BUFFER
 from verl.trainer import generators
 from verl.trainer.identity import content_of

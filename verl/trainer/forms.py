@@ -10,14 +10,12 @@ from typing import Any
 
 from torch import nn
 
+from verl.data.base import PromptOptions, PromptSource
 from verl.data.files import PromptFiles
-from verl.data.options import PromptOptions
 from verl.data.rlhf_dataset import RLHFDataset
-from verl.data.splits import PromptSource
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import check_interface
-from verl.models.pretrained import Pretrained
-from verl.models.source import ModelSource
+from verl.models.pretrained import ModelSource, Pretrained
 from verl.rewards.base import Reward, RewardDescription
 from verl.rewards.function import RewardFunction
 from verl.rewards.model import RewardModel

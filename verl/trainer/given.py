@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.component import BuildContext, Description
-from verl.data.options import PromptOptions
+from verl.data.base import DataSplits, PromptOptions
 from verl.data.rlhf_dataset import RLHFDataset
-from verl.data.splits import Splits
 from verl.errors import ConfigError
 from verl.models.interfaces import as_reward_model
-from verl.models.source import ModelSource, without_dropout
+from verl.models.pretrained import ModelSource, without_dropout
 from verl.rewards.base import Reward, RewardDescription
 from verl.rewards.function import RewardFunction
 from verl.rewards.model import ModelReward
@@ -40,13 +39,13 @@ class GivenPrompts(PromptOptions):
     num_eval_rows: int = 0
     eval_files: tuple[str, ...] = ()
 
-    def build(self, context: BuildContext) -> Splits:
+    def build(self, context: BuildContext) -> DataSplits:
         train, held_out = carried_by(self)
         options = PromptOptions(**{f.name: getattr(self, f.name) for f in dataclasses.fields(PromptOptions)})
         if self.eval_files:
             held_out = RLHFDataset(self.eval_files, context.tokenizer, options)
         eval_data = None if held_out is None else _dataset(held_out, context.tokenizer, options)
-        return Splits(train=_dataset(train, context.tokenizer, options), eval=eval_data)
+        return DataSplits(train=_dataset(train, context.tokenizer, options), eval=eval_data)
 
 
 @dataclass(frozen=True, kw_only=True)

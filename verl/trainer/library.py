@@ -19,10 +19,10 @@ from verl.compose.option import rollout_kind
 from verl.compose.overrides import flatten
 from verl.compose.short_file import Composed, compose_over_default, read_short_file
 from verl.compose.start import start
-from verl.data.options import PromptOptions
+from verl.data.base import PromptOptions
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
-from verl.models.source import ModelSource
+from verl.models.pretrained import ModelSource
 from verl.trainer.face import TrainerFace
 from verl.trainer.forms import described_data, described_model, described_reward
 from verl.trainer.given import GivenModel, GivenPrompts, carried_in, hand_over

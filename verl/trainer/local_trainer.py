@@ -17,7 +17,7 @@ from verl.compose.check import check
 from verl.compose.short_file import Composed, compose_over_default, read_short_file
 from verl.compose.show import show
 from verl.compose.start import start, without_data_files
-from verl.data.options import PromptOptions
+from verl.data.base import PromptOptions
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError
 from verl.trainer.face import TrainerFace

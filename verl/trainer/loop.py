@@ -19,8 +19,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from verl.checkpoint.plan import SaveOutcome
+from verl.data.base import Dataset
 from verl.data.sampler import EpochSampler
-from verl.data.splits import Dataset
 from verl.errors import CheckpointFenced, WorkerError
 from verl.protocol import DataProto
 from verl.safety.guard import Guard, StepSkipped

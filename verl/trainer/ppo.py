@@ -31,11 +31,11 @@ from verl.algorithms.kl import AdaptiveKLController
 from verl.checkpoint.settings import Checkpointing
 from verl.cluster.base import role_handles
 from verl.component import BuildContext, Description, as_plain
+from verl.data.base import PromptSource
 from verl.data.sampler import EpochSampler, Mixture
-from verl.data.splits import PromptSource
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, NonFiniteError, faults_below
-from verl.models.tokenizers import tokenizer_fault
+from verl.models.interfaces import tokenizer_fault
 from verl.ops.counter_rng import EVALUATION, TRAINING
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto

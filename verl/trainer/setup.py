@@ -21,7 +21,7 @@ from verl.cluster.processes import Processes
 from verl.component import BuildContext, as_plain
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError
-from verl.models.source import ModelSource
+from verl.models.pretrained import ModelSource
 from verl.trainer.identity import identity_of
 from verl.trainer.joint import Parts
 from verl.trainer.resume import find, refuse_other_identity, tell_differences

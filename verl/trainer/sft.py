@@ -12,8 +12,8 @@ import torch
 from verl.checkpoint.settings import Checkpointing
 from verl.cluster.base import role_handles
 from verl.component import BuildContext, Description, as_plain
+from verl.data.base import TextSource
 from verl.data.sampler import EpochSampler, Mixture
-from verl.data.splits import TextSource
 from verl.engines.sharding import Sharding
 from verl.errors import faults_below
 from verl.protocol import DataProto

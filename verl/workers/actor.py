@@ -13,13 +13,13 @@ from verl import config
 from verl.algorithms.algorithm import Algorithm
 from verl.component import BuildContext
 from verl.dispatch import by_rows, by_rows_to_one, on_all
+from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine
-from verl.engines.parallel import Parallel
-from verl.engines.token_scores import plain_log_probs, score_tokens
+from verl.engines.parallel_dims import Parallelism
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
-from verl.models.output_head import OutputHead
-from verl.models.precision import Numerics, compute_type
+from verl.models.heads import LMHead
+from verl.models.parallel_info import Numerics, compute_type
 from verl.ops.logprobs import LogProbGap
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
@@ -37,7 +37,7 @@ class Actor(TrainedRole):
     def start(
         self,
         context: BuildContext,
-        parallel: Parallel,
+        parallel: Parallelism,
         algorithm: Algorithm,
         rollout: Rollout,
         total_updates: int,
@@ -76,7 +76,7 @@ class ActorWorker(TrainedWorker):
     ):
         super().__init__(engine, tokenizer)
         self.algorithm, self.sampler, self.temperature = algorithm, sampler, temperature
-        self.head = OutputHead(engine.model)
+        self.head = LMHead(engine.model)
         self.first_batch = FirstBatch("actor.model", engine, self._score_in_parts, self._score_plainly)
         self._version_sampled: int | None = None
         self._engine_follows = True
@@ -164,11 +164,11 @@ class ActorWorker(TrainedWorker):
         self.sampler.close()
 
     def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        scores = score_tokens(model, self.head, micro, self.temperature, entropy="value")
+        scores = token_log_probs(model, self.head, micro, self.temperature, entropy="value")
         return {"old_log_probs": scores.log_probs, "entropies": scores.entropies}
 
     def _score_in_parts(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        return {"log_probs": score_tokens(model, self.head, micro, self.temperature, parts=3).log_probs}
+        return {"log_probs": token_log_probs(model, self.head, micro, self.temperature, parts=3).log_probs}
 
     def _score_plainly(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         return {"log_probs": plain_log_probs(model, micro, self.temperature)}
@@ -177,7 +177,7 @@ class ActorWorker(TrainedWorker):
         algorithm, x = self.algorithm, dict(micro.tensors)
         mask, is_first = x["response_mask"], "old_log_probs" not in x
         rewarded = algorithm.entropy_coef > 0
-        scores = score_tokens(
+        scores = token_log_probs(
             model, self.head, micro, self.temperature, entropy="grad" if rewarded else "value" if is_first else None
         )
         if is_first:  # the only update of a step: the weights are still those that sampled

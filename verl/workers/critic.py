@@ -12,10 +12,10 @@ from verl.algorithms.algorithm import Algorithm
 from verl.component import BuildContext
 from verl.dispatch import by_rows, by_rows_to_one
 from verl.engines.engine import TrainingEngine
-from verl.engines.parallel import Parallel
+from verl.engines.parallel_dims import Parallelism
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
-from verl.models.heads import ValueModel
+from verl.models.heads import ValueHeadModel
 from verl.models.pretrained import VALUE_HEAD_FILE
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
@@ -35,7 +35,7 @@ class Critic(TrainedRole):
     def start(
         self,
         context: BuildContext,
-        parallel: Parallel,
+        parallel: Parallelism,
         algorithm: Algorithm,
         total_updates: int,
         restore: Restore | None = None,
@@ -45,7 +45,7 @@ class Critic(TrainedRole):
         Raises:
             ConfigError: the model cannot be trained as a value function.
         """
-        model = ValueModel(self.load("backbone", context.device, restore, "critic", parallel))
+        model = ValueHeadModel(self.load("backbone", context.device, restore, "critic", parallel))
         if restore is not None:
             model.load_head(restore.file("critic", VALUE_HEAD_FILE))
         elif (head := self.model.value_head()) is not None:

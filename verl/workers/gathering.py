@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from verl.engines.parallel import Parallel
+from verl.engines.parallel_dims import Parallelism
 from verl.resharding.dtensor import layout_of, local
 from verl.resharding.execute import reshard
 from verl.resharding.layout import Layout, Mesh, TensorLayout
@@ -15,12 +15,14 @@ from verl.resharding.plan import reshard_plan
 from verl.utils.progress import report
 
 
-def whole_on_first(tensors: Mapping[str, Tensor], parallel: Parallel) -> dict[str, Tensor]:
+def whole_on_first(tensors: Mapping[str, Tensor], parallel: Parallelism) -> dict[str, Tensor]:
     """Copies in main memory on rank 0, nothing elsewhere; all processes take part."""
     return whole_on_owners(tensors, dict.fromkeys(tensors, 0), parallel)
 
 
-def whole_on_owners(tensors: Mapping[str, Tensor], owner: Mapping[str, int], parallel: Parallel) -> dict[str, Tensor]:
+def whole_on_owners(
+    tensors: Mapping[str, Tensor], owner: Mapping[str, int], parallel: Parallelism
+) -> dict[str, Tensor]:
     """Copies in main memory of the tensors that this process owns; all processes take part.
 
     Beside the copies, a process needs memory for a few tensors at a time. A tensor under two names, such as an output

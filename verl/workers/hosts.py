@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.algorithms.algorithm import Algorithm
 from verl.component import BuildContext, Description
-from verl.engines.parallel import Parallel
+from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import NoSharding, Sharding
 from verl.rewards.model import RewardModel
 from verl.rollout.base import Rollout
@@ -33,7 +33,7 @@ class Host:
         parts: writes what this process saves of its roles.
     """
 
-    parallels: dict[Sharding, Parallel] = field(default_factory=dict)
+    parallels: dict[Sharding, Parallelism] = field(default_factory=dict)
     workers: dict[str, Any] = field(default_factory=dict)
     parts: PartWriter | None = None
 
@@ -43,7 +43,7 @@ class Host:
         for worker in trained.values():
             worker.parts = self.parts
 
-    def parallel(self, sharding: Sharding, context: BuildContext) -> Parallel:
+    def parallel(self, sharding: Sharding, context: BuildContext) -> Parallelism:
         """This process among its siblings; roles that are divided alike share it."""
         if sharding not in self.parallels:
             self.parallels[sharding] = sharding.build(context)

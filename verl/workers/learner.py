@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from verl.component import BuildContext
 from verl.dispatch import by_rows_to_one
+from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine
-from verl.engines.parallel import Parallel
-from verl.engines.token_scores import plain_log_probs, score_tokens
+from verl.engines.parallel_dims import Parallelism
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
-from verl.models.output_head import OutputHead
+from verl.models.heads import LMHead
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
 from verl.workers.first_batch import FirstBatch
@@ -29,7 +29,7 @@ class Learner(TrainedWorker):
 
     def __init__(self, engine: TrainingEngine, tokenizer: Any):
         super().__init__(engine, tokenizer)
-        self.head = OutputHead(engine.model)
+        self.head = LMHead(engine.model)
         self.first_batch = FirstBatch("actor.model", engine, self._score_in_parts, self._score_plainly)
 
     @classmethod
@@ -37,7 +37,7 @@ class Learner(TrainedWorker):
         cls,
         role: TrainedRole,
         context: BuildContext,
-        parallel: Parallel,
+        parallel: Parallelism,
         total_updates: int,
         restore: Restore | None = None,
     ) -> Learner:
@@ -67,17 +67,17 @@ class Learner(TrainedWorker):
         return self.engine.parallel.sums({**sums, "tokens": float(rows.batch["response_mask"].sum())})
 
     def _loss(self, model: nn.Module, micro: MicroBatch, totals: LossTotals) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs = score_tokens(model, self.head, micro).log_probs
+        log_probs = token_log_probs(model, self.head, micro).log_probs
         return aggregate(-log_probs, micro.tensors["response_mask"], "token-mean", totals), {}
 
     def _score_in_parts(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        return {"log_probs": score_tokens(model, self.head, micro, parts=3).log_probs}
+        return {"log_probs": token_log_probs(model, self.head, micro, parts=3).log_probs}
 
     def _score_plainly(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         return {"log_probs": plain_log_probs(model, micro)}
 
     def _judge(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        scores = score_tokens(model, self.head, micro, rank=True)
+        scores = token_log_probs(model, self.head, micro, rank=True)
         return {"nll": -scores.log_probs, "correct": scores.is_likeliest.float()}
 
 

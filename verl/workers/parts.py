@@ -22,8 +22,8 @@ from verl.checkpoint.joint import Joint, hand_in_failure, sees
 from verl.checkpoint.shares import model_files, owners, shares
 from verl.checkpoint.store import CheckpointStore
 from verl.checkpoint.writer import WRITER_TIMEOUT_S, CheckpointWriter
-from verl.engines.parallel import TENSOR, Parallel
-from verl.models.saved_form import (
+from verl.engines.parallel_dims import TENSOR, Parallelism
+from verl.models.hf_state_dict import (
     ADAPTER_BIN,
     as_torch_file,
     live_tensors,
@@ -105,7 +105,7 @@ class PartWriter:
         trained: component -> the role, all of them that are trained in this process.
     """
 
-    def __init__(self, parallel: Parallel, trained: Mapping[str, TrainedWorker]):
+    def __init__(self, parallel: Parallelism, trained: Mapping[str, TrainedWorker]):
         self._parallel, self._trained = parallel, dict(trained)
         self._setting: PartSetting | None = None
         self._writer: CheckpointWriter | None = None
@@ -239,7 +239,7 @@ def _division(
     return owner, files, index
 
 
-def _slices(prefix: str, tensors: Mapping[str, Tensor], parallel: Parallel) -> list[TensorItem]:
+def _slices(prefix: str, tensors: Mapping[str, Tensor], parallel: Parallelism) -> list[TensorItem]:
     """What this process writes of tensors that it holds in part, or as others do."""
     items, layout = [], layout_of(tensors, parallel.mesh)
     for share in shares(layout):

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from verl.component import BuildContext, Description
 from verl.dispatch import by_rows
+from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine
-from verl.engines.parallel import Parallel
+from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import Sharding
-from verl.engines.token_scores import plain_log_probs, score_tokens
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
+from verl.models.heads import LMHead
 from verl.models.lora import adapter_off
-from verl.models.output_head import OutputHead
-from verl.models.source import ModelSource
+from verl.models.pretrained import ModelSource
 from verl.protocol import DataProto
 from verl.workers.actor import Actor, ActorWorker
 from verl.workers.first_batch import FirstBatch
@@ -46,7 +46,12 @@ class Reference(Description):
             yield f"micro_batch_tokens is {self.micro_batch_tokens}: must be at least 1."
 
     def start(
-        self, context: BuildContext, parallel: Parallel, actor: Actor, running: ActorWorker | None, temperature: float
+        self,
+        context: BuildContext,
+        parallel: Parallelism,
+        actor: Actor,
+        running: ActorWorker | None,
+        temperature: float,
     ) -> ReferenceWorker:
         """Load the weights, or borrow those of the actor if it runs in this process."""
         if self.model is None and actor.lora is not None and running is not None:
@@ -57,7 +62,7 @@ class Reference(Description):
         parallel.divide(model, actor.autocast)
         return ReferenceWorker(self._engine(model, parallel, actor), temperature)
 
-    def _engine(self, model: nn.Module, parallel: Parallel, actor: Actor) -> TrainingEngine:
+    def _engine(self, model: nn.Module, parallel: Parallelism, actor: Actor) -> TrainingEngine:
         """It computes as the actor does, so that equal weights have a KL of zero."""
         return TrainingEngine(model, parallel, self.micro_batch_tokens, autocast=actor.autocast, packing=actor.packing)
 
@@ -76,7 +81,7 @@ class ReferenceWorker:
         frozen: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ):
         self.engine, self.temperature, self.frozen = engine, temperature, frozen
-        self.head = OutputHead(engine.model)
+        self.head = LMHead(engine.model)
         self.first_batch = FirstBatch("reference.model", engine, self._score_in_parts, self._score_plainly)
 
     @by_rows
@@ -87,10 +92,10 @@ class ReferenceWorker:
             return DataProto.from_dict(self.engine.infer(batch, self._score))
 
     def _score(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        return {"ref_log_probs": score_tokens(model, self.head, micro, self.temperature).log_probs}
+        return {"ref_log_probs": token_log_probs(model, self.head, micro, self.temperature).log_probs}
 
     def _score_in_parts(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        return {"log_probs": score_tokens(model, self.head, micro, self.temperature, parts=3).log_probs}
+        return {"log_probs": token_log_probs(model, self.head, micro, self.temperature, parts=3).log_probs}
 
     def _score_plainly(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         return {"log_probs": plain_log_probs(model, micro, self.temperature)}

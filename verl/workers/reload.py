@@ -17,11 +17,11 @@ from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.published import open_published
 from verl.checkpoint.reader import CheckpointReader
 from verl.engines.engine import TrainingEngine
-from verl.engines.parallel import Parallel
+from verl.engines.parallel_dims import Parallelism
 from verl.errors import ConfigError
-from verl.models.heads import ValueModel
+from verl.models.heads import ValueHeadModel
+from verl.models.hf_state_dict import ADAPTER_BIN, hf_state_dict, live_tensors, load_adapter, names_in_files
 from verl.models.pretrained import VALUE_HEAD_FILE, Pretrained
-from verl.models.saved_form import ADAPTER_BIN, live_tensors, load_adapter, names_in_files, saved_form
 from verl.resharding.dtensor import ReadableTensor, local, own_part
 from verl.utils.progress import report
 from verl.workers.state import Restore
@@ -55,7 +55,7 @@ class Reload:
         return saved_tensors(reader, component)
 
 
-def load_weights(model: Any, component: str, source: Reload, parallel: Parallel) -> None:
+def load_weights(model: Any, component: str, source: Reload, parallel: Parallelism) -> None:
     """Copy the weights of a component into a live model, a value head included; of a divided one, what is kept here.
 
     Raises:
@@ -65,7 +65,7 @@ def load_weights(model: Any, component: str, source: Reload, parallel: Parallel)
         parallel.settle(model)
         _load_parts(model, component, source)
         return
-    live, found = saved_form(model).tensors, source.tensors(component)
+    live, found = hf_state_dict(model).tensors, source.tensors(component)
     if found and _are_own(live, model):
         _refuse_other(component, live, found)
         with torch.no_grad():
@@ -75,7 +75,7 @@ def load_weights(model: Any, component: str, source: Reload, parallel: Parallel)
         load_adapter(model, Restore(source.directory, verify=False).adapter(component))
     else:
         _copy_whole(model, component, source)
-    if isinstance(model, ValueModel):
+    if isinstance(model, ValueHeadModel):
         model.load_head(source.directory / component / VALUE_HEAD_FILE)
 
 
@@ -86,7 +86,7 @@ def _load_parts(model: Any, component: str, source: Reload) -> None:
     if not found and hasattr(model, "peft_config"):
         found = torch.load(source.directory / component / ADAPTER_BIN, map_location="cpu", weights_only=True)
     if not found or names is None:
-        backbone = isinstance(model, ValueModel)
+        backbone = isinstance(model, ValueHeadModel)
         loaded = _loaded(model, component, source).state_dict()
         found = {f"backbone.{name}" if backbone else name: x for name, x in loaded.items()}
         names = {name: name for name in live if name in found}
@@ -95,7 +95,7 @@ def _load_parts(model: Any, component: str, source: Reload) -> None:
         for name, own in names.items():
             local(live[own]).copy_(own_part(live[own], found[name]))
             report()
-    if isinstance(model, ValueModel):
+    if isinstance(model, ValueHeadModel):
         model.load_head(source.directory / component / VALUE_HEAD_FILE)
 
 
@@ -133,7 +133,7 @@ def _refuse_other(component: str, live: Mapping[str, Tensor], found: Mapping[str
 
 def _copy_whole(model: Any, component: str, source: Reload) -> None:
     """By way of a second model, where the file knows the weights under other names or in another form."""
-    target = model.backbone if isinstance(model, ValueModel) else model
+    target = model.backbone if isinstance(model, ValueHeadModel) else model
     target.load_state_dict(_loaded(model, component, source).state_dict())
 
 
@@ -141,4 +141,4 @@ def _loaded(model: Any, component: str, source: Reload) -> Any:
     """A second model, or backbone of one, in main memory."""
     dtype: Any = str(next(model.parameters()).dtype).removeprefix("torch.")
     described = Pretrained(path=str(Restore(source.directory, verify=False).plain(component)), dtype=dtype)
-    return described.load_backbone("cpu") if isinstance(model, ValueModel) else described.load_causal_lm("cpu")
+    return described.load_backbone("cpu") if isinstance(model, ValueHeadModel) else described.load_causal_lm("cpu")

@@ -15,9 +15,8 @@ from verl.checkpoint.published import open_published
 from verl.checkpoint.reader import CheckpointReader
 from verl.checkpoint.tensors import LogicalTensor
 from verl.engines.engine import TrainingEngine
-from verl.models.pretrained import Pretrained
-from verl.models.saved_form import ADAPTER_BIN, ADAPTER_FILE, SavedForm
-from verl.models.source import ModelSource
+from verl.models.hf_state_dict import ADAPTER_BIN, ADAPTER_FILE, HFStateDict
+from verl.models.pretrained import ModelSource, Pretrained
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class RoleState:
         tokenizer: files that never change.
     """
 
-    model: SavedForm
+    model: HFStateDict
     optimizer: dict[str, Tensor]
     updates: int
     tokenizer: dict[str, bytes] = field(default_factory=dict)

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from verl.component import Description
 from verl.dispatch import on_all, on_each
 from verl.engines.engine import Packs, TrainingEngine
-from verl.engines.optim import AdamW
-from verl.engines.parallel import Parallel
+from verl.engines.optimizer import AdamW
+from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import Sharding
+from verl.models.hf_state_dict import HFStateDict, hf_state_dict, live_tensors, load_adapter, tokenizer_files
 from verl.models.lora import LoRA
-from verl.models.precision import Autocast
-from verl.models.pretrained import quiet_transformers
-from verl.models.saved_form import SavedForm, live_tensors, load_adapter, saved_form, tokenizer_files
-from verl.models.source import ModelSource
+from verl.models.parallel_info import Autocast
+from verl.models.pretrained import ModelSource, quiet_transformers
 from verl.utils.seeding import RngState, derive_seed, rng_state, seed_everything, set_rng_state
 from verl.workers.gathering import whole_on_first
 from verl.workers.parts import Berth, PartOrder, PartSetting, PartWriter
@@ -72,7 +71,7 @@ class TrainedRole(Description):
         device: str,
         restore: Restore | None,
         component: str,
-        parallel: Parallel,
+        parallel: Parallelism,
     ) -> Any:
         """The model, from where the role starts or from a checkpoint, with its adapter if it trains one.
 
@@ -87,7 +86,7 @@ class TrainedRole(Description):
             load_adapter(model, restore.adapter(component))
         return model
 
-    def engine(self, model: nn.Module, parallel: Parallel, total_updates: int) -> TrainingEngine:
+    def engine(self, model: nn.Module, parallel: Parallelism, total_updates: int) -> TrainingEngine:
         """The engine that trains `model` as this role says."""
         if self.gradient_checkpointing:
             enable: Any = model.gradient_checkpointing_enable
@@ -98,7 +97,7 @@ class TrainedRole(Description):
 
 
 def undivided(
-    source: ModelSource, kind: Literal["causal_lm", "backbone"], device: str, parallel: Parallel, sliced: bool = True
+    source: ModelSource, kind: Literal["causal_lm", "backbone"], device: str, parallel: Parallelism, sliced: bool = True
 ) -> Any:
     """A model as `parallel.divide` wants it: without weights if it can read slices of them, or whole.
 
@@ -163,9 +162,9 @@ class TrainedWorker:
             weights, optimizer = self._whole_weights(), whole_on_first(optimizer, self.engine.parallel)
         if self.engine.parallel.rank != 0:
             return None
-        form = saved_form(self.engine.model, weights)
+        form = hf_state_dict(self.engine.model, weights)
         if copied and weights is None:
-            form = SavedForm(_in_main_memory(form.tensors), form.file, form.files)
+            form = HFStateDict(_in_main_memory(form.tensors), form.file, form.files)
             optimizer = _in_main_memory(optimizer)
         return RoleState(form, optimizer, self.engine.updates, self.constant_files())
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from verl.component import BuildContext
 from verl.http_client.endpoint import Endpoint
-from verl.models.precision import Autocast
+from verl.models.parallel_info import Autocast
 from verl.rollout.base import Rollout, RolloutEngine
 
 DIVIDED = (

@@ -11,7 +11,7 @@ import torch
 
 from verl.errors import RolloutError
 from verl.http_client.client import HTTPClient
-from verl.models.precision import Autocast
+from verl.models.parallel_info import Autocast
 from verl.rollout.server.protocol import Draw, Drawn, Protocol, Wish
 from verl.rollout.server.tgi import TGI
 from verl.sync.probe import probe_rows, trainer_log_probs

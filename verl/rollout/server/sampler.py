@@ -19,7 +19,7 @@ from torch import Tensor
 from verl.errors import ConfigError, RolloutError
 from verl.http_client.client import HTTPClient
 from verl.http_client.request import RequestReport
-from verl.models.precision import Autocast, computing_in
+from verl.models.parallel_info import Autocast, computing_in
 from verl.ops.batching import micro_batches
 from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of, response_positions

@@ -11,7 +11,7 @@ from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError, faults_below
 from verl.http_client.client import HTTPClient
 from verl.http_client.request import NotRetryable, Request
-from verl.models.precision import Autocast
+from verl.models.parallel_info import Autocast
 from verl.rollout.base import stop_tokens
 from verl.rollout.server.openai import OpenAI
 from verl.rollout.server.options import DIVIDED, ServerRollout

@@ -20,7 +20,7 @@ from torch import Tensor
 from verl.errors import ConfigError, RolloutError
 from verl.http_client.client import HTTPClient
 from verl.http_client.request import NotRetryable, Request
-from verl.models.precision import Autocast
+from verl.models.parallel_info import Autocast
 from verl.rollout.vllm.weights import weights_of
 from verl.utils.temporary_directory import TemporaryDirectory
 

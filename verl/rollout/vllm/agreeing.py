@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from verl.models.division import Divided
+from verl.models.parallel_info import ParallelInfo
 
 T = TypeVar("T")
 LONGEST_LOOK_S = 0.05
@@ -54,7 +54,7 @@ class Interrupted(Exception):
         return min(self.failures, key=lambda failure: failure.may_repeat).error
 
 
-def agreed(divided: Divided, part: Callable[[], T], may_repeat: Callable[[Exception], bool]) -> list[T]:
+def agreed(divided: ParallelInfo, part: Callable[[], T], may_repeat: Callable[[Exception], bool]) -> list[T]:
     """What each process has come to, by rank. All processes of the model take part.
 
     Raises:
@@ -77,7 +77,7 @@ def agreed(divided: Divided, part: Callable[[], T], may_repeat: Callable[[Except
 _MEETINGS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # so far, by store
 
 
-def _meet(divided: Divided) -> None:
+def _meet(divided: ParallelInfo) -> None:
     """Return when all processes of the model have come here."""
     import torch.distributed as dist
 
@@ -93,7 +93,7 @@ def _meet(divided: Divided) -> None:
         store.delete_key(f"verl/meeting/{number - 1}/{divided.rank}")
 
 
-def among_siblings(divided: Divided, value: T) -> list[T]:
+def among_siblings(divided: ParallelInfo, value: T) -> list[T]:
     """What each sibling gives, in their order."""
     if len(divided.siblings) == 1:
         return [value]
@@ -104,7 +104,7 @@ def among_siblings(divided: Divided, value: T) -> list[T]:
     return found
 
 
-def from_first(divided: Divided, value: T) -> T:
+def from_first(divided: ParallelInfo, value: T) -> T:
     """What the first of the siblings gives, to all of them."""
     if len(divided.siblings) == 1:
         return value

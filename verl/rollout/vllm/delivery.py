@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verl.models.division import Divided
+from verl.models.parallel_info import ParallelInfo
 from verl.resharding.execute import LIMIT_BYTES, reshard
 from verl.resharding.layout import Layout, TensorLayout
 from verl.resharding.plan import Plan, gathering_volume, reshard_plan
@@ -41,7 +41,7 @@ class Delivery:
 
     def __init__(
         self,
-        divided: Divided,
+        divided: ParallelInfo,
         sources: Sequence[Source],
         wants: Sequence[Wanted],
         dtype: torch.dtype,

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from verl.component import BuildContext
 from verl.errors import ConfigError
-from verl.models.precision import Autocast
+from verl.models.parallel_info import Autocast
 from verl.protocol import DataProto
 from verl.rollout.base import Request, RolloutEngine, Synced
 from verl.rollout.vllm.agreeing import Interrupted, agreed, among_siblings, from_first

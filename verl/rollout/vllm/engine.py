@@ -23,7 +23,7 @@ import torch
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError, WeightSyncError
-from verl.models.precision import Autocast
+from verl.models.parallel_info import Autocast
 from verl.protocol import DataProto
 from verl.rollout.base import Request, RolloutEngine, Synced, assemble, stop_tokens
 from verl.rollout.drawing import Drawing

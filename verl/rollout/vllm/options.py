@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from verl.component import BuildContext
 from verl.errors import ConfigError
-from verl.models.precision import Autocast
+from verl.models.parallel_info import Autocast
 from verl.rollout.base import ALONE, Rollout, RolloutEngine
 from verl.utils.env_check import vllm_fault
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from verl.models.precision import Autocast
+from verl.models.parallel_info import Autocast
 from verl.rollout.base import Synced
 from verl.rollout.vllm.agreeing import agreed, among_siblings
 from verl.rollout.vllm.delivery import Delivery

@@ -12,7 +12,7 @@ import torch
 
 from verl.component import BuildContext
 from verl.errors import ConfigError
-from verl.models.precision import Autocast
+from verl.models.parallel_info import Autocast
 from verl.rollout.vllm.options import HIGHEST_RANK, LORA_RANKS, VLLMRollout
 from verl.rollout.vllm.process import CORES_VARIABLE
 from verl.utils.env_check import num_cores

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.precision import Autocast
+from verl.models.parallel_info import Autocast
 from verl.rollout.vllm.delivery import Delivery, UnderWay
 from verl.rollout.vllm.feeds import Feed
 from verl.rollout.vllm.leading import LeadingEngine, Offer

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from verl.models.division import laid_out_as, whole
+from verl.models.parallel_info import full_tensor, laid_out_as
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def merged(layer: Any) -> Tensor:
 def _delta(layer: Any, adapter: str, like: Tensor) -> Tensor:
     """scale B A, laid out as W; the factors of a divided layer may be divided each in its own way, or not at all."""
     a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-    factors = whole(a), whole(b)
+    factors = full_tensor(a), full_tensor(b)
     if factors[0] is a and factors[1] is b:
         return layer.get_delta_weight(adapter)
     delta = factors[1] @ factors[0] * layer.scaling[adapter]

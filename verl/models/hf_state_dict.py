@@ -1,4 +1,4 @@
-"""A model as Hugging Face saves it, but in memory: which tensors under which names, and the small files beside them."""
+"""A model's Hugging Face state dict in memory: which tensors under which names, and the small files beside them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.heads import ValueModel
+from verl.models.heads import ValueHeadModel
 from verl.models.pretrained import VALUE_HEAD_FILE, quiet_transformers
 from verl.utils.temporary_directory import TemporaryDirectory
 
@@ -21,7 +21,7 @@ ADAPTER_BIN = "adapter_model.bin"  # for tools that need it
 
 
 @dataclass(frozen=True)
-class SavedForm:
+class HFStateDict:
     """What a directory made by `save_pretrained` holds.
 
     Attributes:
@@ -36,21 +36,21 @@ class SavedForm:
 
 
 def live_tensors(model: Any) -> dict[str, Tensor]:
-    """What `saved_form` makes its tensors of, by their names in the model; a tied one is the same object twice."""
+    """What `hf_state_dict` makes its tensors of, by their names in the model; a tied one is the same object twice."""
     tensors = model.state_dict(keep_vars=True)
     if not hasattr(_core(model), "peft_config"):
         return tensors
     return {name: x for name, x in tensors.items() if "lora_" in name or name.startswith("head.")}
 
 
-def saved_form(model: Any, tensors: Mapping[str, Tensor] | None = None) -> SavedForm:
-    """The form of a Hugging Face model, of a model with a peft adapter (the adapter alone), or of a `ValueModel`.
+def hf_state_dict(model: Any, tensors: Mapping[str, Tensor] | None = None) -> HFStateDict:
+    """The form of a Hugging Face model, of a model with a peft adapter (the adapter alone), or of a `ValueHeadModel`.
 
     Args:
         tensors: those of `live_tensors` made whole, for a model that has only parts of them.
     """
     tensors = live_tensors(model) if tensors is None else tensors
-    return SavedForm(saved_tensors(model, tensors), saved_file(model), small_files(model, tensors))
+    return HFStateDict(saved_tensors(model, tensors), saved_file(model), small_files(model, tensors))
 
 
 def saved_file(model: Any) -> str | None:
@@ -59,8 +59,10 @@ def saved_file(model: Any) -> str | None:
 
 
 def saved_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Some of the tensors of `live_tensors` under their names in the files; a `ValueModel`'s head is none of them."""
-    if isinstance(model, ValueModel):
+    """Some of the tensors of `live_tensors` under their names in the files; a `ValueHeadModel`'s head is none of
+    them.
+    """
+    if isinstance(model, ValueHeadModel):
         return saved_tensors(model.backbone, _below("backbone.", tensors))
     if hasattr(model, "peft_config"):
         from peft import get_peft_model_state_dict
@@ -89,8 +91,8 @@ def names_in_files(model: Any) -> dict[str, str] | None:
 
 
 def small_files(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """What lies beside the tensors: the configuration, and a `ValueModel`'s head, which is among `tensors`."""
-    if isinstance(model, ValueModel):
+    """What lies beside the tensors: the configuration, and a `ValueHeadModel`'s head, which is among `tensors`."""
+    if isinstance(model, ValueHeadModel):
         from safetensors.torch import save
 
         head = {name: p.detach().cpu().contiguous() for name, p in _below("head.", tensors).items()}
@@ -146,7 +148,7 @@ def _in_order(adapter_config: bytes) -> bytes:
 
 
 def _core(model: Any) -> Any:
-    return model.backbone if isinstance(model, ValueModel) else model
+    return model.backbone if isinstance(model, ValueHeadModel) else model
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Rows of tokens: cutting long ones, and keeping ragged ones in one flat tensor."""
+"""Tokenised rows: cutting long ones, and keeping ragged ones in one flat tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large a model is, from its configuration alone: parameters, activations, keys and values, operations."""
+"""Size of a model from its configuration alone: parameters, activations, keys and values, operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verl.models.lora import LoRA
 
 
 @dataclass(frozen=True)
-class ModelSizes:
+class ModelStats:
     """What memory and time are counted from.
 
     Attributes:
@@ -64,7 +64,7 @@ class ModelSizes:
         return 2 * self.parameters * tokens
 
 
-def sizes_of(config: Any, lora: LoRA | None = None) -> ModelSizes:
+def model_stats(config: Any, lora: LoRA | None = None) -> ModelStats:
     """Of a model with this Hugging Face configuration, its parameters counted on the meta device.
 
     Args:
@@ -85,7 +85,7 @@ def sizes_of(config: Any, lora: LoRA | None = None) -> ModelSizes:
     text = config.get_text_config()
     heads = text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return ModelSizes(
+    return ModelStats(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         layers=text.num_hidden_layers,

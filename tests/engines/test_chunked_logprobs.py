@@ -8,10 +8,10 @@ from random_models import save_random_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from verl.engines import token_scores
-from verl.engines.token_scores import score_tokens
+from verl.engines import chunked_logprobs
+from verl.engines.chunked_logprobs import token_log_probs
 from verl.model_paths.micro_batch import cut_into_micro_batches
-from verl.models.output_head import OutputHead
+from verl.models.heads import LMHead
 from verl.models.pretrained import Pretrained
 from verl.ops.logprobs import entropy_of, log_probs_of, response_positions
 from verl.protocol import DataProto
@@ -65,9 +65,9 @@ def plain_scores(model, micro, temperature):
 
 @pytest.mark.parametrize("at_a_time", [1, 3 * 102, 2**24])
 def test_scores_and_gradients_are_those_of_the_whole_logits(loaded, at_a_time, monkeypatch):
-    monkeypatch.setattr(token_scores, "LOGITS_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(chunked_logprobs, "LOGITS_AT_A_TIME", at_a_time)
     micro = micro_batch(100)
-    found = score_tokens(loaded, OutputHead(loaded), micro, 0.7, entropy="grad", rank=True)
+    found = token_log_probs(loaded, LMHead(loaded), micro, 0.7, entropy="grad", rank=True)
     log_probs, entropies, likeliest = plain_scores(loaded, micro, 0.7)
     torch.testing.assert_close(found.log_probs, log_probs, rtol=0, atol=1e-12)
     torch.testing.assert_close(found.entropies, entropies, rtol=0, atol=1e-12)
@@ -93,10 +93,10 @@ def test_no_more_than_a_part_of_the_logits_ever_exists_forward_or_backward(monke
     model = Qwen2ForCausalLM(config)
     micro = micro_batch(100, rows=40)
     tokens, weight = int(micro.tensors["response_mask"].sum()), 20_000 * 16
-    monkeypatch.setattr(token_scores, "LOGITS_AT_A_TIME", 4 * 20_000)
-    head = OutputHead(model)
+    monkeypatch.setattr(chunked_logprobs, "LOGITS_AT_A_TIME", 4 * 20_000)
+    head = LMHead(model)
     with LargestTensor() as seen:
-        score_tokens(model, head, micro, entropy="grad").log_probs.sum().backward()
+        token_log_probs(model, head, micro, entropy="grad").log_probs.sum().backward()
     assert seen.numbers <= weight  # a part of the logits, 80 000 numbers, is smaller
     assert tokens * 20_000 > 8 * weight
     with LargestTensor() as plain:
@@ -112,10 +112,10 @@ def test_a_model_that_does_more_than_multiply_by_its_head_is_found_out(family, s
     path = save_random_model(tmp_path, family, torch.float32, **options)
     source = Pretrained(path=str(path), attention="eager" if family == "gemma2" else "sdpa")
     model = source.load_causal_lm("cpu")
-    head = OutputHead(model)
+    head = LMHead(model)
     assert head.is_separable is separable
     micro = micro_batch(100)
-    found = score_tokens(model, head, micro, entropy="grad")
+    found = token_log_probs(model, head, micro, entropy="grad")
     log_probs, entropies, _ = plain_scores(model, micro, 1.0)
     torch.testing.assert_close(found.log_probs, log_probs, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found.entropies, entropies, rtol=1e-4, atol=1e-5)
@@ -125,5 +125,5 @@ def test_the_model_is_whole_again_after_its_head_was_left_out(loaded):
     micro = micro_batch(100)
     names = ("input_ids", "attention_mask", "position_ids")
     before = loaded(**{name: micro.tensors[name] for name in names}).logits
-    score_tokens(loaded, OutputHead(loaded), micro)
+    token_log_probs(loaded, LMHead(loaded), micro)
     assert torch.equal(loaded(**{name: micro.tensors[name] for name in names}).logits, before)

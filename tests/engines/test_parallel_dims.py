@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from verl.component import BuildContext
-from verl.engines.sharded import ShardedParallel
-from verl.models.heads import ValueModel
+from verl.engines.parallel_dims import ShardedParallelism
+from verl.models.heads import ValueHeadModel
 from verl.models.lora import LoRA
-from verl.models.weight_files import WeightFiles
+from verl.models.pretrained import SafetensorsReader
 from verl.resharding.dtensor import local, own_part, tensor_layout
 
 MESHES = {"fsdp": (1, 4, 1), "hsdp": (2, 2, 1), "tp": (2, 1, 2), "tp_fsdp": (1, 2, 2)}
 
 
-class CountingFiles(WeightFiles):
+class CountingFiles(SafetensorsReader):
     """Files that know how many numbers were read from them."""
 
     num_read = 0
@@ -35,7 +35,7 @@ def parallel(request):
     """The last of four processes; the others do not answer, and loading asks them nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
     context = BuildContext(rank=3, world_size=4)
-    yield ShardedParallel(context, 60.0, MESHES[request.param], fully=request.param != "tp")
+    yield ShardedParallelism(context, 60.0, MESHES[request.param], fully=request.param != "tp")
     dist.destroy_process_group()
 
 
@@ -54,7 +54,7 @@ def test_a_process_reads_its_slices_and_no_more(parallel, model64):
 
 
 def test_whole_or_in_slices_a_process_comes_to_the_same_part(parallel, model64):
-    sliced, loaded = ValueModel(model64.load_skeleton("backbone")), ValueModel(model64.load_backbone("cpu"))
+    sliced, loaded = ValueHeadModel(model64.load_skeleton("backbone")), ValueHeadModel(model64.load_backbone("cpu"))
     parallel.divide(sliced)
     parallel.divide(loaded)
     other = dict(loaded.named_parameters())

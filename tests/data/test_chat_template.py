@@ -7,7 +7,7 @@ import pytest
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.errors import ConfigError
-from verl.models.tiny_tokenizer import character_tokenizer
+from verl.models.tiny import character_tokenizer
 
 TOKENIZER = character_tokenizer()
 USER, ANSWER = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}

@@ -1,16 +1,55 @@
-"""The settings of the data sets, as one frozen description each."""
+"""Base classes and settings of data sets: what a data component builds, and its options."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from verl.component import Description
-from verl.data.bad_rows import OnBadRow
-from verl.data.splits import PromptSource, TextSource
+from verl.data.readers import OnBadRow
+from verl.data.sampler import Mixture
 from verl.errors import ConfigError
+from verl.protocol import DataProto
+
+
+class Dataset(Protocol):
+    """Rows that were tokenised once and can be joined into a batch in any order."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    def collate(self, indices: Sequence[int]) -> DataProto:
+        """The rows at `indices`, padded to the longest of them."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSource(Description):
+    """Base of what `data` may be in reinforcement learning: builds `DataSplits` of prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource(Description):
+    """Base of what `data` may be in supervised fine-tuning: builds `DataSplits` of texts to imitate."""
+
+
+@dataclass(frozen=True)
+class DataSplits:
+    """The two parts of the data of a run.
+
+    Attributes:
+        train: the rows to learn from.
+        eval: rows that are never trained on, or None where there are none.
+        mixture: the parts of `train` and their shares of an epoch; None visits every row once.
+    """
+
+    train: Dataset
+    eval: Dataset | None = None
+    mixture: Mixture | None = None
+
 
 Truncation = Literal["error", "left", "right", "drop"]
 Options = TypeVar("Options", bound=Description)

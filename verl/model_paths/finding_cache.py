@@ -1,4 +1,4 @@
-"""What trials have found, kept on disk by a digest of all that it depends on."""
+"""A cache on disk of what trials have found of models, by a digest of all that it depends on."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl.model_paths.paths import Finding, ModelPaths
+from verl.model_paths.paths import ModelPaths, PathFinding
 
 LIBRARIES = ("torch", "transformers", "numpy")
 IGNORED = ("_name_or_path", "dtype", "transformers_version", "use_cache", "architectures")
 
 
-def kept(model: Any, key: tuple, examine: Callable[[], Finding]) -> Finding:
+def kept(model: Any, key: tuple, examine: Callable[[], PathFinding]) -> PathFinding:
     """What is known of a model by this key; examined and written down if nothing is."""
     file = cache_dir() / f"{digest(model, key)}.json"
     if (finding := _read(file)) is None:
@@ -76,21 +76,21 @@ def _own_code() -> bytes:
     return b"".join(file.read_bytes() for file in files) + sys.version.encode()
 
 
-def _read(file: Path) -> Finding | None:
+def _read(file: Path) -> PathFinding | None:
     try:
         return finding_in(json.loads(file.read_text()))
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not there, or not ours: it is found anew
 
 
-def finding_in(told: Mapping[str, Any]) -> Finding:
+def finding_in(told: Mapping[str, Any]) -> PathFinding:
     """What a file of the cache tells.
 
     Raises:
         KeyError, TypeError: it is another kind of file.
     """
     paths = ModelPaths(**{**told["paths"], "reasons": tuple(told["paths"]["reasons"])})
-    return Finding(paths, told["refusal"], told["distances"])
+    return PathFinding(paths, told["refusal"], told["distances"])
 
 
 def library_versions() -> list[str]:
@@ -98,7 +98,7 @@ def library_versions() -> list[str]:
     return [importlib.metadata.version(name) for name in LIBRARIES]
 
 
-def _write(file: Path, finding: Finding, model: Any, key: tuple) -> None:
+def _write(file: Path, finding: PathFinding, model: Any, key: tuple) -> None:
     """Leave it for the next run, whole or not at all; a disk that refuses costs the next run seconds."""
     from verl.model_paths.twin import model_class
     from verl.models.call import has_lm_head

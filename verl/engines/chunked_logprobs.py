@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of response tokens, without ever holding all of their logits.
+"""Log-probabilities and entropies of response tokens, computed in chunks: all logits are never held at once.
 
     hidden states of the tokens on the mask [n D] ── some at a time ──> logits [c V] ──> log-prob, entropy [c]
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.call import call_model
-from verl.models.output_head import OutputHead
+from verl.models.heads import LMHead
 from verl.ops.logprobs import entropy_of, log_probs_of
 
 Entropy = Literal["grad", "value"] | None
@@ -24,7 +24,7 @@ LOGITS_AT_A_TIME = 2**24  # numbers: 64 MiB in float32
 
 
 @dataclass(frozen=True)
-class TokenScores:
+class TokenLogProbs:
     """What a model says of each response token.
 
     Attributes:
@@ -38,16 +38,16 @@ class TokenScores:
     is_likeliest: Tensor | None = None
 
 
-def score_tokens(
+def token_log_probs(
     model: Any,
-    head: OutputHead,
+    head: LMHead,
     micro: MicroBatch,
     temperature: float = 1.0,
     *,
     entropy: Entropy = None,
     rank: bool = False,
     parts: int = 1,
-) -> TokenScores:
+) -> TokenLogProbs:
     """Score the response tokens of a micro-batch; everything is 0 off the mask.
 
     Args:
@@ -64,13 +64,13 @@ def score_tokens(
         return call_model(model, **inputs, use_cache=False, logits_to_keep=logits_to_keep).logits
 
     if not head.is_separable:
-        return _place(_score(micro.predict(last_states), tokens, temperature, entropy, rank), mask, entropy, rank)
+        return _place(_score_chunk(micro.predict(last_states), tokens, temperature, entropy, rank), mask, entropy, rank)
     with head.left_out():
         hidden = micro.predict(last_states)
     at_a_time = max(1, min(LOGITS_AT_A_TIME // model.config.get_text_config().vocab_size, -(-len(tokens) // parts)))
 
     def part(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        return _score(head(hidden), tokens, temperature, entropy, rank)
+        return _score_chunk(head(hidden), tokens, temperature, entropy, rank)
 
     if len(tokens) <= at_a_time:
         return _place(part(hidden, tokens), mask, entropy, rank)
@@ -90,11 +90,13 @@ def plain_log_probs(model: Any, micro: MicroBatch, temperature: float = 1.0) -> 
 
     logits = micro.predict(all_logits)
     return _place(
-        _score(logits, micro.tensors["responses"][mask], temperature, None, False), mask, None, False
+        _score_chunk(logits, micro.tensors["responses"][mask], temperature, None, False), mask, None, False
     ).log_probs
 
 
-def _score(logits: Tensor, tokens: Tensor, temperature: float, entropy: Entropy, rank: bool) -> tuple[Tensor, ...]:
+def _score_chunk(
+    logits: Tensor, tokens: Tensor, temperature: float, entropy: Entropy, rank: bool
+) -> tuple[Tensor, ...]:
     found = [log_probs_of(logits, tokens, temperature)]
     if entropy:
         found.append(entropy_of(logits if entropy == "grad" else logits.detach(), temperature))
@@ -103,6 +105,6 @@ def _score(logits: Tensor, tokens: Tensor, temperature: float, entropy: Entropy,
     return tuple(found)
 
 
-def _place(found: tuple[Tensor, ...], mask: Tensor, entropy: Entropy, rank: bool) -> TokenScores:
+def _place(found: tuple[Tensor, ...], mask: Tensor, entropy: Entropy, rank: bool) -> TokenLogProbs:
     placed = iter([torch.zeros(mask.shape, dtype=x.dtype, device=mask.device).masked_scatter(mask, x) for x in found])
-    return TokenScores(next(placed), next(placed) if entropy else None, next(placed) if rank else None)
+    return TokenLogProbs(next(placed), next(placed) if entropy else None, next(placed) if rank else None)

@@ -13,7 +13,7 @@ from verl.data.files import PromptFiles, SFTFiles
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.errors import ConfigError
-from verl.models.tiny_tokenizer import character_tokenizer
+from verl.models.tiny import character_tokenizer
 
 TOKENIZER = character_tokenizer()
 LINES = (

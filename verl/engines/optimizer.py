@@ -1,4 +1,4 @@
-"""The optimizer and its learning-rate schedule, as one description."""
+"""AdamW and its learning-rate schedule, as one component."""
 
 from __future__ import annotations
 

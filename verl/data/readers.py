@@ -1,21 +1,69 @@
-"""Rows read from parquet and JSONL files, each of which knows where it came from."""
+"""Readers of parquet and JSONL files. Each row knows its file and number; unusable rows stop the run or are counted."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from verl.data.bad_rows import BadRows
 from verl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+OnBadRow = Literal["error", "skip"]
+SHOWN = 5
+
+
+class RowErrors:
+    """Collects one sentence per unusable row of a data set, each with its file and number.
+
+    Args:
+        policy: `error` refuses the data set when all rows were looked at; `skip` leaves the rows out and warns.
+    Attributes:
+        faults: the sentences, without their final full stop.
+    """
+
+    def __init__(self, policy: OnBadRow = "error"):
+        self.policy = policy
+        self.faults: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self.faults)
+
+    def add(self, fault: str) -> None:
+        """Note one row."""
+        self.faults.append(fault.rstrip("."))
+
+    def settle(self, num_rows: int) -> None:
+        """Refuse or report what was collected.
+
+        Args:
+            num_rows: of the data set, the bad ones included.
+        Raises:
+            ConfigError: there are bad rows and the policy is `error`, or no other row is left.
+        """
+        if not self.faults:
+            return
+        shown, further = self.faults[:SHOWN], len(self.faults) - SHOWN
+        more = [f"and {further} further rows"] if further > 0 else []
+        if self.policy == "error":
+            *before, last = [f"{fault}." for fault in shown]
+            after = f" And {further} further rows of {num_rows}." if further > 0 else ""
+            raise ConfigError([*before, f"{last}{after} Mend the data, or set on_bad_row to skip."])
+        seen = f"on_bad_row is skip: {len(self.faults)} of {num_rows} rows are left out: {'; '.join(shown + more)}."
+        if len(self.faults) >= num_rows:
+            raise ConfigError(f"{seen} No row remains.")
+        logger.warning("%s", seen)
+
 
 FILE_TYPES = (".parquet", ".jsonl")
 
 
 @dataclass(frozen=True)
-class Rows:
+class DataRows:
     """Rows in order.
 
     Attributes:
@@ -45,7 +93,7 @@ class Rows:
         """The index of a row over all files, the same whether or not rows before it were left out."""
         return index if self.numbers is None else self.numbers[index]
 
-    def only(self, kept: Sequence[int]) -> Rows:
+    def only(self, kept: Sequence[int]) -> DataRows:
         """The rows at `kept`, which keep their places and numbers."""
         if len(kept) == len(self):
             return self
@@ -53,7 +101,7 @@ class Rows:
         def chosen(items: list[Any]) -> list[Any]:
             return [items[index] for index in kept]
 
-        return Rows(
+        return DataRows(
             chosen(self.values),
             None if self.places is None else chosen(self.places),
             [self.number(index) for index in kept],
@@ -89,7 +137,7 @@ def file_faults(name: str, files: Sequence[str | Path]) -> Iterator[str]:
             yield f"{seen}: not a file."
 
 
-def read_rows(files: Sequence[str | Path], bad: BadRows, name: str = "data_files") -> Rows:
+def read_rows(files: Sequence[str | Path], bad: RowErrors, name: str = "data_files") -> DataRows:
     """Read files one after another.
 
     Args:
@@ -115,7 +163,7 @@ def read_rows(files: Sequence[str | Path], bad: BadRows, name: str = "data_files
             count += 1
         if count == before:
             raise ConfigError(f"{seen}: the data set is empty, it holds no rows.")
-    return Rows(values, places, numbers, sources)
+    return DataRows(values, places, numbers, sources)
 
 
 def _read_parquet(path: Path, seen: str) -> Iterator[tuple[int, dict[str, Any] | str]]:

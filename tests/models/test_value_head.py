@@ -7,7 +7,7 @@ import torch
 from roles import largest_difference, weights
 from transformers import AutoModel
 
-from verl.models.heads import ValueModel
+from verl.models.heads import ValueHeadModel
 from verl.models.pretrained import VALUE_HEAD_FILE, Pretrained
 
 TOKENS = torch.tensor([[0, 0, 8, 9, 10], [11, 12, 13, 14, 15]])
@@ -18,7 +18,7 @@ POSITIONS = (MASK.cumsum(dim=1) - 1).clamp_min(0)
 @pytest.fixture
 def trained(model64):
     """A value model whose head is not zero."""
-    model = ValueModel(model64.load_backbone("cpu"))
+    model = ValueHeadModel(model64.load_backbone("cpu"))
     generator = torch.Generator().manual_seed(0)
     for weight in model.head.parameters():
         weight.data = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
@@ -26,7 +26,7 @@ def trained(model64):
 
 
 def test_a_new_head_is_zero_and_reads_every_position(model64):
-    model = ValueModel(model64.load_backbone("cpu"))
+    model = ValueHeadModel(model64.load_backbone("cpu"))
     values = model(TOKENS, MASK, POSITIONS).values
     assert values.shape == TOKENS.shape
     assert not values.any()
@@ -48,7 +48,7 @@ def test_a_value_does_not_see_what_comes_later(trained):
 def test_backbone_and_head_come_back_bit_by_bit(trained, tmp_path):
     trained.save_pretrained(tmp_path)
     source = Pretrained(path=str(tmp_path), dtype="float64")
-    again = ValueModel(source.load_backbone("cpu"))
+    again = ValueHeadModel(source.load_backbone("cpu"))
     again.load_head(source.value_head())
     assert largest_difference(weights(again), weights(trained)) == 0
     assert torch.equal(again(TOKENS, MASK, POSITIONS).values, trained(TOKENS, MASK, POSITIONS).values)
@@ -62,5 +62,5 @@ def test_transformers_opens_the_directory_of_a_critic(trained, tmp_path):
 
 
 def test_the_head_of_a_bfloat16_backbone_is_float32(dir32):
-    model = ValueModel(Pretrained(path=str(dir32), dtype="bfloat16").load_backbone("cpu"))
+    model = ValueHeadModel(Pretrained(path=str(dir32), dtype="bfloat16").load_backbone("cpu"))
     assert model.head.weight.dtype == model(TOKENS, MASK, POSITIONS).values.dtype == torch.float32

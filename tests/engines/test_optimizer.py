@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl.engines.optim import AdamW
+from verl.engines.optimizer import AdamW
 from verl.errors import ConfigError
 
 

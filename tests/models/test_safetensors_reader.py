@@ -8,9 +8,8 @@ import pytest
 import torch
 from random_models import save_random_model
 
-from verl.engines.filling import fill
-from verl.models.pretrained import Pretrained
-from verl.models.weight_files import WeightFiles
+from verl.engines.fsdp import fill
+from verl.models.pretrained import Pretrained, SafetensorsReader
 
 CPU = torch.device("cpu")
 FAMILIES = ["starcoder2", "qwen2", "llama", "gemma2", "gemma3_text", "qwen3", "opt", "gptj"]
@@ -55,7 +54,7 @@ def test_weights_that_are_absent_or_of_another_shape_are_left_to_the_loading_tha
     from safetensors.torch import save_file
 
     save_file({"model.a.weight": tensor}, tmp_path / "model.safetensors")
-    files = WeightFiles(tmp_path, "model")
+    files = SafetensorsReader(tmp_path, "model")
     assert files.holds({"a.weight": tensor})
     assert files.holds({"model.a.weight": tensor})
     assert not files.holds({"model.a.weight": tensor.T})
@@ -70,6 +69,6 @@ def test_a_slice_is_read_from_the_shard_that_has_it(tmp_path):
     save_file({"scalar": torch.tensor(2.0)}, tmp_path / "b.safetensors")
     index = {"weight_map": {"x": "a.safetensors", "scalar": "b.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    files = WeightFiles(tmp_path)
+    files = SafetensorsReader(tmp_path)
     assert files.read("x", ((1, 3), (0, 2))).tolist() == [[4.0, 5.0], [8.0, 9.0]]
     assert float(files.read("scalar", ())) == 2.0

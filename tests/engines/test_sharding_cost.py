@@ -1,0 +1,56 @@
+"""The cost model against what is known of each sharding by counting."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP, NoSharding, usual
+from verl.models.model_stats import ModelStats
+
+N = 1_000_000
+SIZES = ModelStats(
+    parameters=N, trained=N, layers=4, hidden=64, vocabulary=1000, attention=64, keys=32, mlp=256, tied=True
+)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "mesh", "bytes_at_rest"),
+    [
+        (NoSharding(), (4, 1, 1), 16 * N),
+        (DDP(), (4, 1, 1), 16 * N),
+        (FSDP(), (1, 4, 1), 4 * N),
+        (HSDP(replicas=2), (2, 2, 1), 8 * N),
+        (TP(tensor_parallel=2), (2, 1, 2), 8 * (N + 64_000)),  # the embedding is whole
+        (TP(), (1, 1, 4), 4 * (N + 3 * 64_000)),
+        (TPFSDP(tensor_parallel=2), (1, 2, 2), 4 * (N + 64_000)),
+    ],
+)
+def test_what_rests_is_divided_by_shards_and_siblings(sharding, mesh, bytes_at_rest):
+    assert sharding.mesh_sizes(4) == mesh
+    assert sharding.cost(4, SIZES).resting == bytes_at_rest
+
+
+def test_traffic_is_that_of_ring_algorithms():
+    assert DDP().cost(4, SIZES).per_update == 2 * 3 / 4 * 4 * N
+    assert FSDP().cost(4, SIZES).per_micro_batch == 3 / 4 * 12 * N
+    assert FSDP(strategy="SHARD_GRAD_OP").cost(4, SIZES).per_micro_batch == 3 / 4 * 8 * N
+    assert FSDP().cost(4, SIZES, compute_bytes=2).per_micro_batch == 3 / 4 * (2 * 2 + 4) * N
+    assert HSDP(replicas=2).cost(4, SIZES).per_update == 2 * 1 / 2 * 4 * N / 2
+    assert TP().cost(4, SIZES, tokens=10).per_micro_batch == 2 * 3 / 4 * 4 * 4 * 64 * 10 * 4
+    assert FSDP().cost(1, SIZES).per_step(8) == 0
+    assert FSDP().cost(4, SIZES).per_step(3, 2) == 3 * FSDP().cost(4, SIZES).per_micro_batch
+
+
+def test_a_block_and_the_embedding_are_gathered_or_all_weights():
+    block = (N - 64_000) // 4
+    assert FSDP().cost(4, SIZES).gathered == 4 * (64_000 + block)
+    assert FSDP(strategy="SHARD_GRAD_OP").cost(4, SIZES).gathered == 4 * N
+    assert FSDP().cost(4, SIZES, compute_bytes=2).generating == 2 * N
+    assert DDP().cost(4, SIZES, compute_bytes=2).weights == 6 * N  # with the copy that is computed with
+    assert FSDP().cost(4, SIZES, trains=False).resting == N
+
+
+def test_tables_offer_what_so_many_devices_allow():
+    assert "hsdp" not in usual(8)
+    assert usual(64)["hsdp"].mesh_sizes(64) == (8, 8, 1)
+    assert usual(64)["tp_fsdp"].mesh_sizes(64) == (1, 8, 8)
