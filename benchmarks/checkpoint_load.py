@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from safetensors.torch import load_file
 
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.hashing import digest_of
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.hashing import digest_of
+from verl.checkpoint.core.safetensors_format import TensorBytes
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.safetensors_bytes import TensorBytes
-from verl.checkpoint.store import CheckpointStore
 
 COMPONENTS = ("actor", "exp_avg", "exp_avg_sq")
 PAGE = 4096
@@ -75,7 +75,7 @@ def ways(root: Path, directory: Path) -> dict[str, Callable[[], object]]:
         "all": lambda: ours(COMPONENTS),
         "safetensors": lambda: [touched(load_file(path).values()) for path in files],
         "torch.load": lambda: [touched(part.values()) for part in torch.load(root / "state.pt").values()],
-        "hash": lambda: [digest_of(Disk().map(path)) for path in files],
+        "hash": lambda: [digest_of(FileSystem().map(path)) for path in files],
     }
 
 

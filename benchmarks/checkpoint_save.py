@@ -131,27 +131,27 @@ class Ours:
     name = "verl"
 
     def __init__(self, state: State):
-        from verl.checkpoint.content import Component, TensorItem
+        from verl.checkpoint.save.save_request import SavedComponent, TensorItem
 
         def items(tensors: dict[str, torch.Tensor]) -> list[TensorItem]:
             return [TensorItem(name=name, tensor=tensor) for name, tensor in tensors.items()]
 
         self._components = {
-            "actor": Component(tensors=items(state.model)),
-            "optimizer": Component(tensors=items(state.moments), file="optimizer.safetensors"),
+            "actor": SavedComponent(tensors=items(state.model)),
+            "optimizer": SavedComponent(tensors=items(state.moments), file="optimizer.safetensors"),
         }
         self._writer: Any = None
         self._step = 0
 
     def open(self, path: Path) -> None:
-        from verl.checkpoint.store import CheckpointStore
-        from verl.checkpoint.writer import CheckpointWriter
+        from verl.checkpoint.commit.store import CheckpointStore
+        from verl.checkpoint.save.async_writer import CheckpointWriter
 
         if self._writer is None:
             self._writer = CheckpointWriter(CheckpointStore(path.parent / "ours"))
 
     def start(self) -> None:
-        from verl.checkpoint.content import SaveRequest
+        from verl.checkpoint.save.save_request import SaveRequest
 
         self._step += 1
         self._writer.save(SaveRequest(step=self._step, components=self._components))

@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks import _workload as workload
-from verl.checkpoint import delta
-from verl.checkpoint.delta import Span
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core import delta
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.delta import CodedSpan
+from verl.checkpoint.describe import CheckpointSummary, summaries
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.published import Published
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.summary import Summary, summaries
 from verl.trainer.library import Trainer
 
 AFTER = (1, 3, 10)  # steps after the base
@@ -64,7 +64,9 @@ def trainer(model: Path, directory: Path, lr: float, lora: bool) -> Trainer:
     )
 
 
-def trained(model: Path, directory: Path, lr: float, lora: bool, end: float) -> tuple[list[Summary], list[float]]:
+def trained(
+    model: Path, directory: Path, lr: float, lora: bool, end: float
+) -> tuple[list[CheckpointSummary], list[float]]:
     """Train, save after the first step and after some more; the checkpoints, and the seconds that each save took.
 
     Args:
@@ -84,20 +86,20 @@ def trained(model: Path, directory: Path, lr: float, lora: bool, end: float) -> 
     return [found[1 + n] for n in (0, *AFTER) if 1 + n in found], took
 
 
-def component(published: Published, name: str, is_stored: bool) -> int:
+def component(published: Checkpoint, name: str, is_stored: bool) -> int:
     """Bytes of a component: as it is read, or stored in files that no earlier checkpoint shares."""
     files = published.manifest.files if is_stored else published.manifest.contents.values()
     return sum(e.size for e in files if e.path.startswith(f"{name}/") and not (is_stored and e.linked_from))
 
 
-def in_bfloat16(base: Published, published: Published) -> tuple[int, int]:
+def in_bfloat16(base: Checkpoint, published: Checkpoint) -> tuple[int, int]:
     """Bytes of the actor's tensors cast to bfloat16, and of their difference from the base, cast too."""
     before, now = (CheckpointManager(one.directory).load("actor") for one in (base, published))
     whole = stored = 0
     for name in now:
         one, two = (x[name].bfloat16().view(torch.uint8).numpy().data.cast("B") for x in (before, now))
         whole += len(two)
-        stored += sum(len(piece) for piece in delta.encode(two, [Span(0, len(two), 2, 0)], one))
+        stored += sum(len(piece) for piece in delta.encode(two, [CodedSpan(0, len(two), 2, 0)], one))
     return whole, stored
 
 

@@ -34,10 +34,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from verl.checkpoint.content import Component, SaveRequest
-from verl.checkpoint.plan import SharedFile
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.writer import CheckpointWriter
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.save.async_writer import CheckpointWriter
+from verl.checkpoint.save.save_plan import SharedFile
+from verl.checkpoint.save.save_request import SavedComponent, SaveRequest
 from verl.protocol import DataProto
 from verl.replay.buffer import TieredBuffer
 from verl.replay.rows import pack
@@ -208,7 +208,7 @@ def saving(root: Path, num_bytes: int) -> dict[str, Any]:
             SharedFile(path=f"{COMPONENT}/{name}", source=shard.path, leaves=shard.leaves)
             for name, shard in state.shared.items()
         ]
-        return SaveRequest(step=step, components={COMPONENT: Component(files=dict(state.files))}, links=links)
+        return SaveRequest(step=step, components={COMPONENT: SavedComponent(files=dict(state.files))}, links=links)
 
     with CheckpointWriter(store, mode="sync") as writer:
         while sum(placed.shard.size for placed in buffer.shelf) < num_bytes:

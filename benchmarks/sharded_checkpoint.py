@@ -29,10 +29,10 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import torch
 
-from verl.checkpoint.content import Component, SaveRequest
-from verl.checkpoint.settings import Checkpointing
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.writer import CheckpointWriter
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.save.async_writer import CheckpointWriter
+from verl.checkpoint.save.save_request import SavedComponent, SaveRequest
 from verl.cluster.base import role_handles
 from verl.cluster.processes import Processes
 from verl.component import BuildContext
@@ -92,7 +92,7 @@ class Crew:
         self.step += 1
         (told,) = self.parts.states().values()
         schedule = {"updates": {"actor": told.updates}}
-        own = {"scheduler": Component(files={"state.json": json.dumps(schedule).encode()})}
+        own = {"scheduler": SavedComponent(files={"state.json": json.dumps(schedule).encode()})}
         self.parts.save(self.writer, SaveRequest(step=self.step, components=own), told.num_bytes)
         self.parts.wait_copied()
         (outcome,) = self.writer.drain()

@@ -21,9 +21,9 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.tiers.push import checked_pieces
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.remote.upload import checked_pieces
 from verl.storage.backend import MIB
 from verl.storage.config import S3Storage
 
@@ -117,7 +117,7 @@ def measure(storage: S3Storage, place: Path, mib: int, rounds: int, end: float) 
         staging.main.write("actor/model.safetensors", [block * min(64, mib)] * max(1, mib // 64))
         published = staging.commit()
     (entry,) = [one for one in published.manifest.files if one.path.startswith("actor/")]
-    path, disk, theirs = published.path(entry.path), Disk(), s3fs.S3FileSystem(endpoint_url=storage.endpoint_url)
+    path, disk, theirs = published.path(entry.path), FileSystem(), s3fs.S3FileSystem(endpoint_url=storage.endpoint_url)
     with storage.connect() as store:
         length = store.part_bytes(entry.size)
 

@@ -24,15 +24,16 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import verl
-from verl.checkpoint import choices, staging
-from verl.checkpoint.images import Image, Source
-from verl.checkpoint.increment import Incremental
-from verl.checkpoint.manifest import STATE
-from verl.checkpoint.participant import TensorPart
-from verl.checkpoint.published import Published, read_state
-from verl.checkpoint.reader import CheckpointReader
-from verl.checkpoint.safetensors_bytes import TensorBytes
-from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.commit import transaction
+from verl.checkpoint.commit.rank_writer import RankTensor
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.checkpoint import Checkpoint, read_state
+from verl.checkpoint.core.direct_io import FileImage, ImageSource
+from verl.checkpoint.core.manifest import STATE
+from verl.checkpoint.core.safetensors_format import TensorBytes
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.save import save_executor
+from verl.checkpoint.save.save_plan import IncrementalSettings
 
 HIDDEN, FEED_FORWARD, VOCABULARY = 8, 16, 12
 CONFIG = {
@@ -84,33 +85,33 @@ def as_increment(directory: Path) -> None:
     store = CheckpointStore(directory, run_id="golden")
     before, whole = store.complete()
     shutil.move(whole.directory, directory.parent / "whole")
-    whole = Published(directory.parent / "whole", whole.manifest)
+    whole = Checkpoint(directory.parent / "whole", whole.manifest)
     reader = CheckpointReader(whole)
-    least, choices.FEWEST_BYTES = choices.FEWEST_BYTES, 1  # else all of these files are too small
+    least, save_executor.FEWEST_BYTES = save_executor.FEWEST_BYTES, 1  # else all of these files are too small
     with time_stands_still(whole.manifest.saved_at), store.begin(whole.step) as opened:
-        settings = Incremental(pays_below=2)
-        made = choices.Increments(settings, before, None, whole.manifest.tensors, store.disk)
+        settings = IncrementalSettings(pays_below=2)
+        made = save_executor.DeltaPolicy(settings, before, None, whole.manifest.tensors, store.disk)
         opened.main.record(*whole.manifest.tensors)
         for entry in reader.files():
             content = bytes(reader.read(entry.path))
-            image = Image(path=entry.path, begin=0, sizes=tuple(leaf.size for leaf in entry.leaves))
-            prospect = made.prospect(image, Source(memoryview(content)))
+            image = FileImage(path=entry.path, begin=0, sizes=tuple(leaf.size for leaf in entry.leaves))
+            prospect = made.prospect(image, ImageSource(memoryview(content)))
             if prospect is not None:
                 opened.main.write_delta(entry, prospect.buffers(), prospect.base)
             elif entry.path != STATE:
                 opened.main.write(entry.path, [content], deduplicate=entry.path == "actor/config.json")
         opened.commit(state=read_state(store.disk, whole), metrics=whole.manifest.metrics)
-    choices.FEWEST_BYTES = least
+    save_executor.FEWEST_BYTES = least
 
 
-def save(store: CheckpointStore, step: int) -> Published:
+def save(store: CheckpointStore, step: int) -> Checkpoint:
     """An actor in bfloat16 in two shards, an optimizer cut by two writers, and small files."""
     with store.begin(step, participants=["rank_0", "rank_1"]) as opened:
         main = opened.main
         main.write("actor/config.json", [json.dumps(CONFIG, indent=2).encode()], deduplicate=True)
         main.write_model("actor", [actor_tensor(name, step) for name in SHAPES], max_shard_bytes=800)
         main.write("scheduler/scheduler.json", [json.dumps({"last_epoch": step}).encode()])
-        generator = TensorPart(component="rng", name="torch", dtype="U8", shape=(16,), data=bytes([step] * 16))
+        generator = RankTensor(component="rng", name="torch", dtype="U8", shape=(16,), data=bytes([step] * 16))
         main.write_tensors("rng/rank_0.safetensors", [generator])
         reports = []
         for rank in (0, 1):
@@ -128,7 +129,7 @@ def actor_tensor(name: str, step: int) -> TensorBytes:
     return TensorBytes(name, "BF16", SHAPES[name], (numbers.astype("<f4").view("<u4") >> 16).astype("<u2"))
 
 
-def optimizer_part(rank: int, step: int) -> list[TensorPart]:
+def optimizer_part(rank: int, step: int) -> list[RankTensor]:
     """What one of two writers holds of the moments: half of the rows; the first one has the step too."""
     name, rows = "model.embed_tokens.weight", VOCABULARY // 2
     parts = []
@@ -136,10 +137,10 @@ def optimizer_part(rank: int, step: int) -> list[TensorPart]:
         values = (np.arange(VOCABULARY * HIDDEN).reshape(VOCABULARY, HIDDEN) + step) * scale
         own = np.ascontiguousarray(values[rank * rows : (rank + 1) * rows], "<f4")
         whole = {"component": "optimizer", "dtype": "F32", "shape": values.shape}
-        parts.append(TensorPart(**whole, name=f"{name}.{moment}", start=(rank * rows, 0), extent=own.shape, data=own))
+        parts.append(RankTensor(**whole, name=f"{name}.{moment}", start=(rank * rows, 0), extent=own.shape, data=own))
     if rank == 0:
         done = np.array(step, "<f4")
-        parts.append(TensorPart(component="optimizer", name=f"{name}.step", dtype="F32", shape=(), data=done))
+        parts.append(RankTensor(component="optimizer", name=f"{name}.step", dtype="F32", shape=(), data=done))
     return parts
 
 
@@ -163,12 +164,12 @@ def trainer_state(step: int) -> dict:
 @contextlib.contextmanager
 def time_stands_still(at: str) -> Iterator[None]:
     """Saves made inside carry this time stamp."""
-    clock = staging._now
-    staging._now = lambda: at
+    clock = transaction._now
+    transaction._now = lambda: at
     try:
         yield
     finally:
-        staging._now = clock
+        transaction._now = clock
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import importlib.util
 import json
 from pathlib import Path
 
-from verl.checkpoint.manifest import commit_line
+from verl.checkpoint.core.manifest import commit_line
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests/golden"

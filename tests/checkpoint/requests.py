@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from verl.checkpoint.content import DTYPES, Component, SaveRequest, TensorItem
-from verl.checkpoint.published import Published
-from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.save.save_request import DTYPES, SavedComponent, SaveRequest, TensorItem
 
 
 def items(tensors: Mapping[str, torch.Tensor]) -> list[TensorItem]:
@@ -17,13 +17,13 @@ def items(tensors: Mapping[str, torch.Tensor]) -> list[TensorItem]:
 
 def request(step: int, tensors: Mapping[str, torch.Tensor], **more) -> SaveRequest:
     """Weights as a model, and a moment for each."""
-    actor = Component(tensors=items(tensors), files={"config.json": b'{"step": %d}' % step})
+    actor = SavedComponent(tensors=items(tensors), files={"config.json": b'{"step": %d}' % step})
     moments = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-    optimizer = Component(tensors=items(moments), file="optimizer.safetensors")
+    optimizer = SavedComponent(tensors=items(moments), file="optimizer.safetensors")
     return SaveRequest(step=step, components={"actor": actor, "optimizer": optimizer}, state={"step": step}, **more)
 
 
-def tensors_of(published: Published, component: str) -> dict[str, torch.Tensor]:
+def tensors_of(published: Checkpoint, component: str) -> dict[str, torch.Tensor]:
     """What a checkpoint holds, every byte hashed."""
     reader = CheckpointReader(published)
     types = {name: dtype for dtype, name in DTYPES.items()}

@@ -13,10 +13,10 @@ import torch
 from golden_run import flip_bit, golden_run
 from transformers import AutoModelForCausalLM
 
+from verl.checkpoint.commit.rank_writer import RankTensor
+from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.export import export
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.participant import TensorPart
-from verl.checkpoint.store import CheckpointStore
 from verl.errors import CheckpointCorrupt, ConfigError
 
 
@@ -52,13 +52,13 @@ def sliced_critic(directory) -> CheckpointManager:
     with store.begin(1) as staging:
         staging.main.write("critic/config.json", [b"{}"])
         for rank in (0, 1):
-            part = TensorPart(
+            part = RankTensor(
                 component="critic", name="head", dtype="F32", shape=(6, 4), start=(3 * rank, 0), extent=(3, 4),
                 data=values[3 * rank : 3 * rank + 3],
             )  # fmt: skip
             staging.main.write_tensors(f"critic/rank_{rank}.safetensors", [part])
         staging.main.write("actor/adapter_config.json", [json.dumps({"peft_type": "LORA"}).encode()])
-        whole = TensorPart(component="actor", name="lora_A", dtype="F32", shape=(6, 4), data=values)
+        whole = RankTensor(component="actor", name="lora_A", dtype="F32", shape=(6, 4), data=values)
         staging.main.write_tensors("actor/adapter_model.safetensors", [whole])
         staging.commit()
     return CheckpointManager(directory)

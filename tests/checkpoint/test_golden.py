@@ -11,11 +11,11 @@ import torch
 from golden_run import GOLDEN, as_of_format, script
 from transformers import AutoModelForCausalLM
 
-from verl.checkpoint.discovery import CheckpointDirectory
+from verl.checkpoint.core.manifest import FORMAT_VERSION, content_digest
+from verl.checkpoint.export import plain_directory
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.manifest import FORMAT_VERSION, content_digest
-from verl.checkpoint.plain import plain_directory
-from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.errors import CheckpointTooNew
 
 FORMATS = sorted(path.name for path in GOLDEN.glob("format_*"))

@@ -13,11 +13,11 @@ import torch
 from faults.scenarios import WEIGHT, save
 from golden_run import flip_bit, golden_run
 
-from verl.checkpoint.loading import TORCH_TYPES, device_of
+from verl.checkpoint.commit.rank_writer import RankTensor
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.manifest import ITEM_BYTES
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.participant import TensorPart
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.tensors import ITEM_BYTES
+from verl.checkpoint.read.lazy_tensors import TORCH_TYPES, device_of
 from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError
 
 
@@ -104,7 +104,7 @@ def test_every_type_and_shape_loads_bit_for_bit(dtype, mmap, tmp_path):
     shapes = {"matrix": (3, 5), "alone": (), "empty": (0, 4)}
     data = {name: bytes(i % 2 for i in range(int(np.prod(s)) * ITEM_BYTES[dtype])) for name, s in shapes.items()}
     with store.begin(1) as staging:
-        parts = [TensorPart(component="c", name=n, dtype=dtype, shape=s, data=data[n]) for n, s in shapes.items()]
+        parts = [RankTensor(component="c", name=n, dtype=dtype, shape=s, data=data[n]) for n, s in shapes.items()]
         staging.main.write_tensors("c/t.safetensors", parts)
         staging.commit()
     loaded = CheckpointManager(store.directory).load("c", mmap=mmap)

@@ -9,8 +9,8 @@ import shutil
 import pytest
 from faults.scenarios import FROZEN, save
 
+from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.retention import Retention, collect_garbage, pin, pins, prune, unpin
-from verl.checkpoint.store import CheckpointStore
 from verl.errors import CheckpointNotFound, ConfigError
 
 

@@ -12,8 +12,8 @@ from storage.s3_server import BUCKET
 from trainer.runs import GRPO_ALGORITHM, Prompts, ppo_run
 from typer.testing import CliRunner
 
+from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.settings import Checkpointing
 from verl.cli.main import app
 from verl.component import BuildContext
 from verl.replay.settings import TieredReplay

@@ -15,8 +15,8 @@ import torch
 from golden_run import as_of_format, flip_bit, golden_run, script
 from typer.testing import CliRunner
 
+from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.store import CheckpointStore
 from verl.cli.checkpoint import _telling
 from verl.cli.main import app
 

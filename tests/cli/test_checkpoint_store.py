@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoint.tiers.test_push_and_pull import save
+from checkpoint.remote.test_upload_and_download import save
 from typer.testing import CliRunner
 
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.tiers.remote import object_key
+from verl.checkpoint.remote.remote_store import object_key
 from verl.cli.main import app
 from verl.errors import CheckpointNotFound
 from verl.storage.config import storage_at

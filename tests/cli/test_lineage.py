@@ -11,7 +11,7 @@ import pytest
 from trainer.runs import GRPO_ALGORITHM, ppo_run
 from typer.testing import CliRunner
 
-from verl.checkpoint.settings import Checkpointing
+from verl.checkpoint.config import Checkpointing
 from verl.cli.main import app
 from verl.component import BuildContext
 from verl.trainer.lineage import FILE, Lineage, read

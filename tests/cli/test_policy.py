@@ -12,7 +12,7 @@ from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run
 from trainer.test_sft import sft_run
 from typer.testing import CliRunner
 
-from verl.checkpoint.settings import Checkpointing
+from verl.checkpoint.config import Checkpointing
 from verl.cli.main import app
 from verl.component import BuildContext
 from verl.models.lora import LoRA

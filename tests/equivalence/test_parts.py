@@ -10,11 +10,11 @@ from trainer.runs import PPO_ALGORITHM, ppo_run
 from trainer.saved_runs import course as saved_course
 from trainer.saved_runs import newest
 
-from verl.checkpoint.discovery import CheckpointDirectory
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.published import open_published
-from verl.checkpoint.reader import CheckpointReader
-from verl.checkpoint.verify import verified
+from verl.checkpoint.core.checkpoint import open_checkpoint
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.read.verify import open_verified
 from verl.component import BuildContext, as_plain
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP
 from verl.models.lora import LoRA
@@ -27,7 +27,7 @@ OWN = ("rng",)  # each process has generators of its own
 
 
 def digest(checkpoint: Path) -> str:
-    return CheckpointReader(verified(Disk(), checkpoint, "full")).digest(OWN)
+    return CheckpointReader(open_verified(FileSystem(), checkpoint, "full")).digest(OWN)
 
 
 def started(run, directory: Path):
@@ -68,7 +68,7 @@ def test_what_runs_loads_what_it_saved_and_repeats_the_step_bit_by_bit(name, pro
         repeated = newest(tmp_path)
         assert (repeated.name, digest(repeated.directory)) == ("global_step_2", before[1])  # the same: saved once
         course.end()
-    manifest = open_published(Disk(), second).manifest
+    manifest = open_checkpoint(FileSystem(), second).manifest
     files = {entry.path for entry in manifest.files}
     place = [f"_tp_rank_{rank % 2}_pp_rank_0" if name == "tp_fsdp" else "" for rank in range(processes)]
     assert {f"optimizer/optim_state_rank_{rank}{place[rank]}.safetensors" for rank in range(processes)} <= files
@@ -118,6 +118,6 @@ def test_processes_that_see_another_directory_leave_the_saving_to_the_driver(mod
     assert "rank_0 (actor, critic) on " in caplog.text
     assert "cannot see /proc/self/cwd/checkpoints as the driver does" in caplog.text
     saved = CheckpointDirectory(here / "checkpoints").newest()
-    assert verified(Disk(), saved.directory, "full").step == 1
+    assert open_verified(FileSystem(), saved.directory, "full").step == 1
     assert not (there / "checkpoints").exists()
     assert {tensor.component for tensor in saved.manifest.tensors} == {"actor", "critic", "optimizer", "rng"}

@@ -11,7 +11,7 @@ from trainer.runs import PPO_ALGORITHM, ppo_run
 from trainer.saved_runs import STEPS, course, digest, fit, newest
 from trainer.saved_runs import numbers as all_numbers
 
-from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.component import BuildContext
 from verl.engines.sharding import DDP, FSDP
 from verl.rollout.scripted import Scripted

@@ -11,12 +11,12 @@ import torch
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ShakenClip, ppo_run, read_lines, without_times
 
 from verl.algorithms.kl import AdaptiveKLInReward
-from verl.checkpoint.discovery import CheckpointDirectory
-from verl.checkpoint.disk import Disk
+from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.reader import CheckpointReader
-from verl.checkpoint.settings import Checkpointing
-from verl.checkpoint.verify import verify
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.read.verify import verify
 from verl.component import BuildContext
 from verl.engines.sharding import DDP
 from verl.models.lora import LoRA
@@ -125,4 +125,4 @@ def test_frozen_models_are_named_and_on_request_kept_as_links(model32, tmp_path)
     assert len({(path / "model.safetensors").stat().st_ino for path in found}) == 1
     assert (found[0] / "model.safetensors").read_bytes() == (Path(model32.path) / "model.safetensors").read_bytes()
     newest = CheckpointDirectory(tmp_path / "checkpoints").newest()
-    assert verify(Disk(), newest.directory, "full") == []
+    assert verify(FileSystem(), newest.directory, "full") == []

@@ -9,8 +9,8 @@ import pytest
 from equivalence.test_resume import final_digest, fit, numbers
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
+from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.settings import Checkpointing
 from verl.engines.sharding import DDP
 from verl.replay.cold import Cold
 from verl.replay.settings import TieredReplay

@@ -12,14 +12,14 @@ from cluster.processes_of import wait_until_gone, workers_of
 from cluster.ray_here import placed
 from trainer.runs import PPO_ALGORITHM, ppo_run
 
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.published import open_published
-from verl.checkpoint.reader import CheckpointReader
-from verl.checkpoint.settings import Checkpointing
+from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.core.checkpoint import open_checkpoint
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.read.lazy_tensors import as_tensor
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.component import BuildContext
 from verl.engines.sharding import DDP, FSDP, TP, TPFSDP, NoSharding, Sharding
 from verl.models.lora import LoRA
-from verl.workers.state import as_tensor
 
 pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive]
 
@@ -47,7 +47,7 @@ def step_of(model, directory: Path, step: int, sharding: Sharding, processes: in
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All that was trained, by component and name, whoever wrote it."""
-    reader = CheckpointReader(open_published(Disk(), checkpoint))
+    reader = CheckpointReader(open_checkpoint(FileSystem(), checkpoint))
     return {
         tensor.full_name: as_tensor(reader.tensor(tensor.component, tensor.name), tensor)
         for tensor in reader.published.manifest.tensors

@@ -12,17 +12,17 @@ from random_models import save_random_model
 from safetensors.torch import load_file
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.published import open_published
-from verl.checkpoint.reader import CheckpointReader
-from verl.checkpoint.settings import Checkpointing
+from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.core.checkpoint import open_checkpoint
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.read.lazy_tensors import as_tensor
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.component import BuildContext
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP
 from verl.models.lora import LoRA
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
 from verl.rollout.scripted import Scripted
-from verl.workers.state import as_tensor
 
 pytestmark = pytest.mark.xdist_group("two processes")
 
@@ -262,7 +262,7 @@ def test_a_checkpoint_of_one_process_is_loaded_and_given_back_bit_by_bit(name, b
     settings = dataclasses.replace(run.trainer, n_gpus_per_node=4)
     spread = dataclasses.replace(run, sharding=SHARDINGS[name], trainer=settings)
     states = bench.loaded(spread, checkpoint).result()
-    reader = CheckpointReader(open_published(Disk(), checkpoint), Disk())
+    reader = CheckpointReader(open_checkpoint(FileSystem(), checkpoint), FileSystem())
     for role, state in states.items():
         assert state.updates == 4
         assert_holds(reader, role, state.model.tensors)

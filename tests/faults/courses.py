@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.checkpoint.discovery import CheckpointDirectory
+from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.trainer.comparing import Closeness, first_part_apart, steps_of
 
 # Draws from all three global generators, so that a state that was not restored shows in the next reward; and writes

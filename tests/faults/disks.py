@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.disk import Disk, Handle
+from verl.checkpoint.core.filesystem import FileHandle, FileSystem
 
 KILLED = 137
 CHANGING = {
@@ -31,7 +31,7 @@ class Operation:
         return self.args[0]
 
 
-class RecordingDisk(Disk):
+class RecordingDisk(FileSystem):
     """Notes every operation that succeeds.
 
     Args:
@@ -54,7 +54,7 @@ class RecordingDisk(Disk):
         return result
 
 
-class KillingDisk(Disk):
+class KillingDisk(FileSystem):
     """Ends the process, as SIGKILL does, at the n-th operation that changes something.
 
     Args:
@@ -79,7 +79,7 @@ class KillingDisk(Disk):
             os._exit(KILLED)
 
 
-class FailingDisk(Disk):
+class FailingDisk(FileSystem):
     """Lets the n-th operation fail, once."""
 
     def __init__(self, at: int, code: int):
@@ -96,7 +96,7 @@ class FailingDisk(Disk):
         return call(*args)
 
 
-class RefusingDisk(Disk):
+class RefusingDisk(FileSystem):
     """Refuses every operation of some names with the code given, as a file system without them does."""
 
     def __init__(self, **codes: int):
@@ -108,14 +108,14 @@ class RefusingDisk(Disk):
         return call(*args)
 
 
-class ShortWritingDisk(Disk):
+class ShortWritingDisk(FileSystem):
     """Writes at most seven bytes at a time."""
 
-    def write(self, handle: Handle, data: memoryview) -> int:
+    def write(self, handle: FileHandle, data: memoryview) -> int:
         return super().write(handle, data[:7])
 
 
 def _plain(arg: Any) -> Any:
-    if isinstance(arg, Handle):
+    if isinstance(arg, FileHandle):
         return arg.path
     return bytes(arg) if isinstance(arg, memoryview) else arg

@@ -12,7 +12,7 @@ from typing import Any
 
 from faults.disks import CHANGING
 
-from verl.checkpoint.disk import Disk
+from verl.checkpoint.core.filesystem import FileSystem
 
 SLEEP, KILL_AT, KILLS, COUNTED = "TEST_DISK_SLEEP_S", "TEST_DISK_KILL_AT", "TEST_DISK_KILLS", "TEST_DISK_COUNTED"
 
@@ -21,7 +21,7 @@ def in_writer_process() -> bool:
     return sys.argv[0].endswith("writer_process.py")
 
 
-class SlowDisk(Disk):
+class SlowDisk(FileSystem):
     """Sleeps before every sync."""
 
     def perform(self, operation: str, call: Callable[..., Any], *args: Any) -> Any:
@@ -30,7 +30,7 @@ class SlowDisk(Disk):
         return super().perform(operation, call, *args)
 
 
-class KillingProcessDisk(Disk):
+class KillingProcessDisk(FileSystem):
     """Ends the writer process by SIGKILL before its n-th operation that changes something, as often as there are
     files left in a directory; counts the operations in a file. Does nothing in the trainer's process."""
 

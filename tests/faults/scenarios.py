@@ -14,23 +14,22 @@ from pathlib import Path
 
 import numpy as np
 
-from verl.checkpoint import choices
-from verl.checkpoint.carry_out import carry_out
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.images import PAGE_BYTES, Image, Source
-from verl.checkpoint.increment import Incremental
-from verl.checkpoint.participant import TensorPart
-from verl.checkpoint.plan import LinkedFile, SavePlan
-from verl.checkpoint.published import Published, read_state
-from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.commit.rank_writer import RankTensor
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.checkpoint import Checkpoint, read_state
+from verl.checkpoint.core.direct_io import PAGE_BYTES, FileImage, ImageSource
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
+from verl.checkpoint.core.safetensors_format import TensorBytes, lay_out
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.remote.commit_log import CommitLog
+from verl.checkpoint.remote.download import pull
+from verl.checkpoint.remote.remote_store import RemoteStore
+from verl.checkpoint.remote.upload import CheckpointUpload
 from verl.checkpoint.retention import Retention, collect_garbage, pin, prune
-from verl.checkpoint.safetensors_bytes import TensorBytes, lay_out
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.tensors import LogicalTensor, Slice
-from verl.checkpoint.tiers.log import RemoteLog
-from verl.checkpoint.tiers.pull import pull
-from verl.checkpoint.tiers.push import Pusher
-from verl.checkpoint.tiers.remote import RemoteCheckpoints
+from verl.checkpoint.save import save_executor
+from verl.checkpoint.save.save_executor import execute_plan
+from verl.checkpoint.save.save_plan import IncrementalSettings, LinkedFile, SavePlan
 from verl.storage.config import LocalStorage
 
 WEIGHT = np.arange(24, dtype=np.float32).reshape(4, 6) + 1
@@ -48,7 +47,7 @@ def fast_directory() -> Iterator[Path]:
         shutil.rmtree(path)
 
 
-def save(store: CheckpointStore, step: int, version: int, tag: str | None = None) -> Published:
+def save(store: CheckpointStore, step: int, version: int, tag: str | None = None) -> Checkpoint:
     """A small checkpoint with everything in it: shards, slices of two writers, a link, a deduplicated file."""
     earlier = store.complete()
     with store.begin(step, tag, needed_bytes=4096, participants=["rank_0", "rank_1"]) as staging:
@@ -63,7 +62,7 @@ def save(store: CheckpointStore, step: int, version: int, tag: str | None = None
             main.write("reference_model/frozen.bin", [FROZEN[:100], FROZEN[100:]])
         reports = []
         for rank, columns in enumerate(np.split(WEIGHT * version, 2, axis=1)):
-            part = TensorPart(
+            part = RankTensor(
                 component="optimizer", name="moment", dtype="F32", shape=WEIGHT.shape,
                 start=(0, 3 * rank), extent=(4, 3), data=np.ascontiguousarray(columns),
             )  # fmt: skip
@@ -73,12 +72,14 @@ def save(store: CheckpointStore, step: int, version: int, tag: str | None = None
         return staging.commit(reports, state={"version": version}, metrics={"version": float(version)})
 
 
-def save_images(store: CheckpointStore, step: int, version: int, increment: Incremental | None = None) -> Published:
+def save_images(
+    store: CheckpointStore, step: int, version: int, increment: IncrementalSettings | None = None
+) -> Checkpoint:
     """The same content as a trainer's writer saves it: from one piece of memory, past the page cache."""
     memory, images, tensors = bytearray(), [], []
 
     def place(path: str, *buffers: bytes) -> None:
-        images.append(Image(path=path, begin=len(memory), sizes=tuple(map(len, buffers))))
+        images.append(FileImage(path=path, begin=len(memory), sizes=tuple(map(len, buffers))))
         memory.extend(b"".join(buffers))
         memory.extend(b"x" * (-len(memory) % PAGE_BYTES))
 
@@ -88,29 +89,29 @@ def save_images(store: CheckpointStore, step: int, version: int, increment: Incr
         path = f"{component}/model.safetensors"
         place(path, header, *((WEIGHT * version).tobytes() for _ in names))
         for name, found in places.items():
-            part = Slice(file=path, key=name, offset=found.begin, start=(0, 0), extent=WEIGHT.shape)
+            part = SavedSlice(file=path, key=name, offset=found.begin, start=(0, 0), extent=WEIGHT.shape)
             shape = {"dtype": "F32", "shape": WEIGHT.shape, "slices": (part,)}
             tensors.append(LogicalTensor(component=component, name=name, **shape))
     plan = SavePlan(
         step=step, tag=None, num_bytes=len(memory), images=tuple(images), tensors=tuple(tensors),
         links=(LinkedFile(path="reference_model/frozen.bin"),), state={"version": version}, increment=increment,
     )  # fmt: skip
-    report = carry_out(store, plan, page_aligned_view(memory), fewest_direct_bytes=1)
+    report = execute_plan(store, plan, page_aligned_view(memory), fewest_direct_bytes=1)
     return store.open(report.name)
 
 
-def save_increment(store: CheckpointStore, step: int, version: int) -> Published:
+def save_increment(store: CheckpointStore, step: int, version: int) -> Checkpoint:
     """The same as what changed since the checkpoint before, which `save` or this has made."""
     if version == 1:
         return save(store, step, version)
-    least, choices.FEWEST_BYTES = choices.FEWEST_BYTES, 1  # these files are small
+    least, save_executor.FEWEST_BYTES = save_executor.FEWEST_BYTES, 1  # these files are small
     try:
-        return save_images(store, step, version, Incremental(pays_below=4))
+        return save_images(store, step, version, IncrementalSettings(pays_below=4))
     finally:
-        choices.FEWEST_BYTES = least
+        save_executor.FEWEST_BYTES = least
 
 
-def save_before_a_pull(store: CheckpointStore, step: int, version: int) -> Published:
+def save_before_a_pull(store: CheckpointStore, step: int, version: int) -> Checkpoint:
     """Save; and have the version after it, saved on another machine, lie in a tier beside the directory."""
     published = save(store, step, version)
     elsewhere, bucket = store.directory.parent / "elsewhere", store.directory.parent / "bucket"
@@ -118,30 +119,32 @@ def save_before_a_pull(store: CheckpointStore, step: int, version: int) -> Publi
         shutil.rmtree(left, ignore_errors=True)
     shutil.copytree(store.directory, elsewhere, symlinks=True)
     with LocalStorage(path=str(bucket)).connect() as objects:
-        Pusher(objects, RemoteLog(objects)).push(save(CheckpointStore(elsewhere, "first"), step + 100, version + 1))
+        CheckpointUpload(objects, CommitLog(objects)).push(
+            save(CheckpointStore(elsewhere, "first"), step + 100, version + 1)
+        )
     return published
 
 
-def pull_newest(store: CheckpointStore) -> Published:
+def pull_newest(store: CheckpointStore) -> Checkpoint:
     """Fetch it from there."""
     with LocalStorage(path=str(store.directory.parent / "bucket")).connect() as objects:
-        tier = RemoteCheckpoints(objects)
+        tier = RemoteStore(objects)
         return pull(tier, tier.find(), store)
 
 
-def page_aligned_view(content: bytes) -> Source:
+def page_aligned_view(content: bytes) -> ImageSource:
     memory = mmap.mmap(-1, len(content))
     memory[:] = bytes(content)
-    return Source(memoryview(memory))
+    return ImageSource(memoryview(memory))
 
 
-def version_of(published: Published) -> int:
+def version_of(published: Checkpoint) -> int:
     """Which version a checkpoint holds, all of it; reads and hashes every byte."""
     reader = CheckpointReader(published)
     for entry in reader.files():
         reader.read(entry.path)
     versions = {json.loads(bytes(reader.read("actor/config.json")))["version"]}
-    versions.add(read_state(Disk(), published)["version"])
+    versions.add(read_state(FileSystem(), published)["version"])
     for component, name in [("actor", "first"), ("actor", "second"), ("optimizer", "moment")]:
         values = np.frombuffer(reader.tensor(component, name), np.float32).reshape(WEIGHT.shape) / WEIGHT
         versions |= {int(value) for value in np.unique(values)}
@@ -218,7 +221,7 @@ def check(root: Path, scenario: Scenario, is_done: bool) -> list[str]:
     return faults
 
 
-def check_next_save(root: Path, disk: Disk | None = None, store: CheckpointStore | None = None) -> None:
+def check_next_save(root: Path, disk: FileSystem | None = None, store: CheckpointStore | None = None) -> None:
     """A following save works, is the newest, and nothing is left over."""
     store = store or CheckpointStore(root, run_id="next", disk=disk)
     save(store, 1000, 9)

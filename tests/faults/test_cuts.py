@@ -23,8 +23,14 @@ MICRO_BATCH = "verl.workers.actor:ActorWorker._loss"
 EVALUATION = "verl.trainer.ppo:PPOTrainer._judge"  # greedily first, then with samples
 DATA = "verl.data.sampler:EpochSampler.next_batch"
 SAVE = "verl.trainer.saving:Saving.save"
-COPY, DRAIN = "verl.checkpoint.writer:CheckpointWriter._copy", "verl.checkpoint.writer:CheckpointWriter.drain"
-WRITE, PUBLISH = "verl.checkpoint.participant:Participant._keep", "verl.checkpoint.staging:Staging._publish"
+COPY, DRAIN = (
+    "verl.checkpoint.save.async_writer:CheckpointWriter._copy",
+    "verl.checkpoint.save.async_writer:CheckpointWriter.drain",
+)
+WRITE, PUBLISH = (
+    "verl.checkpoint.commit.rank_writer:RankWriter._keep",
+    "verl.checkpoint.commit.transaction:SaveTransaction._publish",
+)
 
 OF_THE_END = {
     "in the last update": Cut(ACTOR, STEPS),

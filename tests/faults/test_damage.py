@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from faults.scenarios import save, version_of
 
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.hashing import digest_of
-from verl.checkpoint.published import Published
-from verl.checkpoint.reader import CheckpointReader
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.verify import verify
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.hashing import digest_of
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.read.verify import verify
 from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, CheckpointTooNew
 
 SHARD, SLICES = "actor/model-00001-of-00002.safetensors", "optimizer/optim_state_rank_1.safetensors"
@@ -98,7 +98,7 @@ def test_damage_that_shows_from_outside_is_found_by_every_discovery(kind, store,
     damage, file = QUICK[kind]
     directory = store.directory / "global_step_200"
     damage(directory)
-    assert file in {fault.file for fault in verify(Disk(), directory)}
+    assert file in {fault.file for fault in verify(FileSystem(), directory)}
     assert store.newest().step == 100
     assert "NOT USING checkpoint" in caplog.text
     assert file in caplog.text
@@ -118,9 +118,9 @@ def test_a_single_bit_anywhere_is_found_and_the_file_named(store):
         original = path.read_bytes()
         for at in {0, entry.size // 3, entry.size - 1}:
             flip(path, at)
-            assert {fault.file for fault in verify(Disk(), newest.directory, "full")} == {entry.path}, at
+            assert {fault.file for fault in verify(FileSystem(), newest.directory, "full")} == {entry.path}, at
             path.write_bytes(original)
-    assert verify(Disk(), newest.directory, "full") == []
+    assert verify(FileSystem(), newest.directory, "full") == []
 
 
 def test_a_flipped_bit_names_the_one_tensor_that_holds_it(store):
@@ -129,7 +129,7 @@ def test_a_flipped_bit_names_the_one_tensor_that_holds_it(store):
     for name, (tensor, part) in place.items():
         path = newest.path(part.file)
         flip(path, part.offset + tensor.slice_bytes(part) // 2)
-        (fault,) = verify(Disk(), newest.directory, "full")
+        (fault,) = verify(FileSystem(), newest.directory, "full")
         assert (fault.file, fault.tensors) == (part.file, (name,))
         with pytest.raises(CheckpointCorrupt, match=f"not those that were written .in {name}.$"):
             CheckpointReader(newest).tensor(tensor.component, tensor.name)
@@ -148,7 +148,7 @@ def test_what_is_not_read_is_not_hashed(store):
 
 def test_swapped_files_are_both_named(store):
     swap(store.directory / "global_step_200")
-    files = {fault.file for fault in verify(Disk(), store.directory / "global_step_200", "full")}
+    files = {fault.file for fault in verify(FileSystem(), store.directory / "global_step_200", "full")}
     assert files == {f"optimizer/optim_state_rank_{rank}.safetensors" for rank in (0, 1)}
 
 
@@ -251,8 +251,8 @@ def test_a_damaged_object_is_not_handed_on(store):
     (thing,) = (store.directory / "objects").iterdir()
     flip(thing, 0)
     third = save(store, 300, 3)
-    assert verify(Disk(), third.directory, "full") == []
-    assert {fault.file for fault in verify(Disk(), store.directory / "global_step_200", "full")} == {
+    assert verify(FileSystem(), third.directory, "full") == []
+    assert {fault.file for fault in verify(FileSystem(), store.directory / "global_step_200", "full")} == {
         "actor/tokenizer.json"
     }
     fourth = save(store, 400, 4)
@@ -272,6 +272,6 @@ def test_reading_a_read_only_directory_changes_nothing(store):
         return {path: path.lstat().st_mtime_ns for path in store.directory.rglob("*")}
 
     before = times()
-    reader: Published = CheckpointStore(store.directory).newest()
+    reader: Checkpoint = CheckpointStore(store.directory).newest()
     assert version_of(reader) == 2
     assert times() == before

@@ -12,8 +12,8 @@ import pytest
 from faults.disks import KILLED, KillingDisk
 from faults.scenarios import check_next_save, fast_directory, save, version_of
 
+from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.retention import Retention, prune
-from verl.checkpoint.store import CheckpointStore
 
 LONGEST_SAVE = 100  # operations that change the disk, about
 

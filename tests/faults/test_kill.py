@@ -9,7 +9,7 @@ import pytest
 from faults.disks import KILLED, KillingDisk, RecordingDisk
 from faults.scenarios import SCENARIOS, Scenario, check, check_next_save, fast_directory, save_increment
 
-from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.commit.store import CheckpointStore
 
 
 def count_operations(scenario: Scenario) -> int:

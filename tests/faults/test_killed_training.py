@@ -15,8 +15,8 @@ import pytest
 from cli.small_runs import hold_once, small_run
 from cluster.processes_of import wait_until_gone
 
-from verl.checkpoint.discovery import CheckpointDirectory
-from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.trainer.lineage import read
 
 ROOT = Path(__file__).resolve().parents[2]

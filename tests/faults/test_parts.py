@@ -14,9 +14,9 @@ from trainer.runs import GRPO_ALGORITHM
 from trainer.saved_runs import course as saved_course
 
 import verl.trainer.joint as joint
-from verl.checkpoint.discovery import CheckpointDirectory
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.verify import verified
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.verify import open_verified
 from verl.component import BuildContext, as_plain
 from verl.engines.sharding import FSDP
 from verl.errors import WorkerDied
@@ -63,7 +63,7 @@ class Training:
         """The checkpoints that are there, every byte of each looked at."""
         self.course.settle()
         complete = CheckpointDirectory(self.directory / "checkpoints").complete()
-        return [verified(Disk(), published.directory, "full").name for published in complete]
+        return [open_verified(FileSystem(), published.directory, "full").name for published in complete]
 
 
 @pytest.fixture

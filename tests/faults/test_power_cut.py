@@ -11,7 +11,7 @@ from faults.disks import Operation, RecordingDisk
 from faults.power_cut import Trace, fingerprint, materialise, snapshot
 from faults.scenarios import SCENARIOS, Scenario, check, check_next_save, fast_directory
 
-from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.commit.store import CheckpointStore
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 

@@ -15,7 +15,7 @@ from rewards.rated import described
 from trainer.runs import PPO_ALGORITHM
 from trainer.saved_runs import course, fit, newest
 
-from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.cluster.ray import RayActors
 from verl.errors import WorkerDied
 

@@ -13,8 +13,8 @@ import pytest
 from faults.disks import CHANGING, FailingDisk, Operation, RecordingDisk, RefusingDisk, ShortWritingDisk
 from faults.scenarios import SCENARIOS, WEIGHT, Scenario, check, check_next_save, fast_directory, save, version_of
 
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.filesystem import FileSystem
 from verl.errors import CheckpointError, NoSpaceForCheckpoint
 
 CODES = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.EINTR, errno.EROFS]
@@ -110,7 +110,7 @@ def test_without_symbolic_links_saving_works_and_says_so(tmp_path, caplog):
 def test_a_file_whose_sync_failed_is_never_synced_again(tmp_path):
     synced = []
 
-    class SyncFailing(Disk):
+    class SyncFailing(FileSystem):
         def perform(self, operation, call, *args):
             if operation == "sync" and args[0].path.name.endswith(".safetensors"):
                 synced.append(args[0].path)

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from faults.scenarios import check_next_save, save, version_of
 
-from verl.checkpoint import ownership
-from verl.checkpoint.disk import Disk
+from verl.checkpoint.commit import fencing
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.retention import Retention, prune
-from verl.checkpoint.store import CheckpointStore
 from verl.errors import CheckpointFenced, CheckpointWriteFailed
 
 TESTS = Path(__file__).resolve().parents[1]
 TRAINER = """
 import sys
 from faults.scenarios import save
-from verl.checkpoint.store import CheckpointStore
+from verl.checkpoint.commit.store import CheckpointStore
 from verl.errors import CheckpointError
 
 store = CheckpointStore(sys.argv[1], run_id=sys.argv[2])
@@ -112,7 +112,7 @@ def test_who_is_fenced_out_prunes_nothing(tmp_path):
 
 
 def test_a_lock_that_is_never_given_up_is_an_error_not_a_wait(tmp_path, monkeypatch):
-    monkeypatch.setattr(ownership, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(fencing, "LOCK_TIMEOUT_S", 0.05)
     store = CheckpointStore(tmp_path / "checkpoints")
     save(store, 1, 1)
     held = store.disk.lock(store.directory / "format.json")
@@ -124,7 +124,7 @@ def test_a_lock_that_is_never_given_up_is_an_error_not_a_wait(tmp_path, monkeypa
 
 
 def test_what_is_pruned_while_another_process_looks_is_not_called_bad(tmp_path, caplog):
-    class Pruned(Disk):
+    class Pruned(FileSystem):
         def perform(self, operation, call, *args):
             if operation == "read" and args[0].parent.name == "global_step_1" and args[0].parent.exists():
                 shutil.rmtree(args[0].parent)

@@ -15,8 +15,8 @@ import pytest
 from cli.small_runs import hold_once, small_run
 from storage.s3_server import BUCKET
 
-from verl.checkpoint.discovery import CheckpointDirectory
-from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.models.pretrained import Pretrained
 from verl.trainer.comparing import Closeness, first_step_apart, steps_of
 

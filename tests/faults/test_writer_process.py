@@ -17,9 +17,9 @@ from checkpoint.requests import request, tensors_of
 from faults.process_disks import COUNTED, KILL_AT, KILLS, SLEEP, KillingProcessDisk, SlowDisk
 from faults.scenarios import fast_directory
 
-from verl.checkpoint import writer as writer_module
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.writer import CheckpointWriter
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.save import async_writer as writer_module
+from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.errors import CheckpointWriteFailed, NoSpaceForCheckpoint
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -236,8 +236,8 @@ import os, signal, sys, time
 import torch
 from checkpoint.requests import request
 from faults.process_disks import SlowDisk
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.writer import CheckpointWriter
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.save.async_writer import CheckpointWriter
 
 root, ending = sys.argv[1:]
 writer = CheckpointWriter(CheckpointStore(root, disk=SlowDisk()))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from checkpoint.requests import request, same_bits, tensors_of
 
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.writer import CheckpointWriter
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.save.async_writer import CheckpointWriter
 
 pytestmark = [
     pytest.mark.gpu,

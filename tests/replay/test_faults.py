@@ -14,7 +14,7 @@ from faults.disks import KILLED
 from replay.rows_here import scored_rows
 from replay.test_buffer import SMALL, texts
 
-from verl.checkpoint.disk import Disk
+from verl.checkpoint.core.filesystem import FileSystem
 from verl.replay.buffer import TieredBuffer
 from verl.replay.cold import Cold
 from verl.replay.sampling import Wanted
@@ -26,7 +26,7 @@ from verl.storage.config import LocalStorage
 ALL = Wanted(num_rows=1000, step=9, version=9)
 
 
-class FullDisk(Disk):
+class FullDisk(FileSystem):
     """No space for any new byte while `is_full`."""
 
     is_full = True
@@ -109,7 +109,7 @@ def test_a_full_disk_keeps_a_shard_that_the_store_has_without_sending_it_again(t
     buffer.close()
 
 
-class DeadlyDisk(Disk):
+class DeadlyDisk(FileSystem):
     """Ends the process, as SIGKILL does, at the n-th operation."""
 
     def __init__(self, at: int):
@@ -137,7 +137,7 @@ def is_killed(act: Callable[[], object]) -> bool:
     return code == KILLED
 
 
-def sealed(directory: Path, disk: Disk | None = None) -> dict[str, SharedShard]:
+def sealed(directory: Path, disk: FileSystem | None = None) -> dict[str, SharedShard]:
     """The shard of 24 rows."""
     buffer = TieredBuffer(SMALL, directory, seed=7, disk=disk)
     buffer.append(scored_rows(24, seed=1, version=1), 1)
@@ -162,7 +162,7 @@ def test_a_process_killed_while_it_fetches_leaves_nothing_that_is_taken_for_a_sh
     shard = described(whole.path.read_bytes(), 0, 24)
     storage, here = LocalStorage(path=str(tmp_path / "store")), tmp_path / "here"
 
-    def fetch(disk: Disk) -> None:
+    def fetch(disk: FileSystem) -> None:
         cold = Cold(storage.connect(), here, timeout_s=30.0, retry_s=1.0)
         cold._disk = disk
         assert cold.fetch([shard])[shard.name].read_bytes() == whole.path.read_bytes()

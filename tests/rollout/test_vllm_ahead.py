@@ -13,15 +13,15 @@ from trainer.runs import GRPO_ALGORITHM
 from trainer.saved_runs import course, digest, fit, numbers
 
 from verl.algorithms.importance_sampling import TruncatedIS
-from verl.checkpoint.discovery import CheckpointDirectory
-from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.lazy_tensors import as_tensor
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.component import BuildContext
 from verl.rollout.vllm.engine import VLLMEngine
 from verl.rollout.vllm.options import VLLMRollout
 from verl.trainer.loop import Course
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.reloading import load_checkpoint
-from verl.workers.state import as_tensor
 
 pytestmark = pytest.mark.xdist_group("vllm")
 

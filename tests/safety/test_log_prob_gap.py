@@ -17,7 +17,7 @@ from safety.faulty_engine import FaultyRollout
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run, read_lines, without_times
 
 from verl.algorithms.importance_sampling import TruncatedIS
-from verl.checkpoint.settings import Checkpointing
+from verl.checkpoint.config import Checkpointing
 from verl.component import BuildContext
 from verl.engines.sharding import DDP
 from verl.errors import ConfigError, LogProbGapError

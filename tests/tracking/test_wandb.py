@@ -156,7 +156,7 @@ def test_a_child_run_has_an_id_of_its_own_in_the_group_of_the_root_and_names_its
 def test_the_id_is_kept_in_the_checkpoint_and_found_by_the_run_that_goes_on(model32, tmp_path, no_key):
     from trainer.runs import GRPO_ALGORITHM, ppo_run
 
-    from verl.checkpoint.settings import Checkpointing
+    from verl.checkpoint.config import Checkpointing
 
     ids = []
     for name, resume in (("first", None), ("second", "latest")):

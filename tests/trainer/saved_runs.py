@@ -9,10 +9,10 @@ from typing import Any
 from trainer.runs import GRPO_ALGORITHM, ppo_run, read_lines, without_times
 
 from verl.algorithms.algorithm import Algorithm
-from verl.checkpoint.discovery import CheckpointDirectory
-from verl.checkpoint.published import Published
-from verl.checkpoint.reader import CheckpointReader
-from verl.checkpoint.settings import Checkpointing
+from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.component import BuildContext
 from verl.models.pretrained import ModelSource
 from verl.tracking.base import Trackers
@@ -42,7 +42,7 @@ def fit(run: Any, directory: Path) -> Result:
         return trainer.fit()
 
 
-def newest(directory: Path) -> Published:
+def newest(directory: Path) -> Checkpoint:
     return CheckpointDirectory(directory / "checkpoints").newest()
 
 

@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 from trainer.runs import ppo_run
 
-from verl.checkpoint.discovery import CheckpointDirectory
-from verl.checkpoint.locate import Location, locate
+from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.settings import Checkpointing
+from verl.checkpoint.read.discovery import CheckpointDirectory, ResolvedPath, resolve_path
 from verl.component import BuildContext
 from verl.trainer.ppo import PPOTrainer
 
@@ -66,5 +65,5 @@ def test_the_directory_of_a_run_leads_to_its_checkpoints(model32, tmp_path):
     run = dataclasses.replace(ppo_run(model32, total_steps=1, eval_before=False), checkpoint=checkpoint)
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         trainer.fit()
-    assert locate(tmp_path / "run") == Location(tmp_path / "saved")
+    assert resolve_path(tmp_path / "run") == ResolvedPath(tmp_path / "saved")
     assert CheckpointManager(tmp_path / "run").step == 1

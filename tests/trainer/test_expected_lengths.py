@@ -8,7 +8,7 @@ import pytest
 import torch
 from trainer.saved_runs import course, digest, fit, newest
 
-from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.cluster.dividing import Division
 from verl.engines.sharding import DDP
 from verl.protocol import DataProto

@@ -14,9 +14,9 @@ import pytest
 import torch
 from cluster.toy_roles import ToyPlace
 
-from verl.checkpoint.content import SaveRequest
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.writer import CheckpointWriter
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.save.async_writer import CheckpointWriter
+from verl.checkpoint.save.save_request import SaveRequest
 from verl.cluster.base import role_handles
 from verl.cluster.processes import Processes
 from verl.component import BuildContext, Description

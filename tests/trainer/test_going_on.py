@@ -14,7 +14,7 @@ from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM
 from trainer.saved_runs import STEPS, course, digest, fit, newest, numbers
 from trainer.test_sft import sft_run
 
-from verl.checkpoint.settings import Checkpointing
+from verl.checkpoint.config import Checkpointing
 from verl.models.lora import LoRA
 from verl.safety.bands import Band
 from verl.trainer.lineage import Parent

@@ -9,8 +9,8 @@ import pytest
 from golden_run import GOLDEN
 from safetensors.torch import load_file
 
+from verl.checkpoint.core.manifest import FORMAT_VERSION
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.manifest import FORMAT_VERSION
 from verl.component import BuildContext
 from verl.compose.check import check
 from verl.compose.composition import compose_root

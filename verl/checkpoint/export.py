@@ -1,17 +1,228 @@
-"""A component of a checkpoint as a plain Hugging Face directory, hashed on its way out."""
+"""Export of a checkpoint: a component as a Hugging Face directory, or all of it with every file whole, without deltas.
+
+Exports appear whole or not at all, and are hashed on their way out. `plain_directory` writes a component once for all
+processes of a machine, below the temporary directory, and removes it when nobody uses it any more.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import errno
+import os
+import secrets
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
-from verl.checkpoint.disk import Disk, Handle
-from verl.checkpoint.files import files_below, make_directories, write_file
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.filesystem import (
+    FileHandle,
+    FileSystem,
+    files_below,
+    make_directories,
+    remove_tree,
+    write_by_rename,
+    write_errors,
+    write_file,
+)
+from verl.checkpoint.core.hashing import digest_of
+from verl.checkpoint.core.manifest import COMMIT, MANIFEST, MANIFEST_LIMIT_BYTES, Manifest, commit_line
+from verl.checkpoint.core.safetensors_format import INDEX_NAME, TensorBytes, render, render_shards
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.safetensors_bytes import INDEX_NAME, TensorBytes, render, render_shards
-from verl.checkpoint.written_out import unused, written_out
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.read.verify import open_verified
 from verl.errors import ConfigError
+from verl.utils.orphan_cleanup import CLEANUP, LOCK, remove_unused
+
+
+def require_unused(disk: FileSystem, out: Path) -> Path:
+    """Where to write, as an absolute path.
+
+    Raises:
+        ConfigError: something is there already.
+    """
+    out = Path(os.path.abspath(out))
+    if os.path.lexists(out) and not (out.is_dir() and not disk.names(out)):
+        raise ConfigError(f"OUT is {out}: there is something already. Give a directory that does not exist yet.")
+    return out
+
+
+@contextlib.contextmanager
+def atomic_directory(disk: FileSystem, out: Path, doing: str) -> Iterator[Path]:
+    """A directory to be filled, which becomes `out` by one rename once it is durable; an error leaves nothing behind.
+
+    Args:
+        out: see `require_unused`.
+        doing: for the error if the file system refuses.
+    Raises:
+        CheckpointWriteFailed: the file system refused.
+    """
+    staged = out.with_name(f".{out.name}-{secrets.token_hex(6)}")
+    with write_errors(doing):
+        make_directories(disk, out.parent, next(path for path in out.parents if path.is_dir()))
+        make_directories(disk, staged, out.parent)
+        try:
+            yield staged
+            for directory in files_below(disk, staged)[1]:
+                disk.sync_directory(directory)
+            disk.rename(staged, out)
+        except BaseException:
+            remove_tree(disk, staged)
+            raise
+        disk.sync_directory(out.parent)
+
+
+LOCK_TIMEOUT_S = 600.0  # without a byte more by whoever has the lock
+LOOK_EVERY_S = 0.1
+
+_in_use: dict[Path, FileHandle] = {}  # a shared lock on each directory, until this process ends
+_roots: set[Path] = set()  # that this process leaves tidy
+
+
+def plain_directory(published: Checkpoint, component: str, disk: FileSystem | None = None) -> Path:
+    """Where a component lies with every file whole: in the checkpoint itself, or else a copy, hashed on its way.
+
+    The copy takes the size of the component in the directory of temporary files (`TMPDIR`).
+
+    Raises:
+        CheckpointCorrupt: bytes are not those that were written.
+        CheckpointWriteFailed: there is no room for the copy, or another process holds the lock and does nothing.
+    """
+    disk = disk or FileSystem()
+    if not any(entry.path.startswith(f"{component}/") for entry in published.manifest.deltas):
+        return published.directory / component
+    manifest = digest_of(disk.read(published.directory / MANIFEST, MANIFEST_LIMIT_BYTES))
+    root = Path(tempfile.gettempdir()) / f"verl-plain-{os.getuid()}"
+    copy = root / f"{manifest[:32]}-{component}"
+    if copy in _in_use:
+        return copy
+    with write_errors(f"writing {component} of {published.directory} out to {copy}"):
+        if root not in _roots:
+            _roots.add(root)
+            CLEANUP.register(shared_directories=[root])  # before anything is made
+            atexit.register(_let_go, disk, root)
+        lock = _locked(disk, root)
+        try:
+            _remove_unused(disk, root)
+            if not copy.is_dir():
+                _write_component(published, component, copy, disk)
+            _in_use[copy] = disk.lock_waiting(copy, shared=True)  # nobody else locks it without the other lock
+        finally:
+            disk.close(lock)
+    return copy
+
+
+def _locked(disk: FileSystem, root: Path) -> FileHandle:
+    """The lock on the directory of all copies, which is made where it is not there.
+
+    Raises:
+        OSError: who has it has written nothing for too long.
+    """
+    idle_s, written, looked_at = 0.0, 0, time.monotonic()
+    while True:
+        make_directories(disk, root, root.parent)
+        os.chmod(root, 0o700)
+        with contextlib.suppress(FileExistsError):
+            disk.close(disk.create(root / LOCK))
+        with contextlib.suppress(FileNotFoundError):  # whoever had it last has taken all away
+            handle = disk.lock(root / LOCK)
+            if handle is not None and _is_there(handle):
+                return handle
+            if handle is not None:
+                disk.close(handle)
+                continue
+        time.sleep(LOOK_EVERY_S)
+        now = time.monotonic()
+        idle_s, looked_at = idle_s + min(now - looked_at, 2 * LOOK_EVERY_S), now
+        with contextlib.suppress(FileNotFoundError):
+            size = sum(files_below(disk, root)[0].values())
+            idle_s, written = (idle_s, written) if size == written else (0.0, size)
+        if idle_s > LOCK_TIMEOUT_S:
+            told = f"another process has locked it and written nothing for {LOCK_TIMEOUT_S:g} s; is it stopped?"
+            raise OSError(errno.ETIMEDOUT, told, str(root / LOCK))
+
+
+def _is_there(handle: FileHandle) -> bool:
+    """Whether the file that was locked still has its name."""
+    try:
+        return os.path.samestat(os.fstat(handle.fd), os.stat(handle.path))
+    except FileNotFoundError:
+        return False
+
+
+def _write_component(published: Checkpoint, component: str, copy: Path, disk: FileSystem) -> None:
+    reader = CheckpointReader(published, disk)
+    staged = copy.with_name(f"{copy.name}.{secrets.token_hex(6)}")
+    make_directories(disk, staged, copy.parent)
+    try:
+        for entry in reader.files(component):
+            target = staged / entry.path.removeprefix(f"{component}/")
+            make_directories(disk, target.parent, staged)
+            write_file(disk, target, reader.pieces(entry.path))
+        disk.rename(staged, copy)
+    except BaseException:
+        remove_tree(disk, staged)
+        raise
+
+
+def _let_go(disk: FileSystem, root: Path) -> None:
+    """At the end of this process; what others use stays, and who comes next looks again."""
+    while _in_use:
+        disk.close(_in_use.popitem()[1])
+    remove_unused(root)
+
+
+def _remove_unused(disk: FileSystem, root: Path) -> None:
+    """What processes left that have ended."""
+    for name in disk.names(root):
+        if name == LOCK:
+            continue
+        with contextlib.suppress(OSError):
+            lock = disk.lock(root / name)
+            if lock is not None:
+                remove_tree(disk, root / name)
+                disk.close(lock)
+
+
+def materialize(reader: CheckpointReader, out: Path, disk: FileSystem | None = None) -> Checkpoint:
+    """Write a checkpoint out. It appears whole or not at all, and its `manifest_checksum` is that of the original.
+
+    >>> materialize(CheckpointManager("checkpoints/latest").reader(), Path("whole"))  # doctest: +SKIP
+
+    Args:
+        reader: of the checkpoint, on a disk or in object storage.
+        out: must not exist, or be an empty directory.
+    Raises:
+        ConfigError: `out` is in use.
+        CheckpointCorrupt: bytes are not those that were written; nothing is left at `out`.
+        CheckpointWriteFailed: the file system refused.
+    """
+    disk = disk or FileSystem()
+    out, published = require_unused(disk, out), reader.published
+    with atomic_directory(disk, out, f"writing {published.name} out to {out}") as staged:
+        _write_whole_files(reader, staged, disk)
+        open_verified(disk, staged, "full")
+    return Checkpoint(out, _whole(published.manifest))
+
+
+def _write_whole_files(reader: CheckpointReader, staged: Path, disk: FileSystem) -> None:
+    for entry in reader.files():
+        target = staged / entry.path
+        make_directories(disk, target.parent, staged)
+        write_file(disk, target, reader.pieces(entry.path))
+    data = _whole(reader.published.manifest).to_bytes()
+    write_by_rename(disk, staged / MANIFEST, data)
+    write_by_rename(disk, staged / COMMIT, commit_line(data))
+
+
+def _whole(manifest: Manifest) -> Manifest:
+    files = tuple(replace(entry, linked_from=None) for entry in manifest.contents.values())
+    return replace(manifest, files=files, deltas=())
+
 
 MODEL, ADAPTER = "config.json", "adapter_config.json"
 
@@ -33,14 +244,14 @@ def export(manager: CheckpointManager, out: Path, component: str = "actor", pyto
         CheckpointCorrupt: bytes are not those that were written; nothing is left at `out`.
         CheckpointWriteFailed: the file system refused.
     """
-    disk = Disk()
-    out = unused(disk, out)
+    disk = FileSystem()
+    out = require_unused(disk, out)
     kind = _kind(manager, component)
-    with written_out(disk, out, f"exporting to {out}") as staged:
+    with atomic_directory(disk, out, f"exporting to {out}") as staged:
         for name, content in _content(manager, component, kind, pytorch_bin):
             target = staged / name
             make_directories(disk, target.parent, staged)
-            _write(disk, target, content)
+            _write_exported(disk, target, content)
         return sorted(files_below(disk, staged)[0])
 
 
@@ -91,7 +302,7 @@ def _content(
         yield INDEX_NAME, [index]
 
 
-def _write(disk: Disk, target: Path, content: list[Any] | Mapping) -> None:
+def _write_exported(disk: FileSystem, target: Path, content: list[Any] | Mapping) -> None:
     if not isinstance(content, Mapping):
         write_file(disk, target, content)
         return
@@ -108,7 +319,7 @@ def _write(disk: Disk, target: Path, content: list[Any] | Mapping) -> None:
 class _Sink:
     """An open file as torch.save wants it: the state is never in memory twice."""
 
-    def __init__(self, disk: Disk, handle: Handle):
+    def __init__(self, disk: FileSystem, handle: FileHandle):
         self._disk, self._handle = disk, handle
 
     def write(self, data: Any) -> int:

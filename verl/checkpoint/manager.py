@@ -1,4 +1,4 @@
-"""CheckpointManager: one checkpoint, or the newest of a directory, asked in plain words."""
+"""CheckpointManager: the user's access to one checkpoint, or to the newest of a directory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.checkpoint.discovery import LATEST, CheckpointDirectory
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.locate import Location, locate
-from verl.checkpoint.manifest import STATE, FileEntry
-from verl.checkpoint.published import Published, read_state
-from verl.checkpoint.reader import CheckpointReader
-from verl.checkpoint.tiers.log import Record
-from verl.checkpoint.tiers.remote import RemoteCheckpoints, RemotePublished
-from verl.checkpoint.verify import Level, verified
+from verl.checkpoint.core.checkpoint import Checkpoint, read_state
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.manifest import STATE, FileEntry
+from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory, ResolvedPath, resolve_path
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.read.verify import Level, open_verified
+from verl.checkpoint.remote.commit_log import LogRecord
+from verl.checkpoint.remote.remote_store import RemoteCheckpoint, RemoteStore
 from verl.errors import BadCheckpoint, CheckpointNotFound
 from verl.storage.config import is_address
 from verl.utils.saved_targets import current_targets
@@ -24,7 +23,7 @@ from verl.utils.saved_targets import current_targets
 if TYPE_CHECKING:
     import torch
 
-    from verl.checkpoint.loading import DeviceMap
+    from verl.checkpoint.read.lazy_tensors import DeviceMap
 
 REPLAY_BUFFER = "replay_buffer"
 
@@ -47,29 +46,29 @@ class CheckpointManager:
         BadCheckpoint: from the same, where the path names one that does not verify.
     """
 
-    def __init__(self, path: str | Path, disk: Disk | None = None):
+    def __init__(self, path: str | Path, disk: FileSystem | None = None):
         self.address = path if isinstance(path, str) and is_address(path) else None
         self.path = Path(path).absolute()
-        self._disk = disk or Disk()
+        self._disk = disk or FileSystem()
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self.address or str(self.path)!r})"
 
     @cached_property
-    def _tier(self) -> tuple[RemoteCheckpoints, Record | None]:
+    def _tier(self) -> tuple[RemoteStore, LogRecord | None]:
         """In object storage: where, and the checkpoint that the address names, if it names one."""
-        from verl.checkpoint.tiers.resuming import find_at
+        from verl.checkpoint.remote.resolve import find_at
 
         assert self.address is not None
         return find_at(self.address)
 
     @cached_property
-    def published(self) -> Published:
+    def published(self) -> Checkpoint:
         """The checkpoint that is asked: its directory and its manifest."""
         if self.address is not None:
             tier, record = self._tier
             return tier.newest() if record is None else tier.verified(record)
-        where = locate(self.path, self._disk)
+        where = resolve_path(self.path, self._disk)
         return CheckpointDirectory(where.directory, self._disk).open(where.name or LATEST)
 
     @cached_property
@@ -95,9 +94,9 @@ class CheckpointManager:
                 return False
             return True
         try:
-            where = locate(self.path, self._disk)
+            where = resolve_path(self.path, self._disk)
             published = CheckpointDirectory(where.directory, self._disk).open(where.name or LATEST)
-            verified(self._disk, published.directory, level)
+            open_verified(self._disk, published.directory, level)
         except (BadCheckpoint, CheckpointNotFound):
             return False
         return True
@@ -152,7 +151,7 @@ class CheckpointManager:
                 return [self]
             return [CheckpointManager(f"{tier.store.address}/{one.name}") for one in tier.survey()[0]]
         try:
-            where = locate(self.path, self._disk)
+            where = resolve_path(self.path, self._disk)
         except CheckpointNotFound:
             return []
         if where.name is not None:
@@ -164,7 +163,7 @@ class CheckpointManager:
         if self.address is not None:
             tier, record = self._tier
             return self if record is not None else CheckpointManager(f"{tier.store.address}/{tier.newest().name}")
-        where = locate(self.path, self._disk)
+        where = resolve_path(self.path, self._disk)
         if where.name not in (None, LATEST):
             return self
         return self._of(where, CheckpointDirectory(where.directory, self._disk).newest().name)
@@ -211,7 +210,7 @@ class CheckpointManager:
             CheckpointCorrupt: bytes are not those that were written; with `mmap`, when the tensor is asked for.
             ConfigError: `device_map` has no place for a tensor.
         """
-        from verl.checkpoint.loading import MappedTensors
+        from verl.checkpoint.read.lazy_tensors import MappedTensors
 
         if strict and component not in self.components():
             known = ", ".join(self.components()) or "nothing"
@@ -239,11 +238,11 @@ class CheckpointManager:
 
     def _reader(self, verify: bool, writable: bool) -> CheckpointReader:
         published = self.published
-        if isinstance(published, RemotePublished):  # what is fetched is always hashed
+        if isinstance(published, RemoteCheckpoint):  # what is fetched is always hashed
             return self._tier[0].reader(published, writable)
         return CheckpointReader(published, self._disk, verify=verify, writable=writable)
 
-    def _of(self, where: Location, name: str) -> CheckpointManager:
+    def _of(self, where: ResolvedPath, name: str) -> CheckpointManager:
         return CheckpointManager(where.directory / name, self._disk)
 
 

@@ -1,25 +1,33 @@
-"""What is kept of the checkpoints of a directory, and how the rest leaves it.
+"""Retention: which checkpoints of a directory are kept, pinned and tagged, and how the rest is removed.
 
-Decided from what is on the disk, after a save is durable, never from a list in memory; and never below two
-checkpoints that verify. A checkpoint leaves by a rename into `trash/`; its files are unlinked once that is durable,
-since a power cut could otherwise leave a directory that looks published and has lost files.
+Decided from what is on the disk, after a save is durable, never from a list in memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from verl.checkpoint.discovery import PINS, TRASH
-from verl.checkpoint.files import make_directories, read_errors, remove_content, write_by_rename, write_errors
-from verl.checkpoint.published import Published
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.verify import Level
-from verl.checkpoint.waiting import forget_removed, held_back
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.commit.upload_state import forget_removed_uploads, waiting_for_upload
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.filesystem import (
+    files_below,
+    is_directory,
+    make_directories,
+    read_errors,
+    remove_content,
+    write_by_rename,
+    write_errors,
+)
+from verl.checkpoint.read.discovery import FORMAT, PINS, STAGING, TRASH
+from verl.checkpoint.read.verify import Level
 from verl.component import Description
 from verl.errors import CheckpointNotFound
 
@@ -51,7 +59,7 @@ class Retention(Description):
         if self.best_mode not in ("max", "min"):
             yield f"best_mode is {self.best_mode!r}: it must be max or min"
 
-    def kept(self, complete: list[Published], pinned: Iterable[str]) -> dict[str, str]:
+    def kept(self, complete: list[Checkpoint], pinned: Iterable[str]) -> dict[str, str]:
         """The names of those that stay, with the reason.
 
         Args:
@@ -69,7 +77,7 @@ class Retention(Description):
         reasons |= {published.name: "tagged" for published in complete if published.manifest.tag is not None}
         return reasons | {published.name: "pinned" for published in complete if published.name in set(pinned)}
 
-    def best(self, complete: list[Published]) -> Published | None:
+    def best(self, complete: list[Checkpoint]) -> Checkpoint | None:
         """The one with the best value of the metric, the newest of equals; None where none has a value."""
         if self.keep_best is None:
             return None
@@ -96,7 +104,7 @@ def prune(store: CheckpointStore, retention: Retention, level: Level = "quick") 
         store.ownership.check()
         complete = store.complete(level=level)
         kept = retention.kept(complete, pins(store))
-        kept |= held_back(store, complete, kept)
+        kept |= waiting_for_upload(store, complete, kept)
         dropped = [published for published in complete if published.name not in kept]
         if not dropped:
             return []
@@ -109,7 +117,7 @@ def prune(store: CheckpointStore, retention: Retention, level: Level = "quick") 
     with write_errors("emptying the trash"):
         remove_content(store.disk, trash)  # not the directory: another process may be moving something there
         store.objects.sweep()
-        forget_removed(store)
+        forget_removed_uploads(store)
     return [published.name for published in dropped]
 
 
@@ -161,3 +169,98 @@ def _reason(store: CheckpointStore, name: str) -> str:
         return str(json.loads(store.disk.read(store.directory / PINS / name, PIN_LIMIT_BYTES))["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""  # the file alone is the pin
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleanupPlan:
+    """What is cleaned, or would be.
+
+    Args:
+        removed: names of checkpoints that retention does not keep.
+        kept: names of the others, and why.
+        leftovers: what dead processes left in `staging/` and `trash/`.
+        freed_bytes: in all, files that remain in another checkpoint not counted.
+    """
+
+    removed: tuple[str, ...]
+    kept: dict[str, str]
+    leftovers: tuple[str, ...]
+    freed_bytes: int
+
+
+def plan(store: CheckpointStore, retention: Retention) -> CleanupPlan:
+    """What `clean` would do; changes nothing."""
+    complete = store.complete()
+    kept = retention.kept(complete, pins(store))
+    kept |= waiting_for_upload(store, complete, kept)
+    dropped = [published for published in complete if published.name not in kept]
+    with read_errors(f"looking at {store.directory}"):
+        leftovers = list(_leftovers(store))
+        going = [*(published.directory for published in dropped), *leftovers]
+        freed = _freed(store, going)
+    return CleanupPlan(
+        removed=_names(dropped),
+        kept={published.name: kept[published.name] for published in complete if published.name in kept},
+        leftovers=tuple(path.relative_to(store.directory).as_posix() for path in leftovers),
+        freed_bytes=freed,
+    )
+
+
+def clean(store: CheckpointStore, retention: Retention) -> CleanupPlan:
+    """Retention now, then what dead processes left, then shared files that no checkpoint holds any more.
+
+    A living trainer stays the owner of the directory, and what it is saving is left alone.
+
+    Raises:
+        CheckpointFenced: a trainer took over in this moment; nothing was removed.
+        CheckpointWriteFailed: the file system refused; what remains verifies.
+    """
+    planned = plan(store, retention)
+    if not (planned.removed or planned.leftovers or planned.freed_bytes):
+        return planned
+    store.ownership.borrow()
+    removed = prune(store, retention)
+    collect_garbage(store)
+    kept = {name: reason for name, reason in planned.kept.items() if name not in removed}
+    return CleanupPlan(removed=tuple(removed), kept=kept, leftovers=planned.leftovers, freed_bytes=planned.freed_bytes)
+
+
+def _names(checkpoints: list[Checkpoint]) -> tuple[str, ...]:
+    return tuple(published.name for published in checkpoints)
+
+
+def _leftovers(store: CheckpointStore) -> Iterator[Path]:
+    """Of dead processes: staged saves that nobody holds a lock on, and all of the trash."""
+    # Under the lock of the store a save is either not begun or has its own lock: looking cannot come between the two.
+    with store.ownership.locked() if store.exists(store.directory / FORMAT) else contextlib.nullcontext():
+        for part in (STAGING, TRASH):
+            inside = store.directory / part
+            for name in store.disk.names(inside) if store.exists(inside) else []:
+                if part == TRASH or _is_abandoned(store, inside / name):
+                    yield inside / name
+
+
+def _is_abandoned(store: CheckpointStore, staged: Path) -> bool:
+    if not is_directory(store.disk, staged):
+        return True
+    try:
+        lease = store.disk.lock(staged)
+    except OSError:  # no locks here: what may be alive is left alone
+        return False
+    if lease is None:
+        return False
+    store.disk.close(lease)
+    return True
+
+
+def _freed(store: CheckpointStore, going: list[Path]) -> int:
+    """Bytes of the files all of whose names go; an object that no checkpoint holds afterwards goes too."""
+    names: dict[tuple[int, int], list[int]] = {}  # of each inode: its size, and how many of its names remain
+    objects = store.directory / "objects"
+    for root in [*going, *([objects] if store.exists(objects) else [])]:
+        paths = [root / name for name in files_below(store.disk, root)[0]] if is_directory(store.disk, root) else [root]
+        for path in paths:
+            status = store.disk.status(path)
+            entry = names.setdefault((status.st_dev, status.st_ino), [status.st_size, status.st_nlink])
+            entry[1] -= 1
+    return sum(size for size, remaining in names.values() if remaining == 0)

@@ -8,14 +8,12 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from verl.checkpoint.compare import compare
-from verl.checkpoint.discovery import LATEST
-from verl.checkpoint.health import newest_complete
-from verl.checkpoint.locate import Location, locate
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.describe import CheckpointSummary, age_s, summaries, summary_of
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.summary import Summary, age_s, summaries, summary_of
-from verl.checkpoint.verify import Level
+from verl.checkpoint.read.compare import compare
+from verl.checkpoint.read.discovery import LATEST, ResolvedPath, newest_complete, resolve_path
+from verl.checkpoint.read.verify import Level
 from verl.cli.checkpoint_report import as_json, print_comparison, print_inspection
 from verl.cli.checkpoint_store import add_to, remote_summaries
 from verl.cli.output import FOUND, command, counted, duration, fail, parse_duration, print_json, print_table, size
@@ -35,7 +33,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 @command(app, "ls")
 def list_checkpoints(path: Path_ = ".", json: Json = False) -> None:
     """List checkpoints in order of publication; the newest (*) is the one that a run would go on from."""
-    found = remote_summaries(path) if is_address(path) else _summaries(locate(path))
+    found = remote_summaries(path) if is_address(path) else _summaries(resolve_path(path))
     if json:
         print_json([summary.to_json() for summary in found])
         return
@@ -63,8 +61,8 @@ def inspect(
         found = remote_summaries(path)
         summary = next((one for one in reversed(found) if one.status == "complete"), found[-1])
     else:
-        where = locate(path)
-        summary = _summaries(Location(where.directory, where.name or LATEST))[0]
+        where = resolve_path(path)
+        summary = _summaries(ResolvedPath(where.directory, where.name or LATEST))[0]
     if json:
         print_json(as_json(summary, component))
     else:
@@ -80,7 +78,7 @@ def verify(
 ) -> None:
     """Check that checkpoints are what was written; the exit status is 1 if one is not, or if there is none."""
     level: Level = "full" if full else "quick"
-    found = remote_summaries(path, level) if is_address(path) else _summaries(locate(path), level)
+    found = remote_summaries(path, level) if is_address(path) else _summaries(resolve_path(path), level)
     if json:
         print_json([summary.to_json() for summary in found])
     elif not found:
@@ -132,7 +130,7 @@ def health(
     """
     limit_s = None if max_age is None else parse_duration(max_age, "--max-age")
     try:
-        newest, passed_over = newest_complete(locate(path))
+        newest, passed_over = newest_complete(resolve_path(path))
     except CheckpointTooNew as error:
         _not_ready(f"{error.directory.name} was saved by a later version of verl")
     names = ", ".join(error.directory.name for error in passed_over)
@@ -150,7 +148,7 @@ def _not_ready(reason: str) -> NoReturn:
     raise typer.Exit(FOUND)
 
 
-def _summaries(where: Location, level: Level = "quick") -> list[Summary]:
+def _summaries(where: ResolvedPath, level: Level = "quick") -> list[CheckpointSummary]:
     store = CheckpointStore(where.directory)
     if where.name is None:
         return summaries(store, level=level)
@@ -162,7 +160,7 @@ def _summaries(where: Location, level: Level = "quick") -> list[Summary]:
 def _on_disk(path: str) -> str:
     """The path, unless it is an address."""
     if is_address(path):
-        locate(path)  # which says what to do
+        resolve_path(path)  # which says what to do
     return path
 
 
@@ -172,7 +170,7 @@ def _telling(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: metrics[name] for name in (chosen or list(metrics))[:MOST_METRICS]}
 
 
-def _row(summary: Summary) -> list[object]:
+def _row(summary: CheckpointSummary) -> list[object]:
     published = summary.published
     mark = "*" if summary.is_newest else ""
     state = summary.status
@@ -188,5 +186,5 @@ def _row(summary: Summary) -> list[object]:
     return [mark, summary.name, manifest.step, summary.state.get("epoch"), manifest.saved_at, *sizes, metrics, state]
 
 
-def _size(summary: Summary) -> str:
+def _size(summary: CheckpointSummary) -> str:
     return size(summary.published.num_bytes) if summary.published else ""

@@ -9,9 +9,8 @@ import typer
 from packaging.version import Version
 
 import verl
-from verl.checkpoint.compat import FORMATS, Finding, findings, format_of, is_ahead, parse_version
-from verl.checkpoint.discovery import CheckpointDirectory
-from verl.checkpoint.locate import locate
+from verl.checkpoint.core.format_versions import FORMATS, FormatFinding, findings, format_of, is_ahead, parse_version
+from verl.checkpoint.read.discovery import CheckpointDirectory, resolve_path
 from verl.cli.output import FOUND, command, counted, print_json, print_table
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -29,7 +28,7 @@ def compat(
     The exit status is 0 if all can be read, 1 if one would break, 2 if that cannot be told.
     """
     old, new = parse_version(moving_from, "--from"), parse_version(moving_to, "--to")
-    where = locate(path)
+    where = resolve_path(path)
     directory = CheckpointDirectory(where.directory)
     if where.name is None:
         found = findings(directory.candidates(), old, new)
@@ -44,7 +43,7 @@ def compat(
     raise typer.Exit(FOUND if broken else 0)
 
 
-def _print(found: list[Finding], old: Version, new: Version) -> None:
+def _print(found: list[FormatFinding], old: Version, new: Version) -> None:
     print_table(
         ["verl", "writes format", "reads from"], [["from " + row.verl, row.writes, row.reads_from] for row in FORMATS]
     )

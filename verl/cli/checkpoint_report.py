@@ -9,10 +9,10 @@ from typing import Any
 
 import typer
 
-from verl.checkpoint.compare import Difference
-from verl.checkpoint.published import Published
-from verl.checkpoint.summary import Summary, components
-from verl.checkpoint.tensors import LogicalTensor
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.manifest import LogicalTensor
+from verl.checkpoint.describe import CheckpointSummary, components
+from verl.checkpoint.read.compare import CheckpointDifference
 from verl.cli.output import counted, fail, print_table, size
 
 FIRST_TENSORS = 8  # of a component, where not all are asked for
@@ -26,7 +26,7 @@ SIDE_BY_SIDE = (
 )  # fmt: skip
 
 
-def as_json(summary: Summary, component: str | None) -> dict[str, Any]:
+def as_json(summary: CheckpointSummary, component: str | None) -> dict[str, Any]:
     """All of a checkpoint for scripts."""
     told = summary.to_json()
     if summary.published is None:
@@ -39,7 +39,7 @@ def as_json(summary: Summary, component: str | None) -> dict[str, Any]:
     return told | {"components": parts, "tensors": tensors, "trainer_state": summary.state}
 
 
-def print_inspection(summary: Summary, component: str | None, all_tensors: bool) -> None:
+def print_inspection(summary: CheckpointSummary, component: str | None, all_tensors: bool) -> None:
     """All of a checkpoint for people."""
     tensors = _tensors(summary.published, component) if summary.published else []
     for name, value in _head(summary):
@@ -68,7 +68,9 @@ def print_inspection(summary: Summary, component: str | None, all_tensors: bool)
         typer.echo(f"  {line}")
 
 
-def print_comparison(one: Published, two: Published, differences: list[Difference], with_numbers: bool) -> None:
+def print_comparison(
+    one: Checkpoint, two: Checkpoint, differences: list[CheckpointDifference], with_numbers: bool
+) -> None:
     """Two checkpoints side by side, then every difference."""
     rows = [[title, *(getattr(published.manifest, name) for published in (one, two))] for title, name in SIDE_BY_SIDE]
     print_table(["", one.name, two.name], rows)
@@ -90,7 +92,7 @@ def outline(value: dict[str, Any]) -> Iterator[str]:
             yield f"{key!s:<{width}}{_short(item)}".rstrip()
 
 
-def _head(summary: Summary) -> Iterator[tuple[str, str]]:
+def _head(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
     yield "checkpoint", str(summary.directory)
     yield "state", summary.status + (", the newest" if summary.is_newest else "")
     if summary.pinned is not None:
@@ -110,7 +112,7 @@ def _head(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "size", f"{size(summary.published.num_bytes)} in {counted(len(manifest.contents), 'file')}{added}"
 
 
-def _tensors(published: Published, component: str | None) -> list[LogicalTensor]:
+def _tensors(published: Checkpoint, component: str | None) -> list[LogicalTensor]:
     tensors = [tensor for tensor in published.manifest.tensors if component in (None, tensor.component)]
     if component is not None and not tensors:
         known = ", ".join(sorted({tensor.component for tensor in published.manifest.tensors})) or "none"
@@ -134,7 +136,7 @@ def _print_tensors(tensors: list[LogicalTensor], all_of_them: bool) -> None:
     print_table(["component", "tensor", "type", "shape", "slices"], rows, right=["slices"])
 
 
-def _print_different_tensors(tensors: list[Difference], with_numbers: bool) -> None:
+def _print_different_tensors(tensors: list[CheckpointDifference], with_numbers: bool) -> None:
     if not tensors:
         return
     counts: dict[str, int] = {}
@@ -147,7 +149,7 @@ def _print_different_tensors(tensors: list[Difference], with_numbers: bool) -> N
     print_table(columns, rows, right=["largest difference"])
 
 
-def _print_different(differences: list[Difference], title: str) -> None:
+def _print_different(differences: list[CheckpointDifference], title: str) -> None:
     if differences:
         typer.echo(f"\n{title} that differ")
         print_table(
@@ -155,7 +157,7 @@ def _print_different(differences: list[Difference], title: str) -> None:
         )
 
 
-def _number(difference: Difference) -> str:
+def _number(difference: CheckpointDifference) -> str:
     return "" if difference.max_abs is None else f"{difference.max_abs:.4g}"
 
 

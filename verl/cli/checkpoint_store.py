@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.describe import CheckpointSummary, status_of
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.summary import Summary, status_of
-from verl.checkpoint.tiers.pull import pull as pull_one
-from verl.checkpoint.tiers.push import Pusher
-from verl.checkpoint.tiers.remote import RemoteCheckpoints
-from verl.checkpoint.tiers.resuming import find_at
-from verl.checkpoint.verify import Level
+from verl.checkpoint.read.verify import Level
+from verl.checkpoint.remote.download import pull as pull_one
+from verl.checkpoint.remote.remote_store import RemoteStore
+from verl.checkpoint.remote.resolve import find_at
+from verl.checkpoint.remote.upload import CheckpointUpload
 from verl.cli.output import command, size
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
 from verl.storage.config import is_address, storage_at
@@ -22,7 +22,7 @@ from verl.storage.config import is_address, storage_at
 ADDRESS = "Checkpoints in object storage, such as s3://BUCKET/PREFIX, or one of them. Credentials: the environment."
 
 
-def remote_summaries(address: str, level: Level = "quick") -> list[Summary]:
+def remote_summaries(address: str, level: Level = "quick") -> list[CheckpointSummary]:
     """What a tier holds, in order of publication; those that do not verify are told as they are.
 
     Raises:
@@ -37,12 +37,14 @@ def remote_summaries(address: str, level: Level = "quick") -> list[Summary]:
         try:
             published = tier.verified(record, level)
         except BadCheckpoint as error:
-            told.append(Summary(directory=tier.directory(record), status=status_of(error), faults=error.faults))
+            told.append(
+                CheckpointSummary(directory=tier.directory(record), status=status_of(error), faults=error.faults)
+            )
             continue
         added = [entry for entry in published.manifest.files if f"{entry.blake3}-{entry.size}" not in seen]
         seen |= {f"{entry.blake3}-{entry.size}" for entry in published.manifest.files}
         told.append(
-            Summary(
+            CheckpointSummary(
                 directory=published.directory,
                 status="complete",
                 published=published,
@@ -84,8 +86,8 @@ def add_to(app: typer.Typer) -> None:
         if not chosen:
             raise CheckpointNotFound(f"{path} holds no complete checkpoint")
         with storage_at(address.rstrip("/")).connect() as store:
-            tier = RemoteCheckpoints(store)
-            pusher = Pusher(store, tier.log)
+            tier = RemoteStore(store)
+            pusher = CheckpointUpload(store, tier.log)
             for published in chosen:
                 pushed = pusher.push(published)
                 typer.echo(f"{published.name} is in {store.address}: {size(pushed.sent_bytes)} were sent")

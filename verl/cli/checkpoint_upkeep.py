@@ -9,14 +9,12 @@ from typing import Annotated, Literal
 import typer
 
 from verl.checkpoint import retention as keeping
-from verl.checkpoint.discovery import LATEST
+from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.export import export as export_component
-from verl.checkpoint.locate import Location, locate
+from verl.checkpoint.export import materialize as write_out
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.materialize import materialize as write_out
-from verl.checkpoint.retention import Retention
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.upkeep import clean, plan
+from verl.checkpoint.read.discovery import LATEST, ResolvedPath, resolve_path
+from verl.checkpoint.retention import Retention, clean, plan
 from verl.cli.checkpoint import Json, Path_, app
 from verl.cli.output import command, counted, print_json, size
 from verl.errors import CheckpointNotFound, ConfigError
@@ -29,7 +27,7 @@ def pin(
     reason: Annotated[str, typer.Option("--reason", help="Shown by ls.")] = "",
 ) -> None:
     """Keep a checkpoint whatever retention says, until it is unpinned."""
-    where = locate(path)
+    where = resolve_path(path)
     store = CheckpointStore(where.directory)
     name = store.newest().name if where.name in (None, LATEST) else where.name
     keeping.pin(store, name, reason)
@@ -40,12 +38,12 @@ def pin(
 def unpin(path: Path_) -> None:
     """Let retention decide again."""
     try:
-        where = locate(path)
+        where = resolve_path(path)
     except CheckpointNotFound:  # the checkpoint may be gone and its pin not
         if is_address(path):
             raise
         given = Path(path).absolute()
-        where = Location(given.parent, given.name)
+        where = ResolvedPath(given.parent, given.name)
     store = CheckpointStore(where.directory)
     name = store.newest().name if where.name in (None, LATEST) else where.name
     keeping.unpin(store, name)
@@ -66,7 +64,7 @@ def collect(
 
     Pinned and tagged checkpoints and the two newest always stay. A trainer that is saving there is not disturbed.
     """
-    where = locate(path)
+    where = resolve_path(path)
     if where.name is not None:
         raise ConfigError(f"PATH is {path}: it is one checkpoint. Give the directory, {where.directory}.")
     store = CheckpointStore(where.directory)

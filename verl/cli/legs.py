@@ -18,7 +18,7 @@ from verl.utils.child_process import kill
 from verl.utils.progress import STARTER_VARIABLE, Progress, ProgressWatch
 
 if TYPE_CHECKING:
-    from verl.checkpoint.published import Published
+    from verl.checkpoint.core.checkpoint import Checkpoint
 
 TAIL_LINES = 25
 LOOK_EVERY_S = 0.5
@@ -105,9 +105,9 @@ class Legs:
             finally:
                 kill(process)
 
-    def last(self, saved_in: str, strict: bool = True) -> Published:
+    def last(self, saved_in: str, strict: bool = True) -> Checkpoint:
         """The newest checkpoint of some runs."""
-        from verl.checkpoint.discovery import CheckpointDirectory
+        from verl.checkpoint.read.discovery import CheckpointDirectory
 
         return CheckpointDirectory(f"{self.directory / saved_in}_checkpoints").newest(strict)
 

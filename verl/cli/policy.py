@@ -100,7 +100,7 @@ def _located(path: str) -> Iterator[SavedPolicy]:
     if not is_address(path):
         yield locate(path)
         return
-    from verl.checkpoint.tiers.resuming import bring
+    from verl.checkpoint.remote.resolve import bring
 
     with TemporaryDirectory("verl-fetched-") as directory:
         yield locate(str(bring(path, Path(directory)).directory))

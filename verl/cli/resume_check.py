@@ -24,7 +24,7 @@ from verl.errors import ConfigError
 from verl.utils.temporary_directory import TemporaryDirectory
 
 if TYPE_CHECKING:
-    from verl.checkpoint.published import Published
+    from verl.checkpoint.core.checkpoint import Checkpoint
 
 TOLERANCE = 1e-3  # of a resume on other processes, whose sums are rounded otherwise
 
@@ -89,13 +89,13 @@ class ResumeCheck:
         )
         return f"steps {self.stop_after + 1} to {self.legs.steps} and {tensors} tensors of the last checkpoint {how}"
 
-    def _last(self, saved_in: str) -> Published:
+    def _last(self, saved_in: str) -> Checkpoint:
         return self.legs.last(saved_in, strict=self.plant is None)
 
-    def _plant(self, checkpoint: Published) -> None:
+    def _plant(self, checkpoint: Checkpoint) -> None:
         """Flip one bit of the largest element of a tensor, on the disk, as no hash would let it pass."""
-        from verl.checkpoint.reader import CheckpointReader
-        from verl.workers.state import as_tensor
+        from verl.checkpoint.read.lazy_tensors import as_tensor
+        from verl.checkpoint.read.reader import CheckpointReader
 
         found = [tensor for tensor in checkpoint.manifest.tensors if tensor.full_name == self.plant]
         if not found:

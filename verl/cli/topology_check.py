@@ -127,7 +127,7 @@ class TopologyCheck:
 
     def _otherwise(self, saved: Any, loaded_in: str) -> str | None:
         """What is not the same in a checkpoint and in the one that was saved as soon as it was loaded."""
-        from verl.checkpoint.reader import CheckpointReader
+        from verl.checkpoint.read.reader import CheckpointReader
         from verl.trainer.comparing import Closeness, first_tensor_apart
 
         loaded = self.legs.last(loaded_in)

@@ -12,11 +12,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.checkpoint.discovery import LATEST, CheckpointDirectory
-from verl.checkpoint.locate import POINTER
-from verl.checkpoint.manifest import MANIFEST
-from verl.checkpoint.ownership import FORMAT
-from verl.checkpoint.plain import plain_directory
+from verl.checkpoint.core.manifest import MANIFEST
+from verl.checkpoint.export import plain_directory
+from verl.checkpoint.read.discovery import FORMAT, LATEST, POINTER, CheckpointDirectory
 from verl.compose.check import check
 from verl.compose.composition import compose_root, lay
 from verl.compose.overrides import assign

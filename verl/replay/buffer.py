@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from verl.checkpoint.disk import Disk
+from verl.checkpoint.core.filesystem import FileSystem
 from verl.protocol import DataProto
 from verl.replay.cold import Cold
 from verl.replay.index import RowIndex
@@ -50,10 +50,10 @@ class TieredBuffer:
         device: str = "cpu",
         seed: int = 0,
         cold: Cold | None = None,
-        disk: Disk | None = None,
+        disk: FileSystem | None = None,
     ):
         self.settings, self.directory, self.seed, self.cold = settings, directory, seed, cold
-        self.disk, self._device = disk or Disk(), torch.device(device)
+        self.disk, self._device = disk or FileSystem(), torch.device(device)
         directory.mkdir(parents=True, exist_ok=True)
         memory = settings.memory_mib * MIB
         self.index, self.shelf, self._hot = RowIndex(), Shelf(self.disk, memory // 8), SegmentQueue()

@@ -15,9 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.files import write_file
-from verl.checkpoint.hashing import hash_buffers
+from verl.checkpoint.core.filesystem import FileSystem, write_file
+from verl.checkpoint.core.hashing import hash_buffers
 from verl.errors import ObjectDamaged, ObjectNotFound, ReplayCorrupt, StorageError
 from verl.replay.shards import UNFINISHED, Shard
 
@@ -42,7 +41,7 @@ class Cold:
     """
 
     def __init__(self, store: ObjectStore, directory: Path, timeout_s: float, retry_s: float):
-        self._store, self._directory, self._disk = store, directory, Disk()
+        self._store, self._directory, self._disk = store, directory, FileSystem()
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="replay_cold")
         self._uploads: dict[str, tuple[Shard, Path, Future[int]]] = {}

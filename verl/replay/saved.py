@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verl.checkpoint.hashing import Leaf
+from verl.checkpoint.core.hashing import Leaf
 from verl.replay.settings import TieredReplay
 
 COMPONENT, FILE, VERSION = "replay_buffer", "buffer.json", 1

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.files import write_by_rename, write_file
-from verl.checkpoint.hashing import Leaf, file_digest, hash_buffers
+from verl.checkpoint.core.filesystem import FileSystem, write_by_rename, write_file
+from verl.checkpoint.core.hashing import Leaf, file_digest, hash_buffers
 from verl.errors import ReplayCorrupt
 from verl.replay.rows import INDEX, Part, Segment
 
@@ -81,7 +80,7 @@ def described(data: Any, first_row: int, num_rows: int) -> Shard:
     return Shard(first_row=first_row, num_rows=num_rows, size=memoryview(data).nbytes, leaves=hash_buffers([data]))
 
 
-def write_shard(disk: Disk, directory: Path, data: Any, first_row: int, num_rows: int) -> Shard:
+def write_shard(disk: FileSystem, directory: Path, data: Any, first_row: int, num_rows: int) -> Shard:
     """Write a shard and make it durable; before the rename there is no shard, after it there is a whole one.
 
     Raises:
@@ -102,7 +101,7 @@ def write_shard(disk: Disk, directory: Path, data: Any, first_row: int, num_rows
     return shard
 
 
-def write_bytes(disk: Disk, path: Path, data: Any) -> None:
+def write_bytes(disk: FileSystem, path: Path, data: Any) -> None:
     """Write a small file and make it durable, name and all."""
     write_by_rename(disk, path, data)
     disk.sync_directory(path.parent)
@@ -113,7 +112,7 @@ def index_name(shard: Shard) -> str:
     return shard.name.removesuffix(SUFFIX) + INDEX_SUFFIX
 
 
-def check_file(disk: Disk, path: Path, shard: Shard) -> None:
+def check_file(disk: FileSystem, path: Path, shard: Shard) -> None:
     """Read a file that comes from elsewhere, and compare it with what its shard was.
 
     Raises:
@@ -133,7 +132,7 @@ class MappedShard:
         starts: int64, the first row of each, within the shard.
     """
 
-    def __init__(self, disk: Disk, path: Path, shard: Shard):
+    def __init__(self, disk: FileSystem, path: Path, shard: Shard):
         self.shard = shard
         try:
             memory = disk.map(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from verl.checkpoint.disk import Disk
+from verl.checkpoint.core.filesystem import FileSystem
 from verl.replay.rows import Part
 from verl.replay.shards import MappedShard, Shard
 
@@ -42,7 +42,7 @@ class Shelf:
         touched_bytes: of pages of files that may be in this process's memory; beyond that they are given back.
     """
 
-    def __init__(self, disk: Disk, touched_bytes: int):
+    def __init__(self, disk: FileSystem, touched_bytes: int):
         self._disk, self._most_touched = disk, touched_bytes
         self.placed: list[Placed] = []
         self._touched: dict[int, tuple[MappedShard, int]] = {}

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from verl.checkpoint.files import duplicate
-from verl.checkpoint.hashing import hash_buffers
+from verl.checkpoint.core.filesystem import duplicate
+from verl.checkpoint.core.hashing import hash_buffers
 from verl.errors import ReplayCorrupt
 from verl.replay.buffer import TieredBuffer
 from verl.replay.saved import COMPONENT, FILE, VERSION, BufferState, SharedShard

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from verl.checkpoint.disk import Disk
+from verl.checkpoint.core.filesystem import FileSystem
 from verl.replay.queues import SegmentQueue
 from verl.replay.rows import Part, Segment
 from verl.replay.shards import Shard, described, file_of, write_shard
@@ -44,7 +44,7 @@ class Tail:
         limit_bytes: of rows that may wait; while they are more, `add` waits for the disk.
     """
 
-    def __init__(self, disk: Disk, directory: Path, shard_bytes: int, limit_bytes: int):
+    def __init__(self, disk: FileSystem, directory: Path, shard_bytes: int, limit_bytes: int):
         self._disk, self._directory = disk, directory
         self._shard_bytes, self._limit_bytes = shard_bytes, limit_bytes
         self._open: list[pa.RecordBatch] = []

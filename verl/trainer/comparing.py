@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.checkpoint.published import Published
-from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.read.lazy_tensors import as_tensor
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.utils.saved_targets import current_targets
-from verl.workers.state import as_tensor
 
 TIMES = (
     "time_s",
@@ -86,7 +86,7 @@ def first_step_apart(
     return None
 
 
-def first_part_apart(a: Published, b: Published, near: Closeness) -> str | None:
+def first_part_apart(a: Checkpoint, b: Checkpoint, near: Closeness) -> str | None:
     """The first tensor or plain value in which two checkpoints differ, every byte verified; None where there is none.
 
     With a tolerance, the random generators are left out: another layout of processes draws otherwise.
@@ -95,12 +95,12 @@ def first_part_apart(a: Published, b: Published, near: Closeness) -> str | None:
     return next(itertools.chain(_tensors_apart(first, second, near), _states_apart(first, second, near)), None)
 
 
-def first_tensor_apart(a: Published, b: Published, near: Closeness) -> str | None:
+def first_tensor_apart(a: Checkpoint, b: Checkpoint, near: Closeness) -> str | None:
     """The first tensor in which two checkpoints differ; None where there is none."""
     return next(_tensors_apart(CheckpointReader(a), CheckpointReader(b), near), None)
 
 
-def num_compared(checkpoint: Published, near: Closeness) -> int:
+def num_compared(checkpoint: Checkpoint, near: Closeness) -> int:
     """How many tensors of a checkpoint are compared."""
     return sum(not _left_out(tensor.component, near) for tensor in checkpoint.manifest.tensors)
 

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.content import Component, TensorItem
-from verl.checkpoint.plan import CopiedFile, LinkedFile, SharedFile
-from verl.checkpoint.settings import Checkpointing
+from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.save.save_plan import CopiedFile, LinkedFile, SharedFile
+from verl.checkpoint.save.save_request import SavedComponent, TensorItem
 from verl.models.hf_state_dict import ADAPTER_BIN, as_torch_file
 from verl.replay.saved import COMPONENT as REPLAY_BUFFER
 from verl.trainer import generators
@@ -41,7 +41,7 @@ class Contents:
 
     def of(
         self, roles: Mapping[str, SavedRole], state: Mapping[str, Any]
-    ) -> tuple[dict[str, Component], list[LinkedFile | CopiedFile | SharedFile]]:
+    ) -> tuple[dict[str, SavedComponent], list[LinkedFile | CopiedFile | SharedFile]]:
         """Components by directory, and files that are there already.
 
         Args:
@@ -59,32 +59,34 @@ class Contents:
         schedule = {"updates": {name: role.updates for name, role in roles.items()}, **others}
         links: list[LinkedFile | CopiedFile | SharedFile] = []
         for name, model in self._frozen.items():
-            components[name] = Component(files={IDENTITY: _json(self._identity_of(name, model))})
+            components[name] = SavedComponent(files={IDENTITY: _json(self._identity_of(name, model))})
             links += self._frozen_files(name, model)
         components |= {
-            "optimizer": Component(tensors=optimizer, file=OPTIMIZER_FILE),
-            "scheduler": Component(files={"state.json": _json(schedule)}),
-            "dataloader": Component(files={"state.json": _json(state["sampler"])}),
+            "optimizer": SavedComponent(tensors=optimizer, file=OPTIMIZER_FILE),
+            "scheduler": SavedComponent(files={"state.json": _json(schedule)}),
+            "dataloader": SavedComponent(files={"state.json": _json(state["sampler"])}),
             "rng": generators.component(state.get("ranks", ())),
         }
         if drawn:
             rows = [TensorItem(name=name, tensor=tensor) for name, tensor in drawn.items()]
-            components[DRAWN_AHEAD] = Component(tensors=rows, file="rows.safetensors")
+            components[DRAWN_AHEAD] = SavedComponent(tensors=rows, file="rows.safetensors")
         if (buffer := state.get(REPLAY_BUFFER)) is not None:
-            components[REPLAY_BUFFER] = Component(files=buffer.files)
+            components[REPLAY_BUFFER] = SavedComponent(files=buffer.files)
             links += [
                 SharedFile(path=f"{REPLAY_BUFFER}/{name}", source=shard.path, leaves=shard.leaves)
                 for name, shard in buffer.shared.items()
             ]
         return components, links
 
-    def _weights(self, role: RoleState) -> Component:
+    def _weights(self, role: RoleState) -> SavedComponent:
         form = role.model
         if self.settings is not None and not self.settings.use_safetensors:
             name = ADAPTER_BIN if form.file else "pytorch_model.bin"
-            return Component(files={**form.files, name: as_torch_file(form.tensors)}, constant_files=role.tokenizer)
+            return SavedComponent(
+                files={**form.files, name: as_torch_file(form.tensors)}, constant_files=role.tokenizer
+            )
         assert self.settings is not None
-        return Component(
+        return SavedComponent(
             tensors=[TensorItem(name=name, tensor=tensor) for name, tensor in form.tensors.items()],
             file=form.file,
             metadata={"format": "pt"},

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from verl.checkpoint.loading import DeviceMap
+from verl.checkpoint.read.lazy_tensors import DeviceMap
 from verl.component import as_plain
 from verl.errors import ConfigError
 from verl.rewards.base import RewardDescription

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from verl.checkpoint.content import Component, TensorItem
-from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.save.save_request import SavedComponent, TensorItem
 from verl.cluster.base import Cluster
 from verl.trainer.resume import ResumePoint
 from verl.utils.seeding import RngState, derive_seed, rng_state, set_rng_state
@@ -33,7 +33,7 @@ def references(num_ranks: int) -> dict[str, str]:
     return own | {f"rank_{rank}": f"rng/rank_{rank}.json" for rank in range(num_ranks)}
 
 
-def component(ranks: Sequence[RngState]) -> Component:
+def component(ranks: Sequence[RngState]) -> SavedComponent:
     """The states of this process, and of the ranks of the roles if they are elsewhere."""
     tensors, plain = rng_state()
     files = {f"{name}.json": plain[name] for name in PLAIN}
@@ -41,7 +41,7 @@ def component(ranks: Sequence[RngState]) -> Component:
         tensors |= {f"rank_{rank}.{name}": tensor for name, tensor in theirs.items()}
         files[f"rank_{rank}.json"] = values
     items = [TensorItem(name=name, tensor=tensor) for name, tensor in tensors.items()]
-    return Component(tensors=items, file=FILE, files={name: _json(value) for name, value in files.items()})
+    return SavedComponent(tensors=items, file=FILE, files={name: _json(value) for name, value in files.items()})
 
 
 def ranks_of(cluster: Cluster, role: Any) -> list[RngState]:

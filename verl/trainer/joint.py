@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.content import SaveRequest
-from verl.checkpoint.files import remove_tree, write_errors
-from verl.checkpoint.joint import Joint, give_up_missing, open_desk
-from verl.checkpoint.plan import SaveOutcome
-from verl.checkpoint.settings import Checkpointing
-from verl.checkpoint.staging import Staging
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.supervisor import START_TIMEOUT_S
-from verl.checkpoint.writer import CheckpointWriter
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.commit.transaction import SaveTransaction
+from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.core.filesystem import remove_tree, write_errors
+from verl.checkpoint.save.async_writer import CheckpointWriter
+from verl.checkpoint.save.save_plan import MultiWriterSave, SaveOutcome, abandon_missing, open_report_directory
+from verl.checkpoint.save.save_request import SaveRequest
+from verl.checkpoint.save.writer_client import START_TIMEOUT_S
 from verl.errors import CheckpointError, CheckpointWriteFailed
 from verl.workers.parts import Berth, PartOrder, PartSetting
 from verl.workers.state import RemoteState
@@ -58,7 +57,7 @@ class Parts:
     def __init__(self, trained: Mapping[str, Any], settings: Checkpointing):
         self._trained, self._settings = dict(trained), settings
         self._crews: list[_Crew] = []
-        self._under_way: list[Joint] = []
+        self._under_way: list[MultiWriterSave] = []
         self._is_copying = False
 
     def look(self, store: CheckpointStore) -> str | None:
@@ -72,7 +71,7 @@ class Parts:
         with write_errors("looking whether workers see the checkpoints"):
             store.disk.make_directory(desk)
             try:
-                open_desk(store.disk, desk, nonce)
+                open_report_directory(store.disk, desk, nonce)
                 berths = {name: role.look(desk, nonce).result() for name, role in self._trained.items()}
             finally:
                 remove_tree(store.disk, desk)
@@ -135,21 +134,23 @@ class Parts:
         while time.monotonic() < end and any(joint.directory.exists() for joint in self._under_way):
             time.sleep(0.05)
         for joint in self._under_way:
-            give_up_missing(CheckpointStore(joint.directory.parents[1]).disk, joint.directory, joint.others, reason)
+            abandon_missing(CheckpointStore(joint.directory.parents[1]).disk, joint.directory, joint.others, reason)
 
-    def _begin(self, store: CheckpointStore, step: int, tag: str | None, num_bytes: int) -> tuple[Staging, Joint, str]:
+    def _begin(
+        self, store: CheckpointStore, step: int, tag: str | None, num_bytes: int
+    ) -> tuple[SaveTransaction, MultiWriterSave, str]:
         others, nonce = [name for crew in self._crews for name in crew.names], secrets.token_hex(16)
         staging = store.begin(step, tag, num_bytes, FILES_OF_A_PART * len(others), others)
         try:
-            open_desk(store.disk, staging.directory, nonce)
+            open_report_directory(store.disk, staging.directory, nonce)
         except BaseException:
             staging.abort()
             raise
         late_s = LATE_FACTOR * self._settings.writer_timeout_s + START_TIMEOUT_S
-        joint = Joint(directory=staging.directory, name="main", others=tuple(others), late_s=late_s)
+        joint = MultiWriterSave(directory=staging.directory, name="main", others=tuple(others), late_s=late_s)
         return staging, joint, nonce
 
-    def _order(self, writer: CheckpointWriter, step: int, joint: Joint, nonce: str) -> str | None:
+    def _order(self, writer: CheckpointWriter, step: int, joint: MultiWriterSave, nonce: str) -> str | None:
         """Have every process take part. Returns why one cannot."""
         self._is_copying = True
         answers: list[Future[list[bool]]] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.algorithms.algorithm import Algorithm
-from verl.checkpoint.settings import Checkpointing
+from verl.checkpoint.config import Checkpointing
 from verl.component import Description, as_plain, field_types
 from verl.compose.check import check
 from verl.compose.keywords import described, key_faults

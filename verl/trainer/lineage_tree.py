@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from verl.checkpoint.discovery import CheckpointDirectory
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.published import open_published
+from verl.checkpoint.core.checkpoint import open_checkpoint
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.errors import BadCheckpoint
 from verl.trainer.identity import DIGEST, differences
 from verl.trainer.lineage import Parent, read
@@ -132,7 +132,7 @@ def _state(checkpoint: Path, run_id: str) -> State:
     if not checkpoint.is_dir():
         return "pruned"
     try:
-        return "there" if open_published(Disk(), checkpoint).manifest.run_id == run_id else "pruned"
+        return "there" if open_checkpoint(FileSystem(), checkpoint).manifest.run_id == run_id else "pruned"
     except BadCheckpoint:
         return "damaged"
 

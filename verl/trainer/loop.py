@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from verl.checkpoint.plan import SaveOutcome
+from verl.checkpoint.save.save_plan import SaveOutcome
 from verl.data.base import Dataset
 from verl.data.sampler import EpochSampler
 from verl.errors import CheckpointFenced, WorkerError

@@ -28,7 +28,7 @@ from verl.algorithms.dynamic_sampling import (
 )
 from verl.algorithms.importance_sampling import weight_advantages
 from verl.algorithms.kl import AdaptiveKLController
-from verl.checkpoint.settings import Checkpointing
+from verl.checkpoint.config import Checkpointing
 from verl.cluster.base import role_handles
 from verl.component import BuildContext, Description, as_plain
 from verl.data.base import PromptSource

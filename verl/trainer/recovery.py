@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from verl.checkpoint.discovery import CheckpointDirectory
+from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.errors import CheckpointNotFound, WorkerDied
 from verl.trainer.loop import Result
 from verl.trainer.saving import Saving

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.checkpoint.loading import DeviceMap
-from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.read.lazy_tensors import DeviceMap
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.component import as_plain
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.trainer.identity import identity_of

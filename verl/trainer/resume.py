@@ -11,20 +11,18 @@ from typing import Any
 
 from torch import Tensor
 
-from verl.checkpoint.discovery import LATEST, CheckpointDirectory
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.locate import POINTER
-from verl.checkpoint.manifest import MANIFEST
-from verl.checkpoint.published import Published, read_state
-from verl.checkpoint.reader import CheckpointReader
-from verl.checkpoint.tiers.resuming import bring, newest_of_tiers
-from verl.checkpoint.tiers.tier import Tier
-from verl.checkpoint.verify import Level, verified
+from verl.checkpoint.core.checkpoint import Checkpoint, read_state
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.manifest import MANIFEST
+from verl.checkpoint.read.discovery import LATEST, POINTER, CheckpointDirectory
+from verl.checkpoint.read.lazy_tensors import as_tensor
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.read.verify import Level, open_verified
+from verl.checkpoint.remote.resolve import CheckpointTier, bring, newest_of_tiers
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError, StorageError
 from verl.storage.config import Storage, is_address
 from verl.trainer.identity import DIGEST, differences
 from verl.trainer.lineage import Parent
-from verl.workers.state import as_tensor
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +37,7 @@ class ResumePoint:
         why: what was looked for, and why this one.
     """
 
-    published: Published
+    published: Checkpoint
     state: dict[str, Any]
     why: str
 
@@ -70,7 +68,7 @@ def find(
     save_dir: Path,
     strict: bool = False,
     verify: bool = True,
-    tier: Tier | None = None,
+    tier: CheckpointTier | None = None,
     storage: Storage | None = None,
 ) -> ResumePoint | None:
     """The checkpoint that `resume` means; None where `latest` finds none.
@@ -106,7 +104,7 @@ def find(
     if not path.is_dir():
         raise ConfigError(f"resume is {resume!r}: no such directory. Give a checkpoint, its parent, a run, or latest.")
     if (path / MANIFEST).exists() or path.name.startswith("global_step_"):
-        return _point(verified(Disk(), path, _level(verify)), f"resume={resume} names it")
+        return _point(open_verified(FileSystem(), path, _level(verify)), f"resume={resume} names it")
     try:
         if (path / POINTER).is_file():
             pointer = json.loads((path / POINTER).read_text())
@@ -116,8 +114,8 @@ def find(
         raise ConfigError(f"resume is {resume!r}: {error}. Give a checkpoint, its parent, a run, or latest.") from error
 
 
-def _point(published: Published, why: str) -> ResumePoint:
-    return ResumePoint(published, read_state(Disk(), published), why)
+def _point(published: Checkpoint, why: str) -> ResumePoint:
+    return ResumePoint(published, read_state(FileSystem(), published), why)
 
 
 def _fetched(address: str, save_dir: Path, storage: Storage | None) -> ResumePoint:
@@ -168,8 +166,8 @@ def _newest(directory: Path, strict: bool, verify: bool, what: str, run_id: str 
         raise CheckpointNotFound(f"{directory} holds no complete checkpoint of run {run_id}")
     for published in reversed(own):
         try:
-            verified(Disk(), published.directory, _level(verify))
-            state = read_state(Disk(), published)
+            open_verified(FileSystem(), published.directory, _level(verify))
+            state = read_state(FileSystem(), published)
         except BadCheckpoint as error:
             if strict:
                 raise

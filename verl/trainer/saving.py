@@ -20,15 +20,14 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.content import SaveRequest
-from verl.checkpoint.discovery import RESERVED
-from verl.checkpoint.locate import POINTER
-from verl.checkpoint.plan import SaveOutcome, SaveReport
-from verl.checkpoint.settings import Checkpointing
-from verl.checkpoint.store import TAG, CheckpointStore
-from verl.checkpoint.tiers.tier import Tier
-from verl.checkpoint.waiting import write_cold
-from verl.checkpoint.writer import CheckpointWriter
+from verl.checkpoint.commit.store import TAG, CheckpointStore
+from verl.checkpoint.commit.upload_state import write_upload_target
+from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.read.discovery import POINTER, RESERVED
+from verl.checkpoint.remote.resolve import CheckpointTier
+from verl.checkpoint.save.async_writer import CheckpointWriter
+from verl.checkpoint.save.save_plan import SaveOutcome, SaveReport
+from verl.checkpoint.save.save_request import SaveRequest
 from verl.trainer import generators
 from verl.trainer.contents import Contents
 from verl.trainer.joint import Parts
@@ -73,7 +72,7 @@ class Saving:
         loss_key: str,
         resumed: ResumePoint | None = None,
         uses: Collection[str] = (),
-        tier: Tier | None = None,
+        tier: CheckpointTier | None = None,
     ):
         self.settings, self.directory, self.loss_key, self.uses = settings, directory, loss_key, uses
         self.run_id = secrets.token_hex(4)
@@ -143,7 +142,7 @@ class Saving:
         facts = {"run_dir": str(run_dir), "code": self._code, "identity": self.identity}
         self.lineage.add("run", **self.facts, **facts)
         if self._tier is None:
-            write_cold(store.disk, self.directory, None)
+            write_upload_target(store.disk, self.directory, None)
         else:
             waits = self.settings.upload_wait_s, self.settings.upload_timeout_s
             self._uploads = Uploads(self._tier, self.directory, self.lineage, *waits)

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from verl import config
-from verl.checkpoint.settings import Checkpointing
-from verl.checkpoint.tiers.tier import tier_of
+from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.remote.resolve import tier_of
 from verl.cluster.base import Cluster
 from verl.cluster.in_process import InProcess
 from verl.cluster.placement import Placement

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.settings import Checkpointing
+from verl.checkpoint.config import Checkpointing
 from verl.cluster.base import role_handles
 from verl.component import BuildContext, Description, as_plain
 from verl.data.base import TextSource

@@ -6,11 +6,10 @@ import logging
 import secrets
 from pathlib import Path
 
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.tiers.tier import Tier
-from verl.checkpoint.tiers.upload_process import Told, UploadSetting
-from verl.checkpoint.tiers.uploader import Uploader
-from verl.checkpoint.waiting import write_cold
+from verl.checkpoint.commit.upload_state import write_upload_target
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.remote.resolve import CheckpointTier
+from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings
 from verl.trainer.lineage import Lineage
 
 _log = logging.getLogger(__name__)
@@ -27,13 +26,13 @@ class Uploads:
         waiting: checkpoints that the store is to get and had not confirmed when it was last heard of.
     """
 
-    def __init__(self, tier: Tier, directory: Path, lineage: Lineage, wait_s: float, timeout_s: float):
+    def __init__(self, tier: CheckpointTier, directory: Path, lineage: Lineage, wait_s: float, timeout_s: float):
         self._tier, self._lineage, self._wait_s = tier, lineage, wait_s
         self.waiting = 0
         cold = tier.cold()
-        write_cold(Disk(), directory, cold)
+        write_upload_target(FileSystem(), directory, cold)
         claim = f"{lineage.run_id}-{secrets.token_hex(4)}"
-        setting = UploadSetting(directory=str(directory), storage=tier.storage, claim=claim, cold=cold)
+        setting = UploadSettings(directory=str(directory), storage=tier.storage, claim=claim, cold=cold)
         self._uploader = Uploader(setting, timeout_s)
 
     def published(self) -> None:
@@ -57,7 +56,7 @@ class Uploads:
                 f"{self.waiting} wait" if self.waiting else "the last ones are",
             )
 
-    def _record(self, told: list[Told]) -> None:
+    def _record(self, told: list[UploadEvent]) -> None:
         for one in told:
             self.waiting = one.waiting
             if one.kind == "uploaded":

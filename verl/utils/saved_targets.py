@@ -23,6 +23,7 @@ _BEFORE_0_3_0 = {  # below `verl.`
     "algorithms.selection.MixedGroups": "algorithms.dynamic_sampling.DynamicSampling",
     "algorithms.value_losses.ClippedValueLoss": "algorithms.losses.ClippedValueLoss",
     "algorithms.value_losses.ValueLoss": "algorithms.losses.ValueLoss",
+    "checkpoint.settings.Checkpointing": "checkpoint.config.Checkpointing",
     "data.options.PromptOptions": "data.base.PromptOptions",
     "data.options.SFTOptions": "data.base.SFTOptions",
     "data.splits.PromptSource": "data.base.PromptSource",

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from verl.checkpoint.content import Component, SaveRequest, TensorItem
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.increment import Incremental
-from verl.checkpoint.joint import Joint, hand_in_failure, sees
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.save.async_writer import WRITER_TIMEOUT_S, CheckpointWriter
+from verl.checkpoint.save.save_plan import IncrementalSettings, MultiWriterSave, sees_nonce, submit_failure
+from verl.checkpoint.save.save_request import SavedComponent, SaveRequest, TensorItem
 from verl.checkpoint.shares import model_files, owners, shares
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.writer import WRITER_TIMEOUT_S, CheckpointWriter
 from verl.engines.parallel_dims import TENSOR, Parallelism
 from verl.models.hf_state_dict import (
     ADAPTER_BIN,
@@ -58,12 +57,12 @@ class PartSetting:
     directory: Path
     run_id: str
     claim: str
-    disk_type: type[Disk]
+    disk_type: type[FileSystem]
     is_async: bool
     use_safetensors: bool
     max_shard_bytes: int
     first_rank: int
-    increment: Incremental | None = None
+    increment: IncrementalSettings | None = None
     writer_timeout_s: float = WRITER_TIMEOUT_S
 
 
@@ -112,7 +111,7 @@ class PartWriter:
 
     def look(self, directory: Path, nonce: str) -> Berth:
         """Who lives here, and whether it sees what the driver has put there."""
-        return Berth(tuple(self._trained), socket.gethostname(), sees(Disk(), directory, nonce))
+        return Berth(tuple(self._trained), socket.gethostname(), sees_nonce(FileSystem(), directory, nonce))
 
     def states(self) -> dict[str, RemoteState]:
         """What the driver is told of the roles."""
@@ -132,10 +131,10 @@ class PartWriter:
         setting = order.setting
         components = self._components(setting)  # with exchanges among the processes: before anything can fail alone
         disk = setting.disk_type()
-        if not sees(disk, order.staging, order.nonce):
+        if not sees_nonce(disk, order.staging, order.nonce):
             return False
         name = f"rank_{setting.first_rank + self._parallel.rank}"
-        joint = Joint(directory=order.staging, name=name)
+        joint = MultiWriterSave(directory=order.staging, name=name)
         try:
             request = SaveRequest(step=order.step, components=components, joint=joint, increment=setting.increment)
             if setting == self._setting or self._writer is None:
@@ -145,7 +144,7 @@ class PartWriter:
                     writer.save(request)
         except Exception as error:  # noqa: BLE001 - the save is lost, not the training
             _log.exception("%s cannot save its part of step %d", name, order.step)
-            hand_in_failure(disk, order.staging, name, f"{type(error).__name__}: {error}")
+            submit_failure(disk, order.staging, name, f"{type(error).__name__}: {error}")
         self._tell()
         return True
 
@@ -171,14 +170,14 @@ class PartWriter:
             if outcome.error is not None:
                 _log.error("step %d: this part was not saved: %s", outcome.step, outcome.error)
 
-    def _components(self, setting: PartSetting) -> dict[str, Component]:
+    def _components(self, setting: PartSetting) -> dict[str, SavedComponent]:
         self._settle()
         optimizer: list[TensorItem] = []
         components = {}
         for name, worker in self._trained.items():
             components[name] = self._model(worker, setting)
             optimizer += _slices(f"{name}.", worker.engine.optimizer_tensors(), worker.engine.parallel)
-        components["optimizer"] = Component(tensors=optimizer, file=self._file(setting))
+        components["optimizer"] = SavedComponent(tensors=optimizer, file=self._file(setting))
         return components
 
     def _settle(self) -> None:
@@ -191,7 +190,7 @@ class PartWriter:
         place = f"_tp_rank_{mesh.coordinate(rank, TENSOR)}_pp_rank_0" if mesh.extent(TENSOR) > 1 else ""
         return f"optim_state_rank_{setting.first_rank + rank}{place}.safetensors"
 
-    def _model(self, worker: TrainedWorker, setting: PartSetting) -> Component:
+    def _model(self, worker: TrainedWorker, setting: PartSetting) -> SavedComponent:
         """The tensors of a model that this process writes, gathered, and on rank 0 what lies beside them."""
         model, rank = worker.engine.model, self._parallel.rank
         live, file = live_tensors(model), saved_file(model)
@@ -207,7 +206,7 @@ class PartWriter:
         if not setting.use_safetensors:
             tensors = {}
         constant = worker.constant_files() if rank == 0 else {}
-        return Component(
+        return SavedComponent(
             tensors=[TensorItem(name=name, tensor=x) for name, x in tensors.items()],
             file=file,
             metadata={"format": "pt"},

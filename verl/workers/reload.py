@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.loading import DeviceMap, SavedTensor, saved_tensors
+from verl.checkpoint.core.checkpoint import open_checkpoint
+from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.published import open_published
-from verl.checkpoint.reader import CheckpointReader
+from verl.checkpoint.read.lazy_tensors import DeviceMap, LazyTensor, lazy_tensors
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
 from verl.errors import ConfigError
@@ -49,10 +49,10 @@ class Reload:
         manager = CheckpointManager(self.directory)
         return manager.load(component, mmap=self.mmap, device_map=self.device_map, strict=False, verify=False)
 
-    def saved(self, component: str) -> dict[str, SavedTensor]:
+    def saved(self, component: str) -> dict[str, LazyTensor]:
         """The same, to be read where they are indexed."""
-        reader = CheckpointReader(open_published(Disk(), self.directory), verify=False, writable=True)
-        return saved_tensors(reader, component)
+        reader = CheckpointReader(open_checkpoint(FileSystem(), self.directory), verify=False, writable=True)
+        return lazy_tensors(reader, component)
 
 
 def load_weights(model: Any, component: str, source: Reload, parallel: Parallelism) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from verl.checkpoint.disk import Disk
-from verl.checkpoint.loading import as_torch, saved_tensors
-from verl.checkpoint.plain import plain_directory
-from verl.checkpoint.published import open_published
-from verl.checkpoint.reader import CheckpointReader
-from verl.checkpoint.tensors import LogicalTensor
+from verl.checkpoint.core.checkpoint import open_checkpoint
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.export import plain_directory
+from verl.checkpoint.read.lazy_tensors import lazy_tensors
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.engines.engine import TrainingEngine
 from verl.models.hf_state_dict import ADAPTER_BIN, ADAPTER_FILE, HFStateDict
 from verl.models.pretrained import ModelSource, Pretrained
@@ -66,8 +65,8 @@ class Restore:
     verify: bool = True
 
     def reader(self) -> CheckpointReader:
-        disk = Disk()
-        return CheckpointReader(open_published(disk, self.directory), disk, self.verify, writable=True)
+        disk = FileSystem()
+        return CheckpointReader(open_checkpoint(disk, self.directory), disk, self.verify, writable=True)
 
     def model(self, described: ModelSource, component: str) -> ModelSource:
         """Where a role's weights are now, once every byte of them is what was written."""
@@ -99,12 +98,7 @@ class Restore:
         schedule."""
         reader = self.reader()
         prefix = f"{role}."
-        found = saved_tensors(reader, "optimizer").items()
+        found = lazy_tensors(reader, "optimizer").items()
         tensors = {name.removeprefix(prefix): tensor for name, tensor in found if name.startswith(prefix)}
         schedule = json.loads(bytes(reader.read("scheduler/state.json")))
         engine.load_optimizer(tensors, schedule["updates"][role])
-
-
-def as_tensor(data: memoryview, tensor: LogicalTensor) -> Tensor:
-    """A tensor of its own from the bytes of a logical tensor."""
-    return as_torch(memoryview(bytearray(data)), tensor)

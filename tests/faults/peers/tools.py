@@ -14,11 +14,11 @@ import torch.distributed.checkpoint as dcp
 from faults.peers.training import Gate, Resumed, Training
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from verl.checkpoint.content import Component, SaveRequest, TensorItem
+from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.retention import Retention
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.writer import CheckpointWriter
+from verl.checkpoint.save.async_writer import CheckpointWriter
+from verl.checkpoint.save.save_request import SavedComponent, SaveRequest, TensorItem
 from verl.errors import CheckpointNotFound
 
 
@@ -180,11 +180,13 @@ class Ours:
         moments = {f"{n}.{key}": value for n, of in optimizer["state"].items() for key, value in of.items()}
         settings = json.dumps({"param_groups": optimizer["param_groups"]}).encode()
         components = {
-            "actor": Component(tensors=_items(state["model"]), constant_files={"tokenizer.json": b'{"constant": 1}'}),
-            "optimizer": Component(
+            "actor": SavedComponent(
+                tensors=_items(state["model"]), constant_files={"tokenizer.json": b'{"constant": 1}'}
+            ),
+            "optimizer": SavedComponent(
                 tensors=_items(moments), file="optimizer.safetensors", files={"settings.json": settings}
             ),
-            "rng": Component(tensors=_items({"torch": state["rng"]}), file="rng.safetensors"),
+            "rng": SavedComponent(tensors=_items({"torch": state["rng"]}), file="rng.safetensors"),
         }
         return SaveRequest(step=training.step, components=components, state={"scheduler": state["scheduler"]})
 

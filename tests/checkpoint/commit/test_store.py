@@ -1,0 +1,265 @@
+"""Saving, and finding again what was saved."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faults.scenarios import save, version_of
+from safetensors.numpy import load_file
+
+from verl.checkpoint.commit.rank_writer import RankTensor, RankWriter
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.checkpoint import read_state
+from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.read.verify import verify
+from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointWriteFailed, ConfigError
+
+
+@pytest.fixture
+def store(tmp_path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", run_id="run")
+
+
+def test_a_checkpoint_has_the_layout_that_is_documented(store):
+    published = save(store, 3200, 1)
+    assert sorted(path.name for path in store.directory.iterdir()) == [
+        "format.json", "global_step_3200", "latest", "objects", "owner.json", "staging",
+    ]  # fmt: skip
+    assert sorted(path.name for path in published.directory.iterdir()) == [
+        "COMMIT", "actor", "manifest.json", "optimizer", "reference_model", "trainer_state.json",
+    ]  # fmt: skip
+    assert (store.directory / "latest").resolve() == published.directory
+    assert load_file(published.path("actor/model-00001-of-00002.safetensors"))["first"].shape == (4, 6)
+    assert json.loads((store.directory / "format.json").read_text())["run_id"] == "run"
+
+
+def test_trainer_state_tells_a_person_what_this_is(store):
+    with store.begin(7, tag="best") as staging:
+        state = {"epoch": 2, "loss": [1.5, float("nan")], "step": 0}
+        published = staging.commit(state=state, metrics={"reward/mean": 0.5, "kl": float("inf")})
+    told = read_state(store.disk, published)
+    assert {key: told[key] for key in ("step", "tag", "epoch", "loss", "sequence", "run_id", "checkpoint_version")} == {
+        "step": 7, "tag": "best", "epoch": 2, "loss": [1.5, "nan"], "sequence": 1, "run_id": "run",
+        "checkpoint_version": "1.0.0",
+    }  # fmt: skip
+    assert told["metrics"] == published.manifest.metrics == {"reward/mean": 0.5}
+    assert verify(store.disk, published.directory, "full") == []
+
+
+def test_the_newest_is_the_one_published_last_not_the_one_with_the_highest_step(store):
+    for step in (100, 200, 300):
+        save(store, step, step)
+    resumed = CheckpointStore(store.directory, run_id="resumed")
+    save(resumed, 150, 150)
+    assert [(published.step, published.sequence) for published in store.complete()] == [
+        (100, 1), (200, 2), (300, 3), (150, 4),
+    ]  # fmt: skip
+    assert store.newest().step == 150
+    assert save(resumed, 200, 201).name == "global_step_200-2"
+    assert version_of(store.newest()) == 201
+
+
+def test_the_same_step_with_the_same_bytes_is_saved_once(store):
+    first = save(store, 100, 1)
+    assert save(store, 100, 1) == first
+    assert [published.name for published in store.complete()] == ["global_step_100"]
+    assert list((store.directory / "staging").iterdir()) == []
+
+
+def test_bytes_saved_again_after_others_are_the_newest_again(store):
+    save(store, 100, 1)
+    save(store, 200, 2)
+    assert save(store, 100, 1).sequence == 3
+    assert store.newest().step == 100
+
+
+def test_a_tag_names_the_directory(store):
+    assert save(store, 500, 1, tag="loss_0.12_step_500").name == "loss_0.12_step_500"
+    assert save(store, 600, 2, tag="loss_0.12_step_500").name == "loss_0.12_step_500-2"
+    assert store.newest().step == 600
+
+
+@pytest.mark.parametrize("tag", ["", "a/b", "..", ".hidden", "latest", "owner.json", "global_step_7", "x" * 201])
+def test_a_tag_that_is_no_name_of_its_own_is_refused(tag, store):
+    with pytest.raises(ConfigError, match="tag is .*: it names a directory"):
+        store.begin(1, tag=tag)
+
+
+def test_leaving_without_a_commit_leaves_nothing(store):
+    with store.begin(1) as staging:
+        staging.main.write("a/b", [b"1"])
+    assert list((store.directory / "staging").iterdir()) == []
+    assert store.complete() == []
+
+
+MISSING = {
+    "a participant that did not report": ([], r"participant rank_1 did not report"),
+    "a participant twice": (["rank_1", "rank_1"], r"participant rank_1 reported twice"),
+    "a stranger": (["rank_1", "rank_2"], r"participant rank_2 was not expected"),
+}
+
+
+@pytest.mark.parametrize("kind", MISSING)
+def test_a_commit_waits_for_nobody_and_misses_nobody(kind, store):
+    names, problem = MISSING[kind]
+    with store.begin(1, participants=["rank_1"]) as staging:
+        reports = [staging.participant(name).report() for name in names]
+        with pytest.raises(CheckpointIncomplete, match=problem):
+            staging.commit(reports)
+    assert store.complete() == []
+
+
+def half(rank: int, extent: int = 2) -> RankTensor:
+    return RankTensor(
+        component="optimizer", name="m", dtype="F32", shape=(4,), start=(2 * rank,), extent=(extent,),
+        data=np.full(extent, rank, np.float32),
+    )  # fmt: skip
+
+
+def test_slices_with_a_hole_are_not_published(store):
+    with store.begin(1, participants=["rank_1"]) as staging:
+        staging.main.write_tensors("optimizer/rank_0.safetensors", [half(0)])
+        other = staging.participant("rank_1")
+        other.write_tensors("optimizer/rank_1.safetensors", [half(1, extent=1)])
+        with pytest.raises(CheckpointIncomplete, match=r"\[3:4\] is in no slice .* \(in optimizer/m\)"):
+            staging.commit([other.report()])
+
+
+def test_a_file_that_nobody_reports_or_that_changed_stops_the_commit(store):
+    with store.begin(1) as staging:
+        staging.main.write("a", [b"12"])
+        (staging.directory / "a").write_bytes(b"1")
+        (staging.directory / "b").write_bytes(b"1")
+        with pytest.raises(CheckpointIncomplete, match=r"a: it has 1 bytes instead of 2; b: no participant reports it"):
+            staging.commit()
+
+
+WRONG = {
+    "beyond the end of its file": ({"offset": 1}, r"a: a slice reaches over its end \(in c/t\)"),
+    "in a file that is not there": ({"file": "b"}, r"b: a slice reaches over its end \(in c/t\)"),
+    "under a key of a file without keys": ({"key": "t"}, r"a: it is no safetensors file \(in c/t\)"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_nothing_is_published_that_discovery_would_refuse(kind, store):
+    change, problem = WRONG[kind]
+    with store.begin(1) as staging:
+        staging.main.write("a", [b"\xff" * 8])
+        part = SavedSlice(**{"file": "a", "offset": 0, "start": (0,), "extent": (8,)} | change)
+        staging.main.record(LogicalTensor(component="c", name="t", dtype="U8", shape=(8,), slices=(part,)))
+        with pytest.raises(CheckpointCorrupt, match=problem):
+            staging.commit()
+    assert store.survey() == ([], [])
+
+
+def test_the_files_of_the_store_itself_are_not_written_by_others(store):
+    with store.begin(1) as staging:
+        for path in ("COMMIT", "manifest.json", "trainer_state.json", "../a"):
+            with pytest.raises(ValueError, match=re.escape(path.split("/")[-1])):
+                staging.main.write(path, [b"1"])
+
+
+def test_two_participants_cannot_write_one_file(store):
+    with store.begin(1, participants=["other"]) as staging:
+        staging.main.write("a", [b"1"])
+        with pytest.raises(CheckpointWriteFailed, match="File exists"):
+            staging.participant("other").write("a", [b"2"])
+
+
+def test_participants_in_other_processes_write_slices_of_one_tensor(store):
+    code = (
+        "import pickle, sys, numpy as np\nfrom pathlib import Path\n"
+        "from verl.checkpoint.commit.rank_writer import RankWriter, RankTensor\n"
+        "rank = int(sys.argv[2])\nparticipant = RankWriter(Path(sys.argv[1]), f'rank_{rank}')\n"
+        "part = RankTensor(component='optimizer', name='m', dtype='F32', shape=(4,), start=(2 * rank,), extent=(2,),\n"
+        "                  data=np.full(2, rank, np.float32))\n"
+        "participant.write_tensors(f'optimizer/optim_state_rank_{rank}.safetensors', [part])\n"
+        "assert 'torch' not in sys.modules\n"
+        "sys.stdout.buffer.write(pickle.dumps(participant.report()))\n"
+    )
+    with store.begin(1, participants=["rank_0", "rank_1"]) as staging:
+        commands = [[sys.executable, "-c", code, str(staging.directory), str(rank)] for rank in (0, 1)]
+        root = Path(__file__).parents[3]
+        reports = [
+            pickle.loads(subprocess.run(c, stdout=subprocess.PIPE, check=True, cwd=root).stdout) for c in commands
+        ]
+        published = staging.commit(reports)
+    assert np.frombuffer(CheckpointReader(published).tensor("optimizer", "m"), np.float32).tolist() == [0, 0, 1, 1]
+
+
+def test_one_participant_may_write_from_many_threads(store):
+    before = set(threading.enumerate())
+    with store.begin(1) as staging, ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda n: staging.main.write(f"part/{n % 3}/{n}", [bytes([n]) * 1000]), range(100)))
+        published = staging.commit()
+    assert len(published.manifest.files) == 101
+    assert verify(store.disk, published.directory, "full") == []
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_link_takes_file_digest_and_tensors_over_without_reading(store):
+    first = save(store, 1, 1)
+    with store.begin(2) as staging:
+        for entry in first.manifest.files:
+            if entry.path.startswith("actor/"):
+                staging.main.link(entry.path.replace("actor/", "reference_model/"), first, source=entry.path)
+        second = staging.commit()
+    reader = CheckpointReader(second)
+    assert bytes(reader.tensor("actor", "first")) == bytes(CheckpointReader(first).tensor("actor", "first"))
+    assert {tensor.slices[0].file.split("/")[0] for tensor in second.manifest.tensors} == {"reference_model"}
+    with store.begin(3) as staging, pytest.raises(ValueError, match="has no file gone"):
+        staging.main.link("gone", second)
+
+
+def test_a_file_from_outside_is_copied_and_its_owner_may_write_into_it(store, tmp_path):
+    outside = tmp_path / "base.bin"
+    outside.write_bytes(b"base")
+    with store.begin(1) as staging:
+        entry = staging.main.copy("reference_model/base.bin", outside)
+        first = staging.commit()
+    outside.write_bytes(b"evil")
+    assert verify(store.disk, first.directory, "full") == []
+    with store.begin(2) as staging:
+        staging.main.copy("reference_model/base.bin", outside, expected=entry)
+        second = staging.commit()
+    assert second.path("reference_model/base.bin").read_bytes() == b"base"
+    assert second.path("reference_model/base.bin").stat().st_ino == first.path("reference_model/base.bin").stat().st_ino
+
+
+def test_a_file_from_outside_that_is_not_the_expected_one_is_refused(store, tmp_path):
+    outside = tmp_path / "base.bin"
+    outside.write_bytes(b"evil")
+    with store.begin(1) as staging:
+        expected = RankWriter(staging.directory, "x").write("good", [b"good"])
+        with pytest.raises(CheckpointCorrupt, match=r"base\.bin: its bytes are not those recorded"):
+            staging.main.copy("reference_model/base.bin", outside, expected=expected)
+
+
+def test_the_store_imports_no_torch():
+    code = "import sys, verl.checkpoint.retention, verl.checkpoint.read.reader; print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert "'verl.checkpoint.commit.store'" in done.stdout
+    assert "'torch'" not in done.stdout
+    assert "'numpy'" not in done.stdout
+
+
+def test_the_documented_example_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[3] / "docs/checkpoints.md").read_text()
+    code, _ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    weight = np.arange(6, dtype=np.float32).reshape(2, 3)
+    names = {"weight": weight.copy()}
+    exec(code, names)
+    assert bytes(names["weight"]) == weight.tobytes()
+    assert names["newest"].manifest.metrics == {"eval/accuracy": 0.8}

@@ -1,0 +1,96 @@
+"""The manifest says what it was given, always in the same bytes; files are hashed in leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from verl.checkpoint.core.filesystem import FileSystem, write_file
+from verl.checkpoint.core.hashing import BLOCK_BYTES, LEAF_BYTES, Leaf, file_digest, flat_view, hash_buffers
+from verl.checkpoint.core.manifest import (
+    FileEntry,
+    LogicalTensor,
+    Manifest,
+    ManifestError,
+    SavedSlice,
+    checked_path,
+    commit_line,
+    content_digest,
+    is_readable,
+)
+
+ENTRY = FileEntry.of("actor/model.safetensors", hash_buffers([b"header", b"weights"]), linked_from="global_step_1")
+PART = SavedSlice(file=ENTRY.path, key="ü", offset=6, start=(0,), extent=(7,))
+TENSOR = LogicalTensor(component="actor", name="ü", dtype="U8", shape=(7,), slices=(PART,))
+MANIFEST = Manifest(
+    sequence=3, step=100, tag=None, run_id="r", saved_at="2026-01-01T00:00:00Z", verl_version="0.1.0",
+    metrics={"reward/mean": 0.5}, files=(ENTRY,), tensors=(TENSOR,),
+)  # fmt: skip
+
+
+def test_a_manifest_reads_back_as_it_was_written():
+    assert Manifest.from_bytes(MANIFEST.to_bytes()) == MANIFEST
+    assert Manifest.from_bytes(MANIFEST.to_bytes()).to_bytes() == MANIFEST.to_bytes()
+
+
+def test_every_file_and_tensor_has_a_line_of_its_own():
+    assert sum(b"model.safetensors" in line for line in MANIFEST.to_bytes().splitlines()) == 2
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"null", b'{"format": 1}', b"\xff", b"[" * 100_000])
+def test_what_is_no_manifest_is_refused(data):
+    with pytest.raises(ManifestError, match="no manifest"):
+        Manifest.from_bytes(data)
+
+
+def test_what_can_be_read_follows_semantic_versions():
+    assert is_readable("0.9.0", by="0.9.3")
+    assert is_readable("0.9.0", by="1.0.0")
+    assert is_readable("1.7.0", by="1.2.0")
+    assert not is_readable("0.10.0", by="0.9.0")
+    assert not is_readable("2.0.0", by="1.9.9")
+
+
+@pytest.mark.parametrize("path", ["", "/a", "../a", "a/../b", "a//b", "./a", "a\\b", "a\0", "COMMIT", "manifest.json"])
+def test_a_path_that_leads_elsewhere_is_refused(path):
+    with pytest.raises(ManifestError):
+        checked_path(path)
+
+
+def test_the_checksum_of_the_content_changes_with_the_content_alone():
+    def digest(*files: FileEntry, tensor: LogicalTensor = TENSOR) -> str:
+        return content_digest(dataclasses.replace(MANIFEST, files=files, tensors=(tensor,)))
+
+    state = FileEntry.of("trainer_state.json", hash_buffers([b"{}"]))
+    assert digest(ENTRY) == digest(ENTRY, state) == digest(ENTRY.at(ENTRY.path, None))
+    other = FileEntry.of(ENTRY.path, hash_buffers([b"header", b"weightz"]))
+    assert digest(ENTRY) != digest(other)
+    assert digest(ENTRY) != digest(ENTRY, tensor=dataclasses.replace(TENSOR, dtype="I8"))
+
+
+def test_commit_names_the_digest_as_the_usual_tool_prints_it():
+    assert commit_line(b"data") == f"{blake3(b'data').hexdigest()}  manifest.json\n".encode()
+
+
+def test_a_file_of_one_leaf_has_the_plain_digest():
+    assert file_digest(hash_buffers([b"abc"])) == blake3(b"abc").hexdigest()
+    assert file_digest(hash_buffers([])) == blake3(b"").hexdigest()
+
+
+def test_leaves_end_where_buffers_end_and_after_sixteen_mebibytes(tmp_path):
+    big = np.random.default_rng(0).integers(0, 255, LEAF_BYTES + BLOCK_BYTES + 5, dtype=np.uint8)
+    buffers = [b"head", b"", big, np.float32(1)]
+    leaves = write_file(FileSystem(), tmp_path / "file", buffers)
+    assert [leaf.size for leaf in leaves] == [4, LEAF_BYTES, BLOCK_BYTES + 5, 4]
+    data = (tmp_path / "file").read_bytes()
+    assert leaves[1] == Leaf(LEAF_BYTES, blake3(data[4 : 4 + LEAF_BYTES]).hexdigest())
+    assert hash_buffers(buffers) == leaves
+    assert data == b"head" + big.tobytes() + np.float32(1).tobytes()
+
+
+@pytest.mark.parametrize("array", [np.zeros((2, 0)), np.float32(3), np.arange(6).reshape(2, 3), np.zeros(())])
+def test_any_array_is_bytes(array):
+    assert bytes(flat_view(array)) == array.tobytes()

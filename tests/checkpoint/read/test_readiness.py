@@ -1,0 +1,65 @@
+"""A probe gets the answer that a run would get, from as few manifests as possible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from golden_run import as_of_format
+
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.read.discovery import ResolvedPath, newest_complete
+from verl.errors import CheckpointTooNew
+
+
+class Watched(FileSystem):
+    """The real disk, and a list of the manifests that were read whole."""
+
+    def __init__(self) -> None:
+        self.manifests: list[str] = []
+
+    def read(self, path: Path, limit: int) -> bytes:
+        if path.name == "manifest.json":
+            self.manifests.append(path.parent.name)
+        return super().read(path, limit)
+
+
+@pytest.fixture
+def store(tmp_path) -> CheckpointStore:
+    """Twelve publications of falling steps: the order of steps and of names is not that of publication."""
+    made = CheckpointStore(tmp_path)
+    for step in range(12, 0, -1):
+        with made.begin(step) as staging:
+            staging.commit()
+    return made
+
+
+def test_one_manifest_of_many_is_read(store):
+    disk = Watched()
+    newest, passed_over = newest_complete(ResolvedPath(store.directory), disk)
+    assert (newest, passed_over, disk.manifests) == (store.newest(), [], ["global_step_1"])
+
+
+@pytest.mark.parametrize("file", ["COMMIT", "manifest.json"])
+def test_bad_ones_are_passed_over_and_named(file, store):
+    for step in (1, 2):
+        (store.directory / f"global_step_{step}" / file).unlink()
+    newest, passed_over = newest_complete(ResolvedPath(store.directory))
+    assert newest == store.newest()
+    assert {error.directory.name for error in passed_over} == {"global_step_1", "global_step_2"}
+
+
+def test_a_later_format_anywhere_is_refused_as_a_run_would(store):
+    as_of_format(store.directory / "global_step_9", "2.0.0")
+    for ask in (store.newest, lambda: newest_complete(ResolvedPath(store.directory))):
+        with pytest.raises(CheckpointTooNew):
+            ask()
+
+
+def test_one_checkpoint_is_asked_alone(store):
+    disk = Watched()
+    newest, _ = newest_complete(ResolvedPath(store.directory, "global_step_7"), disk)
+    assert newest is not None
+    assert (newest.step, disk.manifests) == (7, ["global_step_7"])
+    assert newest_complete(ResolvedPath(store.directory / "staging")) == (None, [])

@@ -1,0 +1,89 @@
+"""A path means the checkpoint that a person would say it means."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from golden_run import golden_run
+
+from verl.checkpoint.read.discovery import CheckpointDirectory, ResolvedPath, resolve_path
+from verl.errors import CheckpointNotFound
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run directory with checkpoints/ in it."""
+    directory = tmp_path_factory.mktemp("locate").resolve() / "run"
+    golden_run(directory / "checkpoints")
+    (directory / "best").symlink_to("checkpoints/global_step_100")
+    (directory / "dangling").symlink_to("checkpoints/global_step_900")
+    (directory / "notes").mkdir()
+    (directory / "config.yaml").write_text("a: 1\n")
+    return directory
+
+
+MEANT = {
+    "checkpoints": None,
+    "checkpoints/": None,
+    "": None,
+    "../run": None,
+    "checkpoints/latest": "latest",
+    "checkpoints/latest/": "latest",
+    "checkpoints/global_step_100": "global_step_100",
+    "checkpoints/global_step_100//": "global_step_100",
+    "checkpoints/../checkpoints/global_step_200/.": "global_step_200",
+    "best": "global_step_100",
+}
+
+
+@pytest.mark.parametrize("given", MEANT)
+@pytest.mark.parametrize("is_relative", [True, False])
+def test_a_path_means(given, is_relative, run, monkeypatch):
+    monkeypatch.chdir(run)
+    path = given or "." if is_relative else f"{run}/{given}"
+    assert resolve_path(path) == ResolvedPath(run / "checkpoints", MEANT[given])
+
+
+def test_latest_in_the_directory_itself(run, monkeypatch):
+    monkeypatch.chdir(run / "checkpoints")
+    assert resolve_path("latest") == ResolvedPath(run / "checkpoints", "latest")
+    assert CheckpointDirectory(run / "checkpoints").open("latest").step == 200
+
+
+@pytest.mark.parametrize("target", [None, "nowhere", "global_step_100"])
+def test_latest_may_be_missing_or_point_elsewhere(target, tmp_path):
+    link = golden_run(tmp_path / "checkpoints") / "latest"
+    link.unlink()
+    if target is not None:
+        link.symlink_to(target)
+    assert resolve_path(link) == ResolvedPath(link.parent, "latest")
+
+
+def test_directories_of_several_runs_are_named(tmp_path):
+    for name in ("first", "second"):
+        golden_run(tmp_path / "checkpoints/project" / name)
+    for given in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints/project"):
+        with pytest.raises(CheckpointNotFound, match=r"did you mean \S+/project/first or \S+/project/second\?"):
+            resolve_path(given)
+
+
+REFUSED = {
+    "nowhere": "nowhere does not exist",
+    "nowhere/latest": "nowhere/latest does not exist",
+    "notes": "notes holds no checkpoints: give a directory of checkpoints, one of them, or a run",
+    "config.yaml": "config.yaml is a file: give a directory",
+    "config.yaml/x": "config.yaml/x does not exist",
+    "dangling": "dangling is a symbolic link to checkpoints/global_step_900, which does not exist",
+    "checkpoints/global_step_100/actor": "lies inside the checkpoint .*/global_step_100: give that directory",
+    "checkpoints/global_step_100/actor/config.json": "lies inside the checkpoint .*/global_step_100",
+    "..": "holds no checkpoints itself: did you mean .*run/checkpoints",
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_a_path_that_means_nothing_is_refused_with_what_to_give(given, run, monkeypatch):
+    monkeypatch.chdir(run)
+    with pytest.raises(CheckpointNotFound) as raised:
+        resolve_path(given)
+    assert re.search(REFUSED[given], str(raised.value)), raised.value

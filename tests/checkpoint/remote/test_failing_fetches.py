@@ -1,0 +1,84 @@
+"""An S3 server that fails while a checkpoint is fetched from it: it is fetched whole, or not at all and told."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from checkpoint.remote.test_upload_and_download import save
+from storage.s3_server import BUCKET, Fault, Proxy, after
+
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.remote.commit_log import CommitLog
+from verl.checkpoint.remote.resolve import CheckpointTier, newest_of_tiers
+from verl.checkpoint.remote.upload import CheckpointUpload
+from verl.errors import StorageUnreachable
+from verl.storage.config import S3Storage
+
+OBJECTS = {"method": "GET", "part": "objects/"}
+NOTHING_LISTED = b'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"></ListBucketResult>'
+
+
+@pytest.fixture
+def tier(proxy: Proxy, tmp_path: Path) -> CheckpointTier:
+    limits = {"part_mib": 5, "retries": 1, "backoff_s": 0.01}
+    storage = S3Storage(bucket=BUCKET, prefix=f"fetches/{tmp_path.name}", endpoint_url=proxy.url, **limits)
+    return CheckpointTier(storage=storage)
+
+
+def push(tier: CheckpointTier, published: Checkpoint) -> None:
+    with tier.storage.connect() as objects:
+        CheckpointUpload(objects, CommitLog(objects)).push(published)
+
+
+def assert_fetched_whole(tier: CheckpointTier, directory: Path) -> None:
+    assert newest_of_tiers(directory, tier, "full").step == 1
+    assert list((directory / "staging").iterdir()) == []
+
+
+def test_a_store_that_goes_away_in_a_fetch_is_said_to_and_nothing_is_published(tier, proxy, tmp_path):
+    push(tier, save(tmp_path / "here", 1))
+    proxy.misbehave = after(2, Fault(status=503), times=99, **OBJECTS)
+    with pytest.raises(StorageUnreachable, match="get s3://"):
+        newest_of_tiers(tmp_path / "wiped", tier, "full")
+    assert CheckpointDirectory(tmp_path / "wiped").candidates() == []
+    proxy.misbehave = lambda request: None
+    assert_fetched_whole(tier, tmp_path / "wiped")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(status=500), Fault(cut=100), Fault(passed_on=True, hang_up=True)],
+    ids=["500", "cuts it off", "hangs up"],
+)
+def test_what_passes_costs_a_fetch_nothing(tier, proxy, fault, tmp_path):
+    push(tier, save(tmp_path / "here", 1))
+    proxy.misbehave = after(1, fault, **OBJECTS)
+    assert_fetched_whole(tier, tmp_path / "wiped")
+    assert proxy.count("GET", "objects/") == 4
+
+
+def test_a_server_that_stalls_costs_a_fetch_its_time(tier, proxy, tmp_path):
+    push(tier, save(tmp_path / "here", 1))
+    proxy.misbehave = after(1, Fault(passed_on=True, delay_s=300.0), **OBJECTS)
+    patient = dataclasses.replace(tier.storage, timeout_s=3.0, retries=20)  # a slow machine may not do it in 3 s either
+    assert_fetched_whole(dataclasses.replace(tier, storage=patient), tmp_path / "wiped")
+    assert proxy.count("GET", "objects/") >= 4
+
+
+def test_bytes_that_are_altered_on_their_way_are_asked_for_again(tier, proxy, tmp_path):
+    published = save(tmp_path / "here", 1)
+    push(tier, published)
+    size = published.path("actor/weights.bin").stat().st_size
+    proxy.misbehave = after(1, Fault(body=bytes(size)), method="GET", part=f"-{size}")
+    assert_fetched_whole(tier, tmp_path / "wiped")
+    assert proxy.count("GET", f"-{size}") == 2
+
+
+def test_a_server_that_lists_nothing_yet_hides_nothing(tier, proxy, tmp_path):
+    push(tier, save(tmp_path / "here", 1))
+    proxy.misbehave = lambda request: Fault(body=NOTHING_LISTED) if "list-type=2" in request.path else None
+    assert_fetched_whole(tier, tmp_path / "wiped")
+    assert proxy.count("GET", "list-type=2")

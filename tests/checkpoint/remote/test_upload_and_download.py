@@ -1,0 +1,256 @@
+"""Checkpoints go into a store and come back as they were; what is wrong is found, and names the file."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from storage.s3_server import BUCKET
+
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.remote.commit_log import CommitLog
+from verl.checkpoint.remote.download import pull
+from verl.checkpoint.remote.remote_store import RemoteStore, object_key
+from verl.checkpoint.remote.upload import CheckpointUpload, checked_pieces
+from verl.errors import (
+    CheckpointCorrupt,
+    CheckpointFenced,
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    ConfigError,
+    ObjectDamaged,
+)
+from verl.storage.config import GCSStorage, LocalStorage, MemoryStorage, OSSStorage
+from verl.storage.store import ObjectStore
+
+TOKENIZER = b"tokens of a constant file" * 40
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> ObjectStore:
+    return LocalStorage(path=str(tmp_path / "bucket"), part_mib=5).connect()
+
+
+@pytest.fixture(params=["local", "gcs", "oss"])
+def any_objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    if request.param == "local":
+        return request.getfixturevalue("objects")
+    kind, url = {"gcs": GCSStorage, "oss": OSSStorage}[request.param], request.getfixturevalue(f"{request.param}_url")
+    return kind(bucket=BUCKET, prefix=tmp_path.name, endpoint_url=url, part_mib=5).connect()
+
+
+def save(directory: Path, step: int, weight: bytes = b"", tag: str | None = None) -> Checkpoint:
+    store = CheckpointStore(directory, run_id="testing")
+    with store.begin(step, tag) as staging:
+        staging.main.write("actor/weights.bin", [weight or bytes([step % 256]) * 5000, b"second leaf" * step])
+        staging.main.write("actor/tokenizer.json", [TOKENIZER], deduplicate=True)
+        staging.main.write("actor/empty", [b""])
+        return staging.commit(state={"epoch": step})
+
+
+def push(objects: ObjectStore, published: Checkpoint, claim: str = ""):
+    return CheckpointUpload(objects, CommitLog(objects, claim)).push(published)
+
+
+def test_what_was_pushed_is_pulled_bit_by_bit(any_objects: ObjectStore, tmp_path: Path) -> None:
+    published = save(tmp_path / "here", 3)
+    push(any_objects, published)
+    tier = RemoteStore(any_objects)
+    assert tier.newest().step == 3
+    pulled = pull(tier, tier.find(), CheckpointStore(tmp_path / "there"))
+    files = [path.relative_to(published.directory) for path in published.directory.rglob("*") if path.is_file()]
+    assert len(files) == 6
+    for file in files:
+        assert (pulled.directory / file).read_bytes() == (published.directory / file).read_bytes()
+    assert CheckpointDirectory(tmp_path / "there").newest().step == 3
+
+
+def test_what_checkpoints_share_is_sent_once(objects: ObjectStore, tmp_path: Path) -> None:
+    first = push(objects, save(tmp_path / "here", 1))
+    second = push(objects, save(tmp_path / "here", 2))
+    assert (first.num_sent, second.num_sent) == (3, 2)  # weights, tokenizer, state; then without the tokenizer
+    again = push(objects, CheckpointDirectory(tmp_path / "here").newest())
+    assert again.num_sent == 0
+    assert again.record == second.record
+
+
+def test_what_a_directory_has_is_linked_instead_of_fetched(objects: ObjectStore, tmp_path: Path) -> None:
+    push(objects, save(tmp_path / "here", 1))
+    push(objects, save(tmp_path / "here", 2))
+    tier, there = RemoteStore(objects), CheckpointStore(tmp_path / "there")
+    one, two = (pull(tier, record, there) for record in tier.records())
+    names = [found.directory / "actor/tokenizer.json" for found in (one, two)]
+    assert names[0].stat().st_ino == names[1].stat().st_ino
+    assert pull(tier, tier.find(), there).directory == two.directory, "it is there already"
+
+
+def test_a_push_that_was_cut_off_goes_on_where_it_was(objects: ObjectStore, tmp_path: Path) -> None:
+    published = save(tmp_path / "here", 5)
+    entry = published.manifest.file("actor/weights.bin")
+    assert entry is not None
+    objects.put(object_key(entry), published.path(entry.path).read_bytes())  # then it was killed
+    assert RemoteStore(objects).records() == []
+    assert push(objects, published).num_sent == 2
+
+
+def test_a_damaged_file_is_never_uploaded(objects: ObjectStore, tmp_path: Path) -> None:
+    published = save(tmp_path / "here", 5)
+    path = published.path("actor/weights.bin")
+    path.write_bytes(b"!" + path.read_bytes()[1:])
+    with pytest.raises(CheckpointCorrupt, match=r"actor/weights.bin: bytes 0 to 5000"):
+        push(objects, published)
+    assert RemoteStore(objects).records() == []
+
+
+@pytest.mark.parametrize("damage", ["altered", "cut", "missing"])
+def test_a_damaged_object_is_named_and_not_published(objects: ObjectStore, tmp_path: Path, damage: str) -> None:
+    published = save(tmp_path / "here", 5)
+    push(objects, published)
+    entry = published.manifest.file("actor/weights.bin")
+    assert entry is not None
+    key, data = object_key(entry), published.path(entry.path).read_bytes()
+    if damage == "missing":
+        objects.delete(key)
+    else:
+        objects.put(
+            key,
+            data[:-1] if damage == "cut" else data[:6000] + b"~" + data[6001:] if len(data) > 6000 else b"~" + data[1:],
+        )
+    tier = RemoteStore(objects)
+    kind = CheckpointIncomplete if damage == "missing" else CheckpointCorrupt
+    with pytest.raises(kind, match="actor/weights.bin"):
+        tier.verified(tier.find(), "full")
+    with pytest.raises(kind, match="actor/weights.bin"):
+        pull(tier, tier.find(), CheckpointStore(tmp_path / "there"))
+    assert CheckpointDirectory(tmp_path / "there").candidates() == []
+    with pytest.raises((CheckpointCorrupt, CheckpointIncomplete), match="actor/weights.bin"):
+        tier.reader(tier.open(tier.find())).read("actor/weights.bin")
+
+
+def test_a_manifest_that_is_not_the_one_of_the_log_is_refused(objects: ObjectStore, tmp_path: Path) -> None:
+    record = push(objects, save(tmp_path / "here", 5)).record
+    key = f"manifests/{record.manifest}.json"
+    objects.put(key, bytes(objects.get(key)).replace(b'"step": 5', b'"step": 6'))
+    with pytest.raises(CheckpointCorrupt, match="not the manifest that the log names"):
+        RemoteStore(objects).open(record)
+
+
+def test_the_newest_whole_one_is_taken(objects: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    push(objects, save(tmp_path / "here", 1))
+    second = save(tmp_path / "here", 2)
+    push(objects, second)
+    entry = second.manifest.file("actor/weights.bin")
+    assert entry is not None
+    objects.delete(object_key(entry))
+    assert RemoteStore(objects).newest().step == 1
+    assert "NOT USING" in caplog.text
+    with pytest.raises(CheckpointNotFound):
+        RemoteStore(MemoryStorage(prefix="nothing").connect()).newest()
+
+
+def test_a_reader_fetches_what_is_asked_for_alone(objects: ObjectStore, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "here")
+    with store.begin(1) as staging:
+        staging.main.write("actor/weights.bin", [b"a" * 1000, b"b" * 1000, b"c" * 1000])
+        push(objects, staging.commit())
+    tier = RemoteStore(objects)
+    published, asked = tier.newest(), []
+    get = objects._backend.get
+    objects._backend.get = lambda key, begin, end: asked.append((begin, end)) or get(key, begin, end)
+    reader = tier.reader(published)
+    assert bytes(reader.read("actor/weights.bin", 1200, 1300)) == b"b" * 100
+    assert bytes(reader.read("actor/weights.bin", 1000, 2100)) == b"b" * 1000 + b"c" * 100
+    assert asked == [(1000, 2000), (2000, 3000)]
+
+
+def test_the_later_of_two_trainers_fences_the_earlier_one_out(any_objects: ObjectStore, tmp_path: Path) -> None:
+    one, two = CommitLog(any_objects, "one"), CommitLog(any_objects, "two")
+    one.take_claim()
+    CheckpointUpload(any_objects, one).push(save(tmp_path / "one", 1))
+    two.take_claim()
+    with pytest.raises(CheckpointFenced, match="taken over"):
+        CheckpointUpload(any_objects, one).push(save(tmp_path / "one", 2))
+    CheckpointUpload(any_objects, two).push(save(tmp_path / "two", 3))
+    with pytest.raises(CheckpointFenced):
+        CommitLog(any_objects, "one").take_claim()
+    again = CommitLog(any_objects, "two")
+    again.take_claim()  # the same trainer, whose uploader was started again
+    assert [record.step for record in RemoteStore(any_objects).records()] == [1, 3]
+
+
+def test_a_claim_between_the_last_look_and_the_commit_wins(objects: ObjectStore, tmp_path: Path) -> None:
+    one = CommitLog(objects, "one")
+    one.take_claim()
+    pusher, published = CheckpointUpload(objects, one), save(tmp_path / "one", 1)
+    put_objects = pusher._put_objects
+
+    def then_another_claims(what: Checkpoint):
+        sent = put_objects(what)
+        CommitLog(objects, "two").take_claim()
+        return sent
+
+    pusher._put_objects = then_another_claims  # type: ignore[method-assign]
+    with pytest.raises(CheckpointFenced):
+        pusher.push(published)
+    assert RemoteStore(objects).records() == []
+
+
+def test_somebody_who_pushes_by_hand_disturbs_no_trainer(objects: ObjectStore, tmp_path: Path) -> None:
+    trainer = CommitLog(objects, "trainer")
+    trainer.take_claim()
+    push(objects, save(tmp_path / "hand", 1))
+    CheckpointUpload(objects, trainer).push(save(tmp_path / "trainer", 2))
+    assert len(RemoteStore(objects).records()) == 2
+
+
+def test_a_listing_that_is_late_hides_nothing(objects: ObjectStore, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        push(objects, save(tmp_path / "here", step))
+    listed = objects._backend.list
+    objects._backend.list = lambda prefix: listed(prefix)[:1]
+    assert [record.step for record in RemoteStore(objects).records()] == [1, 2, 3]
+    objects._backend.list = lambda prefix: []
+    push(objects, save(tmp_path / "here", 4))
+    assert RemoteStore(objects).newest().step == 4
+
+
+def test_a_store_that_replaces_what_it_should_not_is_found_out(objects: ObjectStore) -> None:
+    objects._backend.create = objects._backend.put
+    log = CommitLog(objects, "one")
+    with pytest.raises(ConfigError, match="conditional_put=false"):
+        log.take_claim()
+    assert [record.claim for record in CommitLog(objects).records()] == ["one"], "the log is as it was"
+
+
+def test_a_record_that_is_no_record_is_said(objects: ObjectStore) -> None:
+    objects.put("log/000000000001.json", b"{")
+    with pytest.raises(ObjectDamaged, match="no record of a log"):
+        RemoteStore(objects).records()
+
+
+def test_a_pull_that_was_cut_off_leaves_nothing(objects: ObjectStore, tmp_path: Path) -> None:
+    push(objects, save(tmp_path / "here", 1))
+    tier, there = RemoteStore(objects), CheckpointStore(tmp_path / "there")
+    with there.begin(1) as staging:
+        (staging.directory / "actor").mkdir()
+        (staging.directory / "actor/weights.bin").write_bytes(b"half")
+        assert CheckpointDirectory(tmp_path / "there").candidates() == []
+        shutil.copytree(staging.directory, tmp_path / "there/staging/1-killed")
+    assert pull(tier, tier.find(), there).step == 1
+    assert list((tmp_path / "there/staging").iterdir()) == []
+
+
+@pytest.mark.parametrize("length", [1, 700, 5000, 5011, 10_000])
+def test_pieces_of_any_length_are_the_file(tmp_path: Path, length: int) -> None:
+    published = save(tmp_path, 1)
+    entry = published.manifest.file("actor/weights.bin")
+    assert entry is not None
+    assert [leaf.size for leaf in entry.leaves] == [5000, 11]
+    pieces = [*checked_pieces(FileSystem(), published, entry, length)]
+    assert b"".join(pieces) == published.path(entry.path).read_bytes()
+    assert {len(piece) for piece in pieces[:-1]} <= {length}
+    assert len(pieces) == -(-entry.size // length)

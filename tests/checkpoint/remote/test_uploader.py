@@ -1,0 +1,344 @@
+"""A process uploads while training goes on; the store fails and vanishes, and nothing is lost or wrongly taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from checkpoint.remote.test_upload_and_download import save
+from storage.s3_server import BUCKET, Fault, Proxy, after, wait_until
+
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.commit.upload_state import (
+    UploadTarget,
+    confirm_upload,
+    is_upload_confirmed,
+    manifest_digest,
+    write_upload_target,
+)
+from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.remote.resolve import CheckpointTier, newest_of_tiers
+from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings
+from verl.checkpoint.retention import Retention, prune
+from verl.errors import CheckpointNotFound, ConfigError
+from verl.storage.config import LocalStorage, S3Storage
+
+
+@pytest.fixture
+def tier(proxy: Proxy, tmp_path: Path) -> CheckpointTier:
+    storage = S3Storage(
+        bucket=BUCKET,
+        prefix=tmp_path.name,
+        endpoint_url=proxy.url,
+        part_mib=5,
+        retries=1,
+        backoff_s=0.01,
+    )
+    return CheckpointTier(storage=storage)
+
+
+@pytest.fixture
+def near(tmp_path: Path) -> CheckpointTier:
+    return CheckpointTier(storage=LocalStorage(path=str(tmp_path / "bucket")))
+
+
+def uploader(tier: CheckpointTier, directory: Path, claim: str = "one", timeout_s: float = 600.0) -> Uploader:
+    CheckpointStore(directory).claim_directory()
+    cold = UploadTarget(address=tier.address, upload_interval=tier.upload_interval)
+    write_upload_target(FileSystem(), directory, cold)
+    return Uploader(
+        UploadSettings(directory=str(directory), storage=tier.storage, claim=claim, cold=cold, shortest_pause_s=0.05),
+        timeout_s,
+    )
+
+
+def until(uploading: Uploader, kind: str, told: list[UploadEvent] | None = None) -> list[UploadEvent]:
+    """All that was told until something of this kind was."""
+    heard = told if told is not None else []
+    wait_until(lambda: any(one.kind == kind for one in heard) or bool(heard.extend(uploading.heard())), 60)
+    return heard
+
+
+def test_checkpoints_arrive_while_others_are_saved_and_at_the_end_all_are_there(
+    tier: CheckpointTier, tmp_path: Path
+) -> None:
+    uploading = uploader(tier, tmp_path / "here")
+    for step in (1, 2, 3):
+        save(tmp_path / "here", step)
+        uploading.look()
+    told = uploading.close(wait_s=60)
+    assert uploading.is_done
+    assert {one.name for one in told if one.kind == "uploaded"} <= {f"global_step_{step}" for step in (1, 2, 3)}
+    assert [record.step for record in tier.connect().records()] == [1, 2, 3]
+    assert all(
+        is_upload_confirmed(FileSystem(), one, tier.address)
+        for one in CheckpointDirectory(tmp_path / "here").complete()
+    )
+
+
+def test_what_an_interval_leaves_out_is_the_last_one_all_the_same(near: CheckpointTier, tmp_path: Path) -> None:
+    near = dataclasses.replace(near, upload_interval=2)
+    for step in (1, 2, 3):
+        save(tmp_path / "here", step)
+    uploading = uploader(near, tmp_path / "here")
+    until(uploading, "uploaded")
+    assert [record.step for record in near.connect().records()] == [2]
+    uploading.close(wait_s=60)
+    assert [record.step for record in near.connect().records()] == [2, 3]
+
+
+def test_a_store_that_is_away_costs_nothing_but_time(tier: CheckpointTier, proxy: Proxy, tmp_path: Path) -> None:
+    proxy.misbehave = lambda request: Fault(status=503)
+    uploading = uploader(tier, tmp_path / "here")
+    save(tmp_path / "here", 1)
+    uploading.look()
+    (failed, *_) = until(uploading, "failed")
+    assert "503" in failed.error
+    assert failed.waiting == 1
+    save(tmp_path / "here", 2)
+    proxy.misbehave = lambda request: None
+    told = uploading.close(wait_s=60)
+    assert [record.step for record in tier.connect().records()] == [1, 2]
+    assert next(one.name for one in told if one.kind == "uploaded") == "global_step_2", "the newest goes first"
+
+
+def test_a_store_that_refuses_is_told_of_at_the_start_and_not_waited_for_at_the_end(
+    tier: CheckpointTier, tmp_path: Path
+) -> None:
+    elsewhere = dataclasses.replace(tier, storage=dataclasses.replace(tier.storage, bucket="nobodys"))
+    with pytest.raises(ConfigError, match=r"refuses: s3://nobodys/.*there is no bucket nobodys.*upload_interval=null"):
+        elsewhere.cold()
+    uploading = uploader(elsewhere, tmp_path / "here")
+    save(tmp_path / "here", 1)
+    told = uploading.close(wait_s=300)
+    assert uploading.is_refused
+    assert not uploading.is_done
+    assert "there is no bucket nobodys" in told[-1].error
+    assert told[-1].waiting == 1
+
+
+def test_an_uploader_that_is_killed_is_started_again_and_goes_on_where_it_was(
+    tier: CheckpointTier, proxy: Proxy, tmp_path: Path
+) -> None:
+    proxy.misbehave = after(3, Fault(passed_on=True, delay_s=30.0), method="PUT", part="objects/", times=99)
+    uploading = uploader(tier, tmp_path / "here")
+    save(tmp_path / "here", 1)
+    uploading.look()
+    wait_until(lambda: proxy.count("PUT", "objects/") >= 3, 60)
+    assert uploading.process_id is not None
+    os.kill(uploading.process_id, signal.SIGKILL)
+    proxy.over.set()
+    proxy.misbehave = lambda request: None
+    put_before = [request.path for request in proxy.seen if request.method == "PUT" and "objects/" in request.path]
+    assert tier.connect().records() == []
+    wait_until(lambda: uploading.process_id is None)
+    uploading.look()
+    until(uploading, "uploaded")
+    uploading.close(wait_s=60)
+    (record,) = tier.connect().records()
+    assert tier.connect().verified(record, "full").step == 1
+    put = [request.path for request in proxy.seen if request.method == "PUT" and "objects/" in request.path]
+    assert len(put) - len(put_before) <= 1, "what had arrived was not sent again"
+
+
+@pytest.mark.parametrize("when", ["idle", "at the end"])
+def test_an_uploader_that_is_stopped_is_named_and_started_again(
+    when: str, near: CheckpointTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "here", 1)
+    uploading = uploader(near, tmp_path / "here", timeout_s=2.0)
+    until(uploading, "uploaded")
+    stopped = uploading.process_id
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    save(tmp_path / "here", 2)
+    if when == "idle":
+        uploading.look()
+        until(uploading, "uploaded")
+    uploading.close(wait_s=60)
+    assert [record.step for record in near.connect().records()] == [1, 2]
+    assert "made no progress for 2 s (checkpoint.upload_timeout_s)" in caplog.text
+    assert "it is stopped (SIGSTOP or SIGTSTP)" in caplog.text
+    assert not Path(f"/proc/{stopped}").exists()
+
+
+def test_a_stopped_uploader_that_takes_nothing_in_never_holds_training_up(near: CheckpointTier, tmp_path: Path) -> None:
+    uploading = uploader(near, tmp_path / "here")
+    assert uploading.process_id is not None
+    os.kill(uploading.process_id, signal.SIGSTOP)
+    for _ in range(20_000):  # more than a pipe holds
+        uploading.look()
+    uploading.close(wait_s=0.0)
+
+
+def test_a_trainer_that_is_gone_takes_its_uploader_along(near: CheckpointTier, tmp_path: Path) -> None:
+    uploading = uploader(near, tmp_path / "here")
+    process = uploading._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()  # as the end of the trainer's process would
+    process.wait(timeout=30)
+
+
+def test_the_later_of_two_runs_fences_the_earlier_one_out_which_says_so(near: CheckpointTier, tmp_path: Path) -> None:
+    one = uploader(near, tmp_path / "one", "one")
+    save(tmp_path / "one", 1)
+    one.look()
+    until(one, "uploaded")
+    two = uploader(near, tmp_path / "two", "two")
+    save(tmp_path / "two", 5)
+    two.look()
+    until(two, "uploaded")
+    save(tmp_path / "one", 2)
+    one.look()
+    assert "taken over" in until(one, "fenced")[-1].error
+    assert one.is_fenced
+    one.close(wait_s=60)
+    two.close(wait_s=60)
+    assert [record.step for record in near.connect().records()] == [1, 5]
+
+
+def test_a_checkpoint_that_is_damaged_on_the_disk_stops_no_other(near: CheckpointTier, tmp_path: Path) -> None:
+    bad = save(tmp_path / "here", 2)
+    path = bad.path("actor/weights.bin")
+    path.write_bytes(b"!" + path.read_bytes()[1:])
+    save(tmp_path / "here", 1)
+    uploading = uploader(near, tmp_path / "here")
+    told = uploading.close(wait_s=60)
+    assert [record.step for record in near.connect().records()] == [1]
+    assert "actor/weights.bin" in next(one.error for one in told if one.kind == "failed")
+
+
+def test_a_store_gets_what_another_one_had_confirmed(near: CheckpointTier, tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path / "here", step)
+    upload(near, tmp_path / "here")
+    another = dataclasses.replace(near, storage=near.storage.below("another"))
+    upload(another, tmp_path / "here")
+    assert [record.step for record in another.connect().records()] == [1, 2]
+
+
+def test_a_store_that_was_emptied_gets_all_again(near: CheckpointTier, tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path / "here", step)
+    upload(near, tmp_path / "here")
+    shutil.rmtree(tmp_path / "bucket")
+    upload(near, tmp_path / "here")
+    assert [record.step for record in near.connect().records()] == [1, 2]
+
+
+# -- the local disk ---------------------------------------------------------------------------------------------------
+
+
+ADDRESS = "s3://models/run"
+
+
+def directory_with(tmp_path: Path, steps: range, **cold) -> CheckpointStore:
+    store = CheckpointStore(tmp_path / "here")
+    for step in steps:
+        save(store.directory, step)
+    write_upload_target(store.disk, store.directory, UploadTarget(address=ADDRESS, **cold))
+    return store
+
+
+def test_retention_drops_only_what_the_store_has_confirmed(tmp_path: Path) -> None:
+    store = directory_with(tmp_path, range(1, 6))
+    assert prune(store, Retention(keep_last_n=2)) == []
+    second = store.open("global_step_2")
+    confirm_upload(store.disk, second, manifest_digest(store.disk, second), ADDRESS)
+    assert prune(store, Retention(keep_last_n=2)) == ["global_step_2"]
+    assert not (store.directory / "uploaded/global_step_2").exists()
+    wrong = store.open("global_step_1")
+    confirm_upload(store.disk, wrong, "0" * 64, ADDRESS)  # of another checkpoint that had this name
+    assert prune(store, Retention(keep_last_n=2)) == []
+    confirm_upload(store.disk, wrong, manifest_digest(store.disk, wrong), "s3://models/another")
+    assert prune(store, Retention(keep_last_n=2)) == []
+
+
+def test_what_the_store_is_not_to_get_waits_for_nothing(tmp_path: Path) -> None:
+    store = directory_with(tmp_path, range(1, 6), upload_interval=2)
+    assert prune(store, Retention(keep_last_n=2)) == ["global_step_1", "global_step_3"]
+
+
+def test_waiting_ends_where_too_many_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = directory_with(tmp_path, range(1, 7), keep_waiting=2)
+    assert prune(store, Retention(keep_last_n=2)) == ["global_step_1", "global_step_2"]
+    assert "GIVING UP checkpoint global_step_1, which s3://models/run has not confirmed" in caplog.text
+
+
+def test_waiting_ends_where_the_disk_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = directory_with(tmp_path, range(1, 5))
+    store.disk.space = lambda path: FreeSpace(1000, None)  # type: ignore[method-assign]
+    assert prune(store, Retention(keep_last_n=2)) == ["global_step_1", "global_step_2"]
+    assert "no room for the next one" in caplog.text
+
+
+# -- which one is the newest ------------------------------------------------------------------------------------------
+
+
+def upload(tier: CheckpointTier, directory: Path) -> None:
+    uploading = uploader(tier, directory, claim=directory.name)
+    uploading.close(wait_s=60)
+    assert uploading.is_done
+
+
+def test_the_newest_of_any_tier_is_taken(near: CheckpointTier, tmp_path: Path) -> None:
+    save(tmp_path / "here", 1)
+    save(tmp_path / "here", 2)
+    upload(near, tmp_path / "here")
+    assert newest_of_tiers(tmp_path / "wiped", near, "full").step == 2
+    save(tmp_path / "here", 3)
+    assert newest_of_tiers(tmp_path / "here", near, "full").step == 3
+    with pytest.raises(CheckpointNotFound):
+        newest_of_tiers(tmp_path / "none", CheckpointTier(storage=near.storage.below("elsewhere")), "full")
+
+
+def test_a_damaged_local_copy_is_replaced_by_the_one_in_the_store(
+    near: CheckpointTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    published = save(tmp_path / "here", 2)
+    upload(near, tmp_path / "here")
+    path = published.path("actor/weights.bin")
+    path.write_bytes(b"!" + path.read_bytes()[1:])
+    found = newest_of_tiers(tmp_path / "here", near, "full")
+    assert found.directory.name == "global_step_2-2"
+    assert found.path("actor/weights.bin").read_bytes()[:1] == b"\x02"
+    assert "NOT USING" in caplog.text
+
+
+def test_publications_go_on_above_those_of_the_store(near: CheckpointTier, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path / "here", step)
+    upload(near, tmp_path / "here")
+    CheckpointStore(tmp_path / "anew").claim_directory()
+    write_upload_target(FileSystem(), tmp_path / "anew", near.cold())
+    assert save(tmp_path / "anew", 1).sequence == 4
+    upload(near, tmp_path / "anew")
+    assert newest_of_tiers(tmp_path / "wiped", near, "full").sequence == 4
+
+
+def test_a_store_that_cannot_be_asked_is_no_reason_to_start_afresh(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
+    away = CheckpointTier(
+        storage=S3Storage(
+            bucket="models", endpoint_url="http://127.0.0.1:9", region="x", retries=0, connect_timeout_s=1
+        )
+    )
+    with pytest.raises(ConfigError, match="cannot be asked whether it has one"):
+        newest_of_tiers(tmp_path / "wiped", away, "full")
+    save(tmp_path / "here", 7)
+    with caplog.at_level(logging.ERROR):
+        assert newest_of_tiers(tmp_path / "here", away, "full").step == 7
+    assert "going on from the local disk" in caplog.text
+    before = time.time()
+    assert before - 1 <= away.cold().sequence_floor <= time.time()

@@ -1,0 +1,361 @@
+"""From live tensors to a published checkpoint, in another process and in this one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint.requests import bits, items, request, same_bits, tensors_of
+from faults.process_disks import SLEEP, SlowDisk
+from safetensors.torch import load_file
+
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.read.verify import verify
+from verl.checkpoint.retention import Retention
+from verl.checkpoint.save.async_writer import CheckpointWriter
+from verl.checkpoint.save.save_plan import CopiedFile, LinkedFile
+from verl.checkpoint.save.save_request import DTYPES, SavedComponent, SaveRequest, TensorItem, plan_of
+from verl.errors import CheckpointCorrupt, CheckpointFenced, CheckpointIncomplete, CheckpointWriteFailed
+
+
+@pytest.fixture
+def store(tmp_path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", run_id="run")
+
+
+@pytest.fixture
+def slow_store(tmp_path, monkeypatch) -> CheckpointStore:
+    monkeypatch.setenv(SLEEP, "0.03")
+    return CheckpointStore(tmp_path / "checkpoints", run_id="run", disk=SlowDisk())
+
+
+def every_kind() -> dict[str, torch.Tensor]:
+    """Every type, and every way in which a tensor can lie in memory."""
+    torch.manual_seed(0)
+    noise = torch.randint(0, 256, (37, 8), dtype=torch.uint8)
+    kinds = {str(dtype): (noise > 127) if dtype == torch.bool else noise.view(dtype) for dtype in DTYPES}
+    whole = torch.randn(6, 700, 700)
+    return kinds | {
+        "no dimensions": torch.tensor(1.5, dtype=torch.bfloat16),
+        "empty": torch.empty(3, 0, 5),
+        "transposed": whole[0].T,
+        "every second": whole[1, ::2, ::3],
+        "expanded": torch.arange(5.0).expand(4, 5),
+        "part of another": whole[2],
+        "tied": whole[2],
+        "parameter": torch.nn.Parameter(whole[3]),
+        "larger than a chunk": torch.randn(5_000_000),
+        "negated": torch._neg_view(torch.randn(4)),
+    }
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_what_is_read_equals_what_was_saved_bit_by_bit(store, mode):
+    tensors = every_kind()
+    with CheckpointWriter(store, mode=mode) as writer:
+        writer.prepare(request(7, tensors))
+        assert writer.save(request(7, tensors))
+        (outcome,) = writer.drain()
+    assert (outcome.step, outcome.error, outcome.report.name) == (7, None, "global_step_7")
+    published = store.newest(strict=True)
+    assert verify(store.disk, published.directory, "full") == []
+    found = tensors_of(published, "actor")
+    assert found.keys() == tensors.keys()
+    assert [name for name in tensors if not same_bits(found[name], tensors[name])] == []
+    loaded = load_file(published.path("actor/model.safetensors"))
+    assert same_bits(loaded["transposed"], tensors["transposed"].contiguous())
+    assert json.loads(published.path("actor/config.json").read_bytes()) == {"step": 7}
+
+
+def test_a_model_is_cut_into_shards_with_an_index(store):
+    tensors = {f"layer.{n}": torch.randn(1000) for n in range(5)}
+    with CheckpointWriter(store) as writer:
+        actor = SavedComponent(tensors=items(tensors), max_shard_bytes=8000)
+        writer.save(SaveRequest(step=1, components={"actor": actor}))
+        (outcome,) = writer.drain()
+    index = json.loads((outcome.report.directory / "actor/model.safetensors.index.json").read_bytes())
+    assert sorted(set(index["weight_map"].values())) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(outcome.report.directory / "actor" / file)[name], tensors[name])
+
+
+def test_weights_may_change_once_they_are_copied(slow_store):
+    weight = torch.zeros(2_000_000)
+    with CheckpointWriter(slow_store) as writer:
+        for step in range(1, 5):
+            writer.save(request(step, {"weight": weight}))
+            writer.wait_copied()
+            weight += 1
+        assert len(writer.drain()) == 4
+    for step, published in enumerate(slow_store.complete(), 1):
+        assert set(tensors_of(published, "actor")["weight"].tolist()) == {step - 1.0}
+
+
+def test_a_third_save_waits_and_memory_stays_at_two_arenas(slow_store):
+    weight = torch.zeros(1_000_000)
+    with CheckpointWriter(slow_store) as writer:
+        for step in range(1, 6):
+            assert writer.save(request(step, {"weight": weight}))
+            assert writer.num_under_way <= 2
+            assert writer.arena_bytes <= 2 * (2 * weight.nbytes + 16 * 4096)
+        assert [outcome.step for outcome in writer.drain()] == [1, 2, 3, 4, 5]
+    assert writer.arena_bytes == 0
+
+
+def test_a_third_save_is_skipped_and_that_is_told(slow_store):
+    with CheckpointWriter(slow_store, when_busy="skip") as writer:
+        assert [writer.save(request(step, {"weight": torch.zeros(10)})) for step in (1, 2, 3)] == [True, True, False]
+        outcomes = writer.drain()
+    assert [outcome.step for outcome in outcomes if outcome.was_skipped] == [3]
+    assert [published.step for published in slow_store.complete()] == [1, 2]
+
+
+def test_one_arena_is_enough_where_saves_do_not_overlap_and_it_grows_with_the_state(store):
+    with CheckpointWriter(store) as writer:
+        writer.prepare(request(1, {"weight": torch.zeros(100_000)}))
+        for step, size in enumerate((100_000, 100_000, 300_000, 50_000), 1):
+            weight = torch.full((size,), float(step))
+            writer.save(request(step, {"weight": weight}))
+            writer.drain()
+            assert torch.equal(tensors_of(store.newest(), "actor")["weight"], weight)
+        assert writer.arena_bytes < 3 * 300_000 * 4
+        mapped = Path(f"/proc/{writer.process_id}/maps").read_text().count("verl-checkpoint")
+        assert mapped == 1  # what the arena was before it grew is given back there too
+
+
+def test_a_failed_save_is_told_by_the_next_poll_and_the_following_save_works(store):
+    part = TensorItem(name="weight", tensor=torch.ones(2), shape=(4,), start=(0,))
+    with CheckpointWriter(store) as writer:
+        writer.save(SaveRequest(step=1, components={"actor": SavedComponent(tensors=[part], file="half.safetensors")}))
+        with pytest.raises(CheckpointIncomplete, match="2 elements are missing"):
+            writer.drain()
+        writer.save(request(2, {"weight": torch.ones(2)}))
+        assert [outcome.report.name for outcome in writer.drain()] == ["global_step_2"]
+    assert [published.step for published in store.complete()] == [2]
+
+
+class Unreadable(torch.Tensor):
+    """Fails when it is copied."""
+
+    def is_contiguous(self, *args, **kwargs):
+        raise RuntimeError("the memory of this tensor is gone")
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_tensors_that_cannot_be_copied_fail_the_save_and_the_following_one_works(store, mode):
+    unreadable = torch.ones(3).as_subclass(Unreadable)
+    with CheckpointWriter(store, mode=mode) as writer:
+        writer.save(SaveRequest(step=1, components={"actor": SavedComponent(tensors=items({"weight": unreadable}))}))
+        writer.wait_copied()
+        with pytest.raises(RuntimeError, match="is gone"):
+            writer.drain()
+        writer.save(request(2, {"weight": torch.ones(2)}))
+        writer.drain()
+    assert [published.step for published in store.complete()] == [2]
+
+
+def test_without_memory_for_an_arena_the_save_fails_and_the_following_one_works(store):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with CheckpointWriter(store) as writer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+        try:
+            writer.save(request(1, {"weight": torch.ones(1_000_000)}))
+            with pytest.raises(OSError, match="too large"):
+                writer.drain()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        writer.save(request(2, {"weight": torch.ones(2)}))
+        writer.drain()
+    assert [published.step for published in store.complete()] == [2]
+
+
+def test_who_is_fenced_out_is_told(store):
+    with CheckpointWriter(store) as writer:
+        writer.save(request(1, {"weight": torch.ones(2)}))
+        writer.drain()
+        CheckpointStore(store.directory, run_id="later").claim_directory()
+        writer.save(request(2, {"weight": torch.ones(2)}))
+        with pytest.raises(CheckpointFenced, match="taken over by run later"):
+            writer.drain()
+    assert [published.step for published in store.complete()] == [1]
+
+
+def freed() -> torch.Tensor:
+    """As FSDP leaves the parameters that it has put together for a while."""
+    tensor = torch.zeros(2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("component", "message"),
+    [
+        (SavedComponent(tensors=items({"z": torch.zeros(2, dtype=torch.complex64)})), "complex64, which safetensors"),
+        (SavedComponent(tensors=items({"m": torch.zeros(2, device="meta")})), "no dense tensor"),
+        (SavedComponent(tensors=items({"f": freed()})), "no dense tensor"),
+        (SavedComponent(tensors=[TensorItem(name="s", tensor=torch.zeros(2), shape=(4,))], file="f"), "needs both"),
+        (SavedComponent(tensors=[TensorItem(name="s", tensor=torch.zeros(2), shape=(4,), start=(0,))]), "Give the"),
+        (SavedComponent(tensors=items({"a": torch.zeros(1)}) * 2, file="f"), "the same name"),
+        (SavedComponent(tensors=items({"a": torch.zeros(1)}), file="f", files={"f": b""}), "twice"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_saved_is_refused_by_the_call(component, message):
+    with pytest.raises(ValueError, match=message):
+        plan_of(SaveRequest(step=1, components={"actor": component}))
+
+
+def test_files_that_are_there_already_are_shared_and_checked(store, tmp_path):
+    outside = tmp_path / "tokenizer.model"
+    outside.write_bytes(b"outside")
+    with CheckpointWriter(store) as writer:
+        first = SaveRequest(step=1, components={"reference": SavedComponent(tensors=items({"w": torch.ones(3)}))})
+        writer.save(first)
+        writer.drain()
+        digest = store.newest().manifest.file("reference/model.safetensors").blake3
+        link = LinkedFile(path="reference/model.safetensors", blake3=digest)
+        copied = CopiedFile(path="actor/tokenizer.model", source=outside)
+        writer.save(SaveRequest(step=2, links=[link, copied], components={"actor": SavedComponent()}))
+        writer.drain()
+        known = store.newest().manifest.file("actor/tokenizer.model").blake3
+        outside.unlink()  # it is not read again: the newest checkpoint has it
+        again = CopiedFile(path="actor/tokenizer.model", source=outside, blake3=known)
+        writer.save(SaveRequest(step=3, links=[link, again]))
+        writer.drain()
+        writer.save(SaveRequest(step=4, links=[LinkedFile(path="reference/model.safetensors", blake3="0" * 64)]))
+        with pytest.raises(CheckpointCorrupt, match="not the one that was expected"):
+            writer.drain()
+    newest = store.newest(strict=True)
+    assert torch.equal(tensors_of(newest, "reference")["w"], torch.ones(3))
+    assert newest.path("actor/tokenizer.model").read_bytes() == b"outside"
+    assert newest.path("reference/model.safetensors").stat().st_nlink == 3
+
+
+def test_constant_files_are_shared_between_saves(store):
+    with CheckpointWriter(store) as writer:
+        for step in (1, 2):
+            actor = SavedComponent(constant_files={"tokenizer.json": b"same"}, files={"step": bytes([step])})
+            writer.save(SaveRequest(step=step, components={"actor": actor}))
+            writer.drain()
+    first, second = store.complete()
+    assert first.path("actor/tokenizer.json").samefile(second.path("actor/tokenizer.json"))
+
+
+def test_retention_runs_after_every_save(store):
+    with CheckpointWriter(store, retention=Retention(keep_last_n=2)) as writer:
+        for step in range(1, 5):
+            writer.save(request(step, {"weight": torch.ones(2)}))
+        pruned = [name for outcome in writer.drain() for name in outcome.report.pruned]
+    assert pruned == ["global_step_1", "global_step_2"]
+    assert [published.step for published in store.complete()] == [3, 4]
+
+
+def test_two_writers_in_one_process_do_not_meet(tmp_path):
+    stores = [CheckpointStore(tmp_path / name, run_id=name) for name in ("one", "two")]
+    with CheckpointWriter(stores[0]) as one, CheckpointWriter(stores[1]) as two:
+        for step in (1, 2, 3):
+            one.save(request(step, {"weight": torch.full((50_000,), 1.0)}))
+            two.save(request(step, {"weight": torch.full((50_000,), 2.0)}))
+        one.drain()
+        one.close()
+        assert len(two.drain()) == 3
+    for value, store in enumerate(stores, 1):
+        for published in store.complete():
+            assert set(tensors_of(published, "actor")["weight"].tolist()) == {value}
+
+
+def test_closing_finishes_what_is_under_way_and_leaves_nothing(slow_store):
+    open_before = set(os.listdir("/proc/self/fd"))
+    writer = CheckpointWriter(slow_store)
+    writer.save(request(1, {"weight": torch.ones(1000)}))
+    writer.close()
+    writer.close()
+    assert slow_store.newest().step == 1
+    assert writer.process_id is None
+    assert set(os.listdir("/proc/self/fd")) <= open_before
+    assert [outcome.step for outcome in writer.poll()] == [1]
+
+
+def test_waiting_for_ever_can_be_bounded(slow_store):
+    with CheckpointWriter(slow_store) as writer:
+        writer.save(request(1, {"weight": torch.ones(1000)}))
+        with pytest.raises(CheckpointWriteFailed, match="still under way"):
+            writer.drain(timeout_s=0.01)
+        assert len(writer.drain()) == 1
+
+
+class InterruptedDisk(FileSystem):
+    """Ctrl-C comes while the first file is made."""
+
+    def create(self, path):
+        if path.name == "config.json" and not path.parents[1].name.startswith("2-"):
+            raise KeyboardInterrupt
+        return super().create(path)
+
+
+def test_an_interrupt_during_a_save_in_this_process_leaves_the_writer_usable(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", disk=InterruptedDisk())
+    with CheckpointWriter(store, mode="sync") as writer:
+        with pytest.raises(KeyboardInterrupt):
+            writer.save(request(1, {"weight": torch.ones(2)}))
+        with pytest.raises(CheckpointWriteFailed, match="was interrupted"):
+            writer.drain()
+        writer.save(request(2, {"weight": torch.ones(2)}))
+        assert [outcome.error for outcome in writer.drain()] == [None]
+
+
+def test_a_forked_child_neither_holds_the_memory_nor_disturbs_the_writer(store):
+    before = _arenas()  # of other tests in this process, whose tensors may still be looked at
+    with CheckpointWriter(store) as writer:
+        writer.save(request(1, {"weight": torch.ones(100_000)}))
+        writer.drain()
+        own = _arenas() - before
+        assert own
+        child = os.fork()
+        if child == 0:
+            held = _arenas() & own
+            writer.close()
+            os._exit(bool(held or writer.arena_bytes))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        writer.save(request(2, {"weight": torch.full((100_000,), 2.0)}))
+        assert [outcome.num_deaths for outcome in writer.drain()] == [0]
+
+
+def _arenas() -> set[int]:
+    """Arenas that this process has mapped or opened, by their inodes."""
+    maps = (line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "verl-checkpoint" in line)
+    found = {int(entry[4]) for entry in maps}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "verl-checkpoint" in os.readlink(f"/proc/self/fd/{fd}"):
+                found.add(os.stat(f"/proc/self/fd/{fd}").st_ino)
+    return found
+
+
+def test_the_documented_example_of_saving_while_training_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[3] / "docs/checkpoints.md").read_text()
+    _, code = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    model = torch.nn.Linear(3, 2)
+    exec(code, {"model": model, "compute_gradients": list, "optimizer_step": list})
+    published = CheckpointStore("checkpoints").complete()
+    assert [checkpoint.step for checkpoint in published] == [1, 2, 3]
+    assert torch.equal(tensors_of(published[-1], "actor")["weight"], model.weight)
+
+
+def test_what_is_written_is_what_lay_in_memory_at_the_call_not_before(store):
+    weight = torch.zeros(100_000)
+    with CheckpointWriter(store) as writer:
+        writer.prepare(request(1, {"weight": weight}))
+        time.sleep(0.05)
+        weight += 5
+        writer.save(request(1, {"weight": weight}))
+        writer.drain()
+    assert bits(tensors_of(store.newest(), "actor")["weight"]) == bits(weight)

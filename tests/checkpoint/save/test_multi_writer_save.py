@@ -1,0 +1,179 @@
+"""Saves that several participants write: reports, failures, late ones, and who writes what."""
+
+from __future__ import annotations
+
+import json
+import threading
+from itertools import product
+
+import pytest
+import torch
+
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.save.async_writer import CheckpointWriter
+from verl.checkpoint.save.save_plan import (
+    MultiWriterSave,
+    abandon_missing,
+    collect_reports,
+    open_report_directory,
+    sees_nonce,
+)
+from verl.checkpoint.save.save_request import SavedComponent, SaveRequest, TensorItem
+from verl.checkpoint.shares import model_files, owners, shares
+from verl.errors import CheckpointIncomplete
+from verl.resharding.layout import Layout, Mesh, TensorLayout, volume
+
+VALUES = torch.arange(12.0).view(4, 3)
+
+
+class Two:
+    """A driver and two participants, each with a writer, in one process."""
+
+    def __init__(self, directory, late_s: float = 20.0):
+        self.store = CheckpointStore(directory, run_id="r")
+        self.claim, self.late_s = self.store.claim_directory(), late_s
+        self.main = CheckpointWriter(self.store)
+
+    def begin(self, step: int) -> MultiWriterSave:
+        names = ("rank_0", "rank_1")
+        self.staging = self.store.begin(step, participants=names)
+        open_report_directory(self.store.disk, self.staging.directory, "n")
+        joint = MultiWriterSave(directory=self.staging.directory, name="main", others=names, late_s=self.late_s)
+        state = SavedComponent(files={"state.json": b"{}"})
+        self.main.save(SaveRequest(step=step, components={"scheduler": state}, joint=joint), self.staging)
+        return joint
+
+    def write(self, joint: MultiWriterSave, rank: int, offset: int = 0) -> None:
+        """A participant's half of a tensor."""
+        start = 2 * rank + offset
+        half = TensorItem(name="m", tensor=VALUES[start : start + 2], shape=(4, 3), start=(start, 0))
+        component = SavedComponent(tensors=[half], file=f"optim_state_rank_{rank}.safetensors")
+        own = MultiWriterSave(directory=joint.directory, name=f"rank_{rank}")
+        request = SaveRequest(step=1, components={"optimizer": component}, joint=own)
+        store = CheckpointStore(self.store.directory, "r", claim=self.claim)
+        with CheckpointWriter(store, mode="sync") as writer:
+            writer.save(request)
+            writer.drain()
+
+
+@pytest.fixture
+def two(tmp_path):
+    made = Two(tmp_path / "c")
+    yield made
+    made.main.close()
+
+
+def test_what_all_have_reported_is_published_and_the_reports_are_gone(two):
+    joint = two.begin(1)
+    for rank in (1, 0):
+        two.write(joint, rank)
+    (outcome,) = two.main.drain()
+    published = two.store.newest()
+    assert outcome.report.name == published.name == "global_step_1"
+    found = CheckpointReader(published).tensor("optimizer", "m")
+    assert torch.equal(torch.frombuffer(bytearray(found), dtype=torch.float32).view(4, 3), VALUES)
+    assert sorted(path.name for path in published.directory.iterdir() if path.is_dir()) == ["optimizer", "scheduler"]
+    assert outcome.report.num_bytes >= sum(e.size for e in published.manifest.files if e.path.startswith("optimizer"))
+
+
+@pytest.mark.parametrize(
+    ("happens", "message"),
+    [
+        ("late", "rank_1: it has not reported within 0.3 s"),
+        ("lost", "rank_1: could not write its part: the worker died"),
+        ("wrong half", "overlap"),
+    ],
+)
+def test_a_participant_that_is_late_lost_or_wrong_ends_the_save_and_nothing_else(happens, message, tmp_path):
+    two = Two(tmp_path / "c", late_s=0.3 if happens == "late" else 20.0)
+    joint = two.begin(1)
+    two.write(joint, 0)
+    if happens == "lost":
+        abandon_missing(FileSystem(), joint.directory, joint.others, "the worker died")
+    elif happens == "wrong half":
+        two.write(joint, 1, offset=-1)
+    with pytest.raises(CheckpointIncomplete, match=message):
+        two.main.drain()
+    assert two.store.complete() == []
+    assert not joint.directory.exists()
+    joint = two.begin(2)  # and the next one is whole
+    for rank in (0, 1):
+        two.write(joint, rank)
+    two.main.drain()
+    assert two.store.newest().step == 2
+    two.main.close()
+
+
+def test_a_report_is_kept_and_a_failure_after_it_changes_nothing(tmp_path):
+    two = Two(tmp_path / "c")
+    joint = two.begin(1)
+    two.write(joint, 0)
+    abandon_missing(FileSystem(), joint.directory, ["rank_0"], "too late")
+    two.write(joint, 1)
+    two.main.drain()
+    assert two.store.newest().step == 1
+    two.main.close()
+
+
+def test_the_same_path_elsewhere_is_not_taken_for_the_drivers_directory(tmp_path):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        open_report_directory(FileSystem(), tmp_path / name, name)
+    assert sees_nonce(FileSystem(), tmp_path / "here", "here")
+    assert not sees_nonce(FileSystem(), tmp_path / "there", "here")
+    assert not sees_nonce(FileSystem(), tmp_path / "nowhere", "here")
+
+
+def test_reports_that_come_while_they_are_waited_for_are_heard(tmp_path):
+    open_report_directory(FileSystem(), tmp_path, "n")
+    threading.Timer(0.1, abandon_missing, (FileSystem(), tmp_path, ["rank_0"], "no")).start()
+    with pytest.raises(CheckpointIncomplete, match="rank_0: could not write its part: no"):
+        collect_reports(FileSystem(), tmp_path, ["rank_0"], late_s=20.0)
+
+
+# Who writes what
+
+SHAPES = {"embedding": (50, 8), "weight": (8, 6), "odd": (3, 5), "bias": (7,), "step": ()}
+SPLITS = {"sharded": (("shard", 0),), "both": (("shard", 0), ("tensor", 1)), "whole": ()}
+
+
+@pytest.mark.parametrize("sizes", [(1, 4, 1), (4, 1, 1), (2, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize("split", list(SPLITS))
+def test_every_element_is_written_once_by_one_who_holds_it_and_by_all_alike(sizes, split):
+    mesh = Mesh(tuple(zip(("replicate", "shard", "tensor"), sizes)))
+    cuts = {name: tuple(cut for cut in SPLITS[split] if cut[1] < len(shape)) for name, shape in SHAPES.items()}
+    layout = Layout(mesh, {name: TensorLayout(shape, cuts[name]) for name, shape in SHAPES.items()})
+    found = shares(layout)
+    for name, shape in SHAPES.items():
+        slices = [
+            SavedSlice(file="f", offset=0, start=tuple(a for a, _ in s.box), extent=tuple(b - a for a, b in s.box))
+            for s in found
+            if s.name == name
+        ]
+        assert LogicalTensor(component="o", name=name, dtype="F32", shape=shape, slices=tuple(slices)).faults() == []
+    assert len({(share.name, share.rank) for share in found}) == len(found)  # a file holds a name once
+    for share in found:
+        held = layout.holds(share.rank, share.name)
+        assert all(a <= c and d <= b for (a, b), (c, d) in zip(held, share.box))
+    load = [sum(volume(share.box) for share in found if share.rank == rank) for rank in range(mesh.size)]
+    assert max(load) <= 1.5 * sum(load) / mesh.size
+    backwards = Layout(mesh, dict(reversed(layout.tensors.items())))
+    assert set(shares(backwards)) == set(found)
+
+
+@pytest.mark.parametrize(("ranks", "limit"), product((1, 2, 4), (10, 10**6)))
+def test_the_files_of_a_model_hold_every_tensor_once_and_the_index_says_where(ranks, limit):
+    sizes = {name: 4 * volume([(0, n) for n in shape]) for name, shape in SHAPES.items()}
+    owner = owners(sizes, ranks)
+    files, index = model_files(sizes, owner, ranks, limit)
+    there = {name: file for own in files for file, names in own.items() for name in names}
+    assert sorted(there) == sorted(sizes)
+    assert all(owner[name] == rank for rank, own in enumerate(files) for names in own.values() for name in names)
+    if index is None:
+        assert set(there.values()) == {"model.safetensors"}
+    else:
+        assert json.loads(index) == {"metadata": {"total_size": sum(sizes.values())}, "weight_map": there}
+        assert len(set(there.values())) == sum(map(len, files))

@@ -1,0 +1,377 @@
+"""RankWriter: one writer of a save (a thread, this process or another rank), and deduplication of unchanged files.
+
+`DedupIndex` finds files again by their digest and shares them by hard links. It is an index, not a store: every object
+is a second name of a file that some checkpoint holds. It may be deleted at any time, and then costs one more copy of
+each file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.commit.delta_base import DeltaBase
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.direct_io import FileImage, ImageSource, write_direct
+from verl.checkpoint.core.filesystem import (
+    NO_LINK,
+    FileSystem,
+    clone,
+    duplicate,
+    make_directories,
+    write_errors,
+    write_file,
+)
+from verl.checkpoint.core.hashing import LEAF_BYTES, Leaf, digest_of, hash_buffers
+from verl.checkpoint.core.manifest import (
+    BASE_SUFFIX,
+    DELTA_SUFFIX,
+    ENCODING,
+    STATE,
+    DeltaEntry,
+    FileEntry,
+    LogicalTensor,
+    SavedSlice,
+    checked_path,
+)
+from verl.checkpoint.core.safetensors_format import (
+    DEFAULT_SHARD_BYTES,
+    INDEX_NAME,
+    RenderedFile,
+    TensorBytes,
+    render,
+    render_shards,
+)
+from verl.errors import CheckpointCorrupt, CheckpointWriteFailed, FileFault
+
+SMALL_BYTES = 64 * 2**20
+
+
+class DedupIndex:
+    """The directory `objects/`."""
+
+    def __init__(self, disk: FileSystem, root: Path):
+        self._disk, self._root, self._directory = disk, root, root / "objects"
+
+    def fetch(self, entry: FileEntry, target: Path) -> bool:
+        """Make `target` share the bytes of the object that `entry` describes. False where there is none.
+
+        A small object is read and hashed first, so that damage does not spread to the checkpoints to come.
+        """
+        source = self._path(entry)
+        try:
+            if not self._is_intact(source, entry):
+                self._disk.unlink(source)
+                return False
+            return duplicate(self._disk, source, target)
+        except FileNotFoundError:
+            return False
+
+    def add(self, path: Path, entry: FileEntry) -> None:
+        """Index a published file. Where the file system has no links there is nothing to gain, and nothing happens."""
+        make_directories(self._disk, self._directory, self._root)
+        try:
+            self._disk.link(path, self._path(entry))
+        except OSError as error:
+            if error.errno not in NO_LINK | {errno.EEXIST}:
+                raise
+
+    def sweep(self) -> int:
+        """Forget what no checkpoint holds any more. Returns the bytes freed."""
+        freed = 0
+        with contextlib.suppress(FileNotFoundError):
+            for name in self._disk.names(self._directory):
+                status = self._disk.status(self._directory / name)
+                if status.st_nlink == 1:
+                    self._disk.unlink(self._directory / name)
+                    freed += status.st_size
+        return freed
+
+    def _is_intact(self, source: Path, entry: FileEntry) -> bool:
+        if self._disk.status(source).st_size != entry.size:
+            return False
+        if entry.size > SMALL_BYTES:
+            return True
+        begin = 0
+        for leaf in entry.leaves:
+            if digest_of(self._disk.read_range(source, begin, leaf.size)) != leaf.blake3:
+                return False
+            begin += leaf.size
+        return True
+
+    def _path(self, entry: FileEntry) -> Path:
+        return self._directory / f"{entry.blake3}-{entry.size}"
+
+
+GATHERED_BYTES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTensor:
+    """What one writer holds of a logical tensor.
+
+    Args:
+        shape: of the whole tensor.
+        start, extent: where the part lies in it; left out, the part is the whole tensor.
+        data: its bytes, row-major.
+    """
+
+    component: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any
+    start: tuple[int, ...] | None = None
+    extent: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a participant wrote; plain values, so that it can be sent to the process that commits."""
+
+    name: str
+    files: tuple[FileEntry, ...]
+    tensors: tuple[LogicalTensor, ...]
+    shared: tuple[str, ...]  # paths worth finding again by digest
+    deltas: tuple[DeltaEntry, ...] = ()
+
+
+class RankWriter:
+    """Writes files into a staging directory. Its methods may be called from several threads.
+
+    >>> part = Participant(staging_directory, "rank_1")  # doctest: +SKIP
+    >>> part.write("rng/rank_1.json", [b"{}"])  # doctest: +SKIP
+    >>> connection.send(part.report())  # doctest: +SKIP
+
+    Args:
+        directory: `SaveTransaction.directory`.
+        name: unique among the participants of a save.
+    """
+
+    def __init__(self, directory: Path, name: str, disk: FileSystem | None = None):
+        self.directory, self.name = directory, name
+        self._disk = disk or FileSystem()
+        self._objects = DedupIndex(self._disk, directory.parents[1])
+        self._files: list[FileEntry] = []
+        self._tensors: list[LogicalTensor] = []
+        self._shared: list[str] = []
+        self._deltas: list[DeltaEntry] = []
+        self._failed: list[str] = []
+
+    def write(self, path: str, buffers: Iterable[Any], deduplicate: bool = False) -> FileEntry:
+        """Write a file and make it durable.
+
+        Args:
+            path: within the checkpoint; a file is written once.
+            buffers: its content in order, such as `[b"..."]` or arrays; they must not change during the call.
+            deduplicate: it is likely the same as in an earlier save: share that one's bytes if so.
+        """
+        with self._writing(path) as target:
+            if deduplicate:
+                buffers = list(buffers)
+                entry = FileEntry.of(path, hash_buffers(buffers))
+                self._shared.append(path)
+                if self._objects.fetch(entry, target):
+                    return self._keep(entry)
+            return self._keep(FileEntry.of(path, write_file(self._disk, target, buffers)))
+
+    def write_image(self, image: FileImage, source: ImageSource, leaves: Callable[[], tuple[Leaf, ...]]) -> FileEntry:
+        """Write a file that lies in memory as a whole, past the page cache where the file system can.
+
+        Args:
+            leaves: gives the leaves of its digest, which another thread may find while this one writes.
+        """
+        with self._writing(image.path) as target:
+            if not write_direct(self._disk, target, image, source):
+                write_file(self._disk, target, image.buffers(source))
+            return self._keep(FileEntry.of(image.path, leaves()))
+
+    def write_delta(self, file: FileEntry, buffers: Iterable[Any], base: DeltaBase) -> DeltaEntry | None:
+        """Store a file as its difference from another one, which is linked.
+
+        Args:
+            file: what comes out when it is read.
+            buffers: the delta, in pieces.
+        Returns:
+            None where the file system cannot share a file; nothing is left of it then, and `file` is to be written.
+        """
+        path = file.path + BASE_SUFFIX
+        entry = base.entry.at(path, linked_from=base.checkpoint)
+        with self._writing(path) as target:
+            if not duplicate(self._disk, base.published.path(base.entry.path), target):
+                return None
+            self._keep(entry)
+        stored = self.write(file.path + DELTA_SUFFIX, _gathered(buffers))
+        made = DeltaEntry(
+            file=file, encoding=ENCODING, delta=stored.path, base=path,
+            base_checkpoint=base.checkpoint, base_blake3=entry.blake3, number=base.number,
+        )  # fmt: skip
+        self._deltas.append(made)
+        return made
+
+    def write_tensors(
+        self, path: str, parts: Sequence[RankTensor], metadata: dict[str, str] | None = None
+    ) -> FileEntry:
+        """Write a safetensors file of tensors or of slices, whose keys are the tensors' names."""
+        tensors = [TensorBytes(p.name, p.dtype, p.shape if p.extent is None else p.extent, p.data) for p in parts]
+        rendered = render(tensors, metadata)
+        entry = self.write(path, rendered.buffers)
+        self.record(*(_placed(part, path, rendered) for part in parts))
+        return entry
+
+    def write_model(
+        self, component: str, tensors: Sequence[TensorBytes], max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    ) -> list[FileEntry]:
+        """Write whole tensors as `component/model.safetensors`, or as shards and an index, as Hugging Face does."""
+        files, index = render_shards(tensors, max_shard_bytes)
+        entries = []
+        for name, rendered in files.items():
+            path = f"{component}/{name}"
+            entries.append(self.write(path, rendered.buffers))
+            for key, place in rendered.places.items():
+                part = RankTensor(component=component, name=key, dtype=place.dtype, shape=place.shape, data=None)
+                self.record(_placed(part, path, rendered))
+        if index is not None:
+            entries.append(self.write(f"{component}/{INDEX_NAME}", [index]))
+        return entries
+
+    def link(self, path: str, published: Checkpoint, source: str | None = None) -> FileEntry:
+        """Take a file over from an earlier checkpoint, unread, with its recorded digest, sharing its bytes.
+
+        Tensors that lie in it are taken over with it.
+
+        Args:
+            source: its path there; left out, the same path.
+        """
+        entry = self.share(path, published, source)
+        for tensor, part in published.slices_by_file.get(source or path, ()):
+            self.record(replace(tensor, slices=(replace(part, file=path),)))
+        return entry
+
+    def share(self, path: str, published: Checkpoint, source: str | None = None) -> FileEntry:
+        """The same, where the tensors in it are recorded already."""
+        recorded = published.manifest.file(source or path)
+        if recorded is None:
+            raise ValueError(f"{published.directory} has no file {source or path}")
+        made = published.manifest.delta(recorded.path)
+        if made is None:
+            return self._share(path, published, recorded)
+        new = made.at(path, linked_from=published.name)
+        for before, now in ((made.delta, new.delta), (made.base, new.base)):
+            stored = published.manifest.stored(before)
+            assert stored is not None, "a manifest that is read lists it"
+            self._share(now, published, stored)
+        self._deltas.append(new)
+        return new.file
+
+    def copy(self, path: str, source: Path, expected: FileEntry | None = None) -> FileEntry:
+        """Take in a file from outside: shared with an earlier save by digest, else cloned or copied.
+
+        Never a hard link to the file itself: whoever owns it may write into it.
+
+        Args:
+            expected: what it must be, where that is known from an earlier save (`FileEntry` of any path); it is then
+                not read at all if an earlier save still has it.
+        """
+        self._shared.append(path)
+        with self._writing(path) as target:
+            if expected is not None and self._objects.fetch(expected, target):
+                return self._keep(expected.at(path, linked_from=None))
+            if expected is None and clone(self._disk, source, target):
+                return self._keep(FileEntry.of(path, hash_buffers(_pieces(self._disk, target))))
+            return self._keep(self._copy(source, target, path, expected))
+
+    def adopt(self, entry: FileEntry, source: Path) -> FileEntry:
+        """Take in a file from outside that nobody changes any more, unread, sharing its bytes.
+
+        Args:
+            entry: what it is, from when it was written.
+        """
+        with self._writing(entry.path) as target:
+            if not duplicate(self._disk, source, target):
+                self._copy(source, target, entry.path, entry)
+            return self._keep(entry)
+
+    def record(self, *tensors: LogicalTensor) -> None:
+        """Say which logical tensors, or slices of them, lie in files written here."""
+        self._tensors.extend(tensors)
+
+    def report(self) -> RankReport:
+        """What was written, for `SaveTransaction.commit`.
+
+        Raises:
+            CheckpointWriteFailed: a write of this participant failed, even if nobody looked.
+        """
+        if self._failed:
+            raise CheckpointWriteFailed(f"{self.name} could not write {', '.join(self._failed)}; see the error above")
+        return RankReport(self.name, tuple(self._files), tuple(self._tensors), tuple(self._shared), tuple(self._deltas))
+
+    @contextmanager
+    def _writing(self, path: str) -> Iterator[Path]:
+        if path == STATE:
+            raise ValueError(f"{STATE} is written by the commit, from `state`")
+        target = self.directory / checked_path(path)
+        try:
+            with write_errors(f"writing {path}"):
+                make_directories(self._disk, target.parent, self.directory)
+                yield target
+        except BaseException:
+            self._failed.append(path)
+            raise
+
+    def _share(self, path: str, published: Checkpoint, recorded: FileEntry) -> FileEntry:
+        entry = recorded.at(path, linked_from=published.name)
+        origin = published.path(recorded.path)
+        with self._writing(path) as target:
+            if not duplicate(self._disk, origin, target):
+                self._copy(origin, target, path, entry)
+            return self._keep(entry)
+
+    def _keep(self, entry: FileEntry) -> FileEntry:
+        self._files.append(entry)
+        return entry
+
+    def _copy(self, source: Path, target: Path, path: str, expected: FileEntry | None) -> FileEntry:
+        pieces = _pieces(self._disk, source, [leaf.size for leaf in expected.leaves] if expected else None)
+        entry = FileEntry.of(path, write_file(self._disk, target, pieces))
+        if expected is not None and (entry.size, entry.blake3) != (expected.size, expected.blake3):
+            raise CheckpointCorrupt(source.parent, [FileFault(source.name, "its bytes are not those recorded for it")])
+        return entry
+
+
+def _pieces(disk: FileSystem, source: Path, sizes: Iterable[int] | None = None) -> Iterator[bytes]:
+    """A file in pieces: of the sizes of its leaves, where these are known, so that they come out the same."""
+    begin = 0
+    for size in sizes if sizes is not None else iter(lambda: LEAF_BYTES, None):
+        piece = disk.read_range(source, begin, size)
+        if not piece:
+            return
+        yield piece
+        begin += len(piece)
+
+
+def _gathered(buffers: Iterable[Any]) -> Iterator[Any]:
+    """Small pieces joined, since each buffer has a leaf of its own in the manifest."""
+    waiting = bytearray()
+    for buffer in buffers:
+        if len(buffer) < GATHERED_BYTES:
+            waiting += buffer
+        if waiting and (len(waiting) >= GATHERED_BYTES or len(buffer) >= GATHERED_BYTES):
+            yield bytes(waiting)
+            waiting.clear()
+        if len(buffer) >= GATHERED_BYTES:
+            yield buffer
+    if waiting:
+        yield bytes(waiting)
+
+
+def _placed(part: RankTensor, path: str, rendered: RenderedFile) -> LogicalTensor:
+    place = rendered.places[part.name]
+    start = (0,) * len(part.shape) if part.start is None else part.start
+    where = SavedSlice(file=path, key=part.name, offset=place.begin, start=start, extent=place.shape)
+    return LogicalTensor(component=part.component, name=part.name, dtype=part.dtype, shape=part.shape, slices=(where,))

@@ -1,0 +1,238 @@
+"""CheckpointStore: where a save begins and is committed, and where what it leaves behind is cleaned."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl.checkpoint.commit.fencing import WriterLease
+from verl.checkpoint.commit.rank_writer import DedupIndex
+from verl.checkpoint.commit.transaction import SaveTransaction
+from verl.checkpoint.commit.upload_state import read_upload_target
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.filesystem import (
+    NO_LINK,
+    FileHandle,
+    FileSystem,
+    is_directory,
+    remove_content,
+    remove_tree,
+    write_errors,
+    write_file,
+)
+from verl.checkpoint.core.manifest import FORMAT_NAME, FORMAT_VERSION
+from verl.checkpoint.read.discovery import FORMAT, LATEST, RESERVED, STAGING, TRASH, CheckpointDirectory
+from verl.errors import ConfigError, NoSpaceForCheckpoint
+
+log = logging.getLogger(__name__)
+
+TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
+OWN_FILES, OWN_BYTES = 16, 2**20  # of the store itself: manifest, commit, state, directories
+
+
+class CheckpointStore(CheckpointDirectory):
+    """Checkpoints of one directory.
+
+    Reading (`complete`, `newest`, `open`) changes nothing and needs no permission to write; the first `begin` claims
+    the directory, which fences out whoever claimed it before.
+
+    >>> store = CheckpointStore("checkpoints", run_id="x7f3")  # doctest: +SKIP
+    >>> with store.begin(step=100, needed_bytes=10**9) as staging:  # doctest: +SKIP
+    ...     staging.main.write("actor/config.json", [b"{}"])
+    ...     staging.commit(state={"epoch": 1})
+    >>> store.newest().step  # doctest: +SKIP
+    100
+
+    Args:
+        directory: made when the first save begins.
+        run_id: recorded in every checkpoint.
+        claim: of another process of this run, from its `claim_directory`, to save side by side with it.
+    """
+
+    def __init__(
+        self, directory: str | Path, run_id: str = "", disk: FileSystem | None = None, claim: str | None = None
+    ):
+        super().__init__(directory, disk)
+        self.run_id = run_id
+        self.ownership = WriterLease(self.disk, self.directory, run_id, claim)
+        self.objects = DedupIndex(self.disk, self.directory)
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def claim_directory(self) -> str:
+        """Become the trainer that saves here; whoever was it before is fenced out. Begins by itself at the first save.
+
+        Returns:
+            The claim, for other processes of the same run.
+        """
+        if self.ownership.claim is None:
+            with write_errors(f"preparing {self.directory}"):
+                self._prepare()
+                with self.ownership.locked():
+                    return self.ownership.take()
+        return self.ownership.claim
+
+    def begin(
+        self,
+        step: int,
+        tag: str | None = None,
+        needed_bytes: int = 0,
+        needed_files: int = 0,
+        participants: Sequence[str] = (),
+    ) -> SaveTransaction:
+        """Begin a save.
+
+        Args:
+            step: training steps done.
+            tag: name of the directory, instead of `global_step_N`.
+            needed_bytes, needed_files: that will be written, without what is linked; more than is free is refused now.
+            participants: names of all writers besides `main`; the commit waits for none and refuses if one is missing.
+        Raises:
+            ConfigError: the tag is no name for a directory.
+            NoSpaceForCheckpoint: too little is free.
+            CheckpointFenced: another trainer has taken over.
+            CheckpointWriteFailed: the directory cannot be written.
+        """
+        if tag is not None and (not TAG.fullmatch(tag) or tag in RESERVED or tag.startswith("global_step_")):
+            raise ConfigError(
+                f"tag is {tag!r}: it names a directory. Use letters, digits and . _ = + -, and none of the store's own "
+                f"names ({', '.join(sorted(RESERVED))}, global_step_...)."
+            )
+        assert step >= 0, step
+        self.claim_directory()
+        self._check_space(needed_bytes, needed_files)
+        directory = self.directory / STAGING / f"{step}-{secrets.token_hex(6)}"
+        with write_errors(f"beginning the save of step {step}"), self.ownership.locked():
+            self.ownership.check()
+            self._try_to_remove_leftovers()
+            self.disk.make_directory(directory)
+            self.disk.sync_directory(directory.parent)
+            lease = self._lease(directory)
+        return SaveTransaction(self, directory, step, tag, participants, lease)
+
+    def newest_and_next_sequence(self) -> tuple[Checkpoint | None, int]:
+        """The last published checkpoint and the number of the next one, above all that the store behind has."""
+        newest, following = super().newest_and_next_sequence()
+        cold = read_upload_target(self.disk, self.directory)
+        return newest, max(following, 1 + (cold.sequence_floor if cold else 0))
+
+    # -- for Staging and retention, with the lock held ----------------------------------------------------------------
+
+    def rename_into_place(self, staged: Path, name: str) -> Path:
+        """Publish: the one operation after which the checkpoint is there. A name in use gets a suffix."""
+        number = 1
+        while True:
+            target = self.directory / (name if number == 1 else f"{name}-{number}")
+            number += 1
+            if self.exists(target):
+                continue
+            try:
+                self.disk.rename(staged, target)
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    continue
+                raise
+            return target
+
+    def point_latest(self, name: str) -> None:
+        """Let `latest` show people the newest checkpoint; nothing depends on it."""
+        temporary = self.directory / STAGING / f"latest-{secrets.token_hex(6)}"
+        try:
+            self.disk.symlink(name, temporary)
+            self.disk.rename(temporary, self.directory / LATEST)
+        except OSError as error:
+            log.warning("%s does not point to %s: %s", self.directory / LATEST, name, error)
+
+    def remove_leftovers(self) -> int:
+        """Remove from `staging/` and `trash/` what no living process writes. Returns the bytes freed.
+
+        Raises:
+            CheckpointFenced: another trainer has taken over.
+        """
+        self.claim_directory()
+        with self.ownership.locked(), write_errors("removing leftovers"):
+            self.ownership.check()
+            return self._remove_leftovers()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        missing = [path for path in (self.directory, *self.directory.parents) if not self.exists(path)]
+        for path in (*reversed(missing or [self.directory]), self.directory / STAGING):
+            with contextlib.suppress(FileExistsError):
+                self.disk.make_directory(path)
+            # Even where it existed: whoever made it may have been killed before this line.
+            with contextlib.suppress(PermissionError):
+                self.disk.sync_directory(path.parent)
+        if self.exists(self.directory / FORMAT):
+            return
+        form = {"name": FORMAT_NAME, "version": FORMAT_VERSION, "run_id": self.run_id, "created_at": time.time()}
+        temporary = self.directory / STAGING / f"format-{secrets.token_hex(6)}"
+        write_file(self.disk, temporary, [json.dumps(form, indent=2).encode() + b"\n"])
+        with contextlib.suppress(FileExistsError, FileNotFoundError):  # another process was first, and cleaned up
+            self._place_once(temporary, self.directory / FORMAT)
+        self.disk.sync_directory(self.directory)
+
+    def _place_once(self, temporary: Path, target: Path) -> None:
+        """Give a finished file its name unless another process was first: the file is locked by its inode."""
+        try:
+            self.disk.link(temporary, target)
+        except OSError as error:
+            if error.errno not in NO_LINK:
+                raise
+            self.disk.rename(temporary, target)
+            return
+        self.disk.unlink(temporary)
+
+    def _check_space(self, needed_bytes: int, needed_files: int) -> None:
+        with write_errors("looking for free space"):
+            space = self.disk.space(self.directory)
+        if space.bytes < needed_bytes + OWN_BYTES:
+            raise NoSpaceForCheckpoint(
+                f"{self.directory} has {space.bytes / 2**30:.2f} GiB free and the save needs "
+                f"{needed_bytes / 2**30:.2f} GiB; nothing was written. Free some, or lower checkpoint.keep_last_n"
+            )
+        if space.inodes is not None and space.inodes < needed_files + OWN_FILES:
+            raise NoSpaceForCheckpoint(
+                f"{self.directory} has {space.inodes} inodes free and the save needs {needed_files + OWN_FILES}; "
+                "nothing was written. Remove files there"
+            )
+
+    def _lease(self, directory: Path) -> FileHandle | None:
+        """A lock on a staging directory, which ends with the process: so others know whether it is abandoned."""
+        with contextlib.suppress(OSError):
+            return self.disk.lock(directory)
+        return None
+
+    def _try_to_remove_leftovers(self) -> None:
+        try:
+            self._remove_leftovers()
+        except OSError as error:  # they take space and do no harm
+            log.warning("leftovers of earlier saves could not be removed: %s", error)
+
+    def _remove_leftovers(self) -> int:
+        freed = 0
+        for name in self.disk.names(self.directory / STAGING):
+            path = self.directory / STAGING / name
+            if not is_directory(self.disk, path):
+                freed += remove_tree(self.disk, path)
+                continue
+            try:
+                lease = self.disk.lock(path)
+            except OSError:  # no locks here: what may be alive is left alone
+                continue
+            if lease is None:
+                continue
+            try:
+                freed += remove_tree(self.disk, path)
+            finally:
+                with contextlib.suppress(OSError):
+                    self.disk.close(lease)
+        return freed + remove_content(self.disk, self.directory / TRASH)

@@ -1,0 +1,247 @@
+"""A save in progress: writers write below `staging/`, and one commit verifies it all and makes it visible by one
+rename.
+
+1  space checked, staging directory made         CheckpointStore.begin
+2  files written, hashed and synced              Participant, in any number of threads and processes
+3  reports joined, sizes and tiling checked      Staging.commit, from here on
+4  lock; claim still ours?                       a fenced trainer ends here
+5  trainer_state.json, manifest.json, COMMIT     each written aside, synced, renamed; directories synced, leaves first
+6  rename to global_step_N; both parents synced  only now is it saved
+7  `latest`, deduplication index                 conveniences: what fails here is logged
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import verl
+from verl.checkpoint.commit.rank_writer import RankReport, RankWriter
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.filesystem import FileHandle, files_below, remove_tree, write_by_rename, write_errors
+from verl.checkpoint.core.hashing import Leaf, digest_of
+from verl.checkpoint.core.manifest import (
+    COMMIT,
+    FORMAT_VERSION,
+    MANIFEST,
+    STATE,
+    FileEntry,
+    Manifest,
+    commit_line,
+    content_digest,
+    join_tensors,
+)
+from verl.checkpoint.read.verify import open_verified
+from verl.errors import BadCheckpoint, CheckpointIncomplete, FileFault
+
+if TYPE_CHECKING:
+    from verl.checkpoint.commit.store import CheckpointStore
+
+log = logging.getLogger(__name__)
+
+MAIN = "main"
+
+
+class SaveTransaction:
+    """A save that is not published yet. Leaving its `with` block without `commit` removes it.
+
+    >>> with store.begin(step=100) as staging:  # doctest: +SKIP
+    ...     staging.main.write("actor/config.json", [b"{}"])
+    ...     published = staging.commit(state={"epoch": 1}, metrics={"reward/mean": 0.8})
+
+    Attributes:
+        directory: where participants write.
+        main: the participant of the process that commits.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        directory: Path,
+        step: int,
+        tag: str | None,
+        participants: Sequence[str],
+        lease: FileHandle | None,
+    ):
+        self.directory, self.step, self.tag = directory, step, tag
+        self.main = RankWriter(directory, MAIN, store.disk)
+        self._store, self._disk = store, store.disk
+        self._expected = {MAIN, *participants}
+        self._lease = lease
+        self._is_open = True
+
+    def participant(self, name: str) -> RankWriter:
+        """A participant in this process; another process makes its own, `RankWriter(directory, name)`."""
+        return RankWriter(self.directory, name, self._disk)
+
+    def commit(
+        self,
+        reports: Iterable[RankReport] = (),
+        state: dict[str, Any] | None = None,
+        metrics: dict[str, float] | None = None,
+    ) -> Checkpoint:
+        """Check everything and publish it. When this returns, the checkpoint survives a power cut.
+
+        Where the newest checkpoint is of the same step and tag and holds the same bytes, that one is returned instead.
+
+        Args:
+            reports: of all participants but `main`.
+            state: goes into `trainer_state.json`, beside what the store itself knows.
+            metrics: at this step, for `keep_best`.
+        Raises:
+            CheckpointIncomplete: a participant is missing, or slices do not tile a tensor.
+            CheckpointCorrupt: what was recorded of tensors is not what lies in the files.
+            CheckpointFenced: another trainer has taken over.
+            CheckpointWriteFailed: the file system refused.
+        """
+        assert self._is_open, "a save is committed once"
+        try:
+            manifest, shared = self._joined([self.main.report(), *reports], metrics or {})
+            with self._store.ownership.locked(), write_errors(f"publishing step {self.step}"):
+                self._store.ownership.check()
+                published = self._publish(manifest, state or {})
+        finally:
+            self.abort()  # after a publication there is nothing left to remove
+        self._share(published, shared)
+        return published
+
+    def abort(self) -> None:
+        """Remove what was written. Called again, or after a commit, it does nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            remove_tree(self._disk, self.directory)
+        except OSError as error:
+            log.warning("%s could not be removed (%s); the next run will", self.directory, error)
+        if self._lease is not None:
+            with contextlib.suppress(OSError):
+                self._disk.close(self._lease)
+
+    def __enter__(self) -> SaveTransaction:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+    def _joined(self, reports: list[RankReport], metrics: dict[str, float]) -> tuple[Manifest, list[str]]:
+        """The manifest of what was reported, once it agrees with what is there; sequence and time come later."""
+        entries = {entry.path: entry for report in reports for entry in report.files}
+        with write_errors("looking at what was written"):
+            sizes, _ = files_below(self._disk, self.directory)
+        tensors, contradictions = join_tensors(tensor for report in reports for tensor in report.tensors)
+        faults = [
+            *_faults_of_participants(self._expected, reports),
+            *_faults_of_files(sizes, entries),
+            *(FileFault(MANIFEST, contradiction) for contradiction in contradictions),
+            *(FileFault(MANIFEST, fault, (tensor.full_name,)) for tensor in tensors for fault in tensor.faults()),
+        ]
+        if faults:
+            raise CheckpointIncomplete(self.directory, faults)
+        manifest = Manifest(
+            sequence=0, step=self.step, tag=self.tag, run_id=self._store.run_id, saved_at=_now(),
+            verl_version=verl.__version__, metrics={k: float(v) for k, v in metrics.items() if math.isfinite(v)},
+            files=tuple(entries[path] for path in sorted(entries)), tensors=tuple(tensors),
+            deltas=tuple(sorted((d for report in reports for d in report.deltas), key=lambda d: d.path)),
+        )  # fmt: skip
+        return manifest, [path for report in reports for path in report.shared]
+
+    def _publish(self, manifest: Manifest, state: dict[str, Any]) -> Checkpoint:
+        newest, sequence = self._store.newest_and_next_sequence()
+        checksum = content_digest(manifest)
+        if newest is not None and _is_same(newest.manifest, manifest, checksum):
+            with contextlib.suppress(BadCheckpoint):
+                newest = open_verified(self._disk, newest.directory, "full")  # a damaged one is no reason not to save
+                self._disk.sync_directory(newest.directory.parent)  # its own save may have failed at this very call
+                self._store.point_latest(newest.name)
+                return newest
+        manifest = self._with_state(manifest, sequence, checksum, state)
+        data = manifest.to_bytes()
+        write_by_rename(self._disk, self.directory / MANIFEST, data)
+        write_by_rename(self._disk, self.directory / COMMIT, commit_line(data))
+        open_verified(self._disk, self.directory)  # nothing is published that discovery would refuse
+        for directory in files_below(self._disk, self.directory)[1]:
+            self._disk.sync_directory(directory)
+        target = self._store.rename_into_place(self.directory, self.tag or f"global_step_{self.step}")
+        self._disk.sync_directory(self.directory.parent)
+        self._disk.sync_directory(target.parent)
+        self._store.point_latest(target.name)
+        return Checkpoint(target, manifest)
+
+    def _with_state(self, manifest: Manifest, sequence: int, checksum: str, state: dict[str, Any]) -> Manifest:
+        own = {
+            "checkpoint_version": FORMAT_VERSION,
+            "verl_version": manifest.verl_version,
+            "step": self.step,
+            "tag": self.tag,
+            "sequence": sequence,
+            "run_id": manifest.run_id,
+            "saved_at": manifest.saved_at,
+            "metrics": manifest.metrics,
+            "manifest_checksum": checksum,
+        }
+        text = json.dumps({**own, **_finite(state), **own}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        data = text.encode("utf-8", "backslashreplace")  # half a surrogate pair becomes its JSON escape
+        write_by_rename(self._disk, self.directory / STATE, data)
+        entry = FileEntry.of(STATE, [Leaf(len(data), digest_of(data))])
+        files = tuple(sorted((*manifest.files, entry), key=lambda e: e.path))
+        return replace(manifest, sequence=sequence, files=files)
+
+    def _share(self, published: Checkpoint, paths: list[str]) -> None:
+        try:
+            for path in paths:
+                entry = published.manifest.stored(path)
+                assert entry is not None
+                self._store.objects.add(published.path(path), entry)
+        except OSError as error:
+            log.warning("the deduplication index was not updated: %s", error)
+
+
+def _is_same(newest: Manifest, manifest: Manifest, checksum: str) -> bool:
+    if (newest.step, newest.tag) != (manifest.step, manifest.tag):
+        return False
+    return content_digest(newest) == checksum
+
+
+def _faults_of_participants(expected: set[str], reports: list[RankReport]) -> Iterator[FileFault]:
+    arrived = Counter(report.name for report in reports)
+    yield from (FileFault(MANIFEST, f"participant {name} did not report") for name in sorted(expected - arrived.keys()))
+    yield from (
+        FileFault(MANIFEST, f"participant {name} was not expected") for name in sorted(arrived.keys() - expected)
+    )
+    yield from (FileFault(MANIFEST, f"participant {name} reported twice") for name, n in arrived.items() if n > 1)
+    paths = Counter(entry.path for report in reports for entry in report.files)
+    yield from (FileFault(path, "two participants report it") for path, n in paths.items() if n > 1)
+
+
+def _faults_of_files(sizes: dict[str, int], entries: dict[str, FileEntry]) -> Iterator[FileFault]:
+    for path in sorted(sizes.keys() | entries.keys()):
+        if path not in sizes:
+            yield FileFault(path, "it is missing")
+        elif path not in entries:
+            yield FileFault(path, "no participant reports it")
+        elif sizes[path] != entries[path].size:
+            yield FileFault(path, f"it has {sizes[path]} bytes instead of {entries[path].size}")
+
+
+def _finite(value: Any) -> Any:
+    """Numbers that JSON does not know become the texts "nan", "inf" and "-inf", as in the metrics' file."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

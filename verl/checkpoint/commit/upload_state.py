@@ -1,0 +1,134 @@
+"""Upload state of a checkpoint directory: where its object storage is, and which checkpoints that has confirmed.
+
+    cold.json             where the store is, which checkpoints it is to get, and from which number publications go on
+    uploaded/NAME         one file for each checkpoint that the store has confirmed, with the digest of its manifest and
+                          the address of the store, since a later run may have another one
+
+Plain files, so that retention, which runs in the writer process, decides from what is on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.filesystem import FileSystem, make_directories, read_errors, write_by_rename, write_errors
+from verl.checkpoint.core.manifest import COMMIT, COMMIT_LIMIT_BYTES
+from verl.checkpoint.read.discovery import COLD, UPLOADED, CheckpointDirectory
+
+log = logging.getLogger(__name__)
+
+LIMIT_BYTES = 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadTarget:
+    """The store behind a directory.
+
+    Args:
+        address: of the tier, such as `s3://models/verl/ppo`.
+        upload_interval: every n-th publication goes there, and each with a tag.
+        keep_waiting: most checkpoints that are kept on the local disk only because the store has not confirmed them.
+        sequence_floor: the highest number of a publication in the store when the run began.
+    """
+
+    address: str
+    upload_interval: int = 1
+    keep_waiting: int = 8
+    sequence_floor: int = 0
+
+    def wants(self, published: Checkpoint) -> bool:
+        """Whether the store is to get this checkpoint."""
+        return published.manifest.tag is not None or published.sequence % self.upload_interval == 0
+
+
+def write_upload_target(disk: FileSystem, directory: Path, cold: UploadTarget | None) -> None:
+    """Record the store behind a directory that exists; None: there is none any more."""
+    with write_errors(f"recording the store behind {directory}"):
+        if cold is not None:
+            write_by_rename(disk, directory / COLD, json.dumps(asdict(cold), indent=2).encode() + b"\n")
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                disk.unlink(directory / COLD)
+        disk.sync_directory(directory)
+
+
+def read_upload_target(disk: FileSystem, directory: Path) -> UploadTarget | None:
+    """The store behind a directory; None where there is none."""
+    try:
+        return UploadTarget(**json.loads(disk.read(directory / COLD, LIMIT_BYTES)))
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+        return None
+
+
+def manifest_digest(disk: FileSystem, published: Checkpoint) -> str:
+    """The digest of a checkpoint's manifest: its identity, wherever it lies."""
+    return disk.read(published.directory / COMMIT, COMMIT_LIMIT_BYTES).split()[0].decode()
+
+
+def confirm_upload(disk: FileSystem, published: Checkpoint, digest: str, address: str) -> None:
+    """Record that the store at an address has a checkpoint, durably: from now on retention may drop it."""
+    directory = published.directory.parent / UPLOADED
+    with write_errors(f"recording the upload of {published.name}"):
+        make_directories(disk, directory, published.directory.parent)
+        write_by_rename(disk, directory / published.name, f"{digest} {address}\n".encode())
+        disk.sync_directory(directory)
+
+
+def is_upload_confirmed(disk: FileSystem, published: Checkpoint, address: str) -> bool:
+    """Whether the store at this address has said that it has this very checkpoint."""
+    try:
+        recorded = disk.read(published.directory.parent / UPLOADED / published.name, LIMIT_BYTES)
+        return recorded.decode().rstrip("\n") == f"{manifest_digest(disk, published)} {address}"
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def withdraw_confirmation(disk: FileSystem, published: Checkpoint) -> None:
+    """Forget that a store had a checkpoint."""
+    with (
+        write_errors(f"recording that {published.name} is to be uploaded again"),
+        contextlib.suppress(FileNotFoundError),
+    ):
+        disk.unlink(published.directory.parent / UPLOADED / published.name)
+
+
+def forget_removed_uploads(directory: CheckpointDirectory) -> None:
+    """Remove the records of checkpoints that are gone from the local disk."""
+    records = directory.directory / UPLOADED
+    for name in directory.disk.names(records) if directory.exists(records) else []:
+        if not directory.exists(directory.directory / name.removesuffix(".tmp")):
+            with contextlib.suppress(FileNotFoundError):
+                directory.disk.unlink(records / name)
+
+
+def waiting_for_upload(
+    directory: CheckpointDirectory, complete: list[Checkpoint], kept: Collection[str]
+) -> dict[str, str]:
+    """Names, beyond those that retention keeps, that stay until the store has confirmed them, with the reason.
+
+    That ends somewhere: beyond `keep_waiting` of them the oldest are given up, and said to be, and all of them where
+    the disk has no room for another checkpoint as large as the newest.
+    """
+    cold = read_upload_target(directory.disk, directory.directory)
+    if cold is None:
+        return {}
+    with read_errors("looking for uploads"):
+        dropped = [published for published in complete if published.name not in kept and cold.wants(published)]
+        waiting = [
+            published for published in dropped if not is_upload_confirmed(directory.disk, published, cold.address)
+        ]
+        if not waiting:
+            return {}
+        has_room = directory.disk.space(directory.directory).bytes > 1.1 * complete[-1].num_bytes
+    stay = waiting[-cold.keep_waiting :] if has_room and cold.keep_waiting else []
+    for published in waiting:
+        if published not in stay:
+            why = f"{cold.keep_waiting} later ones wait too" if has_room else "the disk has no room for the next one"
+            log.error("GIVING UP checkpoint %s, which %s has not confirmed: %s", published.name, cold.address, why)
+    return {published.name: "the store has not confirmed it" for published in stay}

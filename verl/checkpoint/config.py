@@ -1,0 +1,171 @@
+"""The group `checkpoint`: when checkpoints are saved, where, how, and which of them are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from verl.checkpoint.core.manifest import MANIFEST
+from verl.checkpoint.retention import Retention
+from verl.checkpoint.save.save_plan import IncrementalSettings
+from verl.component import Description
+from verl.errors import ConfigError
+from verl.storage.config import storage_from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointing(Description):
+    """Settings of `checkpoint=async`, `checkpoint=sync` and `checkpoint=incremental`.
+
+    A checkpoint is also saved after the last step, at SIGTERM and Ctrl-C once the step under way is done, and before
+    `time_limit_s`.
+
+    Args:
+        save_dir: null is `checkpoints/<project>/<experiment>`, the same for every start of an experiment, so that
+            `resume=latest` finds what an earlier one left.
+        save_interval: steps between saves; null for none by steps.
+        save_interval_s: seconds between saves, at the next step boundary; null for none by time.
+        save_best: a metric of evaluations; each new best is saved. See `best_mode`.
+        keep_last_n: newest checkpoints to keep; null keeps all.
+        keep_best: a metric; the checkpoint where it was best is kept too.
+        best_mode: whether more or less is better.
+        keep_every: checkpoints of steps that this number divides are kept too.
+        save_async: write in a process of its own while training goes on; false stops training while it writes.
+        when_busy: with two saves under way, wait for one of them, or skip the new one and say so.
+        use_safetensors: false writes the weights as `pytorch_model.bin` for tools that need it.
+        max_shard_gib: size of a file of weights.
+        time_limit_s: seconds that the job may run, such as a queue's limit; the run saves and ends before. null: none.
+        time_margin_s: kept free before the limit, beside the time of a step.
+        save_frozen: keep the weights of reference and reward model in the checkpoints too: copied once, then hard
+            links. Otherwise only their names and digests are kept.
+        verify: hash what is read when a run is resumed.
+        strict: a damaged checkpoint stops `resume=latest`, instead of being passed over with a loud line.
+        incremental_save: store what changed alone: a file that is as it was is a hard link, and one whose difference
+            from an earlier one is small is that difference. See docs/checkpoints.md.
+        incremental_base: the checkpoint that differences are taken from, on the same file system; null is, for each
+            file, the last that was saved whole.
+        incremental_saves_per_base: without `incremental_base`, a file is saved whole again after so many saves.
+        incremental_pays_below: size of a difference relative to its file, above which the file is saved whole.
+        cold_storage: object storage that checkpoints are uploaded to in the background, such as
+            `{type: s3, bucket: models, prefix: runs}`: keys of the group `storage`, and `upload_interval`. null is what
+            `storage=` names, if anything.
+        upload_interval: every n-th checkpoint goes there, and each that has a tag, and the last one of the run; null:
+            none.
+        keep_waiting: most checkpoints that are kept on the local disk, beyond those that retention keeps, only because
+            the store has not confirmed them.
+        upload_wait_s: at the end of the run, wait at most this long for uploads.
+        writer_timeout_s: without progress of the process that writes, after which it is ended and made anew, and writes
+            the same save again; a save that makes progress may take as long as it needs.
+        upload_timeout_s: the same of the process that uploads.
+    """
+
+    save_dir: str | None = None
+    save_interval: int | None = 100
+    save_interval_s: float | None = None
+    save_best: str | None = None
+    keep_last_n: int | None = 3
+    keep_best: str | None = None
+    best_mode: Literal["max", "min"] = "max"
+    keep_every: int | None = None
+    save_async: bool = True
+    when_busy: Literal["wait", "skip"] = "wait"
+    use_safetensors: bool = True
+    max_shard_gib: float = 4.0
+    time_limit_s: float | None = None
+    time_margin_s: float = 120.0
+    save_frozen: bool = False
+    verify: bool = True
+    strict: bool = False
+    incremental_save: bool = False
+    incremental_base: str | None = None
+    incremental_saves_per_base: int = 20
+    incremental_pays_below: float = 0.8
+    cold_storage: dict[str, Any] | None = None
+    upload_interval: int | None = 1
+    keep_waiting: int = 8
+    upload_wait_s: float = 600.0
+    writer_timeout_s: float = 600.0
+    upload_timeout_s: float = 600.0
+
+    def faults(self) -> Iterator[str]:
+        for name in (
+            "save_interval",
+            "save_interval_s",
+            "keep_last_n",
+            "keep_every",
+            "time_limit_s",
+            "upload_interval",
+            "writer_timeout_s",
+            "upload_timeout_s",
+        ):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                yield f"{name} is {value}: must be above 0, or null for none."
+        if self.max_shard_gib <= 0:
+            yield f"max_shard_gib is {self.max_shard_gib}: must be above 0."
+        if self.time_margin_s < 0:
+            yield f"time_margin_s is {self.time_margin_s}: must not be negative."
+        if self.save_dir is not None and Path(self.save_dir).exists() and not Path(self.save_dir).is_dir():
+            yield f"save_dir is {self.save_dir!r}: it is no directory."
+        yield from self._cold_faults()
+        yield from self._incremental_faults()
+
+    def _incremental_faults(self) -> Iterator[str]:
+        if self.incremental_saves_per_base < 1:
+            yield f"incremental_saves_per_base is {self.incremental_saves_per_base}: must be at least 1."
+        if not 0 < self.incremental_pays_below <= 1:
+            yield f"incremental_pays_below is {self.incremental_pays_below}: must be above 0 and at most 1."
+        if self.incremental_base is None:
+            return
+        if not self.incremental_save:
+            yield (
+                f"incremental_base is {self.incremental_base!r}, and incremental_save is false: nothing would be taken "
+                "from it. Set checkpoint=incremental, or leave incremental_base out."
+            )
+        if not (Path(self.incremental_base) / MANIFEST).is_file():
+            yield f"incremental_base is {self.incremental_base!r}: no checkpoint, it has no {MANIFEST}. Give one."
+
+    def _cold_faults(self) -> Iterator[str]:
+        for name in ("keep_waiting", "upload_wait_s"):
+            if getattr(self, name) < 0:
+                yield f"{name} is {getattr(self, name)}: must not be negative."
+        if self.cold_storage is None:
+            return
+        own = dict(self.cold_storage)
+        interval = own.pop("upload_interval", 1)
+        if not isinstance(interval, int) or interval < 1:
+            yield f"cold_storage.upload_interval is {interval!r}: every how many checkpoints, at least 1."
+        try:
+            if storage_from(own).kind == "memory":
+                yield "cold_storage.type is 'memory': it ends with the process. Take local, s3, oss or gcs."
+        except ConfigError as error:
+            yield from (f"cold_storage.{fault}" for fault in error.faults)
+
+    def directory(self, project: str, experiment: str, job: str = "") -> Path:
+        """Where this run saves.
+
+        Args:
+            job: of a sweep, so that its jobs do not share a directory.
+        """
+        stable = Path(self.save_dir) if self.save_dir is not None else Path("checkpoints") / project / experiment
+        return (stable / job if job else stable).absolute()
+
+    @property
+    def increment(self) -> IncrementalSettings | None:
+        """How increments are made; None where every checkpoint is whole."""
+        if not self.incremental_save:
+            return None
+        base = None if self.incremental_base is None else Path(self.incremental_base).absolute()
+        return IncrementalSettings(
+            base=base, saves_per_base=self.incremental_saves_per_base, pays_below=self.incremental_pays_below
+        )
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints outlive a save."""
+        best = self.keep_best or self.save_best
+        return Retention(
+            keep_last_n=self.keep_last_n, keep_best=best, best_mode=self.best_mode, keep_every=self.keep_every
+        )

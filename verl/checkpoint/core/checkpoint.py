@@ -1,0 +1,129 @@
+"""Opening a checkpoint: COMMIT and the manifest are verified before anything else of the directory is believed."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.core.filesystem import OUT_OF_RESOURCES, FileSystem
+from verl.checkpoint.core.hashing import digest_of
+from verl.checkpoint.core.manifest import (
+    COMMIT,
+    COMMIT_LIMIT_BYTES,
+    MANIFEST,
+    MANIFEST_LIMIT_BYTES,
+    STATE,
+    LogicalTensor,
+    Manifest,
+    ManifestError,
+    ManifestTooNew,
+    SavedSlice,
+    commit_line,
+)
+from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointTooNew, FileFault
+from verl.utils.saved_targets import current_targets
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose COMMIT matches its manifest.
+
+    >>> published = open_published(Disk(), Path("checkpoints/global_step_100"))  # doctest: +SKIP
+    >>> published.step, published.sequence  # doctest: +SKIP
+    (100, 3)
+    """
+
+    directory: Path
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        """Of the directory."""
+        return self.directory.name
+
+    @property
+    def step(self) -> int:
+        """Training steps done."""
+        return self.manifest.step
+
+    @property
+    def sequence(self) -> int:
+        """Number of its publication."""
+        return self.manifest.sequence
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files as they are read, whether shared with other checkpoints, or stored as differences, or not."""
+        return sum(entry.size for entry in self.manifest.contents.values())
+
+    @cached_property
+    def slices_by_file(self) -> dict[str, list[tuple[LogicalTensor, SavedSlice]]]:
+        """What lies in each file."""
+        found: dict[str, list[tuple[LogicalTensor, SavedSlice]]] = {}
+        for tensor in self.manifest.tensors:
+            for part in tensor.slices:
+                found.setdefault(part.file, []).append((tensor, part))
+        return found
+
+    def tensors_in(self, file: str, begin: int = 0, end: float = math.inf) -> tuple[str, ...]:
+        """Full names of the tensors that have bytes in a range of a file."""
+        parts = self.slices_by_file.get(file, ())
+        overlapping = [t for t, part in parts if part.offset < end and begin < part.offset + t.slice_bytes(part)]
+        return tuple(tensor.full_name for tensor in overlapping)
+
+    def path(self, file: str) -> Path:
+        """Where a file of it lies."""
+        return self.directory / file
+
+
+def open_checkpoint(disk: FileSystem, directory: Path) -> Checkpoint:
+    """Open a checkpoint: read COMMIT and the manifest, and nothing else.
+
+    Raises:
+        CheckpointIncomplete: COMMIT or the manifest is not there.
+        CheckpointCorrupt: they cannot be read, or do not belong together.
+        CheckpointTooNew: a later version wrote it.
+    """
+    commit = _read_own(disk, directory, COMMIT, COMMIT_LIMIT_BYTES)
+    data = _read_own(disk, directory, MANIFEST, MANIFEST_LIMIT_BYTES)
+    if commit != commit_line(data):
+        problem = f"it is not the manifest that {COMMIT} names (its digest is {digest_of(data)[:16]}...)"
+        raise CheckpointCorrupt(directory, [FileFault(MANIFEST, problem)])
+    try:
+        return Checkpoint(directory, Manifest.from_bytes(data))
+    except ManifestTooNew as error:
+        raise CheckpointTooNew(directory, [FileFault(MANIFEST, str(error))]) from error
+    except ManifestError as error:
+        raise CheckpointCorrupt(directory, [FileFault(MANIFEST, str(error))]) from error
+
+
+def read_state(disk: FileSystem, published: Checkpoint) -> dict[str, Any]:
+    """`trainer_state.json`, checked against the manifest.
+
+    Raises:
+        CheckpointCorrupt: it is not what was written.
+    """
+    entry = published.manifest.file(STATE)
+    if entry is None:
+        raise CheckpointIncomplete(published.directory, [FileFault(STATE, "the manifest does not list it")])
+    data = _read_own(disk, published.directory, STATE, MANIFEST_LIMIT_BYTES)
+    if len(data) != entry.size or digest_of(data) != entry.blake3:
+        raise CheckpointCorrupt(published.directory, [FileFault(STATE, "its bytes are not those that were written")])
+    return current_targets(json.loads(data))
+
+
+def _read_own(disk: FileSystem, directory: Path, name: str, limit: int) -> bytes:
+    try:
+        return disk.read(directory / name, limit)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointIncomplete(directory, [FileFault(name, "it is missing")]) from error
+    except OSError as error:
+        if error.errno in OUT_OF_RESOURCES:
+            raise
+        raise CheckpointCorrupt(
+            directory, [FileFault(name, f"it cannot be read: {error.strerror or error}")]
+        ) from error

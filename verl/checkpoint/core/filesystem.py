@@ -1,0 +1,474 @@
+"""File-system access of the checkpoint store: every system call behind one interface, and operations on whole files.
+
+Tests replace `FileSystem` by one with another `perform`: it records the operations, lets one of them fail, or ends the
+process before or after it, and everything else stays the real thing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from verl.checkpoint.core.hashing import Leaf, LeafHasher, blocks, flat_view
+from verl.errors import CheckpointReadFailed, CheckpointWriteFailed, NoSpaceForCheckpoint, VerlError
+from verl.utils.progress import report
+
+T = TypeVar("T")
+
+FICLONE = 0x40049409  # ioctl: let this file share the blocks of another one, until either is changed
+NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
+NO_CLONE = {errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS, errno.EPERM}
+OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # they say nothing about the file
+NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
+NO_LOCK = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+
+
+@dataclass(frozen=True)
+class FileHandle:
+    """An open file."""
+
+    path: Path
+    fd: int
+
+
+@dataclass(frozen=True)
+class FreeSpace:
+    """What is free on a file system; `inodes` is None where their number has no limit."""
+
+    bytes: int
+    inodes: int | None
+
+
+class FileSystem:
+    """The file system. Each method is one operation and raises OSError as the system gives it."""
+
+    def perform(self, operation: str, call: Callable[..., T], *args: Any) -> T:
+        """Run one operation, which is a piece of work; the seam for tests. Nothing below reaches the file system in
+        another way."""
+        result = call(*args)
+        report()
+        return result
+
+    def create(self, path: Path) -> FileHandle:
+        """Open a file that must not exist yet."""
+        return self.perform("create", _create, path)
+
+    def create_direct(self, path: Path) -> FileHandle:
+        """Open a file that must not exist yet, to be written past the page cache with `write_at`.
+
+        Raises:
+            OSError: one of NO_DIRECT where the file system cannot; an empty file may have been made.
+        """
+        return self.perform("create_direct", _create_direct, path)
+
+    def write(self, handle: FileHandle, data: memoryview) -> int:
+        """Write once; the number of bytes written may be less than those given."""
+        return self.perform("write", _write, handle, data)
+
+    def write_at(self, handle: FileHandle, data: memoryview, offset: int) -> int:
+        """Write once at a place of the file; the number of bytes written may be less than those given."""
+        return self.perform("write_at", _write_at, handle, data, offset)
+
+    def truncate(self, handle: FileHandle, size: int) -> None:
+        """Cut a file off."""
+        self.perform("truncate", _truncate, handle, size)
+
+    def clone(self, handle: FileHandle, source: Path) -> None:
+        """Fill a new file with the blocks of another one (reflink)."""
+        self.perform("clone", _clone, handle, source)
+
+    def sync(self, handle: FileHandle) -> None:
+        """Make the content of a file durable. After a failure the file must be given up: the kernel may have dropped
+        the pages, and a second call would report success."""
+        self.perform("sync", _sync, handle)
+
+    def close(self, handle: FileHandle) -> None:
+        """Close a file or give up a lock."""
+        self.perform("close", _close, handle)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the names in a directory durable."""
+        self.perform("sync_directory", _sync_directory, path)
+
+    def make_directory(self, path: Path) -> None:
+        """Make a directory that must not exist yet."""
+        self.perform("make_directory", os.mkdir, path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename. A file replaces a file; a directory never replaces one that holds anything."""
+        self.perform("rename", os.rename, source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name."""
+        self.perform("link", _link, source, target)
+
+    def symlink(self, pointing_to: str, path: Path) -> None:
+        """Make a symbolic link."""
+        self.perform("symlink", os.symlink, pointing_to, path)
+
+    def unlink(self, path: Path) -> None:
+        """Remove the name of a file."""
+        self.perform("unlink", os.unlink, path)
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove an empty directory."""
+        self.perform("remove_directory", os.rmdir, path)
+
+    def read(self, path: Path, limit: int) -> bytes:
+        """A whole file of at most `limit` bytes.
+
+        Raises:
+            OSError: EFBIG where it is larger.
+        """
+        return self.perform("read", _read, path, limit)
+
+    def read_range(self, path: Path, begin: int, size: int) -> bytes:
+        """A part of a file; less than `size` bytes where the file ends."""
+        return self.perform("read_range", _read_range, path, begin, size)
+
+    def map(self, path: Path) -> memoryview:
+        """A whole file, read-only, brought into memory as it is touched."""
+        return self.perform("map", _map, path)
+
+    def map_private(self, path: Path) -> memoryview:
+        """The same, but it may be written to: what is written stays in this process and never reaches the file."""
+        return self.perform("map_private", _map_private, path)
+
+    def names(self, path: Path) -> list[str]:
+        """What lies in a directory, sorted."""
+        return self.perform("names", _names, path)
+
+    def status(self, path: Path) -> os.stat_result:
+        """Size, kind and number of links of the file itself, not of what a symbolic link points to."""
+        return self.perform("status", os.lstat, path)
+
+    def pointed_to(self, path: Path) -> str:
+        """What a symbolic link says."""
+        return self.perform("pointed_to", _pointed_to, path)
+
+    def space(self, path: Path) -> FreeSpace:
+        """What is free for this user on the file system that holds `path`."""
+        return self.perform("space", _space, path)
+
+    def lock(self, path: Path) -> FileHandle | None:
+        """Lock a file or directory against others until it is closed or the process ends; None where another holds it.
+
+        Raises:
+            OSError: one of NO_LOCK where the file system has no locks.
+        """
+        return self.perform("lock", _lock, path)
+
+    def lock_waiting(self, path: Path, shared: bool = False) -> FileHandle:
+        """The same, once whoever holds it lets go.
+
+        Args:
+            shared: with others that share it, against those that do not.
+        """
+        return self.perform("lock_waiting", _lock_waiting, path, shared)
+
+
+def _create(path: Path) -> FileHandle:
+    return FileHandle(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+
+
+def _write(handle: FileHandle, data: memoryview) -> int:
+    return os.write(handle.fd, data)
+
+
+def _create_direct(path: Path) -> FileHandle:
+    if not hasattr(os, "O_DIRECT"):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(path))
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
+    return FileHandle(path, os.open(path, flags, 0o644))
+
+
+def _write_at(handle: FileHandle, data: memoryview, offset: int) -> int:
+    return os.pwrite(handle.fd, data, offset)
+
+
+def _truncate(handle: FileHandle, size: int) -> None:
+    os.ftruncate(handle.fd, size)
+
+
+def _clone(handle: FileHandle, source: Path) -> None:
+    fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(handle.fd, FICLONE, fd)
+    finally:
+        os.close(fd)
+
+
+def _sync(handle: FileHandle) -> None:
+    os.fsync(handle.fd)
+
+
+def _close(handle: FileHandle) -> None:
+    os.close(handle.fd)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _link(source: Path, target: Path) -> None:
+    os.link(source, target, follow_symlinks=False)
+
+
+def _read(path: Path, limit: int) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        data = bytearray()
+        while len(data) <= limit and (piece := file.read(min(2**20, limit + 1 - len(data)))):
+            data += piece
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
+    return bytes(data)
+
+
+def _read_range(path: Path, begin: int, size: int) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        file.seek(begin)
+        data = bytearray()
+        while len(data) < size and (piece := file.read(size - len(data))):
+            data += piece
+    return bytes(data)
+
+
+def _map(path: Path) -> memoryview:
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
+
+
+def _map_private(path: Path) -> memoryview:
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else bytearray())
+
+
+def _names(path: Path) -> list[str]:
+    return sorted(os.listdir(path))
+
+
+def _pointed_to(path: Path) -> str:
+    return os.readlink(path)
+
+
+def _space(path: Path) -> FreeSpace:
+    stats = os.statvfs(path)
+    return FreeSpace(stats.f_bavail * stats.f_frsize, stats.f_favail if stats.f_files else None)
+
+
+def _lock_waiting(path: Path, shared: bool) -> FileHandle:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_LOCK:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+            raise
+    return FileHandle(path, fd)
+
+
+def _lock(path: Path) -> FileHandle | None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        raise
+    return FileHandle(path, fd)
+
+
+def write_file(disk: FileSystem, path: Path, buffers: Iterable[Any]) -> tuple[Leaf, ...]:
+    """Write a new file from buffers and make its content durable (its name is durable once its directory is synced).
+
+    The buffers in memory are hashed, not what a later read would return, so that damage on the way to the disk shows.
+
+    Raises:
+        OSError: the file is to be abandoned; a second attempt must use another name.
+    """
+    hasher = LeafHasher()
+
+    def fill(handle: FileHandle) -> None:
+        for buffer in buffers:
+            for block in blocks(flat_view(buffer)):
+                hasher.update(block)
+                _write_all(disk, handle, block)
+            hasher.cut()
+
+    _create_filled(disk, path, fill)
+    return tuple(hasher.leaves)
+
+
+def write_by_rename(disk: FileSystem, path: Path, data: bytes) -> None:
+    """Write a small file so that its name, once there, always leads to all of it. Syncs the file, not the directory."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        write_file(disk, temporary, [data])
+    except FileExistsError:  # a process was killed here once
+        disk.unlink(temporary)
+        write_file(disk, temporary, [data])
+    disk.rename(temporary, path)
+
+
+def duplicate(disk: FileSystem, source: Path, target: Path) -> bool:
+    """Make `target` a hard link to `source`, or a clone where the file system cannot link.
+
+    Returns:
+        False where it can do neither; nothing is left at `target` then, and the bytes are to be copied.
+    """
+    try:
+        disk.link(source, target)
+    except OSError as error:
+        if error.errno not in NO_LINK:
+            raise
+        return clone(disk, source, target)
+    return True
+
+
+def clone(disk: FileSystem, source: Path, target: Path) -> bool:
+    """Let `target` share the blocks of `source` until either changes. False where the file system cannot."""
+    try:
+        _create_filled(disk, target, lambda handle: disk.clone(handle, source))
+    except OSError as error:
+        if error.errno not in NO_CLONE:
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            disk.unlink(target)
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def write_errors(doing: str) -> Iterator[None]:
+    """What the file system refuses inside is raised as an error of the checkpoint, with what was being done.
+
+    Raises:
+        NoSpaceForCheckpoint: the disk or the quota is full.
+        CheckpointWriteFailed: anything else.
+    """
+    try:
+        yield
+    except VerlError:  # of a checkpoint, or of a store
+        raise
+    except OSError as error:
+        kind = NoSpaceForCheckpoint if error.errno in (errno.ENOSPC, errno.EDQUOT) else CheckpointWriteFailed
+        where = f" ({error.filename})" if error.filename else ""
+        raise kind(f"{doing} failed: {error.strerror or error}{where}. Earlier checkpoints are untouched") from error
+
+
+@contextlib.contextmanager
+def read_errors(doing: str) -> Iterator[None]:
+    """The same where something is only looked at.
+
+    Raises:
+        CheckpointReadFailed: the file system refused.
+    """
+    try:
+        yield
+    except VerlError:  # of a checkpoint, or of a store
+        raise
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise CheckpointReadFailed(f"{doing} failed: {error.strerror or error}{where}") from error
+
+
+def make_directories(disk: FileSystem, path: Path, below: Path) -> None:
+    """Make `path` and what lacks between it and `below`, which exists. Others may be making the same."""
+    missing = [path, *path.parents]
+    for directory in reversed(missing[: missing.index(below)]):
+        with contextlib.suppress(FileExistsError):
+            disk.make_directory(directory)
+
+
+def is_directory(disk: FileSystem, path: Path) -> bool:
+    """Whether this is a directory itself, not a symbolic link to one."""
+    try:
+        return stat.S_ISDIR(disk.status(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def files_below(disk: FileSystem, root: Path) -> tuple[dict[str, int], list[Path]]:
+    """Every file by its path relative to `root`, with its size, and every directory, leaves first, `root` last."""
+    sizes: dict[str, int] = {}
+    directories: list[Path] = []
+
+    def visit(directory: Path) -> None:
+        for name in disk.names(directory):
+            path = directory / name
+            status = disk.status(path)
+            if stat.S_ISDIR(status.st_mode):
+                visit(path)
+            else:
+                # A symbolic link or a device has no content of its own: a size that matches no file.
+                sizes[path.relative_to(root).as_posix()] = status.st_size if stat.S_ISREG(status.st_mode) else -1
+        directories.append(directory)
+
+    visit(root)
+    return sizes, directories
+
+
+def remove_tree(disk: FileSystem, root: Path) -> int:
+    """Remove a directory with all below it, or a file; what is gone already does not matter. Returns bytes freed."""
+    if not is_directory(disk, root):
+        return _remove_file(disk, root)
+    freed = remove_content(disk, root)
+    with contextlib.suppress(FileNotFoundError):
+        disk.remove_directory(root)
+    return freed
+
+
+def remove_content(disk: FileSystem, directory: Path) -> int:
+    """Remove what lies in a directory, which may be missing. Others may be doing the same. Returns bytes freed."""
+    try:
+        names = disk.names(directory)
+    except FileNotFoundError:
+        return 0
+    return sum(remove_tree(disk, directory / name) for name in names)
+
+
+def _remove_file(disk: FileSystem, path: Path) -> int:
+    try:
+        status = disk.status(path)
+        disk.unlink(path)
+    except FileNotFoundError:
+        return 0
+    return status.st_size if status.st_nlink == 1 else 0
+
+
+def _create_filled(disk: FileSystem, path: Path, fill: Callable[[FileHandle], None]) -> None:
+    handle = disk.create(path)
+    try:
+        fill(handle)
+        disk.sync(handle)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            disk.close(handle)
+        raise
+    disk.close(handle)  # some file systems report a failed write only here
+
+
+def _write_all(disk: FileSystem, handle: FileHandle, block: memoryview) -> None:
+    while block:
+        written = disk.write(handle, block)
+        if written <= 0:
+            raise OSError(errno.EIO, "a write took no bytes", str(handle.path))
+        block = block[written:]

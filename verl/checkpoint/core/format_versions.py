@@ -1,0 +1,118 @@
+"""Format versions: which version of verl reads which checkpoints, and what a change of version would break."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packaging.version import InvalidVersion, Version
+
+import verl
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.manifest import FORMAT_NAME, MANIFEST, MANIFEST_LIMIT_BYTES, is_readable
+from verl.errors import ConfigError
+
+
+class FormatOf(NamedTuple):
+    """From this version of verl on: the format written, and the oldest one that is still read."""
+
+    verl: str
+    writes: str
+    reads_from: str
+
+
+# A row for every version of verl that changed one of the two.
+FORMATS = (
+    FormatOf("0.1.0", writes="0.9.0", reads_from="0.9.0"),
+    FormatOf("0.2.0", writes="1.0.0", reads_from="0.9.0"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatFinding:
+    """What becomes of one checkpoint.
+
+    Args:
+        format_version, verl_version: as recorded; None where the manifest cannot be read.
+        breaks: why the version moved to cannot use it; None where it can.
+        note: what else is to be known.
+    """
+
+    name: str
+    format_version: str | None = None
+    verl_version: str | None = None
+    breaks: str | None = None
+    note: str | None = None
+
+
+def parse_version(text: str, where: str) -> Version:
+    """`0.3.5` or `v0.3.5`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return Version(text)
+    except InvalidVersion as error:
+        raise ConfigError(f"{where} is {text!r}: it must be a version, such as v0.3.5.") from error
+
+
+def format_of(version: Version) -> FormatOf | None:
+    """What a version of verl writes and reads; None where it has no checkpoints of this kind.
+
+    A version later than this one is taken to be like this one: it promises to read what this one reads.
+    """
+    known = [row for row in FORMATS if Version(row.verl) <= version]
+    return known[-1] if known else None
+
+
+def is_ahead(version: Version) -> bool:
+    """Whether this verl cannot know what that version writes."""
+    return version > Version(verl.__version__)
+
+
+def findings(
+    directories: list[Path], moving_from: Version, moving_to: Version, disk: FileSystem | None = None
+) -> list[FormatFinding]:
+    """What becomes of each checkpoint when a run moves from one version of verl to another."""
+    return [_finding(disk or FileSystem(), directory, moving_from, moving_to) for directory in directories]
+
+
+def _finding(disk: FileSystem, directory: Path, moving_from: Version, moving_to: Version) -> FormatFinding:
+    try:
+        written, by = _recorded(disk, directory)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return FormatFinding(name=directory.name, breaks=f"{MANIFEST} cannot be read; see verl checkpoint verify")
+    return FormatFinding(
+        name=directory.name,
+        format_version=written,
+        verl_version=by,
+        breaks=next(_reasons(written, moving_to), None),
+        note=None if Version(by) == moving_from else f"written by verl {by}, not {moving_from}",
+    )
+
+
+def _recorded(disk: FileSystem, directory: Path) -> tuple[str, str]:
+    """Format and version of verl; of a format that this version does not know, too."""
+    raw: dict[str, Any] = json.loads(disk.read(directory / MANIFEST, MANIFEST_LIMIT_BYTES))
+    if raw["format"]["name"] != FORMAT_NAME:
+        raise ValueError(raw["format"]["name"])
+    written, by = raw["format"]["version"], raw["verl_version"]
+    return str(Version(written)), str(Version(by))
+
+
+def _reasons(written: str, moving_to: Version) -> Iterator[str]:
+    """Why a version cannot read a format."""
+    row = format_of(moving_to)
+    if row is None:
+        yield f"verl {moving_to} has no checkpoints of this kind; the first version that has is {FORMATS[0].verl}"
+        return
+    if not is_readable(written, by=row.writes):
+        newer = "major version" if Version(written).major > Version(row.writes).major else "version"
+        of = f"verl {verl.__version__} knows of verl {moving_to}" if is_ahead(moving_to) else f"verl {moving_to} reads"
+        yield f"format {written} is of a newer {newer} than {row.writes}, the newest that {of}"
+    if Version(written) < Version(row.reads_from):
+        yield f"format {written} is older than {row.reads_from}, the oldest that verl {moving_to} reads"

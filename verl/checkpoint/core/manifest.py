@@ -1,0 +1,434 @@
+"""The manifest of a checkpoint: every file with its digest, every logical tensor with its slices.
+
+The slices of a tensor must tile it: cover each element exactly once. Nothing here knows how many writers there were,
+so a checkpoint written by eight ranks can be read by three.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from verl.checkpoint.core.hashing import Leaf, digest_of, file_digest
+
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+MOST_CELLS = 100_000  # looked at to name a hole; beyond it the count of missing elements is said
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedSlice:
+    """A rectangular part of a tensor, row-major and without gaps in a file.
+
+    Args:
+        file: path within the checkpoint.
+        key: the name in that file's safetensors header, or None where the file is something else.
+        offset: of the first byte, from the beginning of the file.
+        start, extent: the first index and the length in every dimension of the tensor.
+    """
+
+    file: str
+    offset: int
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+    key: str | None = None
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """The first index in every dimension that is no longer in the slice."""
+        return tuple(start + extent for start, extent in zip(self.start, self.extent))
+
+    @property
+    def num_elements(self) -> int:
+        """1 for a tensor without dimensions."""
+        return math.prod(self.extent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogicalTensor:
+    """A whole tensor and where its slices lie.
+
+    >>> halves = [Slice(file="a", offset=0, start=(i,), extent=(2,)) for i in (0, 2)]
+    >>> LogicalTensor(component="actor", name="bias", dtype="F32", shape=(4,), slices=tuple(halves)).faults()
+    []
+
+    Args:
+        component: such as `actor` or `optimizer`.
+        name: within the component, the same whatever the number of writers.
+        dtype: as safetensors calls it, `F32` or `BF16`.
+        shape: of the whole tensor.
+    """
+
+    component: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    slices: tuple[SavedSlice, ...]
+
+    @property
+    def full_name(self) -> str:
+        """Component and name, as messages show it."""
+        return f"{self.component}/{self.name}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def slice_bytes(self, part: SavedSlice) -> int:
+        """How long a slice is in its file."""
+        return part.num_elements * ITEM_BYTES[self.dtype]
+
+    def faults(self) -> list[str]:
+        """Why the slices do not cover the tensor exactly once; empty where they do."""
+        if self.dtype not in ITEM_BYTES:
+            return [f"dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}"]
+        if outside := [part for part in self.slices if not self._holds(part)]:
+            return [f"{_place(part)} does not lie within the shape {list(self.shape)}" for part in outside]
+        if overlaps := [f"{_place(a)} and {_place(b)} overlap" for a, b in _overlapping(self.slices)]:
+            return overlaps
+        missing = math.prod(self.shape) - sum(part.num_elements for part in self.slices)
+        return [f"{_hole(self.shape, self.slices)} is in no slice ({missing} elements are missing)"] if missing else []
+
+    def _holds(self, part: SavedSlice) -> bool:
+        if not len(part.start) == len(part.extent) == len(self.shape) or part.offset < 0:
+            return False
+        sides = zip(part.start, part.extent, self.shape)
+        return all(start >= 0 and extent >= 0 and start + extent <= size for start, extent, size in sides)
+
+
+def join_tensors(parts: Iterable[LogicalTensor]) -> tuple[list[LogicalTensor], list[str]]:
+    """Join what several writers say of the same tensors.
+
+    Returns:
+        The tensors in order of component and name, and the contradictions between writers.
+    """
+    joined: dict[tuple[str, str], LogicalTensor] = {}
+    contradictions = []
+    for part in parts:
+        known = joined.setdefault((part.component, part.name), part)
+        if known is part:
+            continue
+        if (known.dtype, known.shape) != (part.dtype, part.shape):
+            seen = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in (known, part)]
+            contradictions.append(f"{part.full_name} is {seen[0]} to one writer and {seen[1]} to another")
+            continue
+        joined[part.component, part.name] = LogicalTensor(
+            component=part.component, name=part.name, dtype=part.dtype, shape=part.shape,
+            slices=known.slices + part.slices,
+        )  # fmt: skip
+    return [joined[key] for key in sorted(joined)], contradictions
+
+
+def _overlapping(slices: Sequence[SavedSlice]) -> list[tuple[SavedSlice, SavedSlice]]:
+    """Pairs that share an element. Sorted along the first dimension, a slice meets only its near neighbours."""
+    ordered = sorted((part for part in slices if part.num_elements), key=lambda part: part.start)
+    pairs = []
+    for number, first in enumerate(ordered):
+        for second in itertools.islice(ordered, number + 1, None):
+            if first.start and second.start[0] >= first.end[0]:
+                break
+            if all(a < d and c < b for a, b, c, d in zip(first.start, first.end, second.start, second.end)):
+                pairs.append((first, second))
+    return pairs
+
+
+def _hole(shape: tuple[int, ...], slices: Sequence[SavedSlice]) -> str:
+    """The first box that no slice covers, among the boxes that the edges of all slices cut the tensor into."""
+    edges = [
+        sorted({0, size} | {edge for part in slices for edge in (part.start[dim], part.end[dim])})
+        for dim, size in enumerate(shape)
+    ]
+    for box in itertools.islice(itertools.product(*(itertools.pairwise(cuts) for cuts in edges)), MOST_CELLS):
+        low = [side[0] for side in box]
+        if not any(all(a <= x < b for a, b, x in zip(part.start, part.end, low)) for part in slices):
+            return "[" + ", ".join(f"{a}:{b}" for a, b in box) + "]"
+    return "a part of the tensor"
+
+
+def _place(part: SavedSlice) -> str:
+    bounds = ", ".join(f"{start}:{start + extent}" for start, extent in zip(part.start, part.extent))
+    return f"slice [{bounds}] of {part.file}"
+
+
+FORMAT_NAME = "verl-checkpoint"
+FORMAT_VERSION = "1.0.0"  # from here on, what one version wrote every later one reads
+MANIFEST, COMMIT, STATE = "manifest.json", "COMMIT", "trainer_state.json"
+MANIFEST_LIMIT_BYTES = 2**28
+COMMIT_LIMIT_BYTES = 4096
+DELTA_SUFFIX, BASE_SUFFIX = ".delta", ".base"
+ENCODING = "difference-planes-zstd"  # the only one so far; see delta.py
+DIGEST = re.compile("[0-9a-f]{64}")
+
+
+class ManifestError(ValueError):
+    """A manifest cannot be understood."""
+
+
+class ManifestTooNew(ManifestError):
+    """A manifest of a format that this version does not know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """A file of a checkpoint.
+
+    Args:
+        path: within the checkpoint, with forward slashes.
+        blake3: digest of the file (`hashing.file_digest`).
+        leaves: pieces that are checked alone.
+        linked_from: the checkpoint whose bytes it shares, for people.
+    """
+
+    path: str
+    size: int
+    blake3: str
+    leaves: tuple[Leaf, ...] = ()
+    linked_from: str | None = None
+
+    @classmethod
+    def of(cls, path: str, leaves: Iterable[Leaf], linked_from: str | None = None) -> FileEntry:
+        """The entry of a file with these leaves."""
+        leaves = tuple(leaves)
+        size = sum(leaf.size for leaf in leaves)
+        return cls(path=path, size=size, blake3=file_digest(leaves), leaves=leaves, linked_from=linked_from)
+
+    def at(self, path: str, linked_from: str | None) -> FileEntry:
+        """The same bytes under another path."""
+        return replace(self, path=path, linked_from=linked_from)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaEntry:
+    """A file that is stored as its difference from another one; both lie in this checkpoint, as files of their own.
+
+    Args:
+        file: what it is when it is read: its path, and size, digest and leaves of the bytes that come out.
+        encoding: how it is stored, see `delta.py`.
+        delta: path of the differences.
+        base: path of what they are taken from, a hard link to a file that an earlier checkpoint holds whole.
+        base_checkpoint: that checkpoint, for people; it may be gone.
+        base_blake3: digest of the base.
+        number: of the saves that this base has served, this one included.
+    """
+
+    file: FileEntry
+    encoding: str
+    delta: str
+    base: str
+    base_checkpoint: str
+    base_blake3: str
+    number: int
+
+    @property
+    def path(self) -> str:
+        """Of the file, by which the tensors in it know it."""
+        return self.file.path
+
+    def at(self, path: str, linked_from: str | None) -> DeltaEntry:
+        """The same bytes under another path."""
+        file = self.file.at(path, linked_from)
+        return replace(self, file=file, delta=path + DELTA_SUFFIX, base=path + BASE_SUFFIX)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Args:
+        sequence: number of its publication in this directory; the highest is the newest, whatever the step.
+        saved_at: UTC, ISO 8601.
+        verl_version: of the code that wrote it.
+        metrics: at that step, for `keep_best`.
+        files: as they lie there, in order of path; all but the manifest itself and COMMIT.
+        tensors: in order of component and name; their slices name files as they are read.
+        deltas: files that are stored as differences, in order of path.
+    """
+
+    sequence: int
+    step: int
+    tag: str | None
+    run_id: str
+    saved_at: str
+    verl_version: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    files: tuple[FileEntry, ...] = ()
+    tensors: tuple[LogicalTensor, ...] = ()
+    deltas: tuple[DeltaEntry, ...] = ()
+    version: str = FORMAT_VERSION
+
+    @cached_property
+    def contents(self) -> dict[str, FileEntry]:
+        """What a reader finds, by path and in its order: files that are stored as differences are there themselves."""
+        stored = {path for entry in self.deltas for path in (entry.delta, entry.base)}
+        entries = [*(entry for entry in self.files if entry.path not in stored), *(d.file for d in self.deltas)]
+        return {entry.path: entry for entry in sorted(entries, key=lambda entry: entry.path)}
+
+    def file(self, path: str) -> FileEntry | None:
+        """The entry of a path as a reader finds it, or None."""
+        return self.contents.get(path)
+
+    def stored(self, path: str) -> FileEntry | None:
+        """The entry of a file as it lies there, or None."""
+        return next((entry for entry in self.files if entry.path == path), None)
+
+    def delta(self, path: str) -> DeltaEntry | None:
+        """How a file is stored as a difference; None where it is not."""
+        return next((entry for entry in self.deltas if entry.path == path), None)
+
+    def to_bytes(self) -> bytes:
+        """The canonical form: equal manifests give equal bytes, one file or tensor a line."""
+        head = {"format": {"name": FORMAT_NAME, "version": self.version}}
+        head |= {key: getattr(self, key) for key in _PLAIN_FIELDS}
+        lines = [f"{json.dumps(key)}: {_compact(value)}" for key, value in head.items()]
+        lines.append(f'"files": {_one_a_line(_file_json(entry) for entry in self.files)}')
+        lines.append(f'"deltas": {_one_a_line(_delta_json(entry) for entry in self.deltas)}')
+        lines.append(f'"tensors": {_one_a_line(_tensor_json(tensor) for tensor in self.tensors)}')
+        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """Read a manifest; keys that this version does not know are passed over.
+
+        Raises:
+            ManifestTooNew: it is of a later format.
+            ManifestError: it is no manifest.
+        """
+        try:
+            raw = json.loads(data)
+            version = _supported(raw["format"])
+            files = tuple(_file(entry) for entry in raw["files"])
+            tensors = tuple(_tensor(entry) for entry in raw["tensors"])
+            deltas = tuple(_delta(entry, {file.path: file for file in files}) for entry in raw.get("deltas", ()))
+            plain = {key: raw[key] for key in _PLAIN_FIELDS}
+            _whole_numbers([plain["sequence"], plain["step"]])
+        except ManifestError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise ManifestError(f"it is no manifest of a checkpoint ({type(error).__name__}: {error})") from error
+        return cls(version=version, files=files, tensors=tensors, deltas=deltas, **plain)
+
+
+_PLAIN_FIELDS = ("sequence", "step", "tag", "run_id", "saved_at", "verl_version", "metrics")
+
+
+def content_digest(manifest: Manifest) -> str:
+    """Digest of all that a checkpoint holds except `trainer_state.json`, in which this digest stands.
+
+    It is the same whether files are stored whole or as differences.
+    """
+    entries = manifest.contents.values()
+    listed = [{**_file_json(entry), "linked_from": None} for entry in entries if entry.path != STATE]
+    return digest_of(_compact([listed, [_tensor_json(tensor) for tensor in manifest.tensors]]).encode())
+
+
+def commit_line(manifest: bytes) -> bytes:
+    """The content of COMMIT: a line that `b3sum --check COMMIT` understands."""
+    return f"{digest_of(manifest)}  {MANIFEST}\n".encode()
+
+
+def checked_path(path: str) -> str:
+    """A path within a checkpoint, as it was given.
+
+    Raises:
+        ManifestError: it leads out of the checkpoint, or to one of the store's own files.
+    """
+    if not isinstance(path, str) or not path or "\\" in path or "\0" in path or path.startswith("/"):
+        raise ManifestError(f"{path!r} is no relative path with forward slashes")
+    # By hand: a manifest has a path for every slice, and pathlib would take half of the time of reading it.
+    if not {"", ".", ".."}.isdisjoint(path.split("/")):
+        raise ManifestError(f"{path!r} is not in its simplest form")
+    if path in (MANIFEST, COMMIT):
+        raise ManifestError(f"{path!r} is written by the store itself")
+    return path
+
+
+def is_readable(version: str, by: str = FORMAT_VERSION) -> bool:
+    """Whether checkpoints of one format version can be read by code of another.
+
+    >>> is_readable("0.9.0", by="1.2.0"), is_readable("1.3.0", by="1.2.0"), is_readable("2.0.0", by="1.2.0")
+    (True, True, False)
+    """
+    major, minor = (int(number) for number in version.split(".")[:2])
+    own_major, own_minor = (int(number) for number in by.split(".")[:2])
+    # Before 1.0.0 a new minor version may change anything; from then on only a new major one.
+    return major < own_major or (major == own_major and (major > 0 or minor <= own_minor))
+
+
+def _supported(form: dict[str, Any]) -> str:
+    if form["name"] != FORMAT_NAME:
+        raise ManifestError(f"its format is {form['name']!r}, not {FORMAT_NAME!r}")
+    if not is_readable(form["version"]):
+        raise ManifestTooNew(
+            f"it is of format {form['version']}; this version of verl reads up to {FORMAT_VERSION}. Use a newer verl"
+        )
+    return form["version"]
+
+
+def _file_json(entry: FileEntry) -> dict[str, Any]:
+    return dict(vars(entry))  # not asdict, which copies every leaf
+
+
+def _file(raw: dict[str, Any]) -> FileEntry:
+    leaves = tuple(Leaf(int(size), digest) for size, digest in raw["leaves"])
+    entry = FileEntry.of(checked_path(raw["path"]), leaves, raw.get("linked_from"))
+    if any(leaf.size <= 0 or not DIGEST.fullmatch(leaf.blake3) for leaf in leaves):
+        raise ManifestError(f"the leaves of {entry.path} are malformed")
+    if (entry.size, entry.blake3) != (raw["size"], raw["blake3"]):
+        raise ManifestError(f"size and digest of {entry.path} are not those of its leaves")
+    return entry
+
+
+def _delta_json(entry: DeltaEntry) -> dict[str, Any]:
+    return {**vars(entry), "file": _file_json(entry.file)}
+
+
+def _delta(raw: dict[str, Any], files: dict[str, FileEntry]) -> DeltaEntry:
+    (number,) = _whole_numbers([raw["number"]])
+    names = {key: raw[key] for key in ("encoding", "delta", "base", "base_checkpoint", "base_blake3")}
+    entry = DeltaEntry(file=_file(raw["file"]), number=number, **names)
+    if entry.encoding != ENCODING:
+        raise ManifestTooNew(f"{entry.path} is stored as {entry.encoding!r}, which this version of verl cannot read")
+    if entry.path in files or not {entry.delta, entry.base} <= files.keys():
+        raise ManifestError(f"{entry.path} is stored as a difference, and what it is made of is not listed")
+    if files[entry.base].blake3 != entry.base_blake3:
+        raise ManifestError(f"{entry.base} is not the base that {entry.path} is made of")
+    return entry
+
+
+def _tensor_json(tensor: LogicalTensor) -> dict[str, Any]:
+    return {**vars(tensor), "slices": [vars(part) for part in tensor.slices]}
+
+
+def _tensor(raw: dict[str, Any]) -> LogicalTensor:
+    slices = tuple(_slice(part) for part in raw["slices"])
+    names = {key: raw[key] for key in ("component", "name", "dtype")}
+    return LogicalTensor(**names, shape=_whole_numbers(raw["shape"]), slices=slices)
+
+
+def _slice(raw: dict[str, Any]) -> SavedSlice:
+    (offset,) = _whole_numbers([raw["offset"]])
+    start, extent = _whole_numbers(raw["start"]), _whole_numbers(raw["extent"])
+    return SavedSlice(file=checked_path(raw["file"]), key=raw.get("key"), offset=offset, start=start, extent=extent)
+
+
+def _whole_numbers(values: list[Any]) -> tuple[int, ...]:
+    if not all(isinstance(value, int) and value >= 0 for value in values):
+        raise ManifestError(f"{values} are not sizes")
+    return tuple(values)
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True, allow_nan=False)
+
+
+def _one_a_line(items: Iterable[dict[str, Any]]) -> str:
+    return "[\n" + ",\n".join(_compact(item) for item in items) + "\n]"

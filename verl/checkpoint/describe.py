@@ -1,0 +1,181 @@
+"""Descriptions of checkpoints for the command line, as plain values: is each complete, what it holds, what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from calendar import timegm
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint, read_state
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.manifest import MANIFEST
+from verl.checkpoint.read.verify import Level, open_verified
+from verl.checkpoint.retention import pins
+from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, CheckpointTooNew, FileFault
+
+Status = Literal["complete", "incomplete", "corrupt", "too new"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSummary:
+    """One checkpoint, whole or not.
+
+    Args:
+        published: None where not even its manifest can be believed.
+        state: `trainer_state.json`, empty where it cannot be read.
+        added_bytes: of files that no checkpoint published before it shares.
+        pinned: the reason given, or None.
+        is_newest: a run would go on from this one.
+    """
+
+    directory: Path
+    status: Status
+    faults: tuple[FileFault, ...] = ()
+    published: Checkpoint | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    added_bytes: int = 0
+    pinned: str | None = None
+    is_newest: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the directory."""
+        return self.directory.name
+
+    def to_json(self) -> dict[str, Any]:
+        """For scripts."""
+        told: dict[str, Any] = {"name": self.name, "path": str(self.directory), "status": self.status}
+        told |= {"is_newest": self.is_newest, "pinned": self.pinned}
+        told |= {"faults": [dataclasses.asdict(fault) for fault in self.faults]}
+        if self.published is None:
+            return told
+        manifest = self.published.manifest
+        keys = ("step", "tag", "sequence", "run_id", "saved_at", "verl_version", "metrics")
+        told |= {key: getattr(manifest, key) for key in keys}
+        told |= {"format_version": manifest.version, "epoch": self.state.get("epoch")}
+        told |= {"bytes": self.published.num_bytes, "added_bytes": self.added_bytes}
+        return told | {"num_files": len(manifest.contents), "num_tensors": len(manifest.tensors)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComponentSummary:
+    """A part of a checkpoint, such as `actor`; files beside all parts have the name of the file."""
+
+    name: str
+    num_files: int
+    bytes: int
+    num_tensors: int
+    num_elements: int
+    dtypes: tuple[str, ...]
+
+
+def summaries(store: CheckpointStore, name: str | None = None, level: Level = "quick") -> list[CheckpointSummary]:
+    """All checkpoints of a directory in order of publication, then those that do not verify; or the one named.
+
+    Raises:
+        CheckpointNotFound: there is none of this name.
+    """
+    good, bad = store.survey("quick")
+    newest = good[-1].name if good and not any(isinstance(error, CheckpointTooNew) for error in bad) else None
+    reasons, seen = pins(store), set()
+    added = {published.name: _added_bytes(store.disk, published, seen) for published in good}
+    told = {published.name: _told(store.disk, published) for published in good}
+    told |= {error.directory.name: summary_of(store.disk, error.directory) for error in bad}
+    directories = [*(published.directory for published in good), *(error.directory for error in bad)]
+    return [
+        dataclasses.replace(
+            told[directory.name] if level == "quick" else summary_of(store.disk, directory, level),
+            added_bytes=added.get(directory.name, 0),
+            pinned=reasons.get(directory.name),
+            is_newest=directory.name == newest,
+        )
+        for directory in directories
+        if name in (None, directory.name)
+    ]
+
+
+def summary_of(disk: FileSystem, directory: Path, level: Level = "quick") -> CheckpointSummary:
+    """One checkpoint alone. What can still be told of a bad one is told."""
+    try:
+        return _told(disk, open_verified(disk, directory, level))
+    except BadCheckpoint as error:
+        bad = error
+    try:
+        known = _told(disk, open_checkpoint(disk, directory))
+    except BadCheckpoint:
+        known = CheckpointSummary(directory=directory, status="corrupt")
+    return dataclasses.replace(known, status=status_of(bad), faults=bad.faults)
+
+
+def _told(disk: FileSystem, published: Checkpoint) -> CheckpointSummary:
+    """Of one that can be opened; its state is read, and may be what is bad about it."""
+    try:
+        state = read_state(disk, published)
+    except BadCheckpoint as error:
+        return CheckpointSummary(
+            directory=published.directory, status=status_of(error), faults=error.faults, published=published
+        )
+    return CheckpointSummary(directory=published.directory, status="complete", published=published, state=state)
+
+
+def components(published: Checkpoint) -> list[ComponentSummary]:
+    """The parts of a checkpoint, the largest first."""
+    files: dict[str, list[int]] = {}
+    for entry in published.manifest.contents.values():
+        files.setdefault(entry.path.split("/")[0], []).append(entry.size)
+    tensors: dict[str, list] = {}
+    for tensor in published.manifest.tensors:
+        tensors.setdefault(tensor.component, []).append(tensor)
+    parts = [
+        ComponentSummary(
+            name=name,
+            num_files=len(files.get(name, ())),
+            bytes=sum(files.get(name, ())),
+            num_tensors=len(tensors.get(name, ())),
+            num_elements=sum(math.prod(tensor.shape) for tensor in tensors.get(name, ())),
+            dtypes=tuple(sorted({tensor.dtype for tensor in tensors.get(name, ())})),
+        )
+        for name in sorted(files.keys() | tensors.keys())
+    ]
+    return sorted(parts, key=lambda part: -part.bytes)
+
+
+def age_s(published: Checkpoint, now: float | None = None) -> float:
+    """Seconds since it was saved; 0 where its clock was ahead of this one.
+
+    Raises:
+        CheckpointCorrupt: the time it records is none.
+    """
+    text = published.manifest.saved_at
+    try:
+        saved = timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
+    except (TypeError, ValueError) as error:
+        fault = FileFault(MANIFEST, f"saved_at is {text!r}, which is no time")
+        raise CheckpointCorrupt(published.directory, [fault]) from error
+    return max(0.0, (time.time() if now is None else now) - saved)
+
+
+def status_of(error: BadCheckpoint) -> Status:
+    """What a bad checkpoint is called."""
+    if isinstance(error, CheckpointTooNew):
+        return "too new"
+    return "incomplete" if isinstance(error, CheckpointIncomplete) else "corrupt"
+
+
+def _added_bytes(disk: FileSystem, published: Checkpoint, seen: set[tuple[int, int]]) -> int:
+    """Bytes of files that are not among `seen`, to which they are added."""
+    added = 0
+    for entry in published.manifest.files:
+        try:
+            status = disk.status(published.path(entry.path))
+        except FileNotFoundError:
+            continue
+        file = (status.st_dev, status.st_ino)
+        added += 0 if file in seen else status.st_size
+        seen.add(file)
+    return added

@@ -1,0 +1,194 @@
+"""Comparison of two checkpoints: tensors and files by digest, configuration and state by key."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from verl.checkpoint.core.checkpoint import Checkpoint, read_state
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.hashing import Leaf, digest_of
+from verl.checkpoint.core.manifest import STATE, LogicalTensor
+from verl.checkpoint.core.safetensors_format import INDEX_NAME
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.utils.saved_targets import current_targets
+
+ABSENT = "absent"
+DOCUMENT_LIMIT_BYTES = 2**18
+CHUNK_ELEMENTS = 2**22
+# What no two saves share, and what has a line of its own.
+PASSED_OVER = ("saved_at", "sequence", "manifest_checksum", "loss_history", "wall_clock", "time_stamps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointDifference:
+    """One thing that is not the same.
+
+    Args:
+        kind: `tensor`, `file`, or `key` of a JSON file.
+        component: such as `actor`; for a key, the file it stands in.
+        name: of the tensor, file or key.
+        first, second: what each checkpoint has, in words.
+        max_abs: the largest difference of two elements; None where it was not asked for or shapes differ.
+    """
+
+    kind: str
+    component: str
+    name: str
+    first: Any
+    second: Any
+    max_abs: float | None = None
+
+
+def compare(
+    first: Checkpoint, second: Checkpoint, disk: FileSystem | None = None, numbers: bool = False
+) -> list[CheckpointDifference]:
+    """Everything in which two checkpoints differ.
+
+    Tensors are compared by the digests in the manifests; where these cannot be compared, since other slices were
+    written, the tensors are read. Safetensors files are compared by their tensors alone.
+
+    Args:
+        numbers: also find the largest difference of two elements of each tensor that differs; reads both.
+    """
+    disk = disk or FileSystem()
+    readers = CheckpointReader(first, disk, writable=True), CheckpointReader(second, disk, writable=True)
+    found = [*_tensor_differences(*readers, numbers), *_file_differences(first, second)]
+    for path in sorted(_documents(first) & _documents(second)):
+        if _digest(first, path) != _digest(second, path):
+            found += _key_differences(path, *(_parsed(path, bytes(reader.read(path))) for reader in readers))
+    states = [_comparable(read_state(disk, published)) for published in (first, second)]
+    return found + list(_key_differences(STATE, *states))
+
+
+def _tensor_differences(
+    first: CheckpointReader, second: CheckpointReader, numbers: bool
+) -> Iterator[CheckpointDifference]:
+    one, two = ({t.full_name: t for t in reader.published.manifest.tensors} for reader in (first, second))
+    for name in sorted(one.keys() | two.keys()):
+        a, b = one.get(name), two.get(name)
+        if a is not None and b is not None and _is_same(first, a, second, b):
+            continue
+        some = a or b
+        assert some is not None
+        largest = _max_abs(first, a, second, b) if numbers and a and b and a.shape == b.shape else None
+        texts = [_form(a), _form(b)] if a is None or b is None or _form(a) != _form(b) else [_form(a), "other values"]
+        yield CheckpointDifference(
+            kind="tensor", component=some.component, name=some.name, first=texts[0], second=texts[1], max_abs=largest
+        )
+
+
+def _is_same(first: CheckpointReader, a: LogicalTensor, second: CheckpointReader, b: LogicalTensor) -> bool:
+    if _form(a) != _form(b):
+        return False
+    leaves = _leaves(first.published, a), _leaves(second.published, b)
+    if None not in leaves and [leaf.size for leaf in leaves[0] or ()] == [leaf.size for leaf in leaves[1] or ()]:
+        return leaves[0] == leaves[1]
+    return digest_of(first.tensor(a.component, a.name)) == digest_of(second.tensor(b.component, b.name))
+
+
+def _leaves(published: Checkpoint, tensor: LogicalTensor) -> list[Leaf] | None:
+    """The leaves of a file that hold this tensor and nothing else; None where it is cut, or shares one."""
+    if len(tensor.slices) != 1:
+        return None
+    (part,) = tensor.slices
+    entry = published.manifest.file(part.file)
+    if entry is None:
+        return None
+    begin, end = part.offset, part.offset + tensor.slice_bytes(part)
+    ends = itertools.accumulate(leaf.size for leaf in entry.leaves)
+    touching = [
+        (high - leaf.size, leaf) for high, leaf in zip(ends, entry.leaves) if high > begin and high - leaf.size < end
+    ]
+    whole = not touching or (touching[0][0] == begin and sum(leaf.size for _, leaf in touching) == end - begin)
+    return [leaf for _, leaf in touching] if whole else None
+
+
+def _form(tensor: LogicalTensor | None) -> str:
+    return ABSENT if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
+
+
+def _max_abs(first: CheckpointReader, a: LogicalTensor, second: CheckpointReader, b: LogicalTensor) -> float:
+    """The largest difference, in float64; NaN where only one of two elements is NaN."""
+    import torch
+
+    from verl.checkpoint.read.lazy_tensors import as_torch
+
+    one = as_torch(first.tensor(a.component, a.name), a).flatten()
+    two = as_torch(second.tensor(b.component, b.name), b).flatten()
+    largest = 0.0
+    for x, y in zip(one.split(CHUNK_ELEMENTS), two.split(CHUNK_ELEMENTS)):
+        x, y = x.to(torch.float64), y.to(torch.float64)
+        same = (x == y) | (x.isnan() & y.isnan())  # inf - inf is no number
+        gap = torch.where(same, 0.0, (x - y).abs())
+        chunk = math.nan if bool(gap.isnan().any()) else float(gap.max()) if gap.numel() else 0.0
+        largest = chunk if math.isnan(chunk) else max(largest, chunk)
+        if math.isnan(largest):
+            break
+    return largest
+
+
+def _file_differences(first: Checkpoint, second: Checkpoint) -> Iterator[CheckpointDifference]:
+    """Files that hold no tensors, by digest; JSON files that both have are told by key instead."""
+    one, two = _plain_files(first), _plain_files(second)
+    by_key = _documents(first) & _documents(second)
+    for path in sorted((one.keys() | two.keys()) - by_key):
+        a, b = one.get(path), two.get(path)
+        if a != b:
+            component, _, name = path.rpartition("/")
+            yield CheckpointDifference(
+                kind="file", component=component, name=name, first=a or ABSENT, second=b or ABSENT
+            )
+
+
+def _digest(published: Checkpoint, path: str) -> str:
+    entry = published.manifest.file(path)
+    return "" if entry is None else entry.blake3
+
+
+def _plain_files(published: Checkpoint) -> dict[str, str]:
+    held = published.slices_by_file.keys() | {STATE}
+    files = [entry for entry in published.manifest.contents.values() if entry.path not in held]
+    return {e.path: f"{e.size} bytes, {e.blake3[:12]}" for e in files if not e.path.endswith(INDEX_NAME)}
+
+
+def _documents(published: Checkpoint) -> set[str]:
+    """Files that are told by key: settings, not vocabularies."""
+    small = {entry.path for entry in published.manifest.contents.values() if entry.size <= DOCUMENT_LIMIT_BYTES}
+    return {path for path in small if path.endswith((".json", ".yaml")) and path != STATE and INDEX_NAME not in path}
+
+
+def _parsed(path: str, data: bytes) -> Any:
+    try:
+        if path.endswith(".json"):
+            return current_targets(json.loads(data))
+        import yaml
+
+        return current_targets(yaml.safe_load(data))
+    except ValueError:
+        return f"{len(data)} bytes, {digest_of(data)[:12]}"
+
+
+def _key_differences(file: str, first: Any, second: Any) -> Iterator[CheckpointDifference]:
+    one, two = dict(_flat(first)), dict(_flat(second))
+    for key in sorted(one.keys() | two.keys()):
+        a, b = one.get(key, ABSENT), two.get(key, ABSENT)
+        if a != b:
+            yield CheckpointDifference(kind="key", component=file, name=key, first=a, second=b)
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf by its dotted path; lists are leaves."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def _comparable(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key not in PASSED_OVER}

@@ -1,0 +1,286 @@
+"""Discovery: which checkpoints of a directory are complete, and which is the newest. Changes nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint
+from verl.checkpoint.core.filesystem import (
+    FileSystem,
+    is_directory,
+    read_errors,
+)
+from verl.checkpoint.core.manifest import COMMIT, MANIFEST, is_readable
+from verl.checkpoint.read.verify import Level, open_verified
+from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew
+from verl.storage.config import is_address
+
+OWNER, FORMAT = "owner.json", "format.json"
+
+
+log = logging.getLogger(__name__)
+
+STAGING, TRASH, OBJECTS, PINS, LATEST = "staging", "trash", "objects", "pins", "latest"
+COLD, UPLOADED, FETCHED = "cold.json", "uploaded", "fetched"
+RESERVED = {STAGING, TRASH, OBJECTS, PINS, LATEST, FORMAT, OWNER, COLD, UPLOADED, FETCHED}
+
+
+class CheckpointDirectory:
+    """The checkpoints of one directory, for reading; no permission to write is needed.
+
+    >>> CheckpointDirectory("checkpoints").newest().step  # doctest: +SKIP
+    3200
+    """
+
+    def __init__(self, directory: str | Path, disk: FileSystem | None = None):
+        self.directory = Path(directory).absolute()
+        self.disk = disk or FileSystem()
+        self._said: set[str] = set()
+        self._highest_sequence = 0
+
+    def complete(self, strict: bool = False, level: Level = "quick") -> list[Checkpoint]:
+        """Every checkpoint that verifies, in order of publication, the newest last.
+
+        A run resumed at step 100 publishes its step 200 after the step 300 that it abandoned; so it comes later.
+
+        Args:
+            strict: raise at the first bad one, instead of saying so in the log and leaving it out.
+        Raises:
+            BadCheckpoint: only with `strict`.
+        """
+        good, bad = self.survey(level)
+        if strict and bad:
+            raise bad[0]
+        for error in bad:
+            self._say(f"NOT USING checkpoint {error}")
+        return good
+
+    def survey(self, level: Level = "quick") -> tuple[list[Checkpoint], list[BadCheckpoint]]:
+        """Those that verify, in order of publication, and what is wrong with each of the others."""
+        good, bad = [], []
+        with read_errors(f"looking for checkpoints in {self.directory}"):
+            for directory in self.candidates():
+                try:
+                    good.append(open_verified(self.disk, directory, level))
+                except BadCheckpoint as error:
+                    if self.exists(directory):  # else it was pruned while we looked
+                        bad.append(error)
+        return sorted(good, key=lambda published: (published.sequence, published.name)), bad
+
+    def newest(self, strict: bool = False) -> Checkpoint:
+        """The complete checkpoint that was published last.
+
+        Raises:
+            CheckpointNotFound: there is none.
+            CheckpointTooNew: a later version of verl saved here; an older checkpoint is not taken in its place.
+            BadCheckpoint: only with `strict`, if any is bad.
+        """
+        good, bad = self.survey()
+        for error in bad:
+            if strict or isinstance(error, CheckpointTooNew):
+                raise error
+            self._say(f"NOT USING checkpoint {error}")
+        if not good:
+            raise CheckpointNotFound(f"{self.directory} holds no complete checkpoint")
+        return good[-1]
+
+    def open(self, name: str, level: Level = "quick") -> Checkpoint:
+        """The checkpoint of this name; `latest` is the newest complete one, whatever the symbolic link says.
+
+        Raises:
+            CheckpointNotFound: there is none of this name.
+            BadCheckpoint: it does not verify.
+        """
+        if name == LATEST:
+            return self.newest()
+        with read_errors(f"opening checkpoint {name}"):
+            if not is_directory(self.disk, self.directory / name):
+                raise CheckpointNotFound(f"{self.directory} has no checkpoint {name}")
+            return open_verified(self.disk, self.directory / name, level)
+
+    def candidates(self) -> list[Path]:
+        """Directories that are checkpoints, whole or not."""
+        try:
+            names = self.disk.names(self.directory)
+        except FileNotFoundError:
+            return []
+        directories = [self.directory / name for name in names if name not in RESERVED and not name.startswith(".")]
+        return [path for path in directories if self.is_candidate(path)]
+
+    def newest_and_next_sequence(self) -> tuple[Checkpoint | None, int]:
+        """The last published checkpoint whose manifest can be read, and the number of the next publication.
+
+        Raises:
+            CheckpointTooNew: a later version of verl saves here.
+        """
+        opened = []
+        for directory in self.candidates():
+            try:
+                opened.append(open_checkpoint(self.disk, directory))
+            except CheckpointTooNew:
+                raise
+            except BadCheckpoint as error:
+                self._say(f"damaged checkpoint {error}")
+        newest = max(opened, key=lambda published: published.sequence, default=None)
+        # Remembered, too: a manifest that cannot be read just now may be read again later.
+        self._highest_sequence = max(self._highest_sequence, newest.sequence if newest else 0)
+        return newest, self._highest_sequence + 1
+
+    def is_candidate(self, path: Path) -> bool:
+        """Whether a directory is a checkpoint, whole or not."""
+        try:
+            if not is_directory(self.disk, path):
+                return False
+            return path.name.startswith("global_step_") or any(self.exists(path / name) for name in (COMMIT, MANIFEST))
+        except OSError:
+            return True  # what is wrong there is found, and said, when it is opened
+
+    def exists(self, path: Path) -> bool:
+        """Whether there is anything of this name, be it a dangling symbolic link."""
+        try:
+            self.disk.status(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def _say(self, sentence: str) -> None:
+        """Loudly, and once."""
+        if sentence not in self._said:
+            self._said.add(sentence)
+            log.error(sentence)
+
+
+OF_A_RUN = "checkpoints"
+POINTER = "checkpoints.json"  # in a run's directory: where it saves (`save_dir`), and under which `run_id`
+POINTER_LIMIT_BYTES = 65_536
+PULL_FIRST = "this works on a disk. Fetch it with `verl checkpoint pull {} DIR`, and give DIR"
+
+
+@dataclass(frozen=True)
+class ResolvedPath:
+    """Where a path leads.
+
+    Args:
+        directory: of checkpoints.
+        name: of one in it, or `latest`; None where the path means all of them.
+    """
+
+    directory: Path
+    name: str | None = None
+
+
+def resolve_path(path: str | Path, disk: FileSystem | None = None) -> ResolvedPath:
+    """Find out what a path means. It may be relative, end in a slash, and lead through symbolic links.
+
+    `latest` is the newest complete checkpoint, whatever the symbolic link of this name says.
+
+    >>> locate("checkpoints/latest/")  # doctest: +SKIP
+    Location(directory=PosixPath('/home/me/checkpoints'), name='latest')
+
+    Raises:
+        CheckpointNotFound: there are no checkpoints, or they are in object storage.
+        CheckpointReadFailed: the file system refused.
+    """
+    if is_address(str(path)):
+        raise CheckpointNotFound(f"{path} lies in object storage: {PULL_FIRST.format(path)}")
+    disk = disk or FileSystem()
+    given = Path(path).expanduser().absolute()
+    with read_errors(f"looking at {path}"):
+        if given.name == LATEST and _holds_checkpoints(disk, given.parent):
+            return ResolvedPath(given.parent, LATEST)
+        real = Path(os.path.realpath(given))
+        beside = CheckpointDirectory(real.parent, disk)
+        if beside.exists(real) and beside.is_candidate(real):
+            return ResolvedPath(real.parent, real.name)
+        for directory in (real, real / OF_A_RUN, *_pointed_to(disk, real)):
+            if _holds_checkpoints(disk, directory):
+                return ResolvedPath(directory)
+        raise CheckpointNotFound(f"{path} {_instead(disk, given, real)}")
+
+
+def _pointed_to(disk: FileSystem, run: Path) -> list[Path]:
+    """Where a run says that it saves."""
+    try:
+        return [Path(json.loads(disk.read(run / POINTER, POINTER_LIMIT_BYTES))["save_dir"])]
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _holds_checkpoints(disk: FileSystem, directory: Path) -> bool:
+    try:
+        own = CheckpointDirectory(directory, disk)
+        return own.exists(directory / FORMAT) or bool(own.candidates())
+    except NotADirectoryError:
+        return False
+
+
+def _instead(disk: FileSystem, given: Path, real: Path) -> str:
+    """What is there, and what to give."""
+    if given.is_symlink() and not real.exists():
+        return f"is a symbolic link to {os.readlink(given)}, which does not exist"
+    if not CheckpointDirectory(real.parent, disk).exists(real):
+        return "does not exist"
+    for parent in real.parents:
+        if CheckpointDirectory(parent.parent, disk).is_candidate(parent):
+            return f"lies inside the checkpoint {parent}: give that directory"
+    if not is_directory(disk, real):
+        return "is a file: give a directory of checkpoints, or one checkpoint"
+    if below := _below(disk, real / OF_A_RUN, levels=2) or _below(disk, real, levels=2):
+        return f"holds no checkpoints itself: did you mean {' or '.join(map(str, below[:3]))}?"
+    return "holds no checkpoints: give a directory of checkpoints, one of them, or a run that saved some"
+
+
+def _below(disk: FileSystem, directory: Path, levels: int) -> list[Path]:
+    """Directories of checkpoints below this one, as far as one may look."""
+    try:
+        inside = [directory / name for name in disk.names(directory) if is_directory(disk, directory / name)]
+        found = [path for path in inside if _holds_checkpoints(disk, path)]
+    except OSError:
+        return []
+    if found or levels == 1:
+        return found
+    return [path for below in inside for path in _below(disk, below, levels - 1)]
+
+
+HEAD_BYTES = 512
+HEAD = re.compile(rb'"format":.*?"version": ?"(\d+\.\d+)[^"]*".*?"sequence": ?(\d+)', re.DOTALL)
+
+
+def newest_complete(
+    where: ResolvedPath, disk: FileSystem | None = None
+) -> tuple[Checkpoint | None, list[BadCheckpoint]]:
+    """The complete checkpoint that was published last, and the bad ones that were passed over on the way to it.
+
+    Raises:
+        CheckpointTooNew: a later version of verl saved here; a run would refuse, too.
+    """
+    directory = CheckpointDirectory(where.directory, disk)
+    passed_over: list[BadCheckpoint] = []
+    with read_errors(f"looking for checkpoints in {where.directory}"):
+        candidates = directory.candidates() if where.name in (None, LATEST) else [where.directory / where.name]
+        for path in sorted(candidates, key=lambda path: _order(directory, path), reverse=True):
+            try:
+                return open_verified(directory.disk, path), passed_over
+            except CheckpointTooNew:
+                raise
+            except BadCheckpoint as error:
+                if directory.exists(path):  # else it was pruned meanwhile
+                    passed_over.append(error)
+    return None, passed_over
+
+
+def _order(directory: CheckpointDirectory, path: Path) -> float:
+    """The number of publication that the manifest claims; what cannot be read so easily is looked at first."""
+    try:
+        head = HEAD.search(directory.disk.read_range(path / MANIFEST, 0, HEAD_BYTES))
+    except OSError:
+        return math.inf
+    if head is None or not is_readable(head[1].decode()):
+        return math.inf
+    return int(head[2])

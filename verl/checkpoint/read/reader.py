@@ -1,0 +1,227 @@
+"""Reads bytes of a checkpoint's files and tensors, hashed while they are read; only what is asked for is touched."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Collection, Iterator
+
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.delta import DeltaFile
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.hashing import Leaf, digest_of
+from verl.checkpoint.core.manifest import ITEM_BYTES, FileEntry, LogicalTensor, SavedSlice
+from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, FileFault
+
+
+class CheckpointReader:
+    """Reads one checkpoint.
+
+    >>> reader = CheckpointReader(published, disk)  # doctest: +SKIP
+    >>> config = bytes(reader.read("actor/config.json"))  # doctest: +SKIP
+    >>> weight = reader.tensor("actor", "lm_head.weight")  # row-major bytes of the whole tensor  # doctest: +SKIP
+
+    Args:
+        verify: hash every leaf the first time that bytes of it are read.
+        writable: give views that may be written to; what is written stays in this process.
+    """
+
+    def __init__(
+        self, published: Checkpoint, disk: FileSystem | None = None, verify: bool = True, writable: bool = False
+    ):
+        self.published, self.verify, self.writable = published, verify, writable
+        self._disk = disk or FileSystem()
+        manifest = published.manifest
+        self._contents = manifest.contents
+        self._entries = {entry.path: entry for entry in manifest.files} | manifest.contents
+        self._deltas = {entry.path: DeltaFile(published, entry, self._stored) for entry in manifest.deltas}
+        self._tensors = {(tensor.component, tensor.name): tensor for tensor in published.manifest.tensors}
+        self._maps: dict[str, memoryview] = {}
+        self._ends: dict[str, list[int]] = {}  # of the leaves of each mapped file
+        self._checked: dict[str, bytearray] = {}  # one flag for each leaf
+
+    def files(self, component: str = "") -> list[FileEntry]:
+        """The files of a component, or all of them; one that is stored as a difference is there itself."""
+        return [
+            entry for entry in self._contents.values() if entry.path.startswith(f"{component}/" if component else "")
+        ]
+
+    def tensors(self, component: str) -> list[LogicalTensor]:
+        """The tensors of a component."""
+        return [tensor for (name, _), tensor in self._tensors.items() if name == component]
+
+    def read(self, path: str, begin: int = 0, end: int | None = None) -> memoryview:
+        """Bytes of a file, without a copy: a view of the mapped file, which stays mapped as long as the view lives.
+
+        Of a file that is stored as a difference they are decoded, into memory of their own, each time.
+
+        Raises:
+            CheckpointCorrupt: they are not what was written; names the tensors.
+        """
+        entry = self._entries.get(path)
+        if entry is None:
+            raise CheckpointNotFound(f"{self.published.directory} has no file {path}")
+        end = entry.size if end is None else end
+        if path in self._deltas:
+            return self._decoded(entry, begin, end)
+        data = self._map(entry)
+        if self.verify:
+            self._verify(entry, data, begin, end)
+        return data[begin:end]
+
+    def check(self, path: str) -> None:
+        """Hash every byte of a file, unless nothing is hashed; no more of it is held in memory than a leaf.
+
+        Raises:
+            CheckpointCorrupt: they are not what was written.
+        """
+        for _ in self.pieces(path) if self.verify else ():
+            pass
+
+    def pieces(self, path: str) -> Iterator[memoryview]:
+        """All of a file, a leaf at a time.
+
+        Raises:
+            CheckpointCorrupt: bytes are not those that were written.
+        """
+        entry = self._entries.get(path)
+        if entry is None:
+            raise CheckpointNotFound(f"{self.published.directory} has no file {path}")
+        begin = 0
+        for leaf in entry.leaves:
+            yield self.read(path, begin, begin + leaf.size)
+            begin += leaf.size
+        if not entry.leaves:
+            self.read(path)
+
+    def tensor(self, component: str, name: str) -> memoryview:
+        """The bytes of a whole tensor, row-major: a view where one slice holds it, else put together from its slices.
+
+        Raises:
+            CheckpointNotFound: there is no such tensor.
+        """
+        tensor = self._tensors.get((component, name))
+        if tensor is None:
+            raise CheckpointNotFound(f"{self.published.directory} has no tensor {component}/{name}")
+        return self.assemble(tensor, (0,) * len(tensor.shape), tensor.shape)
+
+    def assemble(self, tensor: LogicalTensor, start: tuple[int, ...], extent: tuple[int, ...]) -> memoryview:
+        """The bytes of a rectangular part of a tensor, from whichever slices hold it; reads no others."""
+        for part in tensor.slices:
+            if (part.start, part.extent) == (start, extent):
+                return self._slice(tensor, part)
+        item = ITEM_BYTES[tensor.dtype]
+        result = memoryview(bytearray(math.prod(extent) * item))
+        for part in tensor.slices:
+            low = tuple(map(max, part.start, start))
+            high = tuple(min(a, b + size) for a, b, size in zip(part.end, start, extent))
+            if any(a >= b for a, b in zip(low, high)):
+                continue
+            source = self._slice(tensor, part)
+            size = tuple(b - a for a, b in zip(low, high))
+            for begin, length, target in _runs(low, size, part.start, part.extent, start, extent):
+                result[target * item : (target + length) * item] = source[begin * item : (begin + length) * item]
+        return result if self.writable else result.toreadonly()
+
+    def digest(self, without: Collection[str] = ()) -> str:
+        """Digest of every tensor's name, type, shape and bytes: equal whatever the number of writers.
+
+        Args:
+            without: components left out, such as `rng`, where each process has generators of its own.
+        """
+        digests = []
+        for tensor in (one for one in self.published.manifest.tensors if one.component not in without):
+            content = digest_of(self.tensor(tensor.component, tensor.name))
+            digests.append(f"{tensor.full_name} {tensor.dtype} {list(tensor.shape)} {content}\n")
+        return digest_of("".join(digests).encode())
+
+    def _slice(self, tensor: LogicalTensor, part: SavedSlice) -> memoryview:
+        return self.read(part.file, part.offset, part.offset + tensor.slice_bytes(part))
+
+    def _stored(self, path: str, begin: int, end: int) -> memoryview:
+        """Bytes of a file as it lies there; what is made of them is verified, or not at all."""
+        return self._map(self._entries[path])[begin:end]
+
+    def _decoded(self, entry: FileEntry, begin: int, end: int) -> memoryview:
+        delta = self._deltas[entry.path]
+        leaves = list(_leaves_within(entry, begin, end)) if self.verify else []
+        low, high = (leaves[0][0], leaves[-1][0] + leaves[-1][1].size) if leaves else (begin, end)
+        data = delta.decoded(low, high)
+        for at, leaf in leaves:
+            if digest_of(data[at - low : at - low + leaf.size]) != leaf.blake3:
+                raise delta.blamed(at, at + leaf.size)
+        result = data[begin - low : end - low]
+        return result if self.writable else result.toreadonly()
+
+    def _map(self, entry: FileEntry) -> memoryview:
+        if entry.path in self._maps:
+            return self._maps[entry.path]
+        try:
+            data = self._open_file(entry)
+        except OSError as error:
+            fault = FileFault(entry.path, f"it cannot be read: {error.strerror or error}")
+            raise CheckpointIncomplete(self.published.directory, [fault]) from error
+        if len(data) != entry.size:
+            fault = FileFault(entry.path, f"it has {len(data)} bytes instead of {entry.size}")
+            raise CheckpointCorrupt(self.published.directory, [fault])
+        self._ends[entry.path] = list(itertools.accumulate(leaf.size for leaf in entry.leaves))
+        self._checked[entry.path] = bytearray(len(entry.leaves))
+        self._maps[entry.path] = data
+        return data
+
+    def _open_file(self, entry: FileEntry) -> memoryview:
+        open_file = self._disk.map_private if self.writable else self._disk.map
+        return open_file(self.published.path(entry.path))
+
+    def _verify(self, entry: FileEntry, data: memoryview, begin: int, end: int) -> None:
+        ends, checked = self._ends[entry.path], self._checked[entry.path]
+        for number in range(bisect.bisect_right(ends, begin), len(ends)):
+            low, high = ends[number] - entry.leaves[number].size, ends[number]
+            if low >= end:
+                break
+            if not checked[number] and digest_of(data[low:high]) != entry.leaves[number].blake3:
+                problem = f"bytes {low} to {high} are not those that were written"
+                tensors = self.published.tensors_in(entry.path, low, high)
+                raise CheckpointCorrupt(self.published.directory, [FileFault(entry.path, problem, tensors)])
+            checked[number] = True
+
+
+def _leaves_within(entry: FileEntry, begin: int, end: int) -> Iterator[tuple[int, Leaf]]:
+    """The leaves that have bytes between two places, each with where it begins."""
+    at = 0
+    for leaf in entry.leaves:
+        if at < end and begin < at + leaf.size:
+            yield at, leaf
+        at += leaf.size
+
+
+def _runs(
+    low: tuple[int, ...],
+    size: tuple[int, ...],
+    source_start: tuple[int, ...],
+    source_extent: tuple[int, ...],
+    target_start: tuple[int, ...],
+    target_extent: tuple[int, ...],
+) -> Iterator[tuple[int, int, int]]:
+    """A box as pieces that are contiguous in both: (offset in the source, length, offset in the target) in elements."""
+    # Trailing dimensions that both sides hold whole are one run.
+    whole = len(size)
+    while whole and size[whole - 1] == source_extent[whole - 1] == target_extent[whole - 1]:
+        whole -= 1
+    split = max(whole - 1, 0)
+    length = math.prod(size[split:])
+    for index in itertools.product(*(range(n) for n in size[:split])):
+        first = tuple(a + i for a, i in zip(low, (*index, *(0 for _ in size[split:]))))
+        yield (
+            _offset(first, source_start, source_extent),
+            length,
+            _offset(first, target_start, target_extent),
+        )
+
+
+def _offset(index: tuple[int, ...], start: tuple[int, ...], extent: tuple[int, ...]) -> int:
+    offset = 0
+    for i, first, size in zip(index, start, extent):
+        offset = offset * size + (i - first)
+    return offset

@@ -1,0 +1,189 @@
+"""Verification of a checkpoint, at three levels of effort.
+
+quick   COMMIT, sizes, foreign and missing files, safetensors headers, tiling; milliseconds; at every discovery
+load    the hash of what is read; `reader.py`
+full    every byte; names the file and the tensor
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint, read_state
+from verl.checkpoint.core.delta import DeltaFile
+from verl.checkpoint.core.filesystem import OUT_OF_RESOURCES, FileSystem, files_below
+from verl.checkpoint.core.hashing import digest_of
+from verl.checkpoint.core.manifest import COMMIT, MANIFEST, STATE, FileEntry, content_digest
+from verl.checkpoint.core.safetensors_format import TensorPlace, header_bytes, read_header
+from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, FileFault
+
+Level = Literal["quick", "full"]
+
+
+def open_verified(disk: FileSystem, directory: Path, level: Level = "quick") -> Checkpoint:
+    """Open a checkpoint that passes at this level.
+
+    Raises:
+        BadCheckpoint: with everything that is wrong, by file.
+    """
+    published = open_checkpoint(disk, directory)
+    try:
+        missing, others = quick_faults(disk, published)
+        if not missing and level == "full":
+            others += full_faults(disk, published)
+    except FileNotFoundError as error:  # it is being pruned while we look
+        raise CheckpointIncomplete(directory, [FileFault(_named(directory, error), "it vanished")]) from error
+    except OSError as error:
+        if error.errno in OUT_OF_RESOURCES:
+            raise
+        fault = FileFault(_named(directory, error), f"it cannot be read: {error.strerror or error}")
+        raise CheckpointCorrupt(directory, [fault]) from error
+    if missing:
+        raise CheckpointIncomplete(directory, missing + others)
+    if others:
+        raise CheckpointCorrupt(directory, others)
+    return published
+
+
+def verify(disk: FileSystem, directory: Path, level: Level = "quick") -> list[FileFault]:
+    """Everything that is wrong with a checkpoint, by file; empty where it passes.
+
+    >>> verify(Disk(), Path("checkpoints/latest"), "full")  # doctest: +SKIP
+    [FileFault(file='actor/model.safetensors', problem='...', tensors=('actor/lm_head.weight',))]
+    """
+    try:
+        open_verified(disk, directory, level)
+    except BadCheckpoint as error:
+        return list(error.faults)
+    return []
+
+
+def quick_faults(disk: FileSystem, published: Checkpoint) -> tuple[list[FileFault], list[FileFault]]:
+    """What is missing, and what else is wrong, without reading the files' content."""
+    sizes, _ = files_below(disk, published.directory)
+    for own in (COMMIT, MANIFEST):
+        sizes.pop(own, None)
+    missing, others = [], []
+    made_of = _made_of(published)
+    for entry in published.manifest.files:
+        size = sizes.pop(entry.path, None)
+        tensors = published.tensors_in(made_of.get(entry.path, entry.path))
+        if size is None:
+            missing.append(FileFault(entry.path, "it is missing", tensors))
+        elif size != entry.size:
+            problem = "it is no regular file" if size < 0 else f"it has {size} bytes instead of {entry.size}"
+            others.append(FileFault(entry.path, problem, tensors))
+    others += [FileFault(path, "it is foreign: the manifest does not list it") for path in sizes]
+    if not missing and not others:
+        others += [*tiling_faults(published)] or [*_header_faults(disk, published)]
+    return missing, others
+
+
+def full_faults(disk: FileSystem, published: Checkpoint) -> list[FileFault]:
+    """Every file whose bytes are not those that were written, with the tensors that lie where they differ."""
+    deltas = _deltas(disk, published)
+    stored = {path: delta for delta in deltas for path in (delta.entry.delta, delta.entry.base)}
+    faults = [
+        fault
+        for entry in published.manifest.files
+        for fault in _content_faults(disk, published, entry, stored.get(entry.path))
+    ]
+    if not faults:
+        faults += [fault for delta in deltas for fault in _decoded_faults(delta)]
+    if not faults and published.manifest.file(STATE):
+        written = read_state(disk, published).get("manifest_checksum")
+        if written != content_digest(published.manifest):
+            faults.append(FileFault(STATE, "its manifest_checksum is not that of this checkpoint"))
+    return faults
+
+
+def _content_faults(
+    disk: FileSystem, published: Checkpoint, entry: FileEntry, delta: DeltaFile | None
+) -> Iterator[FileFault]:
+    path, begin = published.path(entry.path), 0
+    for leaf in entry.leaves:
+        end = begin + leaf.size
+        try:
+            # Read, not mapped: a broken sector is an error here, and would be the end of the process there.
+            is_good = digest_of(disk.read_range(path, begin, leaf.size)) == leaf.blake3
+            problem = f"bytes {begin} to {end} are not those that were written"
+        except OSError as error:
+            is_good, problem = False, f"bytes {begin} to {end} cannot be read: {error.strerror or error}"
+        if not is_good:
+            named = published.tensors_in if delta is None else delta.tensors_made_of
+            yield FileFault(entry.path, problem, named(entry.path, begin, end))
+        begin = end
+
+
+def _decoded_faults(delta: DeltaFile) -> Iterator[FileFault]:
+    """Where what comes out of two files that are whole is not what was saved."""
+    begin = 0
+    for leaf in delta.entry.file.leaves:
+        end = begin + leaf.size
+        try:
+            if digest_of(delta.decoded(begin, end)) != leaf.blake3:
+                yield from delta.blamed(begin, end).faults
+        except CheckpointCorrupt as error:
+            yield from error.faults
+        begin = end
+
+
+def _deltas(disk: FileSystem, published: Checkpoint) -> list[DeltaFile]:
+    def read(path: str, begin: int, end: int) -> memoryview:
+        return memoryview(disk.read_range(published.path(path), begin, end - begin))
+
+    return [DeltaFile(published, entry, read) for entry in published.manifest.deltas]
+
+
+def _made_of(published: Checkpoint) -> dict[str, str]:
+    """The file, as it is read, of each that is stored for it."""
+    return {path: entry.path for entry in published.manifest.deltas for path in (entry.delta, entry.base)}
+
+
+def _named(directory: Path, error: OSError) -> str:
+    return Path(os.path.relpath(error.filename or directory, directory)).as_posix()
+
+
+def tiling_faults(published: Checkpoint) -> Iterator[FileFault]:
+    """Where the slices of a tensor do not tile it, or reach over the end of a file."""
+    sizes = {entry.path: entry.size for entry in published.manifest.contents.values()}
+    for tensor in published.manifest.tensors:
+        faults = tensor.faults()
+        yield from (FileFault(MANIFEST, fault, (tensor.full_name,)) for fault in faults)
+        for part in () if faults else tensor.slices:
+            if part.offset + tensor.slice_bytes(part) > sizes.get(part.file, -1):
+                yield FileFault(part.file, "a slice reaches over its end", (tensor.full_name,))
+
+
+def _header_faults(disk: FileSystem, published: Checkpoint) -> Iterator[FileFault]:
+    """Where the headers of safetensors files and the manifest disagree."""
+    deltas = {delta.entry.path: delta for delta in _deltas(disk, published)}
+    for file, parts in published.slices_by_file.items():
+        if all(part.key is None for _, part in parts):
+            continue
+        try:
+            places = _places(disk, published, file, deltas.get(file))
+        except CheckpointCorrupt as error:
+            yield from error.faults
+            continue
+        except ValueError as error:
+            yield FileFault(file, str(error), published.tensors_in(file))
+            continue
+        for tensor, part in parts:
+            place = places.get(part.key or "")
+            expected = (tensor.dtype, part.extent, part.offset)
+            if part.key is not None and (place is None or (place.dtype, place.shape, place.begin) != expected):
+                yield FileFault(
+                    file, f"its header does not hold {part.key!r} as the manifest says", (tensor.full_name,)
+                )
+
+
+def _places(disk: FileSystem, published: Checkpoint, file: str, delta: DeltaFile | None) -> dict[str, TensorPlace]:
+    def read(size: int) -> bytes | memoryview:
+        return disk.read_range(published.path(file), 0, size) if delta is None else delta.decoded(0, min(size, whole))
+
+    whole = published.manifest.contents[file].size
+    return read_header(read(header_bytes(read(8))), whole)

@@ -1,0 +1,9 @@
+"""Checkpoints in object storage, behind the local disk.
+
+commit_log      The commit log of a remote store: numbered records, each created once by whoever is first
+download        Download of one checkpoint from a remote store into a directory
+remote_store    Checkpoints of a remote store: which there are, which is the newest, are they complete
+resolve         The remote tier of a run, the newest complete checkpoint of any tier brought to the local disk
+upload          Upload of one checkpoint into a remote store: objects, then the manifest
+upload_process  The upload process (`python -m verl.checkpoint.remote.upload_process`), and `Uploader`
+"""

@@ -1,0 +1,163 @@
+"""The commit log of a remote store: numbered records, each created once by whoever is first.
+
+A trainer's claim is a record, and so is a checkpoint. Whoever appends has read every record before, since the number
+after the last one is the only one it may create; so a trainer whose claim was followed by another's finds out at the
+very record that would have published, and not one request later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from verl.errors import CheckpointFenced, ConfigError, ObjectDamaged, ObjectNotFound
+from verl.storage.store import ObjectStore
+
+LOG = "log/"
+DIGITS = 12
+RECORD_BYTES = 65_536
+READERS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogRecord:
+    """One line of the log.
+
+    Args:
+        number: from 1.
+        kind: a trainer's claim on the tier, or a checkpoint.
+        claim: of the trainer that wrote it; empty where somebody pushed by hand.
+        by: who that was, for people.
+        manifest: digest of the checkpoint's manifest.
+        manifest_bytes: its size.
+    """
+
+    number: int
+    kind: Literal["claim", "checkpoint"]
+    claim: str = ""
+    by: str = ""
+    at: str = ""
+    name: str = ""
+    manifest: str = ""
+    manifest_bytes: int = 0
+    sequence: int = 0
+    step: int = 0
+
+
+class CommitLog:
+    """The records of one tier.
+
+    Args:
+        claim: of this trainer, taken by `take_claim`; empty appends beside whoever owns the tier.
+    """
+
+    def __init__(self, store: ObjectStore, claim: str = ""):
+        self.store, self.claim = store, claim
+        self._last = 0  # number of the last record that was looked at
+        self._records: dict[int, LogRecord] = {}
+
+    def records(self) -> list[LogRecord]:
+        """All, in order. Asks the store for those that are new, one after another where its listing is late.
+
+        Raises:
+            StorageError: the store does not answer.
+            ObjectDamaged: a record cannot be read.
+        """
+        listed = [found.key for found in self.store.list(LOG)]
+        numbers = {int(key[len(LOG) :].removesuffix(".json")) for key in listed if key.endswith(".json")}
+        missing = [number for number in range(1, max(numbers, default=0) + 1) if number not in self._records]
+        with ThreadPoolExecutor(READERS) as readers:
+            for record in readers.map(self._read, missing):
+                if record is None:
+                    raise ObjectDamaged(f"{self.store.url(LOG)} lacks a record among those that are there")
+                self._records[record.number] = record
+        self._last = max(self._last, *numbers, 0)
+        for record in self._beyond():
+            self._records[record.number] = record
+            self._last = record.number
+        return [self._records[number] for number in sorted(self._records)]
+
+    def take_claim(self) -> None:
+        """Become the trainer that uploads here, unless this claim is there already; see `append`.
+
+        Raises:
+            CheckpointFenced: it is, and another one came after it.
+            ConfigError: the store replaces an object that it was told not to.
+        """
+        assert self.claim, "a claim has a name"
+        if any(record.kind == "claim" and record.claim == self.claim for record in self.records()):
+            self._refuse_if_fenced()
+            return
+        number = self._create(kind="claim")
+        if self.store.create(_key(number), b'{"kind": "probe"}\n'):
+            self.store.put(_key(number), _line(self._records[number]))
+            raise ConfigError(
+                f"{self.store.address} replaces an object although it was asked not to: two trainers could publish "
+                "over each other. Set conditional_put=false for it, and let one trainer alone use the prefix."
+            )
+
+    def append(self, **facts: Any) -> LogRecord:
+        """Add the record of a checkpoint.
+
+        Raises:
+            CheckpointFenced: another trainer has claimed the tier since.
+        """
+        number = self._create(kind="checkpoint", **facts)
+        return self._records[number]
+
+    def _create(self, **facts: Any) -> int:
+        """Create the next record. One of somebody else that turns up at its number is read first, and may end this."""
+        while True:
+            if facts["kind"] == "checkpoint":
+                self._refuse_if_fenced()
+            number = self._last + 1
+            by = f"process {os.getpid()} on {socket.gethostname()}"
+            at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            record = LogRecord(number=number, claim=self.claim, by=by, at=at, **facts)
+            if self.store.create(_key(number), _line(record)):
+                self._records[number], self._last = record, number
+                return number
+            other = self._read(number)
+            assert other is not None, "it was refused because it is there"
+            self._records[number], self._last = other, number
+
+    def _refuse_if_fenced(self) -> None:
+        claims = [self._records[number] for number in sorted(self._records) if self._records[number].kind == "claim"]
+        if self.claim and claims and (record := claims[-1]).claim != self.claim:
+            raise CheckpointFenced(
+                f"{self.store.address} was taken over by {record.by} at {record.at}; this run uploads nothing there "
+                "any more. Stop one of the two, or give this one its own storage.prefix"
+            )
+
+    def _beyond(self) -> Iterator[LogRecord]:
+        """Records that the listing did not show yet."""
+        number = self._last + 1
+        while (record := self._read(number)) is not None:
+            yield record
+            number += 1
+
+    def _read(self, number: int) -> LogRecord | None:
+        try:
+            data = self.store.get(_key(number))
+        except ObjectNotFound:
+            return None
+        try:
+            raw = json.loads(data)
+            known = {key: raw[key] for key in LogRecord.__dataclass_fields__ if key in raw}
+            return LogRecord(**{**known, "number": number})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ObjectDamaged(f"{self.store.url(_key(number))} is no record of a log: {error}") from error
+
+
+def _line(record: LogRecord) -> bytes:
+    return json.dumps(asdict(record)).encode() + b"\n"
+
+
+def _key(number: int) -> str:
+    return f"{LOG}{number:0{DIGITS}d}.json"

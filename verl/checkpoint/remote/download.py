@@ -1,0 +1,142 @@
+"""Download of one checkpoint from a remote store into a directory, where it is committed as if it had been saved
+there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.commit.upload_state import confirm_upload, manifest_digest
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.filesystem import (
+    FileSystem,
+    duplicate,
+    files_below,
+    make_directories,
+    read_errors,
+    write_by_rename,
+    write_errors,
+    write_file,
+)
+from verl.checkpoint.core.hashing import digest_of
+from verl.checkpoint.core.manifest import COMMIT, MANIFEST, FileEntry
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.verify import open_verified
+from verl.checkpoint.remote.commit_log import LogRecord
+from verl.checkpoint.remote.remote_store import RemoteCheckpoint, RemoteStore, object_key, regrouped
+from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, FileFault, ObjectDamaged, ObjectNotFound
+
+
+def pull(tier: RemoteStore, record: LogRecord, store: CheckpointStore, anew: bool = False) -> Checkpoint:
+    """Fetch a checkpoint, unless it is there; files that a checkpoint of the directory has already are linked.
+
+    Every byte is hashed before it is published, by one rename, under the name that it had.
+
+    Args:
+        anew: fetch it although it is there, since its copy is damaged.
+    Raises:
+        BadCheckpoint: something of it is missing in the store, or is not what was written.
+        NoSpaceForCheckpoint, CheckpointWriteFailed: the directory does not take it; nothing was published.
+        CheckpointReadFailed: the directory cannot be looked at.
+        StorageError: the store does not answer.
+    """
+    with read_errors(f"looking at {store.directory}"):
+        here = None if anew else local_copy(store, record.manifest)
+        if here is not None:
+            return here
+        published = tier.open(record)
+        known = _files_by_content(store)
+        store.ownership.borrow()  # a trainer that is saving there stays the owner
+    needed = sum(entry.size for entry in published.manifest.files if (entry.blake3, entry.size) not in known)
+    begun = store.begin(published.step, needed_bytes=needed, needed_files=len(published.manifest.files))
+    with begun as staging, write_errors(f"fetching {record.name}"):
+        for entry in published.manifest.files:
+            _fetch(tier, published, entry, staging.directory / entry.path, staging.directory, store.disk, known)
+        with store.ownership.locked():
+            target = _publish(store, staging.directory, published)
+    fetched = Checkpoint(target, published.manifest)
+    confirm_upload(store.disk, fetched, record.manifest, tier.store.address)
+    return fetched
+
+
+def local_copy(directory: CheckpointDirectory, manifest: str) -> Checkpoint | None:
+    """The checkpoint with this manifest, if it lies whole in a directory."""
+    for path in directory.candidates():
+        with contextlib.suppress(BadCheckpoint, FileNotFoundError):
+            published = open_verified(directory.disk, path)
+            if manifest_digest(directory.disk, published) == manifest:
+                return published
+    return None
+
+
+def _publish(store: CheckpointStore, staged: Path, published: RemoteCheckpoint) -> Path:
+    write_by_rename(store.disk, staged / MANIFEST, published.data)
+    write_by_rename(store.disk, staged / COMMIT, published.commit)
+    open_verified(store.disk, staged)
+    for directory in files_below(store.disk, staged)[1]:
+        store.disk.sync_directory(directory)
+    target = store.rename_into_place(staged, published.record.name)
+    store.disk.sync_directory(staged.parent)
+    store.disk.sync_directory(target.parent)
+    store.point_latest(target.name)
+    return target
+
+
+def _files_by_content(directory: CheckpointDirectory) -> dict[tuple[str, int], Path]:
+    """Where the files of the directory's checkpoints lie, by digest and size."""
+    found: dict[tuple[str, int], Path] = {}
+    for published in directory.complete():
+        for entry in published.manifest.files:
+            found[entry.blake3, entry.size] = published.path(entry.path)
+    return found
+
+
+def _fetch(
+    tier: RemoteStore,
+    published: RemoteCheckpoint,
+    entry: FileEntry,
+    target: Path,
+    root: Path,
+    disk: FileSystem,
+    known: dict[tuple[str, int], Path],
+) -> None:
+    make_directories(disk, target.parent, root)
+    source = known.get((entry.blake3, entry.size))
+    if source is not None and _is_intact(disk, source, entry) and duplicate(disk, source, target):
+        return
+    try:
+        leaves = write_file(
+            disk, target, _checked(published, entry, tier.store.pieces(object_key(entry), 0, entry.size))
+        )
+    except ObjectNotFound as error:
+        fault = FileFault(entry.path, "its object is missing", published.tensors_in(entry.path))
+        raise CheckpointIncomplete(published.directory, [fault]) from error
+    except ObjectDamaged as error:
+        fault = FileFault(entry.path, str(error), published.tensors_in(entry.path))
+        raise CheckpointCorrupt(published.directory, [fault]) from error
+    assert leaves == entry.leaves, "each was compared before it was written"
+
+
+def _checked(published: RemoteCheckpoint, entry: FileEntry, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    begin = 0
+    for leaf, data in zip(entry.leaves, regrouped(pieces, entry)):
+        if digest_of(data) != leaf.blake3:
+            problem = f"bytes {begin} to {begin + leaf.size} of its object are not those that were written"
+            tensors = published.tensors_in(entry.path, begin, begin + leaf.size)
+            raise CheckpointCorrupt(published.directory, [FileFault(entry.path, problem, tensors)])
+        begin += leaf.size
+        yield data
+
+
+def _is_intact(disk: FileSystem, path: Path, entry: FileEntry) -> bool:
+    begin = 0
+    for leaf in entry.leaves:
+        with contextlib.suppress(OSError):
+            if digest_of(disk.read_range(path, begin, leaf.size)) == leaf.blake3:
+                begin += leaf.size
+                continue
+        return False
+    return True

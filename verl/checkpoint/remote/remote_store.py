@@ -1,0 +1,256 @@
+"""Checkpoints of a remote store: which there are, which is the newest, are they complete, and their bytes by ranges."""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.hashing import digest_of
+from verl.checkpoint.core.manifest import (
+    MANIFEST,
+    STATE,
+    FileEntry,
+    Manifest,
+    ManifestError,
+    ManifestTooNew,
+    commit_line,
+)
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.read.verify import Level, tiling_faults
+from verl.checkpoint.remote.commit_log import CommitLog, LogRecord
+from verl.errors import (
+    BadCheckpoint,
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    CheckpointTooNew,
+    FileFault,
+    ObjectDamaged,
+    ObjectNotFound,
+)
+from verl.storage.store import ObjectStore
+from verl.utils.saved_targets import current_targets
+
+log = logging.getLogger(__name__)
+
+OBJECTS, MANIFESTS = "objects/", "manifests/"
+
+
+@dataclass(frozen=True)
+class RemoteCheckpoint(Checkpoint):
+    """A checkpoint of a tier whose manifest is the one that the log names.
+
+    Attributes:
+        directory: where it would lie, for messages.
+        data: of the manifest.
+        record: of the log.
+    """
+
+    data: bytes
+    record: LogRecord
+
+    @property
+    def commit(self) -> bytes:
+        """The content of its COMMIT."""
+        return commit_line(self.data)
+
+
+class RemoteStore:
+    """The checkpoints of one tier, for reading.
+
+    >>> tier = RemoteStore(storage_at("s3://models/verl/ppo").connect())  # doctest: +SKIP
+    >>> tier.newest().step  # doctest: +SKIP
+    3200
+
+    Every question raises StorageError where the store does not answer.
+    """
+
+    def __init__(self, store: ObjectStore):
+        self.store = store
+        self.log = CommitLog(store)
+
+    def records(self) -> list[LogRecord]:
+        """Of all checkpoints, the newest last; one that was pushed twice counts once."""
+        found = {record.manifest: record for record in self.log.records() if record.kind == "checkpoint"}
+        return sorted(found.values(), key=lambda record: (record.sequence, record.number))
+
+    def highest_sequence(self) -> int:
+        """Of a publication; 0 where there is none."""
+        return max((record.sequence for record in self.records()), default=0)
+
+    def open(self, record: LogRecord) -> RemoteCheckpoint:
+        """Read a checkpoint's manifest.
+
+        Raises:
+            BadCheckpoint: it is not there, or not the one that the log names.
+        """
+        where = self.directory(record)
+        try:
+            data = bytes(self.store.get(f"{MANIFESTS}{record.manifest}.json", 0, record.manifest_bytes))
+        except ObjectNotFound as error:
+            raise CheckpointIncomplete(where, [FileFault(MANIFEST, "it is missing")]) from error
+        except ObjectDamaged as error:
+            raise CheckpointCorrupt(where, [FileFault(MANIFEST, str(error))]) from error
+        if digest_of(data) != record.manifest:
+            raise CheckpointCorrupt(where, [FileFault(MANIFEST, "it is not the manifest that the log names")])
+        try:
+            return RemoteCheckpoint(where, Manifest.from_bytes(data), data, record)
+        except ManifestTooNew as error:
+            raise CheckpointTooNew(where, [FileFault(MANIFEST, str(error))]) from error
+        except ManifestError as error:
+            raise CheckpointCorrupt(where, [FileFault(MANIFEST, str(error))]) from error
+
+    def find(self, name: str | None = None) -> LogRecord:
+        """The record of a name, the last of its name; of the newest where none is given.
+
+        Raises:
+            CheckpointNotFound: there is none.
+        """
+        named = [record for record in self.records() if name in (None, record.name)]
+        if not named:
+            what = "holds no checkpoint" if name is None else f"has no checkpoint {name}"
+            raise CheckpointNotFound(f"{self.store.address} {what}")
+        return named[-1]
+
+    def verified(self, record: LogRecord, level: Level = "quick") -> RemoteCheckpoint:
+        """Open one that passes: its objects are there and as long as they should be; with `full`, every byte is hashed.
+
+        Raises:
+            BadCheckpoint: with everything that is wrong, by file.
+        """
+        published = self.open(record)
+        missing, others = [], list(tiling_faults(published))
+        for entry in published.manifest.files:
+            tensors = published.tensors_in(entry.path)
+            found = self.store.find(object_key(entry)) if entry.size else None
+            if entry.size and found is None:
+                missing.append(FileFault(entry.path, "its object is missing", tensors))
+            elif found is not None and found.size != entry.size:
+                others.append(FileFault(entry.path, f"its object has {found.size} bytes, not {entry.size}", tensors))
+            elif level == "full":
+                others += self._content_faults(published, entry)
+        if missing:
+            raise CheckpointIncomplete(published.directory, missing + others)
+        if others:
+            raise CheckpointCorrupt(published.directory, others)
+        return published
+
+    def survey(self, level: Level = "quick") -> tuple[list[RemoteCheckpoint], list[BadCheckpoint]]:
+        """Those that verify, the newest last, and what is wrong with each of the others."""
+        good, bad = [], []
+        for record in self.records():
+            try:
+                good.append(self.verified(record, level))
+            except BadCheckpoint as error:
+                bad.append(error)
+        return good, bad
+
+    def newest(self) -> RemoteCheckpoint:
+        """The newest that is whole.
+
+        Raises:
+            CheckpointNotFound: there is none.
+            CheckpointTooNew: a later version of verl saved here.
+        """
+        for record in reversed(self.records()):
+            try:
+                return self.verified(record)
+            except CheckpointTooNew:
+                raise
+            except BadCheckpoint as error:
+                log.error("NOT USING checkpoint %s", error)
+        raise CheckpointNotFound(f"{self.store.address} holds no complete checkpoint")
+
+    def reader(self, published: RemoteCheckpoint, writable: bool = False) -> RemoteReader:
+        """Its bytes."""
+        return RemoteReader(self.store, published, writable)
+
+    def state(self, published: RemoteCheckpoint) -> dict[str, Any]:
+        """All of its `trainer_state.json`."""
+        return current_targets(json.loads(bytes(self.reader(published).read(STATE))))
+
+    def directory(self, record: LogRecord) -> Path:
+        """Where a checkpoint would lie, for messages."""
+        return Path(self.store.address.replace("://", ":/"), record.name)
+
+    def _content_faults(self, published: RemoteCheckpoint, entry: FileEntry) -> list[FileFault]:
+        faults, begin = [], 0
+        pieces = regrouped(self.store.pieces(object_key(entry), 0, entry.size), entry)
+        for leaf, data in zip(entry.leaves, pieces):
+            if digest_of(data) != leaf.blake3:
+                problem = f"bytes {begin} to {begin + leaf.size} are not those that were written"
+                tensors = published.tensors_in(entry.path, begin, begin + leaf.size)
+                faults.append(FileFault(entry.path, problem, tensors))
+            begin += leaf.size
+        return faults
+
+
+class RemoteReader(CheckpointReader):
+    """Reads one checkpoint of a tier: fetches, and always hashes, the leaves that what is asked for lies in, once.
+
+    A tensor of many gigabytes beside it is never touched; what was fetched stays in memory as long as the reader.
+    """
+
+    def __init__(self, store: ObjectStore, published: RemoteCheckpoint, writable: bool = False):
+        super().__init__(published, FileSystem(), verify=True, writable=writable)
+        self._store = store
+
+    def _open_file(self, entry: FileEntry) -> memoryview:
+        """Memory for the file, which is taken as it is written to."""
+        return memoryview(mmap.mmap(-1, entry.size) if entry.size else bytearray())
+
+    def _stored(self, path: str, begin: int, end: int) -> memoryview:
+        """A difference, or its base, is fetched as any other file."""
+        entry = self._entries[path]
+        data = self._map(entry)
+        self._verify(entry, data, begin, end)
+        return data[begin:end]
+
+    def _verify(self, entry: FileEntry, data: memoryview, begin: int, end: int) -> None:
+        for first, last in self._unchecked(entry, begin, end):
+            low = sum(leaf.size for leaf in entry.leaves[:first])
+            high = low + sum(leaf.size for leaf in entry.leaves[first:last])
+            at = low
+            try:
+                for piece in self._store.pieces(object_key(entry), low, high):
+                    data[at : at + len(piece)] = piece
+                    at += len(piece)
+            except (ObjectNotFound, ObjectDamaged) as error:
+                fault = FileFault(entry.path, str(error), self.published.tensors_in(entry.path, low, high))
+                raise CheckpointIncomplete(self.published.directory, [fault]) from error
+            super()._verify(entry, data, low, high)
+
+    def _unchecked(self, entry: FileEntry, begin: int, end: int) -> list[tuple[int, int]]:
+        """Runs of leaves, from `first` to before `last`, that hold bytes of a range and were not fetched."""
+        runs: list[tuple[int, int]] = []
+        ends, checked = self._ends[entry.path], self._checked[entry.path]
+        for number, leaf in enumerate(entry.leaves):
+            if ends[number] <= begin or ends[number] - leaf.size >= end or checked[number]:
+                continue
+            if runs and runs[-1][1] == number:
+                runs[-1] = (runs[-1][0], number + 1)
+            else:
+                runs.append((number, number + 1))
+        return runs
+
+
+def object_key(entry: FileEntry) -> str:
+    """Where the bytes of a file lie."""
+    return f"{OBJECTS}{entry.blake3}-{entry.size}"
+
+
+def regrouped(pieces: Iterable[bytes], entry: FileEntry) -> Iterator[bytes]:
+    """The bytes of a file, cut where its leaves end."""
+    held, coming = bytearray(), iter(pieces)
+    for leaf in entry.leaves:
+        while len(held) < leaf.size:
+            held += next(coming)
+        yield bytes(memoryview(held)[: leaf.size])
+        del held[: leaf.size]

@@ -1,0 +1,192 @@
+"""The remote tier of a run, the newest complete checkpoint of any tier brought to the local disk, and addresses."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.commit.upload_state import UploadTarget, manifest_digest
+from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.read.discovery import FETCHED, CheckpointDirectory
+from verl.checkpoint.read.verify import Level, open_verified
+from verl.checkpoint.remote.commit_log import LOG, LogRecord
+from verl.checkpoint.remote.download import pull
+from verl.checkpoint.remote.remote_store import RemoteStore
+from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, ConfigError, StorageError, StorageRefused
+from verl.storage.config import Storage, storage_at, storage_from
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointTier:
+    """Where a run's checkpoints go beside the local disk.
+
+    Args:
+        storage: the place of this run's checkpoints alone.
+        upload_interval, keep_waiting: see `Checkpointing`.
+    """
+
+    storage: Storage
+    upload_interval: int = 1
+    keep_waiting: int = 8
+
+    @property
+    def address(self) -> str:
+        """For people, and for `resume=`."""
+        return self.storage.address
+
+    def connect(self) -> RemoteStore:
+        """Its checkpoints; nothing is asked yet."""
+        return RemoteStore(self.storage.connect())
+
+    def cold(self) -> UploadTarget:
+        """What the directory is to know of it. Publications go on from the highest number that the store has.
+
+        A store that does not answer may have any; the clock is then above all that it can have, since numbers are
+        counted from 1.
+
+        Raises:
+            ConfigError: the store refuses: there is no such bucket, or the credentials are not for it.
+        """
+        checkpoints = self.connect()
+        try:
+            floor = checkpoints.highest_sequence()
+        except StorageRefused as error:
+            raise ConfigError(
+                f"storage leads to {self.address}, which refuses: {error}. Mend that, or keep checkpoints on the local "
+                "disk alone with checkpoint.upload_interval=null."
+            ) from error
+        except StorageError as error:
+            floor = int(time.time())
+            log.error("%s cannot be asked (%s): publications are numbered from %d", self.address, error, floor)
+        finally:
+            checkpoints.store.close()
+        return UploadTarget(
+            address=self.address,
+            upload_interval=self.upload_interval,
+            keep_waiting=self.keep_waiting,
+            sequence_floor=floor,
+        )
+
+
+def tier_of(
+    settings: Checkpointing | None, storage: Storage | None, project: str, experiment: str, job: str = ""
+) -> CheckpointTier | None:
+    """The tier of a run: `checkpoint.cold_storage` where it is given, else `storage`; None without either.
+
+    It lies at `PREFIX/checkpoints/PROJECT/EXPERIMENT`, as checkpoints do on the local disk.
+    """
+    if settings is None or settings.upload_interval is None:
+        return None
+    interval = settings.upload_interval
+    if settings.cold_storage is not None:
+        own = dict(settings.cold_storage)
+        interval = own.pop("upload_interval", interval)
+        storage = storage_from(own)
+    if storage is None or storage.kind == "memory":  # what is in the memory of a process is no second place
+        return None
+    below = "/".join(part for part in ("checkpoints", project, experiment, job) if part)
+    return CheckpointTier(storage=storage.below(below), upload_interval=interval, keep_waiting=settings.keep_waiting)
+
+
+def newest_of_tiers(directory: Path, tier: CheckpointTier, level: Level, strict: bool = False) -> Checkpoint:
+    """The newest checkpoint that is whole, on the local disk or in the store; from there it is fetched.
+
+    A damaged one is told, and its copy in the other tier is taken, or the one before it.
+
+    Raises:
+        CheckpointNotFound: neither has one.
+        ConfigError: the store does not answer and the local disk has none, or all are damaged.
+        BadCheckpoint: with `strict`, the first that is damaged.
+    """
+    local = CheckpointDirectory(directory)
+    complete, bad = local.survey()
+    remote, records = tier.connect(), []
+    try:
+        records = remote.records()
+    except StorageError as error:
+        if not complete:
+            raise ConfigError(
+                f"resume is 'latest': there is no checkpoint in {directory}, and {tier.address} cannot be asked "
+                f"whether it has one ({error}). Mend that, or start without resume."
+            ) from error
+        log.error("%s cannot be asked for a newer checkpoint (%s): going on from the local disk", tier.address, error)
+    faults: list[BadCheckpoint] = [*bad]
+    for found in _in_order(local, complete, records):
+        try:
+            if isinstance(found, Checkpoint):
+                return open_verified(local.disk, found.directory, level)
+            return pull(remote, found, CheckpointStore(directory), anew=True)
+        except CheckpointTooNew:
+            raise
+        except BadCheckpoint as error:
+            log.error("NOT USING checkpoint %s", error)
+            faults.append(error)
+        if strict:
+            raise faults[-1]
+    if faults:
+        raise ConfigError(
+            f"resume finds damaged checkpoints in {directory} and {tier.address} and no whole one; the log names what "
+            "is wrong. Mend or remove them, or start without resume."
+        )
+    raise CheckpointNotFound(f"neither {directory} nor {tier.address} holds a checkpoint")
+
+
+def bring(address: str, save_dir: Path, storage: Storage | None = None) -> Checkpoint:
+    """Fetch what an address names: a tier, of which the newest is meant, or one checkpoint of it.
+
+    It is fetched into a directory of its own below `save_dir/fetched`, which may be removed at any time.
+
+    Args:
+        storage: whose settings are taken over where it is of the same kind.
+    Raises:
+        CheckpointNotFound: there is none.
+        BadCheckpoint: it is damaged.
+    """
+    tier, record = find_at(address, storage)
+    place = hashlib.blake2b(tier.store.address.encode(), digest_size=6).hexdigest()
+    return pull(tier, record or tier.newest().record, CheckpointStore(save_dir / FETCHED / place))
+
+
+def find_at(address: str, storage: Storage | None = None) -> tuple[RemoteStore, LogRecord | None]:
+    """The tier that an address leads to, and the checkpoint that it names, or None where it names none.
+
+    An address above exactly one tier leads to that.
+
+    Raises:
+        CheckpointNotFound: there is no tier, or no checkpoint of this name, or there are several tiers below.
+    """
+    named = storage_at(address.rstrip("/"), storage)
+    tier = RemoteStore(named.connect())
+    if tier.log.records():
+        return tier, None
+    parent, _, name = named.address.rpartition("/")
+    if "://" in parent and not parent.endswith(("/", ":")):
+        above = RemoteStore(storage_at(parent, storage).connect())
+        if above.log.records():
+            return above, above.find(None if name == "latest" else name)
+    suffix = f"/{LOG}000000000001.json"
+    below = [found.key.removesuffix(suffix) for found in tier.store.list() if found.key.endswith(suffix)]
+    if len(below) == 1:
+        return RemoteStore(named.below(below[0]).connect()), None
+    said = (
+        f"did you mean {' or '.join(f'{named.address}/{one}' for one in below[:3])}?" if below else "nothing is there"
+    )
+    raise CheckpointNotFound(f"{address} holds no checkpoints: {said}")
+
+
+def _in_order(
+    local: CheckpointDirectory, complete: list[Checkpoint], records: list[LogRecord]
+) -> Iterator[Checkpoint | LogRecord]:
+    """The newest first; of a checkpoint that lies in both tiers, the local copy."""
+    of_local = [((one.sequence, 1, manifest_digest(local.disk, one)), one) for one in complete]
+    of_store = [((record.sequence, 0, record.manifest), record) for record in records]
+    for _, found in sorted([*of_local, *of_store], key=lambda pair: pair[0], reverse=True):
+        yield found

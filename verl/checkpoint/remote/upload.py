@@ -1,0 +1,135 @@
+"""Upload of one checkpoint into a remote store: objects, then the manifest, then its record in the commit log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.hashing import digest_of
+from verl.checkpoint.core.manifest import MANIFEST, FileEntry
+from verl.checkpoint.remote.commit_log import CommitLog, LogRecord
+from verl.checkpoint.remote.remote_store import MANIFESTS, object_key
+from verl.errors import CheckpointCorrupt, CheckpointIncomplete, FileFault
+from verl.storage.store import ObjectStore
+
+SMALL_BYTES, AT_ONCE = 2**20, 4
+
+
+@dataclass
+class UploadResult:
+    """What a push came to.
+
+    Attributes:
+        record: of the log.
+        sent_bytes, num_sent: of objects that the store did not have.
+    """
+
+    record: LogRecord
+    sent_bytes: int = 0
+    num_sent: int = 0
+
+
+@dataclass
+class CheckpointUpload:
+    """Puts checkpoints into one tier.
+
+    Args:
+        log: of the tier, with the claim of this trainer, or with none to push beside it.
+    """
+
+    store: ObjectStore
+    log: CommitLog
+    disk: FileSystem = field(default_factory=FileSystem)
+    _there: set[str] = field(default_factory=set)
+
+    def push(self, published: Checkpoint) -> UploadResult:
+        """Put a checkpoint, of which what the store has already is not sent again. May be killed, and done again.
+
+        Every byte is hashed on its way: what differs from what was written is never uploaded.
+
+        Raises:
+            CheckpointCorrupt: a file is not what was written.
+            CheckpointIncomplete: a file is gone.
+            CheckpointFenced: another trainer has claimed the tier.
+            StorageError: the store does not answer, or refuses.
+        """
+        data = self.disk.read(published.path(MANIFEST), 2**31)
+        digest = digest_of(data)
+        for record in self.log.records():
+            if record.kind == "checkpoint" and record.manifest == digest:
+                return UploadResult(record)
+        sent = self._put_objects(published)
+        self.store.put(f"{MANIFESTS}{digest}.json", data)
+        record = self.log.append(
+            name=published.name, manifest=digest, manifest_bytes=len(data), sequence=published.sequence,
+            step=published.step,
+        )  # fmt: skip
+        return UploadResult(record, sent_bytes=sum(entry.size for entry in sent), num_sent=len(sent))
+
+    def _put_objects(self, published: Checkpoint) -> list[FileEntry]:
+        """Small files several at a time, for the time that each request takes; large ones in parts, one by one."""
+        entries = {object_key(entry): entry for entry in published.manifest.files if entry.size}
+        wanted = [entry for key, entry in entries.items() if key not in self._there]
+        small = [entry for entry in wanted if entry.size <= SMALL_BYTES]
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="push") as threads:
+            futures = [threads.submit(self._put, published, entry) for entry in small]
+            try:
+                sent = [future.result() for future in futures]
+            except BaseException:
+                threads.shutdown(cancel_futures=True)
+                raise
+        sent += [self._put(published, entry) for entry in wanted if entry.size > SMALL_BYTES]
+        return [entry for entry in sent if entry is not None]
+
+    def _put(self, published: Checkpoint, entry: FileEntry) -> FileEntry | None:
+        """Put a file unless it is there."""
+        key = object_key(entry)
+        found = self.store.find(key)
+        if found is not None and found.size == entry.size:
+            self._there.add(key)
+            return None
+        length = self.store.part_bytes(entry.size)
+        self.store.put_pieces(key, lambda: checked_pieces(self.disk, published, entry, length), entry.size)
+        self._there.add(key)
+        return entry
+
+
+def checked_pieces(disk: FileSystem, published: Checkpoint, entry: FileEntry, length: int) -> Iterator[bytes]:
+    """A file in pieces, each given once it is known to be what was written; a leaf that is a piece is not copied."""
+    path, at, missing = published.path(entry.path), 0, length  # bytes up to the end of the piece
+    held: list[memoryview] = []
+    for leaf in entry.leaves:
+        data = _leaf(disk, published, entry, path, at, leaf.size, leaf.blake3)
+        at += leaf.size
+        if missing == length == len(data):
+            yield data
+            continue
+        rest = memoryview(data)
+        while len(rest) >= missing:
+            yield b"".join([*held, rest[:missing]])
+            rest, held, missing = rest[missing:], [], length
+        held.append(rest)
+        missing -= len(rest)
+    if missing < length:
+        yield b"".join(held)
+
+
+def _leaf(
+    disk: FileSystem, published: Checkpoint, entry: FileEntry, path: Path, begin: int, size: int, blake3: str
+) -> bytes:
+    tensors = published.tensors_in(entry.path, begin, begin + size)
+    try:
+        data = disk.read_range(path, begin, size)
+    except FileNotFoundError as error:
+        raise CheckpointIncomplete(published.directory, [FileFault(entry.path, "it is missing", tensors)]) from error
+    except OSError as error:
+        fault = FileFault(entry.path, f"it cannot be read: {error.strerror or error}", tensors)
+        raise CheckpointCorrupt(published.directory, [fault]) from error
+    if digest_of(data) != blake3:
+        problem = f"bytes {begin} to {begin + size} are not those that were written"
+        raise CheckpointCorrupt(published.directory, [FileFault(entry.path, problem, tensors)])
+    return data

@@ -1,0 +1,447 @@
+"""The upload process (`python -m verl.checkpoint.remote.upload_process`), and `Uploader`, the trainer's side of it.
+
+The process is started with the run, told of each checkpoint, restarted when it died, and waited for at the end;
+training never waits for it. It looks at the directory when it is told to, and uploads what the store is to get and has
+not
+confirmed, the newest first: that is the one to go on from. It ends with the trainer. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from verl.checkpoint.commit.upload_state import (
+    UploadTarget,
+    confirm_upload,
+    is_upload_confirmed,
+    manifest_digest,
+    withdraw_confirmation,
+)
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.remote.commit_log import CommitLog
+from verl.checkpoint.remote.upload import CheckpointUpload
+from verl.errors import BadCheckpoint, CheckpointError, CheckpointFenced, StorageError, StorageRefused, VerlError
+from verl.storage.config import Storage
+from verl.storage.store import ObjectStore
+from verl.utils.child_process import describe_exit, kill, resume_without_parent
+from verl.utils.progress import Progress, ProgressWatch, report, report_to
+from verl.utils.redact import redact
+
+LOOK, FINISH = "look", "finish"
+WORK, ROUNDS = 0, 1  # slots of the progress: pieces of work, and commands that were carried out
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 120.0
+LINEAGE = "lineage.jsonl"
+PROGRESS_VARIABLE = "VERL_UPLOADER_PROGRESS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadSettings:
+    """What the process is to do.
+
+    Args:
+        directory: of checkpoints.
+        storage: the tier.
+        claim: of this trainer on the tier.
+        shortest_pause_s: after the first failure in a row; doubled for each further one, up to two minutes.
+    """
+
+    directory: str
+    storage: Storage
+    claim: str
+    cold: UploadTarget
+    niceness: int = 10
+    shortest_pause_s: float = SHORTEST_PAUSE_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadEvent:
+    """What the process says.
+
+    Args:
+        kind: `uploaded` with the name of a checkpoint, `failed` with an error, `fenced`, or `done` after FINISH.
+        waiting: checkpoints that the store is to get and has not confirmed.
+        is_refused: the store answered, and asking again would not help.
+    """
+
+    kind: str
+    name: str = ""
+    error: str = ""
+    waiting: int = 0
+    sent_bytes: int = 0
+    took_s: float = 0.0
+    is_refused: bool = False
+
+
+class UploadWorker:
+    """One tier being filled from one directory.
+
+    Args:
+        tell: is given what happens.
+    """
+
+    def __init__(self, setting: UploadSettings, store: ObjectStore, tell: Callable[[UploadEvent], None]):
+        self._cold, self._tell = setting.cold, tell
+        self._directory = CheckpointDirectory(Path(setting.directory))
+        self._log = CommitLog(store, setting.claim)
+        self._pusher = CheckpointUpload(store, self._log, self._directory.disk)
+        self._has_claim = False
+        self._bad: set[str] = set()
+
+    def waiting(self, with_newest: bool = False) -> list[Checkpoint]:
+        """What the store is to get, the newest first.
+
+        Args:
+            with_newest: the newest one whatever the interval says: it is the last of the run.
+        """
+        complete = self._directory.survey()[0]
+        wanted = [published for published in complete if self._cold.wants(published)]
+        if with_newest and complete and complete[-1] not in wanted:
+            wanted.append(complete[-1])
+        return [one for one in reversed(wanted) if one.name not in self._bad and not self._is_there(one)]
+
+    def go(self, with_newest: bool = False) -> None:
+        """Upload all that is waiting.
+
+        Raises:
+            CheckpointFenced: another trainer has claimed the tier.
+            StorageError: the store does not answer, or refuses; what was uploaded is told and recorded.
+        """
+        if not self._has_claim:
+            self._log.take_claim()
+            self._withdraw_lost()
+            self._has_claim = True
+        while waiting := self.waiting(with_newest):
+            self._upload(waiting[0], len(waiting) - 1)
+
+    def _is_there(self, published: Checkpoint) -> bool:
+        return is_upload_confirmed(self._directory.disk, published, self._cold.address)
+
+    def _withdraw_lost(self) -> None:
+        """Upload again what the store had confirmed, and knows nothing of any more: somebody emptied it."""
+        known = {record.manifest for record in self._log.records()}
+        for published in self._directory.survey()[0]:
+            if self._is_there(published) and manifest_digest(self._directory.disk, published) not in known:
+                withdraw_confirmation(self._directory.disk, published)
+
+    def _upload(self, published: Checkpoint, others: int) -> None:
+        began = time.monotonic()
+        try:
+            pushed = self._pusher.push(published)
+            confirm_upload(self._directory.disk, published, pushed.record.manifest, self._cold.address)
+        except (BadCheckpoint, FileNotFoundError) as error:  # damaged on the local disk, or dropped meanwhile
+            if isinstance(error, StorageError):
+                raise
+            self._bad.add(published.name)
+            if self._directory.exists(published.directory):
+                self._tell(UploadEvent(kind="failed", name=published.name, error=redact(str(error)), waiting=others))
+            return
+        self._keep_lineage()
+        took_s = time.monotonic() - began
+        self._tell(
+            UploadEvent(
+                kind="uploaded", name=published.name, waiting=others, sent_bytes=pushed.sent_bytes, took_s=took_s
+            )
+        )
+
+    def _keep_lineage(self) -> None:
+        """Which run came from which, as far as this directory knows: for people, so a failure is no matter."""
+        with contextlib.suppress(OSError):
+            self._pusher.store.put(LINEAGE, FileSystem().read(self._directory.directory / LINEAGE, 2**26))
+
+
+def serve(setting: UploadSettings, commands: BinaryIO, tell: Callable[[UploadEvent], None], progress: Progress) -> None:
+    """Upload when told to, until told to finish or hung up on."""
+    store = setting.storage.connect()
+    num_commands = [1]  # it looks at once
+    uploading = UploadWorker(setting, store, tell)
+    asked, finishing, over = threading.Event(), threading.Event(), threading.Event()
+
+    def listen() -> None:
+        try:
+            while True:
+                is_last = pickle.load(commands) == FINISH
+                num_commands[0] += 1
+                if is_last:
+                    finishing.set()
+                asked.set()
+        except (EOFError, OSError, pickle.UnpicklingError):
+            over.set()
+            os._exit(0)  # the trainer is gone, and what is under way is begun again by the next one
+
+    threading.Thread(target=listen, name="commands", daemon=True).start()
+    pause_s = setting.shortest_pause_s
+    asked.set()
+    while True:
+        report("idle")
+        asked.wait()
+        asked.clear()
+        is_last, begun = finishing.is_set(), num_commands[0]
+        report("looking for checkpoints to upload")
+        try:
+            uploading.go(with_newest=is_last)
+            pause_s = setting.shortest_pause_s
+        except CheckpointFenced as error:
+            tell(UploadEvent(kind="fenced", error=str(error)))
+            asked.wait()  # to be told to finish; nothing is uploaded any more
+            break
+        except (StorageError, CheckpointError, VerlError, OSError) as error:
+            what, is_refused = redact(f"{type(error).__name__}: {error}"), isinstance(error, StorageRefused)
+            tell(UploadEvent(kind="failed", error=what, waiting=_count(uploading), is_refused=is_refused))
+            _pause(pause_s, finishing, is_last)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            asked.set()
+            continue
+        while progress.count(ROUNDS) < begun:
+            progress.advance(slot=ROUNDS)
+        if is_last:
+            break
+    tell(UploadEvent(kind="done"))
+    over.wait()
+
+
+def _pause(pause_s: float, finishing: threading.Event, is_last: bool) -> None:
+    """Wait before the store is asked again; shorter where the run is about to end."""
+    while pause_s > 0 and (is_last or not finishing.is_set()):
+        report("waiting to ask the store again")
+        finishing.wait(min(1.0, pause_s)) if not is_last else time.sleep(min(1.0, pause_s))
+        pause_s -= 1.0
+
+
+def _count(uploading: UploadWorker) -> int:
+    try:
+        return len(uploading.waiting())
+    except (CheckpointError, OSError):
+        return 0
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job: the trainer decides
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(format="uploader: %(levelname)s %(name)s: %(message)s", level=logging.ERROR)
+    resume_without_parent()  # if it is stopped: to notice that the trainer is gone
+    report_to(progress := Progress.open(int(os.environ.pop(PROGRESS_VARIABLE))), WORK)
+    commands, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what anybody prints is no answer
+    path: list[str] = pickle.load(commands)
+    sys.path[:] = [*path, *(one for one in sys.path if one not in path)]
+    setting: UploadSettings = pickle.load(commands)
+    with contextlib.suppress(OSError):
+        os.nice(setting.niceness)
+    lock = threading.Lock()
+
+    def tell(what: Any) -> None:
+        with lock, contextlib.suppress(BrokenPipeError):
+            pickle.dump(what, answers)
+            answers.flush()
+
+    serve(setting, commands, tell, progress)
+
+
+log = logging.getLogger(__name__)
+
+MOST_STARTS = 20
+END_TIMEOUT_S = 5.0
+LOOK_EVERY_S = 1.0
+SETTING = "checkpoint.upload_timeout_s"
+
+
+class Uploader:
+    """Uploads a directory's checkpoints in the background.
+
+    >>> uploader = Uploader(setting)  # doctest: +SKIP
+    >>> uploader.look()               # after each checkpoint that was published
+    >>> for told in uploader.heard():
+    ...     print(told.kind, told.name)
+    >>> uploader.close(wait_s=600)
+
+    Args:
+        timeout_s: without progress, after which it is ended and started again.
+    Attributes:
+        is_fenced: another trainer has claimed the tier; nothing is uploaded any more.
+        is_refused: after `close`: the store refused what was left.
+    """
+
+    def __init__(self, setting: UploadSettings, timeout_s: float = 600.0):
+        self._setting, self._timeout_s = setting, timeout_s
+        self._lock = threading.Lock()
+        self._told: list[UploadEvent] = []
+        self._changed = threading.Condition()
+        self._is_done = self.is_fenced = self.is_refused = self._closing = False
+        self._starts = self._num_commands = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._progress = Progress(num_slots=2)
+        self._is_over = threading.Event()
+        self._start()
+        self._watcher = threading.Thread(target=self._watch, name="uploader_watch", daemon=True)
+        self._watcher.start()
+
+    @property
+    def process_id(self) -> int | None:
+        """None where there is no process just now."""
+        return None if self._process is None or self._process.poll() is not None else self._process.pid
+
+    def look(self) -> None:
+        """There is something new."""
+        self._say(LOOK)
+
+    def heard(self) -> list[UploadEvent]:
+        """What has happened since it was last asked."""
+        with self._changed:
+            told, self._told = self._told, []
+        return told
+
+    def close(self, wait_s: float) -> list[UploadEvent]:
+        """Have all uploaded, the newest whatever the interval, for at most `wait_s`; then end the process.
+
+        A store that refuses is not waited for.
+
+        Returns:
+            What was told meanwhile.
+        """
+        if self._process is None:
+            return []
+        self._closing = True
+        end = time.monotonic() + wait_s
+        self._say(FINISH)
+        with self._changed:
+            while not (self._is_done or self.is_fenced or self.is_refused) and time.monotonic() < end:
+                if not self._changed.wait(timeout=min(1.0, max(0.0, end - time.monotonic()))) and not self.process_id:
+                    self._changed.release()
+                    try:
+                        self._say(FINISH)
+                    finally:
+                        self._changed.acquire()
+        self._end()
+        return self.heard()
+
+    @property
+    def is_done(self) -> bool:
+        """After `close`: everything was uploaded."""
+        return self._is_done
+
+    def _say(self, command: str) -> None:
+        with self._lock:
+            for _ in range(2):
+                if self.process_id is None and not self._restarted():
+                    return
+                assert self._process is not None
+                try:
+                    _send(self._process, command)
+                except BlockingIOError:  # it has not taken in what it was told before: `_watch` sees to it
+                    self._num_commands += 1
+                    return
+                except OSError:
+                    continue
+                self._num_commands += 1
+                return
+
+    def _restarted(self) -> bool:
+        if self._starts >= MOST_STARTS:
+            if self._starts == MOST_STARTS:
+                log.error("the uploader has ended %d times: NOTHING MORE IS UPLOADED by this run", MOST_STARTS)
+            self._starts = MOST_STARTS + 1
+            return False
+        code = None if self._process is None else self._process.returncode
+        ended = "" if code is None else f" with {describe_exit(code)}"
+        log.error("the uploader ended%s; it is started again and goes on where it was", ended)
+        self._start()
+        return True
+
+    def _start(self) -> None:
+        root = str(Path(__file__).resolve().parents[3])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "verl.checkpoint.remote.upload_process"]
+        before, self._progress = self._progress, Progress(num_slots=2)
+        before.close()
+        environment = os.environ | {"PYTHONPATH": path, PROGRESS_VARIABLE: str(self._progress.fd)}
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, process_group=0,
+            pass_fds=[self._progress.fd],
+        )  # fmt: skip
+        self._starts += 1
+        self._num_commands = 1  # it looks at once
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            _send(self._process, [os.path.abspath(one) for one in sys.path])
+            _send(self._process, self._setting)
+        os.set_blocking(self._process.stdin.fileno(), False)  # it may be stopped, and training waits for nobody
+        threading.Thread(target=self._listen, args=(self._process,), name="uploader", daemon=True).start()
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        answers = io.BufferedReader(process.stdout)  # type: ignore[type-var]
+        with contextlib.suppress(EOFError, OSError, ValueError, pickle.UnpicklingError):
+            while True:
+                self._hear(pickle.load(answers))
+        with self._changed:
+            self._changed.notify_all()
+
+    def _hear(self, told: UploadEvent) -> None:
+        with self._changed:
+            self._is_done |= told.kind == "done"
+            self.is_fenced |= told.kind == "fenced"
+            self.is_refused |= self._closing and told.is_refused
+            self._told.append(told)
+            self._changed.notify_all()
+
+    def _watch(self) -> None:
+        """End a process that makes no progress with what it was told, and start it again."""
+        watched, watch = None, None
+        pause_s = min(LOOK_EVERY_S, self._timeout_s / 2)
+        while not self._is_over.wait(pause_s):
+            with self._lock:
+                process, is_idle = self._process, self._progress.count(ROUNDS) >= self._num_commands or self.is_fenced
+                if process is None or process.poll() is not None:
+                    continue
+                if process is not watched or watch is None or is_idle:
+                    watched, watch = process, ProgressWatch(self._progress, self._timeout_s, look_every_s=2 * pause_s)
+                if not watch.is_overdue:
+                    continue
+                log.error("the uploader %s", watch.describe(process.pid, SETTING))
+                kill(process)
+            self._say(FINISH if self._closing else LOOK)
+
+    def _end(self) -> None:
+        self._is_over.set()
+        self._watcher.join(timeout=END_TIMEOUT_S)
+        process, self._process = self._process, None
+        assert process is not None
+        with contextlib.suppress(OSError):
+            assert process.stdin is not None
+            process.stdin.close()
+        try:
+            process.wait(timeout=END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            kill(process)
+        if not self._watcher.is_alive():
+            self._progress.close()
+
+
+def _send(process: subprocess.Popen[bytes], what: Any) -> None:
+    """Send an object, all of it or, where the process takes nothing in, nothing (BlockingIOError)."""
+    assert process.stdin is not None
+    data = memoryview(pickle.dumps(what))
+    while data:
+        data = data[os.write(process.stdin.fileno(), data) :]
+
+
+if __name__ == "__main__":
+    # so that messages are of importable classes
+    from verl.checkpoint.remote.upload_process import main as imported_main
+
+    imported_main()

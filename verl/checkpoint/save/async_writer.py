@@ -1,0 +1,374 @@
+"""CheckpointWriter: saves live tensors as a committed checkpoint while training goes on.
+
+    save()         plans, and returns                                       milliseconds
+    copying        a thread copies the tensors into one of two arenas       wait_copied() before weights change
+    writing        the writer process writes, hashes, publishes, prunes     poll() tells what became of it
+    drain, close   at the end
+
+A writer process that dies is started again, and the save is written from the arena, which still holds it; if it dies
+again, the trainer's process writes. A save is never lost without a word: every one ends as a `SaveOutcome`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Literal
+
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.commit.transaction import SaveTransaction
+from verl.checkpoint.retention import Retention
+from verl.checkpoint.save.host_buffer import FAILED, WAIT_EVERY_S, HostBuffer, HostBufferPool, note_progress
+from verl.checkpoint.save.save_plan import SaveOutcome, SavePlan, SaveReport, submit_failure
+from verl.checkpoint.save.save_request import SaveRequest, plan_of
+from verl.checkpoint.save.snapshot import Snapshot
+from verl.checkpoint.save.writer_client import END_TIMEOUT_S, START_TIMEOUT_S, WriterClient, WriterSettings
+from verl.errors import CheckpointWriteFailed
+from verl.utils.progress import Progress, ProgressWatch
+
+log = logging.getLogger(__name__)
+
+NICENESS = 10
+CLOSE_TIMEOUT_S = 600.0
+WRITER_TIMEOUT_S = 600.0
+
+
+@dataclass(kw_only=True)
+class _Job:
+    """A save under way."""
+
+    plan: SavePlan
+    snapshot: Snapshot | None
+    arena: HostBuffer
+    began: float
+    copied: threading.Event = field(default_factory=threading.Event)
+    stall_s: float = 0.0
+    copied_s: float = 0.0
+    copy_error: Exception | None = None
+    num_deaths_before: int = 0
+    staging: SaveTransaction | None = None
+
+
+@dataclass
+class _Reservation:
+    """Memory to be had before the first save."""
+
+    arena: HostBuffer
+    num_bytes: int
+
+
+class CheckpointWriter:
+    """Saves checkpoints of one trainer.
+
+    >>> with CheckpointWriter(CheckpointStore("checkpoints")) as writer:  # doctest: +SKIP
+    ...     for step in range(1, 1001):
+    ...         compute_gradients()             # overlaps with copying
+    ...         writer.wait_copied()
+    ...         optimizer.step()
+    ...         if step % 100 == 0:
+    ...             writer.save(SaveRequest(step=step, components=components()))
+    ...         for outcome in writer.poll():
+    ...             log_metrics(outcome)
+    ...     writer.drain()
+
+    Args:
+        store: where to; its claim is taken with the first save.
+        mode: `sync` does the same in the caller's thread, without a process.
+        when_busy: what `save` does while two saves are under way: wait for one of them, or skip this one and say so.
+        retention: applied after every save.
+        niceness: of the writer process, so that training keeps its processors.
+        num_copy_threads: None is one for each processor, at most four.
+        timeout_s: without progress, which is treated as the death of the writer process.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        mode: Literal["async", "sync"] = "async",
+        when_busy: Literal["wait", "skip"] = "wait",
+        retention: Retention | None = None,
+        niceness: int = NICENESS,
+        num_copy_threads: int | None = None,
+        timeout_s: float = WRITER_TIMEOUT_S,
+    ):
+        self.store, self.mode, self.when_busy = store, mode, when_busy
+        self._num_copy_threads = num_copy_threads or min(4, os.cpu_count() or 1)
+        self._arenas = HostBufferPool(most=1 if mode == "sync" else 2)
+        self._owner = os.getpid()
+        setting = WriterSettings(mode == "async", niceness, timeout_s)
+        self._progress, self._timeout_s = Progress(num_slots=2), timeout_s
+        self._supervisor = WriterClient(store, self._arenas, retention, setting, self._progress)
+        self._to_copy: SimpleQueue[_Job | _Reservation | None] = SimpleQueue()
+        self._to_write: SimpleQueue[_Job | _Reservation | None] = SimpleQueue()
+        self._last: _Job | None = None
+        self._changed = threading.Condition()
+        self._outcomes: deque[SaveOutcome] = deque()
+        self._num_under_way = 0
+        self._is_open = True
+        self._threads: list[threading.Thread] = []
+        if mode == "async":
+            for target in (self._copy_all, self._write_all):
+                thread = threading.Thread(target=target, name=f"checkpoint{target.__name__}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        atexit.register(self.close)
+
+    # -- for the trainer ---------------------------------------------------------------------------------------------
+
+    def prepare(self, request: SaveRequest) -> None:
+        """Have the memory for such saves allocated, and the process started, in the background: the first save then
+        takes no longer than the others. Copies and writes nothing; is not needed."""
+        self.reserve(plan_of(request)[0].num_bytes)
+
+    def reserve(self, num_bytes: int) -> None:
+        """`prepare` for saves of so many bytes."""
+        if self.mode == "async" and (arena := self._arenas.acquire(None)) is not None:
+            self._to_copy.put(_Reservation(arena, num_bytes))
+
+    def save(self, request: SaveRequest, staging: SaveTransaction | None = None, began: float | None = None) -> bool:
+        """Begin a save at a step boundary. The tensors must not change before `wait_copied` has returned.
+
+        Args:
+            staging: of a save that several processes write, begun by the caller; ended here.
+            began: when the save did, by `time.perf_counter`.
+        Returns:
+            False where it was skipped.
+        Raises:
+            ValueError, TypeError: the request cannot be saved by anyone; see `plan_of`.
+            CheckpointWriteFailed: it waits for an earlier one, which makes no progress.
+        """
+        began = time.perf_counter() if began is None else began
+        assert self._is_open, "this writer was closed"
+        plan, pieces = plan_of(request)
+        snapshot = Snapshot(pieces, self._num_copy_threads)
+        arena = self._arenas.acquire(self._watch() if self.when_busy == "wait" else None)
+        if arena is None and self.when_busy == "wait":
+            raise self._stands_still()
+        if arena is None:
+            log.warning("the checkpoint of step %d was skipped: two earlier saves are still under way", plan.step)
+            self.note(SaveOutcome(step=plan.step, tag=plan.tag, was_skipped=True))
+            return False
+        job = self._last = _Job(plan=plan, snapshot=snapshot, arena=arena, began=began, staging=staging)
+        with self._changed:
+            self._num_under_way += 1
+        if self.mode == "async":
+            job.stall_s = time.perf_counter() - began
+            self._to_copy.put(job)
+        else:
+            try:
+                self._copy(job)
+            finally:
+                self._write_all_given()
+        return True
+
+    def wait_copied(self) -> None:
+        """Wait until the tensors of every save may change; call it before the next optimizer step."""
+        if self._last is not None:
+            self._last.copied.wait()  # saves are copied one after another
+
+    def poll(self, raises: bool = True) -> list[SaveOutcome]:
+        """What has become of saves since it was last asked.
+
+        Args:
+            raises: raise the error of the first that failed; the others are told by the next call.
+        Raises:
+            CheckpointError: a save failed; nothing of it was published.
+        """
+        with self._changed:
+            failed = next((outcome for outcome in self._outcomes if outcome.error is not None), None)
+            if raises and failed is not None:
+                self._outcomes.remove(failed)
+                assert failed.error is not None
+                raise failed.error
+            outcomes = list(self._outcomes)
+            self._outcomes.clear()
+        return outcomes
+
+    def drain(self, timeout_s: float | None = None, raises: bool = True) -> list[SaveOutcome]:
+        """Wait for every save under way, then `poll`.
+
+        Args:
+            timeout_s: in total; None waits as long as they make progress.
+        Raises:
+            CheckpointWriteFailed: a save takes longer than `timeout_s`, or makes no progress; it goes on.
+        """
+        with self._changed:
+            if timeout_s is None:
+                if not self._wait_for_all(self._watch()):
+                    raise self._stands_still()
+            elif not self._changed.wait_for(lambda: self._num_under_way == 0, timeout_s):
+                raise CheckpointWriteFailed(f"a save in {self.store.directory} is still under way after {timeout_s} s")
+        return self.poll(raises)
+
+    def _watch(self, timeout_s: float | None = None) -> ProgressWatch:
+        """Of saves under way; by default longer than it takes to replace a process that stands still, twice."""
+        limit_s = 2 * self._timeout_s + START_TIMEOUT_S + END_TIMEOUT_S if timeout_s is None else timeout_s
+        return ProgressWatch(self._progress, limit_s, look_every_s=2 * WAIT_EVERY_S)
+
+    def _wait_for_all(self, watch: ProgressWatch) -> bool:
+        """Wait, with `_changed` held, until no save is under way; False where they make no progress."""
+        pause_s = min(WAIT_EVERY_S, watch.timeout_s)
+        while not self._changed.wait_for(lambda: self._num_under_way == 0, pause_s):
+            if watch.is_overdue:
+                return False
+        return True
+
+    def _stands_still(self) -> CheckpointWriteFailed:
+        found = self._watch().describe(self.process_id)
+        return CheckpointWriteFailed(f"a save in {self.store.directory} {found}. Does the disk answer?")
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Finish the saves under way, end the process, give the memory back. Called again, it does nothing.
+
+        What failed and was never polled is logged once more.
+
+        Args:
+            timeout_s: without progress of the saves, after which they are given up.
+        """
+        if not self._is_open or os.getpid() != self._owner:
+            return
+        self._is_open = False
+        atexit.unregister(self.close)
+        with self._changed:
+            if not self._wait_for_all(self._watch(timeout_s)):
+                log.error("a save in %s was given up after %s s without progress", self.store.directory, timeout_s)
+                self._supervisor.give_up()
+        self._to_copy.put(None)
+        self._to_write.put(None)
+        for thread in self._threads:
+            thread.join(timeout=END_TIMEOUT_S)
+        self._supervisor.end()
+        self._last = None
+        self._arenas.release()
+        if not any(thread.is_alive() for thread in self._threads):
+            self._progress.close()
+        for outcome in self._outcomes:
+            if outcome.error is not None:
+                log.error("step %d was never saved: %s", outcome.step, outcome.error)
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def num_under_way(self) -> int:
+        """Saves that have not ended."""
+        return self._num_under_way
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the writer process; None where there is none just now."""
+        return self._supervisor.process_id
+
+    @property
+    def arena_bytes(self) -> int:
+        """Memory held beside the tensors."""
+        return self._arenas.num_bytes
+
+    # -- in threads ---------------------------------------------------------------------------------------------------
+
+    def _copy_all(self) -> None:
+        while (job := self._to_copy.get()) is not None:
+            if isinstance(job, _Reservation):
+                self._reserve(job)
+            else:
+                self._copy(job)
+
+    def _write_all(self) -> None:
+        while (job := self._to_write.get()) is not None:
+            if isinstance(job, _Reservation):
+                self._supervisor.prepare()
+            else:
+                self._write(job)
+
+    def _write_all_given(self) -> None:
+        """Without a thread: what `_copy` has given to write."""
+        while not self._to_write.empty():
+            job = self._to_write.get()
+            assert isinstance(job, _Job)
+            self._write(job)
+
+    def _reserve(self, wanted: _Reservation) -> None:
+        try:
+            wanted.arena.fit(wanted.num_bytes)
+        except OSError as error:  # the save itself will say so
+            log.warning("there is no memory for saving yet: %s", error)
+        finally:
+            self._arenas.give_back(wanted.arena)
+        self._to_write.put(wanted)
+
+    def _copy(self, job: _Job) -> None:
+        """Fill the job's arena. It is given to the writer before, which reads as far as it is filled."""
+        assert job.snapshot is not None
+        memory = None
+        try:
+            memory = job.arena.fit(job.plan.num_bytes)
+            note_progress(memory, 0)
+            self._to_write.put(job)
+            job.snapshot.run(job.arena, job.plan.num_bytes)
+        except BaseException as error:  # told by poll; Ctrl-C comes only where there is no thread
+            job.copy_error = error if isinstance(error, Exception) else _interrupted(job)
+            if memory is None:
+                self._end(job, error=job.copy_error)
+            else:
+                note_progress(memory, FAILED)
+            if not isinstance(error, Exception) and not self._threads:  # a thread has more saves to copy
+                raise
+        finally:
+            job.snapshot = None  # the tensors may be freed
+            job.copied_s = time.perf_counter() - job.began
+            job.copied.set()
+
+    def _write(self, job: _Job) -> None:
+        job.num_deaths_before = self._supervisor.num_deaths
+        report, failure = None, None
+        try:
+            report = self._supervisor.carry_out(job.plan, job.arena)
+        except BaseException as error:  # the same
+            failure = error if isinstance(error, Exception) else _interrupted(job)
+            if not isinstance(error, Exception) and not self._threads:
+                raise
+        finally:
+            job.copied.wait()
+            self._end(job, report=report, error=job.copy_error or failure)
+        if report is not None and report.prune_error:
+            log.error("checkpoints were not pruned: %s", report.prune_error)
+
+    def _end(self, job: _Job, report: SaveReport | None = None, error: Exception | None = None) -> None:
+        if error is not None:
+            log.error("the checkpoint of step %d failed: %s", job.plan.step, error)
+        if error is not None and job.plan.joint is not None and not job.plan.joint.commits:
+            told = f"{type(error).__name__}: {error}"
+            submit_failure(self.store.disk, job.plan.joint.directory, job.plan.joint.name, told)
+        if job.staging is not None:
+            job.staging.abort()  # after a publication only its lock is left
+        self._arenas.give_back(job.arena)
+        total_s = time.perf_counter() - job.began
+        outcome = SaveOutcome(
+            step=job.plan.step, tag=job.plan.tag, report=report, error=error,
+            stall_s=total_s if self.mode == "sync" else job.stall_s, copied_s=job.copied_s, total_s=total_s,
+            num_deaths=self._supervisor.num_deaths - job.num_deaths_before,
+        )  # fmt: skip
+        with self._changed:
+            self._num_under_way -= 1
+            self.note(outcome)
+
+    def note(self, outcome: SaveOutcome) -> None:
+        """Have `poll` tell of a save that came to nothing before it began."""
+        with self._changed:
+            self._outcomes.append(outcome)
+            self._changed.notify_all()
+
+
+def _interrupted(job: _Job) -> CheckpointWriteFailed:
+    return CheckpointWriteFailed(f"the save of step {job.plan.step} was interrupted")

@@ -1,0 +1,182 @@
+"""Host buffers: shared memory that a snapshot is copied into and the writer process reads. At most two, reused."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from verl.checkpoint.core.direct_io import PAGE_BYTES, ImageSource, page_aligned
+from verl.errors import CheckpointWriteFailed
+from verl.utils.progress import ProgressWatch, report
+
+MOST_ARENAS = 2
+HEAD_BYTES = PAGE_BYTES  # the first page says how far the rest is filled
+FAILED = -1
+LOOK_EVERY_S = 0.001
+WAIT_EVERY_S = 0.5
+MADV_POPULATE_WRITE = 23  # Linux 5.14; hundreds of thousands of page faults at once
+
+_numbers = itertools.count(1)
+_living: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
+
+
+class HostBuffer:
+    """Shared memory without a name: it is gone with the processes that hold it, however they end.
+
+    Allocated as a whole before it is used, since memory that runs out at the first touch ends a process by a signal.
+
+    Attributes:
+        number: of this piece of memory; another one after it has grown.
+        memory: mapped here; None as long as nothing was asked for.
+        before_release: called once before the memory is given back.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.fd = -1
+        self.num_bytes = 0
+        self.memory: mmap.mmap | None = None
+        self.before_release: Callable[[], None] | None = None
+        _living.add(self)
+
+    def fit(self, num_bytes: int) -> mmap.mmap:
+        """Have at least so many bytes; what was in it is lost where it must grow.
+
+        Raises:
+            OSError: there is not so much memory.
+        """
+        if self.memory is None or self.num_bytes < num_bytes:
+            self.release()
+            size = max(page_aligned(num_bytes), mmap.PAGESIZE)
+            self.fd = _anonymous_file()
+            try:
+                os.ftruncate(self.fd, size)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self.fd, 0, size)
+                self.memory = map_shared(self.fd, size)
+            except BaseException:
+                self.release()
+                raise
+            self.number, self.num_bytes = next(_numbers), size
+        return self.memory
+
+    def release(self) -> None:
+        """Give the memory back. Whoever mapped it too keeps it until it unmaps."""
+        if self.before_release is not None:
+            self.before_release()
+            self.before_release = None
+        if self.fd >= 0:
+            os.close(self.fd)
+        # Not closed: a tensor may still view the memory, which is given back with the last of them.
+        self.fd, self.num_bytes, self.memory = -1, 0, None
+
+
+class HostBufferPool:
+    """At most two arenas: one that is being written, one that is being filled."""
+
+    def __init__(self, most: int = MOST_ARENAS):
+        self._all = [HostBuffer() for _ in range(most)]
+        self._free = list(reversed(self._all))  # taken from the end: the second one is used only when the first is busy
+        self._changed = threading.Condition()
+
+    def acquire(self, watch: ProgressWatch | None) -> HostBuffer | None:
+        """A free one; None where all are in use.
+
+        Args:
+            watch: of those that use them: it is waited for them, as long as they make progress; None waits for nobody.
+        """
+        with self._changed:
+            while not self._free:
+                if watch is None or watch.is_overdue:
+                    return None
+                self._changed.wait(timeout=WAIT_EVERY_S)
+            return self._free.pop()
+
+    def give_back(self, arena: HostBuffer) -> None:
+        """Free for the next save. The one whose memory is there already is taken first."""
+        with self._changed:
+            self._free.append(arena)
+            self._free.sort(key=lambda free: free.num_bytes)
+            self._changed.notify()
+
+    @property
+    def num_bytes(self) -> int:
+        """Held now."""
+        return sum(arena.num_bytes for arena in self._all)
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """Of the memory that is held now."""
+        return frozenset(arena.number for arena in self._all if arena.memory is not None)
+
+    def release(self) -> None:
+        """Give all memory back."""
+        for arena in self._all:
+            arena.release()
+
+
+def note_progress(memory: mmap.mmap, end: int) -> None:
+    """Tell whoever reads the memory that all before `end` is there, or that it never will be (FAILED)."""
+    with memoryview(memory) as view, view[:8].cast("q") as head:
+        head[0] = end
+
+
+def filling(memory: memoryview, is_filler_alive: Callable[[], bool] = lambda: True) -> ImageSource:
+    """Memory that is being filled, here or by another process.
+
+    Waiting raises CheckpointWriteFailed where it will never be full.
+    """
+
+    def wait(end: int) -> None:
+        seen = -1
+        while (progress := _progress(memory)) < end:
+            if progress != seen:
+                seen = progress
+                report()
+            if progress == FAILED:
+                raise CheckpointWriteFailed("the tensors could not be copied; nothing was published")
+            if not is_filler_alive():
+                raise CheckpointWriteFailed("the trainer ended while it copied the tensors; nothing was published")
+            time.sleep(LOOK_EVERY_S)
+
+    return ImageSource(memory, wait)
+
+
+def _progress(memory: memoryview) -> int:
+    with memory[:8].cast("q") as head:
+        return head[0]
+
+
+def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
+    """Map memory that another process can map too, all of it now; a forked child does not inherit it."""
+    memory = mmap.mmap(fd, num_bytes)
+    with contextlib.suppress(OSError, AttributeError):  # neither changes what can be done with it
+        memory.madvise(mmap.MADV_DONTFORK)
+        memory.madvise(MADV_POPULATE_WRITE)
+    return memory
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("verl-checkpoint", os.MFD_CLOEXEC)
+    fd, path = tempfile.mkstemp(prefix="verl-checkpoint-")
+    os.unlink(path)
+    return fd
+
+
+def _forget_in_child() -> None:
+    """A forked child, such as a data loader's worker, must not keep a trainer's arenas alive."""
+    for arena in list(_living):
+        arena.before_release = None
+        arena.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

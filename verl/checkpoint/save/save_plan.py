@@ -1,0 +1,308 @@
+"""The plan of a save in terms of bytes in memory: all that the process that writes it must know."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import verl
+from verl.checkpoint.commit.rank_writer import RankReport
+from verl.checkpoint.core.direct_io import FileImage
+from verl.checkpoint.core.filesystem import (
+    FileSystem,
+    files_below,
+    make_directories,
+    remove_tree,
+    write_by_rename,
+    write_errors,
+)
+from verl.checkpoint.core.hashing import Leaf
+from verl.checkpoint.core.manifest import LogicalTensor, Manifest
+from verl.errors import CheckpointIncomplete, FileFault
+
+log = logging.getLogger(__name__)
+
+DESK, NONCE = "reports", "nonce"
+REPORT_LIMIT_BYTES = 2**28
+LATE_S = 900.0  # a participant of which nothing has come for so long is given up
+LOOK_EVERY_S = 0.005
+SIZES_EVERY_S = 5.0  # how often what others have written is measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiWriterSave:
+    """A process's place in a save that several of them write; plain values.
+
+    Args:
+        directory: the staging directory, which the driver opened.
+        name: of this participant; `main` waits for the others and commits.
+        others: names of the participants that `main` waits for.
+        late_s: how long, while nothing comes of them.
+    """
+
+    directory: Path
+    name: str
+    others: tuple[str, ...] = ()
+    late_s: float = LATE_S
+
+    @property
+    def commits(self) -> bool:
+        """Whether this is the one that publishes."""
+        return self.name == "main"
+
+
+def open_report_directory(disk: FileSystem, directory: Path, nonce: str) -> None:
+    """Make the place for reports in a staging directory, and the nonce by which others know that they see it."""
+    with write_errors("opening a save for several processes"):
+        make_directories(disk, directory / DESK, directory)
+        write_by_rename(disk, directory / DESK / NONCE, nonce.encode())
+
+
+def sees_nonce(disk: FileSystem, directory: Path, nonce: str) -> bool:
+    """Whether this process sees the very directory that the driver opened, and not another of that name."""
+    try:
+        return disk.read(directory / DESK / NONCE, 1024) == nonce.encode()
+    except OSError:
+        return False
+
+
+def submit_report(disk: FileSystem, directory: Path, report: RankReport) -> None:
+    """Report what was written."""
+    wrapped = Manifest(
+        sequence=0, step=0, tag=None, run_id=report.name, saved_at="", verl_version=verl.__version__,
+        files=report.files, tensors=report.tensors, deltas=report.deltas,
+    )  # fmt: skip
+    text = json.dumps({"shared": report.shared, "manifest": wrapped.to_bytes().decode()})
+    with write_errors(f"reporting what {report.name} wrote"):
+        write_by_rename(disk, directory / DESK / report.name, text.encode())
+
+
+def submit_failure(disk: FileSystem, directory: Path, name: str, error: str) -> None:
+    """Report that a participant failed, unless it has reported already or the save was given up."""
+    path = directory / DESK / name
+    with contextlib.suppress(OSError):
+        if name not in disk.names(directory / DESK):
+            write_by_rename(disk, path, json.dumps({"error": error}).encode())
+
+
+def collect_reports(
+    disk: FileSystem, directory: Path, names: Sequence[str], late_s: float = LATE_S
+) -> list[RankReport]:
+    """Wait for the reports of all participants, and take away where they lay.
+
+    They come in the order of the names, whoever was first: the same content is then the same manifest.
+
+    Args:
+        late_s: without a report, and without a byte more in the staging directory.
+    Raises:
+        CheckpointIncomplete: one of them failed, or is late; names it, and says why.
+    """
+    missing: set[str] = set(names)
+    reports: dict[str, RankReport] = {}
+    waiting = _Waiting(disk, directory)
+    while True:
+        with write_errors("looking for reports"):
+            arrived = [name for name in disk.names(directory / DESK) if name in missing]
+            for name in arrived:
+                reports[name] = _report(name, disk.read(directory / DESK / name, REPORT_LIMIT_BYTES), directory)
+                missing.remove(name)
+                waiting.restart()
+            if not missing:
+                remove_tree(disk, directory / DESK)
+                return [reports[name] for name in names]
+            idle_s = waiting.idle_s()
+        if idle_s > late_s:
+            late = [FileFault(name, f"it has not reported within {late_s:g} s") for name in sorted(missing)]
+            raise CheckpointIncomplete(directory, late)
+        time.sleep(LOOK_EVERY_S)
+
+
+class _Waiting:
+    """How long nothing has come of a save that others write; while this process was stopped does not count."""
+
+    def __init__(self, disk: FileSystem, directory: Path):
+        self._disk, self._directory = disk, directory
+        self._sizes: dict[str, int] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        self._idle_s = self._unseen_s = 0.0
+        self._looked_at = time.monotonic()
+
+    def idle_s(self) -> float:
+        """Seconds; asked for again and again, it looks at the files now and then."""
+        now = time.monotonic()
+        passed_s = min(now - self._looked_at, SIZES_EVERY_S)
+        self._looked_at, self._idle_s, self._unseen_s = now, self._idle_s + passed_s, self._unseen_s + passed_s
+        if self._unseen_s >= SIZES_EVERY_S:
+            self._unseen_s = 0.0
+            sizes = files_below(self._disk, self._directory)[0]
+            if sizes != self._sizes:
+                self._sizes, self._idle_s = sizes, 0.0
+        return self._idle_s
+
+
+def abandon_missing(disk: FileSystem, directory: Path, names: Collection[str], reason: str) -> None:
+    """Let a save end whose participants will not report any more."""
+    for name in names:
+        submit_failure(disk, directory, name, reason)
+
+
+def _report(name: str, data: bytes, directory: Path) -> RankReport:
+    told = json.loads(data)
+    if "error" in told:
+        raise CheckpointIncomplete(directory, [FileFault(name, f"could not write its part: {told['error']}")])
+    wrapped = Manifest.from_bytes(told["manifest"].encode())
+    return RankReport(name, wrapped.files, wrapped.tensors, tuple(told["shared"]), wrapped.deltas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncrementalSettings:
+    """How increments are made.
+
+    Args:
+        base: the checkpoint that deltas are taken from; None is the newest one that holds the file whole.
+        saves_per_base: after so many a file is written whole again.
+        pays_below: size of a delta relative to its file, above which the file is written.
+    """
+
+    base: Path | None = None
+    saves_per_base: int = 20
+    pays_below: float = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkedFile:
+    """A file taken over from an earlier checkpoint of the same directory, unread, with the tensors that lie in it.
+
+    Args:
+        path: within the new checkpoint.
+        checkpoint: name of the earlier one; None is the newest.
+        source: path there; None is the same path.
+        blake3: what its digest must be, where that is known.
+    """
+
+    path: str
+    checkpoint: str | None = None
+    source: str | None = None
+    blake3: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiedFile:
+    """A file from outside; shared with the newest checkpoint where that holds the same bytes, else copied or cloned.
+
+    Args:
+        path: within the new checkpoint.
+        source: the file.
+        blake3: what its digest must be (`FileEntry.blake3`), where that is known; it is then not read if the newest
+            checkpoint has it.
+    """
+
+    path: str
+    source: Path
+    blake3: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedFile:
+    """A file from outside that nobody changes any more: hard-linked where the file system can, and not read.
+
+    Args:
+        path: within the new checkpoint.
+        source: the file; it stays until the save is over.
+        leaves: its digest, from when it was written.
+    """
+
+    path: str
+    source: Path
+    leaves: tuple[Leaf, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavePlan:
+    """One save.
+
+    Args:
+        num_bytes: of the memory in which the images lie.
+        images: files to be written, on boundaries of pages in the memory.
+        tensors: what lies in the images.
+        links, copies, shared: files that are there already.
+        state: for `trainer_state.json`.
+        metrics: at this step, for retention.
+        increment: store what changed alone; None writes every image.
+        joint: where several processes write this save.
+    """
+
+    step: int
+    tag: str | None
+    num_bytes: int
+    images: tuple[FileImage, ...]
+    tensors: tuple[LogicalTensor, ...]
+    links: tuple[LinkedFile, ...] = ()
+    copies: tuple[CopiedFile, ...] = ()
+    shared: tuple[SharedFile, ...] = ()
+    state: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    increment: IncrementalSettings | None = None
+    joint: MultiWriterSave | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """What became of a plan.
+
+    Attributes:
+        name, directory, sequence: of the published checkpoint; of a participant's part, its name, the staging directory
+            and 0.
+        num_bytes: of the images, of all participants.
+        written_bytes: of files that no earlier checkpoint shares, likewise.
+        begin_s, write_s, commit_s, prune_s: seconds, one after another.
+        hash_s: processor seconds of hashing, during `write_s`.
+        pruned: names of the checkpoints that retention removed.
+        prune_error: why retention failed; the save did not.
+    """
+
+    name: str
+    directory: Path
+    sequence: int
+    num_bytes: int
+    written_bytes: int
+    begin_s: float
+    write_s: float
+    hash_s: float
+    commit_s: float
+    prune_s: float
+    pruned: tuple[str, ...] = ()
+    prune_error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOutcome:
+    """What became of one call of `save`.
+
+    Attributes:
+        report: of a published checkpoint, else None.
+        error: why it was not published, else None.
+        was_skipped: no arena was free, and `when_busy` is skip.
+        stall_s: that the call of `save` took.
+        copied_s: after which the weights might change, from the call on.
+        total_s: until it was published, from the call on.
+        num_deaths: of the writer process during this save.
+    """
+
+    step: int
+    tag: str | None
+    report: SaveReport | None = None
+    error: Exception | None = None
+    was_skipped: bool = False
+    stall_s: float = 0.0
+    copied_s: float = 0.0
+    total_s: float = 0.0
+    num_deaths: int = 0

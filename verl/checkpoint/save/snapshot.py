@@ -1,0 +1,157 @@
+"""Snapshots: live tensors copied into a host buffer while training goes on.
+
+    compute stream  ──forward, backward───────────┬── optimizer step        (weights may change)
+                     │ ready                      │ wait_copied
+    side stream      └──copies to pinned memory───┘
+    host threads        memmove, without the interpreter's lock
+
+From `Snapshot.begin` until `Snapshot.run` has returned the tensors must not change.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from verl.checkpoint.save.host_buffer import HostBuffer, note_progress
+from verl.checkpoint.save.save_request import CopyRegion
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 16 * 2**20  # long enough that threads seldom ask for the interpreter's lock
+
+Copy = tuple[int, int, int]  # offset in the arena, address, bytes
+
+
+class Snapshot:
+    """One copy of what a save consists of.
+
+    Made at the step boundary by the thread that computes; `run` may be called by another one.
+
+    Args:
+        pieces: what goes where.
+        num_threads: that copy from the memory of the processor.
+    """
+
+    def __init__(self, pieces: Sequence[CopyRegion], num_threads: int):
+        self._pieces, self._num_threads = pieces, num_threads
+        devices = {piece.content.device for piece in pieces if isinstance(piece.content, torch.Tensor)}
+        # What the compute streams have been asked for so far is done before these events.
+        self._ready = {device: _event(device) for device in devices if device.type == "cuda"}
+
+    def run(self, arena: HostBuffer, num_bytes: int) -> None:
+        """Copy everything into an arena that fits, and note there how far it is. When it returns, the tensors may
+        change."""
+        memory = arena.memory
+        assert memory is not None
+        assert arena.num_bytes >= num_bytes
+        if self._ready and arena.before_release is None:
+            arena.before_release = _pin(torch.frombuffer(memory, dtype=torch.uint8))
+        target = torch.frombuffer(memory, dtype=torch.uint8)
+        waiting = self._start_device_copies(target)
+        # What lies on a device comes when it comes: nothing is told before it is there.
+        tells = (lambda end: None) if waiting else partial(note_progress, memory)
+        _memmove_all(target, list(self._host_copies(target)), self._num_threads, tells)
+        for event in waiting:
+            event.synchronize()
+        note_progress(memory, num_bytes)
+
+    def _start_device_copies(self, target: torch.Tensor) -> list[torch.cuda.Event]:
+        waiting = []
+        for device, ready in self._ready.items():
+            side = torch.cuda.Stream(device)
+            side.wait_event(ready)
+            with torch.cuda.stream(side), torch.no_grad():
+                for piece in self._pieces:
+                    if isinstance(piece.content, torch.Tensor) and piece.content.device == device:
+                        source = piece.content.contiguous()
+                        source.record_stream(side)
+                        _place(target, piece.begin, source).copy_(source, non_blocking=True)
+                waiting.append(_event(device))
+        return waiting
+
+    def _host_copies(self, target: torch.Tensor) -> Iterator[Copy]:
+        """Chunks for memmove; what has gaps, or lies on other devices, is copied at once."""
+        for piece in self._pieces:
+            content = piece.content
+            if isinstance(content, bytes):
+                target[piece.begin : piece.begin + len(content)] = torch.frombuffer(
+                    bytearray(content), dtype=torch.uint8
+                )
+            elif content.device.type == "cuda":
+                continue
+            elif content.device.type == "cpu" and content.is_contiguous() and not content.is_neg():
+                size = content.numel() * content.element_size()
+                for done in range(0, size, CHUNK_BYTES):
+                    yield piece.begin + done, content.data_ptr() + done, min(CHUNK_BYTES, size - done)
+            else:
+                with torch.no_grad():
+                    _place(target, piece.begin, content).copy_(content)
+
+
+def _memmove_all(target: torch.Tensor, copies: Sequence[Copy], num_threads: int, tells: Callable[[int], None]) -> None:
+    """Copy in order, with this thread and others; alone where none can be started, as at the interpreter's end.
+
+    Args:
+        tells: called with the offset before which all is there.
+    """
+    base, lock = target.data_ptr(), threading.Lock()
+    todo, under_way = iter(copies), []
+
+    def work() -> None:
+        copy = None
+        while True:
+            with lock:
+                if copy is not None:
+                    under_way.remove(copy)
+                copy = next(todo, None)
+                if copy is not None:
+                    under_way.append(copy)
+                if under_way:
+                    tells(min(under_way)[0])
+            if copy is None:
+                return
+            offset, address, size = copy
+            ctypes.memmove(base + offset, address, size)
+
+    others = []
+    for _ in range(min(num_threads, len(copies)) - 1):
+        others.append(threading.Thread(target=work, name="checkpoint_copy", daemon=True))
+        try:
+            others[-1].start()
+        except RuntimeError:
+            others.pop()
+            break
+    work()
+    for other in others:
+        other.join()
+
+
+def _place(target: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
+    size = like.numel() * like.element_size()
+    return target[begin : begin + size].view(like.dtype).view(like.shape)
+
+
+def _event(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _pin(memory: torch.Tensor) -> Callable[[], None] | None:
+    """Let the device copy into this memory by itself.
+
+    Returns:
+        What undoes it; None where the system does not allow it, and copies then take longer.
+    """
+    runtime: Any = torch.cuda.cudart()
+    if code := int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)):
+        log.warning("%.2f GiB of memory could not be pinned (CUDA error %d)", memory.numel() / 2**30, code)
+        return None
+    return lambda: runtime.cudaHostUnregister(memory.data_ptr())

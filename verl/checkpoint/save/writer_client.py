@@ -1,0 +1,252 @@
+"""The trainer's side of the writer process: started when needed, restarted when it died, ended with the trainer.
+
+A plan is tried twice by a process, since its bytes are still there when the first one dies, and then by the trainer.
+One that makes no progress, such as one that is stopped, is ended and counts as dead; one that does may take as long as
+it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.retention import Retention
+from verl.checkpoint.save.host_buffer import HostBuffer, HostBufferPool, filling
+from verl.checkpoint.save.save_executor import execute_plan
+from verl.checkpoint.save.save_plan import SavePlan, SaveReport
+from verl.checkpoint.save.writer_process import (
+    LOOK_EVERY_S,
+    OF_PROCESS,
+    OF_TRAINER,
+    PARENT_VARIABLE,
+    PROGRESS_VARIABLE,
+    SOCKET_VARIABLE,
+    STUCK_S,
+    ChannelClosed,
+    IPCChannel,
+    WriteOrder,
+    WriteReply,
+    WriterProcessSettings,
+    WriterStart,
+)
+from verl.errors import CheckpointError, CheckpointWriteFailed, VerlError
+from verl.utils.child_process import describe_exit, kill
+from verl.utils.progress import Progress, ProgressWatch, reporting_to, state_of
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 5.0
+ATTEMPTS = 2
+SETTING = "checkpoint.writer_timeout_s"
+
+
+class WriterDied(VerlError, RuntimeError):
+    """The writer process ended, or could not be started, or did not answer in time."""
+
+
+class WriterProcess:
+    """A process that carries out plans.
+
+    Started with `subprocess`, not by multiprocessing: it never imports the trainer's main script. It is in a group of
+    its own, so that Ctrl-C is the trainer's to handle, but in the trainer's session: in another one, its low priority
+    would count for nothing (Linux shares processors among sessions first).
+
+    Args:
+        timeout_s: without progress, which is treated as the death of the process.
+        progress: where it reports it.
+    """
+
+    def __init__(self, setting: WriterProcessSettings, arenas: HostBufferPool, timeout_s: float, progress: Progress):
+        self._setting, self._arenas, self._timeout_s, self._progress = setting, arenas, timeout_s, progress
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: IPCChannel | None = None
+
+    @property
+    def process_id(self) -> int | None:
+        """None while there is no process."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start it, unless it is there.
+
+        Raises:
+            WriterDied: it could not be started.
+        """
+        if self._channel is not None:
+            return
+        try:
+            self._channel = self._spawn()
+            self._channel.send(WriterStart(tuple(map(os.path.abspath, sys.path)), pickle.dumps(self._setting)))
+            self._channel.receive(START_TIMEOUT_S)
+        except (OSError, TimeoutError) as error:
+            ending = self.kill()
+            raise WriterDied(f"the checkpoint writer could not be started: {error}{ending}") from error
+
+    def carry_out(self, plan: SavePlan, arena: HostBuffer) -> SaveReport:
+        """Have a plan carried out, and wait for it.
+
+        Raises:
+            WriterDied: nobody knows how far it came; may be tried again.
+            Exception: what was raised over there.
+        """
+        self.start()
+        assert self._channel is not None
+        order = WriteOrder(plan, arena.number, arena.num_bytes, self._arenas.numbers)
+        watch = ProgressWatch(self._progress, self._timeout_s, [OF_PROCESS], look_every_s=2 * LOOK_EVERY_S)
+        try:
+            self._channel.send(order, arena.fd)
+            answer: WriteReply
+            answer, _ = self._channel.receive(watch=watch)
+        except ChannelClosed as error:
+            raise WriterDied(f"the checkpoint writer died while it saved step {plan.step}{self.kill()}") from error
+        except TimeoutError as error:
+            found = watch.describe(self.process_id, SETTING)
+            self.kill()
+            raise WriterDied(f"the checkpoint writer {found}; it was ended, and step {plan.step} not saved") from error
+        if answer.report is None:
+            assert answer.error is not None
+            error = pickle.loads(answer.error)
+            error.add_note(f"In the checkpoint writer:\n{answer.trace}")
+            raise error
+        return answer.report
+
+    def end(self) -> None:
+        """Hang up: it ends by itself, or is made to."""
+        if self._channel is not None:
+            self._channel.close()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=END_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> str:
+        """End it at once; one that is stopped too. Returns how it ended, or was before, for a message."""
+        if self._channel is not None:
+            self._channel.close()
+        process, self._process, self._channel = self._process, None, None
+        if process is None:
+            return ""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel ends when that lets it
+            ended_by_itself = process.wait(timeout=0.2)
+            return f" (it ended with {describe_exit(ended_by_itself)})"
+        state = state_of(process.pid)
+        kill(process)
+        return f" ({state})" if state else ""
+
+    def _spawn(self) -> IPCChannel:
+        package_root = str(Path(__file__).resolve().parents[3])
+        ours, theirs = socket.socketpair()
+        with theirs:
+            env = os.environ | {
+                "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")])),
+                SOCKET_VARIABLE: str(theirs.fileno()),
+                PROGRESS_VARIABLE: str(self._progress.fd),
+                PARENT_VARIABLE: str(os.getpid()),
+            }
+            env.pop("VERL_RAY_SESSION", None)  # it outlives whoever started it, to finish a save
+            command = [sys.executable, "-m", "verl.checkpoint.save.writer_process"]
+            process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), self._progress.fd], process_group=0,
+            )  # fmt: skip
+        self._process = process
+        return IPCChannel(ours, lambda: process.poll() is None, min(STUCK_S, self._timeout_s))
+
+
+@dataclass(frozen=True)
+class WriterSettings:
+    """How the process is run; see `CheckpointWriter`."""
+
+    is_used: bool
+    niceness: int
+    timeout_s: float
+
+
+class WriterClient:
+    """Has plans carried out, whatever happens to processes. Used by one thread; `give_up` by any.
+
+    Args:
+        progress: of the process, and of what the trainer does itself.
+    Attributes:
+        num_deaths: of writer processes so far.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        arenas: HostBufferPool,
+        retention: Retention | None,
+        process_setting: WriterSettings,
+        progress: Progress,
+    ):
+        self.num_deaths, self._progress = 0, progress
+        self._store, self._arenas, self._retention, self._setting = store, arenas, retention, process_setting
+        self._process: WriterProcess | None = None
+        self._gives_up = False
+
+    @property
+    def process_id(self) -> int | None:
+        """None where there is no process just now."""
+        return None if self._process is None else self._process.process_id
+
+    def prepare(self) -> None:
+        """Start the process."""
+        try:
+            self._process = self._process or self._new_process()
+            self._process.start()
+        except (CheckpointError, WriterDied) as error:  # the first save will say so
+            log.warning("the checkpoint writer is not there yet: %s", error)
+
+    def carry_out(self, plan: SavePlan, arena: HostBuffer) -> SaveReport:
+        """Write and publish what lies in an arena.
+
+        Raises:
+            CheckpointError: nothing was published.
+        """
+        for _ in range(ATTEMPTS if self._setting.is_used else 0):
+            self._progress.advance("starting the checkpoint writer", OF_TRAINER)
+            try:
+                self._process = self._process or self._new_process()
+                return self._process.carry_out(plan, arena)
+            except WriterDied as death:
+                self.num_deaths += 1
+                if self._gives_up:
+                    raise CheckpointWriteFailed(f"step {plan.step} was given up by close()") from death
+                log.error("%s; what it was writing is still in memory", death)
+        if self._setting.is_used:
+            log.error("the checkpoint writer died %d times: the trainer itself writes step %d", ATTEMPTS, plan.step)
+        assert arena.memory is not None
+        self._progress.advance(f"saving step {plan.step} in the trainer", OF_TRAINER)
+        with memoryview(arena.memory) as memory, reporting_to(self._progress, OF_TRAINER):
+            return execute_plan(self._store, plan, filling(memory), self._retention)
+
+    def give_up(self) -> None:
+        """Let what is under way fail."""
+        self._gives_up = True
+        if self._process is not None:
+            self._process.kill()
+
+    def end(self) -> None:
+        """End the process, which has nothing left to do."""
+        if self._process is not None:
+            self._process.end()
+
+    def _new_process(self) -> WriterProcess:
+        setting = WriterProcessSettings(
+            directory=str(self._store.directory),
+            run_id=self._store.run_id,
+            claim=self._store.claim_directory(),
+            disk_type=type(self._store.disk),
+            retention=self._retention,
+            niceness=self._setting.niceness,
+        )
+        return WriterProcess(setting, self._arenas, self._setting.timeout_s, self._progress)
