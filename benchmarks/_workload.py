@@ -118,16 +118,16 @@ def forced_vllm(lengths: Sequence[int], group_size: int, **options: Any) -> Any:
     """vLLM with the prescribed lengths, as `forced_rollout` has them; what ends a response is its limit."""
     from dataclasses import fields
 
-    from verl.rollout.vllm.engine import VLLMEngine
-    from verl.rollout.vllm.options import VLLMRollout
+    from verl.rollout.vllm.client.client import VLLMClient
+    from verl.rollout.vllm.config import VLLMRollout
 
-    class ForcedEngine(VLLMEngine):
+    class ForcedEngine(VLLMClient):
         def _limits(self, prompt_ids: list[int], num_samples: int) -> list[int]:
             numbers = (prompt * group_size + sample for prompt in prompt_ids for sample in range(num_samples))
             return [lengths[number % len(lengths)] for number in numbers]
 
     class ForcedVLLM(VLLMRollout):
-        def attach(self, *args: Any, **kwargs: Any) -> VLLMEngine:
+        def attach(self, *args: Any, **kwargs: Any) -> VLLMClient:
             known = VLLMRollout(**{field.name: getattr(self, field.name) for field in fields(self)})  # to the child too
             return ForcedEngine(known, *args, **kwargs)
 

@@ -28,7 +28,7 @@ import torch
 from verl.model_paths import packed_attention
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 
 CASES = {
     "fixed": {"prompts": 256, "prompt_length": 8, "samples": 1, "lengths": "fixed", "target": 1.3},
@@ -85,7 +85,7 @@ def verl_way(model: Any, prompts: DataProto, lengths: list[int], samples: int, *
     tokenizer = Pretrained(path=model.name_or_path).load_tokenizer()
     rollout = work.forced_rollout(lengths, len(set(lengths)) > 1, samples, **how)
     engine = rollout.attach(model, tokenizer, seed=0)
-    return lambda step: int(engine.generate(prompts, Request(step, samples))["response_mask"].sum())
+    return lambda step: int(engine.generate(prompts, GenerationRequest(step, samples))["response_mask"].sum())
 
 
 def measure(case: dict[str, Any], directory: str, options: argparse.Namespace) -> dict[str, Any]:

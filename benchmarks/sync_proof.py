@@ -29,9 +29,9 @@ from _progress import Progress
 
 from verl.models.hf_state_dict import hf_state_dict
 from verl.models.pretrained import Pretrained
-from verl.sync.engine_side import answer
-from verl.sync.probe import trainer_log_probs
-from verl.sync.proof import Prover
+from verl.weight_verification.logprob_probe import trainer_log_probs
+from verl.weight_verification.verifier import SyncVerifier
+from verl.weight_verification.vllm_probe import answer_request
 
 SHAPES = {"embedded": (128, 2), "small": (256, 4), "large": (768, 11)}  # hidden, layers
 CONTEXT = 256
@@ -76,7 +76,7 @@ def proof_seconds(directory: Path, options: argparse.Namespace) -> dict[str, lis
         kv_cache_memory_bytes=64 << 20,
     )
     torch.set_num_threads(options.threads)
-    prover = Prover(model, torch.float32, len(work.CHARACTERS), CONTEXT)
+    prover = SyncVerifier(model, torch.float32, len(work.CHARACTERS), CONTEXT)
     tensors = hf_state_dict(model).tensors
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     seconds: dict[str, list[float]] = {"copy": [], "marks": [], "log_probs": [], "engine": [], "proof": []}
@@ -94,7 +94,7 @@ def proof_seconds(directory: Path, options: argparse.Namespace) -> dict[str, lis
         took = {name: timed(part) for name, part in {"copy": copy, "marks": marks}.items()}
         took["log_probs"] = timed(lambda: trainer_log_probs(model, prover.rows))
         start = time.perf_counter()
-        answered = answer(llm, question)
+        answered = answer_request(llm, question)
         took["engine"] = time.perf_counter() - start
         took["proof"] = prover.prove(answered).seconds
         for name, s in took.items():

@@ -30,11 +30,11 @@ from _progress import Progress
 from verl.component import BuildContext
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
-from verl.rollout.base import Request
-from verl.rollout.drawing import Drawing
-from verl.rollout.vllm.engine import VLLMEngine
-from verl.rollout.vllm.options import VLLMRollout
-from verl.rollout.vllm.setting import environment
+from verl.rollout.base import GenerationRequest
+from verl.rollout.token_sampler import TokenSampler
+from verl.rollout.vllm.client.client import VLLMClient
+from verl.rollout.vllm.client.engine_args import environment
+from verl.rollout.vllm.config import VLLMRollout
 
 SHAPES: dict[str, dict[str, int]] = {
     "2.6M": {"hidden": 256, "layers": 4, "mlp": 512, "kv_heads": 4},
@@ -45,7 +45,7 @@ RULES = ("fixed", "longtail")
 PROMPT_TOKENS, SAMPLES, CONTEXT, TARGET = 8, 8, 512, 0.9
 
 
-class PrescribedEngine(VLLMEngine):
+class PrescribedEngine(VLLMClient):
     """Our engine with responses of given lengths."""
 
     lengths: list[int]
@@ -63,7 +63,7 @@ def prompts_of(count: int) -> DataProto:
 
 def noise_us(vocabulary: int, rows: int) -> tuple[float, list[float]]:
     """Microseconds per token of drawing by our noise and recording the log-prob."""
-    drawing, numbers = Drawing(Request(0), 0, (1,)), torch.arange(rows)
+    drawing, numbers = TokenSampler(GenerationRequest(0), 0, (1,)), torch.arange(rows)
     logits = torch.randn(rows, vocabulary)
     spent = []
     for position in range(50):
@@ -126,10 +126,10 @@ class Contest:
         loop = described.attach(self.model, self.tokenizer, 0)
         plain = {"do": "generate", "prompts": asked, "lengths": lengths}
         return {
-            "verl": lambda step: self.ours.generate(self.prompts, Request(step, SAMPLES)),
+            "verl": lambda step: self.ours.generate(self.prompts, GenerationRequest(step, SAMPLES)),
             "bare_with_log_probs": lambda step: self.bare.ask(**plain, log_probs=True),
             "bare": lambda step: self.bare.ask(**plain, log_probs=False),
-            "hf": lambda step: loop.generate(self.prompts, Request(step, SAMPLES)),
+            "hf": lambda step: loop.generate(self.prompts, GenerationRequest(step, SAMPLES)),
         }
 
 

@@ -28,9 +28,9 @@ from _bare_vllm import BareEngine, resident_mib
 from verl.component import BuildContext
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
-from verl.rollout.vllm.engine import VLLMEngine
-from verl.rollout.vllm.options import VLLMRollout
-from verl.rollout.vllm.setting import environment
+from verl.rollout.vllm.client.client import VLLMClient
+from verl.rollout.vllm.client.engine_args import environment
+from verl.rollout.vllm.config import VLLMRollout
 
 SHAPES: dict[str, dict[str, int]] = {
     "2.6M": {"hidden": 256, "layers": 4, "mlp": 512, "kv_heads": 4},
@@ -68,7 +68,7 @@ def shared(model: Any, tokenizer: Any, repeats: int) -> dict[str, Any]:
     return {"seconds": work.spread(found, 6), "mib": round(resident_mib() - before, 1)}
 
 
-def streamed(engine: VLLMEngine, repeats: int) -> dict[str, Any]:
+def streamed(engine: VLLMClient, repeats: int) -> dict[str, Any]:
     """vLLM: the whole sync, its parts, and the memory that trainer and engine hold more than before it."""
     pids = ("self", engine.process_id)
     memory, taken, parts = [sum(map(resident_mib, pids))], [], []
@@ -93,7 +93,7 @@ def measure(directory: Path, shape: dict[str, int], repeats: int) -> dict[str, A
     found: dict[str, Any] = {"parameters": parameters, "weights_mib": round(parameters * 4 / 2**20, 1)}
     found |= {"one_copy_s": round(one_copy(model), 5), "hf": shared(model, tokenizer, 4 * repeats)}
     engine = described.attach(model, tokenizer, 0, None, BuildContext())
-    assert isinstance(engine, VLLMEngine)
+    assert isinstance(engine, VLLMClient)
     try:
         found["vllm"] = streamed(engine, repeats)
         arguments, threads = engine.setting.engine_arguments(), engine.setting.num_threads

@@ -14,7 +14,7 @@ from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
 from verl.models.pretrained import ModelSource
 from verl.protocol import DataProto
-from verl.rollout.base import Request, Rollout
+from verl.rollout.base import GenerationRequest, Rollout
 from verl.rollout.hf import HFRollout
 from verl.workers.actor import Actor, ActorWorker
 from verl.workers.critic import Critic, CriticWorker
@@ -53,7 +53,7 @@ def with_experience(rows: DataProto, actor: ActorWorker, seed: int = 0) -> DataP
 
 def experience(actor: ActorWorker, prompts: DataProto, num_samples: int = 3) -> DataProto:
     """Sampled rows with all that roles train on."""
-    return with_experience(actor.generate(prompts, Request(0, num_samples)), actor)
+    return with_experience(actor.generate(prompts, GenerationRequest(0, num_samples)), actor)
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

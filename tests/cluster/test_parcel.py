@@ -10,7 +10,7 @@ import torch
 
 from verl.cluster.parcel import unwrap, wrap
 from verl.protocol import DataProto
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 
 
 def batch(rows: int = 4) -> DataProto:
@@ -30,8 +30,8 @@ def test_a_tensor_arrives_as_it_was(dtype, shape):
 
 def test_a_batch_arrives_with_its_rows_columns_facts_and_producers():
     sent = batch()
-    found, request, path = unwrap(wrap((sent, Request(3, num_samples=2), Path("a/b"))))
-    assert (request, path) == (Request(3, num_samples=2), Path("a/b"))
+    found, request, path = unwrap(wrap((sent, GenerationRequest(3, num_samples=2), Path("a/b"))))
+    assert (request, path) == (GenerationRequest(3, num_samples=2), Path("a/b"))
     assert {name: x.tolist() for name, x in found.batch.items()} == {name: x.tolist() for name, x in sent.batch.items()}
     assert found["text"].tolist() == sent["text"].tolist()
     assert found.meta_info == sent.meta_info

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.runs import weights
 
 from verl.component import BuildContext
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 from verl.trainer.ppo import PPORun
 
 
@@ -37,7 +37,7 @@ def run_course(run: PPORun, prompts: Sequence[Sequence[int]], directory: Path) -
     with run.build(BuildContext(run_dir=directory)) as trainer:
         for step, rows in enumerate(prompts, start=1):
             batch = trainer.train_data.collate(rows)
-            drawn: Any = trainer.generate(batch, Request(step, run.trainer.group_size))
+            drawn: Any = trainer.generate(batch, GenerationRequest(step, run.trainer.group_size))
             keys = zip(drawn["prompt_text"], drawn["sample_ids"].tolist(), strict=True)
             texts.append(dict(zip(keys, drawn["response_text"], strict=True)))
             metrics.append(trainer.step(batch, step) | trainer.evaluate(step))

@@ -29,9 +29,9 @@ from verl.dispatch import dispatch_of, on_all, on_each
 from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, Sharding
 from verl.resharding.dtensor import local
-from verl.rollout.vllm.weights import weights_of
-from verl.sync.adapters import adapter_tensors
+from verl.rollout.vllm.state_dict import weights_of
 from verl.trainer.ppo import PPORun
+from verl.weight_verification.vllm_params import adapter_tensors
 from verl.workers.hosts import RLHost
 from verl.workers.state import Restore, RoleState
 

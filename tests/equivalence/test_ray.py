@@ -14,7 +14,7 @@ from trainer.saved_runs import numbers as all_numbers
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.component import BuildContext
 from verl.engines.sharding import DDP, FSDP
-from verl.rollout.scripted import Scripted
+from verl.rollout.scripted import ScriptedRollout
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_here")]
 
@@ -46,7 +46,7 @@ def test_one_worker_trains_bit_by_bit_and_two_to_rounding_and_roles_may_live_apa
 @pytest.mark.exhaustive
 def test_in_float32_losses_and_gradients_differ_by_rounding_alone(model32, tmp_path):
     def run(**parts):
-        rollout = Scripted(max_new_tokens=7, texts=("12", "7*7=49", "0"))
+        rollout = ScriptedRollout(max_new_tokens=7, texts=("12", "7*7=49", "0"))
         return ppo_run(model32, PPO_ALGORITHM, rollout=rollout, group_size=1, lr=1e-4, **parts)
 
     alone = run_course(run(), PROMPTS, tmp_path / "one")

@@ -22,7 +22,7 @@ from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP
 from verl.models.lora import LoRA
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
-from verl.rollout.scripted import Scripted
+from verl.rollout.scripted import ScriptedRollout
 
 pytestmark = pytest.mark.xdist_group("two processes")
 
@@ -102,7 +102,7 @@ def test_the_cost_model_tells_what_each_process_holds(name, bench, tmp_path):
 @pytest.mark.parametrize("name", ["ddp", "fsdp", pytest.param("hsdp", marks=pytest.mark.exhaustive), "tp"])
 def test_in_float32_losses_and_gradients_differ_by_rounding_alone(name, bench, model32, tmp_path):
     def run(**parts):
-        rollout = Scripted(max_new_tokens=7, texts=("12", "7*7=49", "0"))
+        rollout = ScriptedRollout(max_new_tokens=7, texts=("12", "7*7=49", "0"))
         return ppo_run(model32, PPO_ALGORITHM, rollout=rollout, group_size=1, lr=1e-4, **parts)
 
     alone = run_course(run(), PROMPTS, tmp_path / "one")
@@ -226,7 +226,7 @@ def test_norms_over_the_heads_of_one_process_get_the_gradient_of_all_heads(name,
 @pytest.mark.parametrize("name", ["fsdp", "tp", pytest.param("tp_fsdp", marks=pytest.mark.exhaustive)])
 def test_computing_in_bfloat16_means_the_same(name, bench, model32, tmp_path):
     def run(autocast="bfloat16", **parts):
-        rollout = Scripted(max_new_tokens=7, texts=("12", "7*7=49", "0"))
+        rollout = ScriptedRollout(max_new_tokens=7, texts=("12", "7*7=49", "0"))
         made = ppo_run(model32, PPO_ALGORITHM, rollout=rollout, group_size=1, lr=1e-4, **parts)
         critic = dataclasses.replace(made.critic, autocast=autocast)
         return dataclasses.replace(with_actor(made, autocast=autocast), critic=critic)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl.sync.comparing import differing
-from verl.sync.marks import Mark, as_array, mark_of
-from verl.sync.vectors import Vectors, full_precision
+from verl.weight_verification.compare import differing
+from verl.weight_verification.fingerprint import ProbeVectors, WeightFingerprint, as_array, fingerprint, full_precision
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,11 +19,11 @@ pytestmark = [
 def test_a_layer_on_the_device_gives_the_marks_of_its_weight(dtype, shape):
     torch.set_float32_matmul_precision("high")
     weight = (torch.randn(shape) * 0.02).to(dtype)
-    vectors = Vectors(11)
-    expected = mark_of(weight, vectors)
+    vectors = ProbeVectors(11)
+    expected = fingerprint(weight, vectors)
     with full_precision():
         values = torch.nn.functional.linear(vectors.inputs(shape[1], dtype, "cuda"), weight.cuda())
     assert torch.get_float32_matmul_precision() == "high"
     torch.set_float32_matmul_precision("highest")
-    assert differing(expected, Mark(as_array(values), shape[1], expected.dtype)) is None
-    assert differing(expected, mark_of(weight.cuda(), vectors)) is None
+    assert differing(expected, WeightFingerprint(as_array(values), shape[1], expected.dtype)) is None
+    assert differing(expected, fingerprint(weight.cuda(), vectors)) is None

@@ -7,9 +7,9 @@ import torch
 from rollout.engines import agreement, random_prompts, save_family, shake
 
 from verl.component import BuildContext
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
-from verl.rollout.vllm.options import VLLMRollout
+from verl.rollout.vllm.config import VLLMRollout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,16 +33,18 @@ def test_it_draws_what_our_own_loop_draws_and_follows_the_weights(engines):
         shake(model.cpu(), seed=seed)
         model.to("cuda:0")
         vllm.sync()
-        same, gap = agreement(*(engine.generate(random_prompts(), Request(seed, 4)) for engine in (vllm, ours)))
+        same, gap = agreement(
+            *(engine.generate(random_prompts(), GenerationRequest(seed, 4)) for engine in (vllm, ours))
+        )
         assert same >= 0.95
         assert gap < 2e-3
 
 
 def test_resting_gives_memory_back_and_the_next_call_takes_it_again(engines):
     vllm, _, _ = engines
-    before = vllm.generate(random_prompts(), Request(0))
+    before = vllm.generate(random_prompts(), GenerationRequest(0))
     awake = torch.cuda.mem_get_info()[0]
     vllm.rest()
     assert torch.cuda.mem_get_info()[0] - awake > 2**29
-    after = vllm.generate(random_prompts(), Request(0))
+    after = vllm.generate(random_prompts(), GenerationRequest(0))
     assert agreement(before, after)[0] == 1

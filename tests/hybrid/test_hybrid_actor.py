@@ -17,7 +17,7 @@ from verl.hybrid.actor import HybridActor
 from verl.hybrid.processes import sizes_of
 from verl.hybrid.settings import HybridConfig
 from verl.models.pretrained import Pretrained
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 
 TEXTS = ["1+2=", "what is 6*7? ", "9-"]
@@ -144,7 +144,7 @@ def test_greedy_responses_draw_no_random_number(loaded, encoded):
 def test_it_draws_what_the_actor_of_a_run_draws(dir32, model32, prompts):
     batch = prompts(*TEXTS)
     worker = start_actor(model32, HFRollout(max_new_tokens=8, temperature=0.9, top_k=20), seed=4)
-    rows = worker.generate(batch, Request(7, num_samples=2))
+    rows = worker.generate(batch, GenerationRequest(7, num_samples=2))
     ours = HybridActor.from_pretrained(dir32, device="cpu", seed=4).generate(
         batch["prompts"], batch["prompt_mask"], do_sample=True, temperature=0.9, top_k=20, max_new_tokens=8,
         num_return_sequences=2, seed=7,

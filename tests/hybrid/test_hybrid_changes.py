@@ -18,7 +18,7 @@ from verl.hybrid.actor import HybridActor
 from verl.hybrid.model_changes import ModelForm
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
-from verl.rollout.vllm.options import VLLMRollout
+from verl.rollout.vllm.config import VLLMRollout
 
 ASKED = {"max_new_tokens": 8}
 

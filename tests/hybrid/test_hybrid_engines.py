@@ -11,7 +11,7 @@ from rollout.speaking import Speaker
 
 from verl.hybrid.actor import HybridActor
 from verl.rollout.hf import HFRollout
-from verl.rollout.server.options import ServerRollout
+from verl.rollout.server.config import ServerRollout
 
 TEXTS = ["1+2=", "what is 6*7? "]
 

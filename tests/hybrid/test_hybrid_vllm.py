@@ -15,7 +15,7 @@ from verl.errors import ConfigError
 from verl.hybrid.actor import HybridActor
 from verl.hybrid.switch import measure_switch_overhead
 
-options = pytest.importorskip("verl.rollout.vllm.options", reason="this version has no rollout=vllm")
+options = pytest.importorskip("verl.rollout.vllm.config", reason="this version has no rollout=vllm")
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytestmark = pytest.mark.xdist_group("vllm")
 

@@ -19,7 +19,7 @@ from verl.compose.composition import compose_root
 from verl.compose.paths import conf_dir, group_options
 from verl.compose.warm_start import resolve_warm_starts
 from verl.ops.counter_rng import EVALUATION
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 from verl.trainer.ppo import PPORun, PPOTrainer
 
 PROBLEMS = 32
@@ -53,7 +53,7 @@ def started(overrides: list[str], cache: Path) -> PPORun:
 def drawn_reward(trainer: PPOTrainer) -> float:
     """Mean reward of 16 responses drawn to each problem of the training set."""
     problems = trainer.train_data.collate(range(PROBLEMS))
-    rows = trainer.generate(problems, Request(0, num_samples=16, stream=EVALUATION))
+    rows = trainer.generate(problems, GenerationRequest(0, num_samples=16, stream=EVALUATION))
     return float(trainer.reward.score(rows)["score"].astype(float).mean())
 
 

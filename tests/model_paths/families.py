@@ -18,7 +18,7 @@ from verl.models.call import call_model
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.models.tiny import character_tokenizer
 from verl.protocol import DataProto
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 
 PROMPT_TOKENS, NEW_TOKENS, SAMPLES = (5, 30, 75, 90, 20), 24, 3
@@ -288,7 +288,7 @@ def plain_log_probs(model: Any, rows: DataProto, row: int) -> torch.Tensor:
 
 def largest_gaps(actor: Any, path: Path) -> dict[str, float]:
     """Of sampling and of training from plain forward passes, in nats, over every token of every row."""
-    rows = actor.generate(prompts(), Request(0, SAMPLES))
+    rows = actor.generate(prompts(), GenerationRequest(0, SAMPLES))
     rows = rows.union(actor.compute_log_probs(rows))
     is_eager = actor.model.config._attn_implementation == "eager"
     model = plain_model(path, "eager" if is_eager else "sdpa")

@@ -8,7 +8,7 @@ from model_paths.families import prompts, save_family, start_family
 from roles import gradients, with_experience
 
 from verl.model_paths.paths import PLAIN
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 
 FAMILIES = (
     "llama4_text",
@@ -44,7 +44,7 @@ def test_an_update_has_the_gradient_of_rows_one_by_one(name, tmp_path):
         if scoring is not None:
             actor.engine.limit(scoring)
             actor.engine.micro_batch_tokens = 1
-        rows = with_experience(actor.generate(prompts(), Request(0, 3)), actor)
+        rows = with_experience(actor.generate(prompts(), GenerationRequest(0, 3)), actor)
         metrics = actor.update(rows)
         found.append((gradients(actor.model), metrics["grad_norm"]))
         assert actor.engine.paths(rows).scoring == (scoring or actor.engine.paths(rows).scoring)

@@ -8,7 +8,7 @@ from random_models import save_random_model
 from roles import experience, largest_difference, start_actor, start_critic, weights
 
 from verl.models.pretrained import Pretrained
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 
 EXACT = ["gpt_neox", "gpt2", "opt", "phi"]  # layer norms stay in float64
@@ -21,7 +21,9 @@ def check(source, prompts, bound):
     rows = experience(actor, prompts())
     torch.testing.assert_close(rows["rollout_log_probs"], rows["old_log_probs"], rtol=0, atol=bound)
     apart = HFRollout(max_new_tokens=7, max_rows=1, share_prefix=False, drop_finished=False)
-    assert torch.equal(start_actor(source, apart).generate(prompts(), Request(0, 3))["responses"], rows["responses"])
+    assert torch.equal(
+        start_actor(source, apart).generate(prompts(), GenerationRequest(0, 3))["responses"], rows["responses"]
+    )
 
     before = weights(actor.model)
     assert actor.update(rows)["grad_norm"] > 0

@@ -15,7 +15,7 @@ from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import TinyModel
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 from verl.workers.actor import Actor
 from verl.workers.reference import Reference
 
@@ -30,8 +30,8 @@ def start_reference(model, actor):
 
 def test_at_the_start_nothing_has_changed(model64, prompts):
     plain, adapted = start_actor(model64), start_actor(model64, lora=ADAPTER)
-    rows = plain.generate(prompts(), Request(0, 3))
-    again = adapted.generate(prompts(), Request(0, 3))
+    rows = plain.generate(prompts(), GenerationRequest(0, 3))
+    again = adapted.generate(prompts(), GenerationRequest(0, 3))
     assert torch.equal(rows["responses"], again["responses"])
     torch.testing.assert_close(again["rollout_log_probs"], rows["rollout_log_probs"], rtol=0, atol=1e-12)
 

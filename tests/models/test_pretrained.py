@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.pretrained import VALUE_HEAD_FILE, Pretrained
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 
 
@@ -121,7 +121,7 @@ def test_attention_that_a_family_lacks_is_refused_with_the_way_out(tmp_path, pro
     save_random_model(tmp_path, "gptj", torch.float32)
     with pytest.raises(ConfigError, match=r"attention is 'sdpa': GPTJ.* Set attention=eager."):
         Pretrained(path=str(tmp_path)).load_causal_lm("cpu")
-    rows = start_actor(Pretrained(path=str(tmp_path), attention="eager")).generate(prompts(), Request(0, 2))
+    rows = start_actor(Pretrained(path=str(tmp_path), attention="eager")).generate(prompts(), GenerationRequest(0, 2))
     assert len(rows) == 8
 
 
@@ -157,6 +157,6 @@ def test_autocast_computes_in_bfloat16_and_keeps_weights_in_float32(dir32, promp
     assert cast.update(rows)["grad_norm"] > 0
     assert {weight.dtype for weight in cast.model.parameters()} == {torch.float32}
     assert largest_difference(before, weights(cast.model)) > 0
-    drawn = cast.generate(prompts(), Request(0, 4))
+    drawn = cast.generate(prompts(), GenerationRequest(0, 4))
     own = cast.compute_log_probs(drawn)["old_log_probs"]
     assert (drawn["rollout_log_probs"] - own).abs().max() < 0.1

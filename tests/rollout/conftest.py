@@ -9,7 +9,7 @@ from http_client.servers import serving
 from roles import start_actor
 from rollout.speaking import Speaker
 
-from verl.rollout.server.options import ServerRollout
+from verl.rollout.server.config import ServerRollout
 
 
 @pytest.fixture

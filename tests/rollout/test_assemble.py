@@ -12,7 +12,7 @@ from roles import start_actor
 
 from verl.errors import RolloutError
 from verl.protocol import DataProto
-from verl.rollout.base import Request, Rollout, RolloutEngine, assemble
+from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, assemble
 
 LENGTHS = torch.tensor([3, 1, 2, 3, 2, 1, 3, 3])  # of two samples of four prompts
 
@@ -37,7 +37,7 @@ class OwnEngine(RolloutEngine):
     def __init__(self, options: OwnRollout):
         self.options = options
 
-    def generate(self, prompts: DataProto, request: Request) -> DataProto:
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         mask = torch.arange(3) < LENGTHS[:, None]
         tokens, log_probs = torch.full(mask.shape, 5), torch.full(mask.shape, -1.0)
         tokens[4, 1], log_probs[4, 1] = self.options.token, self.options.log_prob
@@ -72,14 +72,14 @@ def test_an_engine_of_the_users_own_is_refused_with_prompt_sample_and_token(
     with pytest.raises(
         RolloutError, match="The rollout engine's response to prompt 2, sample 0: token 2 of 2"
     ) as refused:
-        actor.generate(prompts(), Request(0, 2))
+        actor.generate(prompts(), GenerationRequest(0, 2))
     assert why in str(refused.value)
     assert "1 such of 18 tokens" in str(refused.value)
 
 
 @pytest.mark.parametrize("log_prob", [0.0, 9e-4, 1e-6, -80.0, -5000.0])
 def test_what_may_be_a_log_prob_is_taken(log_prob, model32, prompts):
-    rows = start_actor(model32, OwnRollout(log_prob=log_prob)).generate(prompts(), Request(0, 2))
+    rows = start_actor(model32, OwnRollout(log_prob=log_prob)).generate(prompts(), GenerationRequest(0, 2))
     assert float(rows["rollout_log_probs"][4, 1]) == pytest.approx(log_prob)
     assert not rows["rollout_log_probs"].isnan().any()
 

@@ -9,7 +9,7 @@ from roles import start_actor
 from verl.ops.counter_rng import EVALUATION, uniform
 from verl.ops.logprobs import log_probs_of
 from verl.protocol import DataProto
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 
 DIGITS = tuple(range(7, 17))
@@ -23,7 +23,9 @@ def generate(model64, prompts):
 
     def run(batch=None, request=None, seed=0, **options):
         rollout = HFRollout(**{"max_new_tokens": 9, "stop_token_ids": DIGITS, **options})
-        return rollout.attach(model, tokenizer, seed).generate(batch or prompts(*TEXTS), request or Request(3, 4))
+        return rollout.attach(model, tokenizer, seed).generate(
+            batch or prompts(*TEXTS), request or GenerationRequest(3, 4)
+        )
 
     run.model, run.tokenizer = model, tokenizer
     return run
@@ -55,7 +57,7 @@ def assert_same_responses(left: DataProto, right: DataProto):
 )
 def test_recorded_log_probs_are_the_models_own(model64, prompts, options):
     actor = start_actor(model64, HFRollout(max_new_tokens=9, stop_token_ids=DIGITS, **options))
-    rows = actor.generate(prompts(*TEXTS), Request(0, 4)).check(strict=True)
+    rows = actor.generate(prompts(*TEXTS), GenerationRequest(0, 4)).check(strict=True)
     found = actor.compute_log_probs(rows)["old_log_probs"]
     torch.testing.assert_close(rows["rollout_log_probs"], found, rtol=0, atol=1e-10)
     assert rows["response_mask"].sum(dim=1).unique().numel() > 2
@@ -92,7 +94,7 @@ def test_a_prompt_alone_gets_the_response_it_gets_among_others(generate, prompts
 
 
 def test_fewer_samples_are_the_first_of_more(generate):
-    some, more = by_identity(generate(request=Request(3, 2))), by_identity(generate())
+    some, more = by_identity(generate(request=GenerationRequest(3, 2))), by_identity(generate())
     assert all(more[key][0] == tokens for key, (tokens, _) in some.items())
 
 
@@ -115,7 +117,7 @@ def test_padding_of_prompts_changes_nothing(generate, prompts):
 
 @pytest.mark.parametrize(
     "other",
-    [{"seed": 1}, {"request": Request(4, 4)}, {"request": Request(3, 4, stream=EVALUATION)}],
+    [{"seed": 1}, {"request": GenerationRequest(4, 4)}, {"request": GenerationRequest(3, 4, stream=EVALUATION)}],
     ids=["seed", "step", "stream"],
 )
 def test_the_draws_depend_on(generate, other):
@@ -138,8 +140,10 @@ def test_the_state_of_torchs_own_generator_is_neither_used_nor_changed(generate)
 
 
 def test_greedy_takes_the_likeliest_token_and_ignores_the_noise(generate):
-    rows = generate(request=Request(3, 1, greedy=True), temperature=0.7)
-    assert_same_responses(rows, generate(request=Request(9, 1, greedy=True), seed=5, temperature=0.7, max_rows=1))
+    rows = generate(request=GenerationRequest(3, 1, greedy=True), temperature=0.7)
+    assert_same_responses(
+        rows, generate(request=GenerationRequest(9, 1, greedy=True), seed=5, temperature=0.7, max_rows=1)
+    )
     for row in rows:
         text = row["input_ids"][row["attention_mask"].bool()][None]
         length = int(row["response_mask"].sum())
@@ -149,7 +153,7 @@ def test_greedy_takes_the_likeliest_token_and_ignores_the_noise(generate):
 
 def test_greedy_is_what_transformers_generates(generate, prompts):
     batch = prompts(*TEXTS)
-    rows = generate(batch, Request(0, 1, greedy=True))
+    rows = generate(batch, GenerationRequest(0, 1, greedy=True))
     theirs = generate.model.generate(
         input_ids=batch["prompts"],
         attention_mask=batch["prompt_mask"].long(),
@@ -162,7 +166,7 @@ def test_greedy_is_what_transformers_generates(generate, prompts):
 
 
 def test_a_stop_token_ends_a_row_and_belongs_to_it(generate):
-    rows = generate(request=Request(0, 20))
+    rows = generate(request=GenerationRequest(0, 20))
     stops = torch.tensor([1, *DIGITS])
     lengths, responses = rows["response_mask"].sum(dim=1), rows["responses"]
     is_stop = torch.isin(responses, stops) & rows["response_mask"]
@@ -174,12 +178,12 @@ def test_a_stop_token_ends_a_row_and_belongs_to_it(generate):
 
 
 def test_no_stop_token_is_drawn_before_the_minimum(generate):
-    many = Request(0, 20)
+    many = GenerationRequest(0, 20)
     free, held = generate(request=many), generate(request=many, min_new_tokens=4)
     assert free["response_mask"].sum(dim=1).min() == 1
     assert held["response_mask"].sum(dim=1).min() == 5  # four tokens of its own, then the first that may stop
     assert generate(request=many, min_new_tokens=9)["response_mask"].all()
-    greedy = generate(request=Request(0, greedy=True), min_new_tokens=9, stop_token_ids=tuple(range(90)))
+    greedy = generate(request=GenerationRequest(0, greedy=True), min_new_tokens=9, stop_token_ids=tuple(range(90)))
     assert greedy["responses"].min() >= 90
 
 
@@ -222,7 +226,7 @@ def test_finished_rows_leave_the_batch(generate, monkeypatch):
 
 def test_draws_follow_the_softmax(generate, prompts):
     n, temperature = 4000, 0.8
-    rows = generate(prompts("1+2=", ids=[7]), Request(0, n), max_new_tokens=1, temperature=temperature)
+    rows = generate(prompts("1+2=", ids=[7]), GenerationRequest(0, n), max_new_tokens=1, temperature=temperature)
     logits = generate.model(rows["prompts"][:1]).logits[:, -1]
     expected = (logits / temperature).softmax(dim=-1)[0] * n
     counts = torch.bincount(rows["responses"][:, 0], minlength=len(expected)).double()
@@ -235,7 +239,7 @@ def test_draws_follow_the_softmax(generate, prompts):
 
 
 def test_each_token_is_the_inverse_cdf_of_its_own_noise(generate):
-    for row in generate(request=Request(3, 1)):
+    for row in generate(request=GenerationRequest(3, 1)):
         text = row["input_ids"][row["attention_mask"].bool()][None]
         length = int(row["response_mask"].sum())
         cdf = generate.model(text).logits[0, -length - 1 : -1].softmax(dim=-1).cumsum(dim=-1)
@@ -245,7 +249,7 @@ def test_each_token_is_the_inverse_cdf_of_its_own_noise(generate):
 
 @pytest.mark.parametrize(("option", "kept"), [({"top_k": 3}, 3), ({"top_p": 0.05}, 6)])
 def test_what_is_cut_off_is_never_drawn(generate, prompts, option, kept):
-    rows = generate(prompts("1+2=", ids=[7]), Request(0, 500), max_new_tokens=1, **option)
+    rows = generate(prompts("1+2=", ids=[7]), GenerationRequest(0, 500), max_new_tokens=1, **option)
     logits = generate.model(rows["prompts"][:1]).logits[:, -1]
     best = logits.topk(kept).indices[0].tolist()
     drawn = set(rows["responses"][:, 0].tolist())

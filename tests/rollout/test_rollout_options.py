@@ -7,7 +7,7 @@ import pytest
 from verl.errors import ConfigError
 from verl.rollout.base import stop_tokens
 from verl.rollout.hf import HFRollout
-from verl.rollout.scripted import Scripted
+from verl.rollout.scripted import ScriptedRollout
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_fault_names_its_field(options, fault):
 
 def test_a_script_needs_a_text():
     with pytest.raises(ConfigError, match="texts is empty"):
-        Scripted(texts=())
+        ScriptedRollout(texts=())
 
 
 def test_a_stop_token_that_the_model_does_not_have_is_refused(model32, tokenizer):

@@ -10,7 +10,7 @@ from verl.model_paths import packed_attention
 from verl.model_paths.decode import WORTH_SHARING
 from verl.models.tiny import TinyModel
 from verl.protocol import DataProto
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 
 MODEL = TinyModel(dtype="float64", hidden_size=32, intermediate_size=64, context_length=128)
@@ -41,7 +41,7 @@ def test_it_is_the_same_generation(padding, stops, monkeypatch):
     found = {}
     for share in (True, False):
         rollout = HFRollout(max_new_tokens=20, share_prefix=share, stop_token_ids=stops)
-        found[share] = start_actor(MODEL, rollout).generate(long_prompts(padding), Request(1, 4))
+        found[share] = start_actor(MODEL, rollout).generate(long_prompts(padding), GenerationRequest(1, 4))
         assert bool(calls) is True
     shared, separate = found[True], found[False]
     assert torch.equal(shared["responses"], separate["responses"])
@@ -51,4 +51,4 @@ def test_it_is_the_same_generation(padding, stops, monkeypatch):
 
 def test_short_prompts_are_not_worth_it(prompts, monkeypatch):
     monkeypatch.setattr(packed_attention, "_attend_shared", lambda *given: pytest.fail("shared"))
-    start_actor(MODEL).generate(prompts(), Request(1, 4))
+    start_actor(MODEL).generate(prompts(), GenerationRequest(1, 4))

@@ -10,7 +10,7 @@ import torch
 
 from verl.model_paths.decode import Decoder
 from verl.protocol import DataProto
-from verl.rollout.base import Request, Synced
+from verl.rollout.base import GenerationRequest, SyncResult
 from verl.rollout.hf import HFRollout, HFSampler
 
 Fault = Literal["none", "stale", "temperature", "padding", "positions", "narrow", "other model"]
@@ -46,18 +46,18 @@ class FaultySampler(HFSampler):
         super().__init__(replace(options, temperature=temperature), copy.deepcopy(model), tokenizer, seed, narrow)
         self.trained, self.fault, self.syncs, self.compute_type = model, fault, 0, options.says
 
-    def sync(self) -> Synced:
+    def sync(self) -> SyncResult:
         self.syncs += 1
         if self.fault == "stale" and self.syncs > 1:
-            return Synced("nothing was copied, and nothing is said of it")
+            return SyncResult("nothing was copied, and nothing is said of it")
         with torch.no_grad():
             for mine, theirs in zip(self.model.parameters(), self.trained.parameters(), strict=True):
                 mine.copy_(theirs)
             if self.fault == "other model":
                 self.model.model.layers[1].mlp.down_proj.weight.mul_(-1)
-        return Synced("copied")
+        return SyncResult("copied")
 
-    def begin(self, prompts: DataProto, request: Request) -> None:
+    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         self._begun = self.generate(prompts, request)
 
     def finish(self) -> DataProto:

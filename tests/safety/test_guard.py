@@ -28,7 +28,7 @@ from verl.errors import NonFiniteError, NonFiniteRewardError
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rewards.base import Rating, Reward, RewardDescription
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 from verl.safety.guard import StepSkipped
 from verl.safety.settings import Safety
 from verl.tracking.base import Trackers
@@ -232,7 +232,7 @@ def test_an_update_whose_gradient_overflows_is_left_out_by_every_process(model32
         run = ppo_run(model32, GRPO_ALGORITHM, critic=None, safety=skipping(), **QUICK, **SHARDINGS[sharding])
         with run.build(BuildContext(run_dir=directory)) as trainer:
             trainer.tracker.start("run", {}, directory, 2)
-            rows = trainer.score(trainer.generate(trainer.train_data.collate([0, 1, 2]), Request(1, 2)))
+            rows = trainer.score(trainer.generate(trainer.train_data.collate([0, 1, 2]), GenerationRequest(1, 2)))
             experience, _ = trainer.assign_credit(rows)
             huge = experience["advantages"].clone()
             huge[0] = 1e38 * experience["response_mask"][0]  # one row: under ddp one process alone has it

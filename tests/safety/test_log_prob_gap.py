@@ -28,8 +28,8 @@ from verl.ops.logprobs import LogProbGap
 from verl.protocol import DataProto
 from verl.replay.settings import TieredReplay
 from verl.rollout.hf import HFRollout
-from verl.rollout.scripted import Scripted
-from verl.rollout.server.options import ServerRollout
+from verl.rollout.scripted import ScriptedRollout
+from verl.rollout.server.config import ServerRollout
 from verl.safety.log_prob_gap import CAP_NATS, LIMITS, GapWatch, LogProbGapLimit, limit_of
 from verl.safety.settings import Safety
 from verl.tracking.base import Trackers
@@ -158,7 +158,7 @@ def test_a_warning_is_told_once_and_a_wrong_start_is_never_the_measure(model32, 
         ({"rollout": HFRollout(max_new_tokens=7)}, 1e-5),
         ({"rollout": HFRollout(max_new_tokens=7, temperature=0.3, top_k=5)}, 1e-5),
         ({"rollout": FaultyRollout(max_new_tokens=7)}, 1e-5),
-        ({"rollout": Scripted(texts=("12", "7"), max_new_tokens=7)}, 1e-5),
+        ({"rollout": ScriptedRollout(texts=("12", "7"), max_new_tokens=7)}, 1e-5),
         ({"autocast": "bfloat16"}, LIMITS["bfloat16"]),
         ({"lora": LoRA(rank=2)}, 1e-5),
     ],

@@ -7,7 +7,7 @@ import torch
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
 from verl.component import BuildContext
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 
 
@@ -18,7 +18,7 @@ def test_the_reward_of_an_empty_answer_lies_on_its_end(algorithm, share, model32
     rollout = HFRollout(max_new_tokens=7, stop_token_ids=tuple(range(0, vocabulary, share)))
     with ppo_run(model32, algorithm, rollout=rollout).build(BuildContext(run_dir=tmp_path)) as trainer:
         batch = trainer.train_data.collate(range(3))
-        rows = trainer.score(trainer.generate(batch, Request(1, 2)))
+        rows = trainer.score(trainer.generate(batch, GenerationRequest(1, 2)))
         mask, lengths = rows["response_mask"], rows["response_mask"].sum(dim=1)
         assert (lengths == 1).any()
         assert (lengths == 1).all() or share > 1

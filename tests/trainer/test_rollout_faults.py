@@ -10,7 +10,7 @@ from verl.compose.check import check
 from verl.compose.composition import compose_root
 from verl.errors import ConfigError
 from verl.models.pretrained import Pretrained
-from verl.rollout.vllm.options import VLLMRollout
+from verl.rollout.vllm.config import VLLMRollout
 from verl.utils import env_check
 
 ADAPTER = ["rollout=vllm", "rollout.lora=adapter"]

@@ -17,7 +17,7 @@ from verl.engines.parallel_dims import Parallelism
 from verl.models.pretrained import Pretrained
 from verl.ops.logprobs import ESTIMATORS
 from verl.protocol import DataProto
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.workers.actor import Actor, ActorWorker
 from verl.workers.reference import Reference
@@ -51,7 +51,7 @@ def test_the_sampler_draws_from_the_trained_weights(model64, prompts):
     rows = experience(actor, prompts())
     actor.update(rows)
     actor.sync()
-    drawn = actor.generate(prompts(), Request(0, 3))
+    drawn = actor.generate(prompts(), GenerationRequest(0, 3))
     assert not torch.equal(drawn["rollout_log_probs"], rows["rollout_log_probs"])
     again = actor.compute_log_probs(drawn)["old_log_probs"]
     torch.testing.assert_close(drawn["rollout_log_probs"], again, rtol=0, atol=1e-10)
@@ -62,7 +62,7 @@ def test_rows_carry_the_number_of_updates_behind_them(model64, prompts):
     rows = experience(actor, prompts())
     assert rows["policy_version"].unique().tolist() == [0]
     actor.update(rows)
-    assert actor.generate(prompts(), Request(1, 1))["policy_version"].unique().tolist() == [1]
+    assert actor.generate(prompts(), GenerationRequest(1, 1))["policy_version"].unique().tolist() == [1]
 
 
 def test_a_saved_actor_opens_with_transformers_and_has_the_same_weights(model64, prompts, tmp_path):
@@ -75,7 +75,8 @@ def test_a_saved_actor_opens_with_transformers_and_has_the_same_weights(model64,
     assert tokenizer("12+3=\n")["input_ids"] == actor.tokenizer("12+3=\n")["input_ids"]
     again = start_actor(Pretrained(path=str(tmp_path / "actor"), dtype="float64"))
     assert torch.equal(
-        again.generate(prompts(), Request(0, 2))["responses"], actor.generate(prompts(), Request(0, 2))["responses"]
+        again.generate(prompts(), GenerationRequest(0, 2))["responses"],
+        actor.generate(prompts(), GenerationRequest(0, 2))["responses"],
     )
 
 
@@ -107,11 +108,11 @@ def test_the_only_update_of_a_step_measures_the_kl_itself_and_not_its_penalty(co
 
 def test_a_row_is_on_policy_where_the_weights_that_score_it_drew_it(model32, prompts):
     actor = start_actor(model32)
-    rows = actor.generate(prompts(), Request(0, 2))
+    rows = actor.generate(prompts(), GenerationRequest(0, 2))
     assert actor.compute_log_probs(rows)["is_on_policy"].tolist() == [True] * 8
     actor.update(experience(actor, prompts()))
     assert actor.compute_log_probs(rows)["is_on_policy"].tolist() == [False] * 8
-    later = actor.generate(prompts(), Request(1, 2))
+    later = actor.generate(prompts(), GenerationRequest(1, 2))
     mixed = DataProto.concat([rows, later])
     assert actor.compute_log_probs(mixed)["is_on_policy"].tolist() == [False] * 8 + [True] * 8
     nobody_knows = rows.select([name for name in rows.batch if name != "policy_version"])

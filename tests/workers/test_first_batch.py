@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verl.errors import ConfigError
 from verl.model_paths.paths import FAST
-from verl.rollout.base import Request
+from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.workers.first_batch import chosen_rows
 
@@ -54,7 +54,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_model_that_looks_at_padding_is_run_with_padding_on_the_right(model32, prompts, caplog):
     actor = start_actor(model32, HFRollout(max_new_tokens=6))
-    rows = actor.generate(prompts(*LONGER), Request(0, 3))
+    rows = actor.generate(prompts(*LONGER), GenerationRequest(0, 3))
     assert actor.engine.paths(rows) == FAST
     also_sees(actor.model.model.layers[0], running_mean)
     rows = rows.union(actor.compute_log_probs(rows))
@@ -79,7 +79,7 @@ def test_a_critic_with_an_untrained_head_is_looked_at_too(model32, prompts, capl
 
 def test_a_model_that_looks_at_other_rows_is_refused_by_name(model32, prompts):
     actor = start_actor(model32, HFRollout(max_new_tokens=6), packing="off")
-    rows = actor.generate(prompts(), Request(0, 3))
+    rows = actor.generate(prompts(), GenerationRequest(0, 3))
     also_sees(actor.model.model.layers[0], rows_mean)
     with pytest.raises(
         ConfigError, match="actor.model is a Qwen2ForCausalLM: rows of the first batch have other numbers"
@@ -98,7 +98,7 @@ def test_a_model_that_is_what_its_class_says_keeps_its_way_and_nothing_is_said(m
 
 def test_one_short_row_among_long_ones_counts_as_much_as_they_do(model32, prompts):
     actor = start_actor(model32, HFRollout(max_new_tokens=40))
-    rows = actor.generate(prompts(), Request(0, 2))
+    rows = actor.generate(prompts(), GenerationRequest(0, 2))
     lengths = rows["response_mask"].sum(dim=1)
     rows.batch["response_mask"][0, 2:] = False
     wanted = torch.zeros(rows["response_mask"].shape)
@@ -118,7 +118,7 @@ def test_a_later_batch_keeps_the_plainer_of_what_is_found_of_it_and_what_the_fir
 
 def test_the_rows_looked_at_are_the_longest_the_shortest_and_a_group(model32, prompts):
     actor = start_actor(model32, HFRollout(max_new_tokens=6))
-    rows = actor.generate(prompts(), Request(0, 5))
+    rows = actor.generate(prompts(), GenerationRequest(0, 5))
     lengths = rows["attention_mask"].sum(dim=1)
     chosen = chosen_rows(rows)
     assert int(lengths.argmax()) in chosen

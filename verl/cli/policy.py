@@ -81,12 +81,12 @@ def generate(
 
 def _responses(trainer: Any, samples: int, greedy: bool) -> list[dict[str, Any]]:
     from verl.ops.counter_rng import EVALUATION
-    from verl.rollout.base import Request
+    from verl.rollout.base import GenerationRequest
 
     if trainer.eval_data is None:
         raise ConfigError("data has no rows that are held out. Give --prompt TEXT or --data FILE.")
     batch = trainer.eval_data.collate(range(len(trainer.eval_data)))
-    rows = trainer.generate(batch, Request(0, num_samples=samples, greedy=greedy, stream=EVALUATION))
+    rows = trainer.generate(batch, GenerationRequest(0, num_samples=samples, greedy=greedy, stream=EVALUATION))
     lengths = rows["response_mask"].sum(dim=1).tolist()
     texts = zip(rows["prompt_text"], rows["response_text"], lengths, strict=True)
     return [{"prompt": prompt, "response": response, "tokens": tokens} for prompt, response, tokens in texts]

@@ -38,7 +38,7 @@ from verl.model_paths.check import forget
 from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained, quiet_transformers
-from verl.rollout.base import SAME_TENSORS, Request, Rollout, RolloutEngine, Synced
+from verl.rollout.base import SAME_TENSORS, GenerationRequest, Rollout, RolloutEngine, SyncResult
 from verl.utils.memory import release_cached
 from verl.workers.training import undivided
 
@@ -345,7 +345,7 @@ class HybridActor:
         if company is not None:
             company.refuse_other_rows(input_ids)
             number = company.agreed(number)
-        request = Request(number, call.num_samples, call.greedy)
+        request = GenerationRequest(number, call.num_samples, call.greedy)
         with self.sampling():
             written = self._times_written()
             engine = self._synced_engine_for(call)
@@ -474,7 +474,7 @@ class HybridActor:
             return BuildContext(device=device)
         return BuildContext(device=str(company.device), rank=company.rank, world_size=company.world_size)
 
-    def sync(self) -> Synced:
+    def sync(self) -> SyncResult:
         """Give the engine the present weights, as `generate` does by itself; nothing to do where they are the same."""
         with self._held("sync"):
             if self._engine is None:
@@ -483,7 +483,7 @@ class HybridActor:
                 return self._engine[1].sync()
             self._notice_changes()
             if self._engine is None:
-                return Synced("the model has changed: the next `generate` starts another engine")
+                return SyncResult("the model has changed: the next `generate` starts another engine")
             with self.sampling():  # the proof compares with what the model computes without dropout
                 synced = self._engine[1].sync()
             self._was_synced = True

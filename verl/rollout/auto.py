@@ -1,4 +1,4 @@
-"""The engine that measurements favour for the model at hand."""
+"""`rollout=auto`: the engine that measurements favour for the model at hand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from verl.component import BuildContext
 from verl.models.parallel_info import Autocast
 from verl.rollout.base import ALONE, Rollout, RolloutEngine
 from verl.rollout.hf import HFRollout
-from verl.rollout.vllm.options import VLLMRollout
-from verl.rollout.vllm.setting import unfit
+from verl.rollout.vllm.client.engine_args import unfit
+from verl.rollout.vllm.config import VLLMRollout
 from verl.utils.env_check import vllm_fault
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What every rollout engine takes and gives: a request, and rows of prompts with their responses."""
+"""The interface of rollout engines: a generation request, and rows of prompts with their responses."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Rollout(Description):
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """One call for responses.
 
     Attributes:
@@ -116,7 +116,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Synced:
+class SyncResult:
     """What became of the trainer's weights on their way to the engine.
 
     Attributes:
@@ -130,7 +130,7 @@ class Synced:
     is_current: bool = True
 
 
-SAME_TENSORS = Synced("one set of weights: nothing to move")
+SAME_TENSORS = SyncResult("one set of weights: nothing to move")
 
 
 class RolloutEngine:
@@ -148,11 +148,11 @@ class RolloutEngine:
     has_redrawn: bool = False
     compute_type: str | None = None
 
-    def generate(self, prompts: DataProto, request: Request) -> DataProto:
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Rows of responses, `num_samples` for each prompt in the order of the prompts; see `assemble`."""
         raise NotImplementedError
 
-    def begin(self, prompts: DataProto, request: Request) -> None:
+    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Begin to draw what `finish` will give; returns at once."""
         raise NotImplementedError
 
@@ -160,7 +160,7 @@ class RolloutEngine:
         """What was begun, as `generate` gives it; sets `has_redrawn`."""
         raise NotImplementedError
 
-    def sync(self) -> Synced:
+    def sync(self) -> SyncResult:
         """Take over the trainer's weights, and prove it."""
         return SAME_TENSORS
 

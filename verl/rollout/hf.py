@@ -1,4 +1,4 @@
-"""Rollout on the very tensors that train: `verl.model_paths.decode` with tokens drawn by the noise of the run."""
+"""`rollout=hf`: generation on the tensors that train, by a decode loop over transformers' key-value cache."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from verl.model_paths.check import paths_for
 from verl.model_paths.decode import Choose, Decoder
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
 from verl.protocol import DataProto
-from verl.rollout.base import ALONE, Request, Rollout, RolloutEngine, assemble, stop_tokens
-from verl.rollout.drawing import Drawing
+from verl.rollout.base import ALONE, GenerationRequest, Rollout, RolloutEngine, assemble, stop_tokens
+from verl.rollout.token_sampler import TokenSampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +58,13 @@ class HFSampler(RolloutEngine):
         self._stops = tuple(self.stop_ids.tolist())
 
     @torch.no_grad()
-    def generate(self, prompts: DataProto, request: Request) -> DataProto:
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
         self.model.eval()
         with weights_gathered(self.model):
             return self._generate(prompts, request)
 
-    def _generate(self, prompts: DataProto, request: Request) -> DataProto:
+    def _generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         n, options = request.num_samples, self.options
         shape = (len(prompts) * n, options.max_new_tokens)
         responses = torch.full(shape, self.pad_id, dtype=torch.int64)
@@ -97,12 +97,12 @@ class HFSampler(RolloutEngine):
             drops=options.drop_finished,
         )
 
-    def _chooser(self, prompts: DataProto, request: Request) -> Choose:
+    def _chooser(self, prompts: DataProto, request: GenerationRequest) -> Choose:
         """What draws the next tokens of the samples of some prompts."""
         n = request.num_samples
         prompt_ids = prompts.batch["prompt_ids"].repeat_interleave(n)
         sample_ids = torch.arange(n, device=self.device).repeat(len(prompts))
-        drawing = Drawing.of(self.options, request, self.seed, self._stops)
+        drawing = TokenSampler.of(self.options, request, self.seed, self._stops)
 
         def choose(logits: Tensor, rows: Tensor, t: int) -> Tensor:
             ids = prompt_ids[rows]

@@ -1,4 +1,4 @@
-"""Responses that are given beforehand: for tests, and for replaying text that another system wrote."""
+"""Scripted responses: for tests, and for replaying text that another system wrote."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from verl.component import BuildContext
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
-from verl.rollout.base import ALONE, Request, Rollout, RolloutEngine, assemble, stop_tokens
+from verl.rollout.base import ALONE, GenerationRequest, Rollout, RolloutEngine, assemble, stop_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scripted(Rollout):
+class ScriptedRollout(Rollout):
     """Answer from a list; the log-probabilities are the model's own for that text.
 
     Sample i of the prompt with id p takes entry (p * num_samples + i) of the list, counted round and round.
@@ -43,9 +43,9 @@ class Scripted(Rollout):
 
 
 class ScriptedSampler(RolloutEngine):
-    """The running engine of `Scripted`."""
+    """The running engine of `ScriptedRollout`."""
 
-    def __init__(self, options: Scripted, model: Any, tokenizer: Any, autocast: Autocast = None):
+    def __init__(self, options: ScriptedRollout, model: Any, tokenizer: Any, autocast: Autocast = None):
         self.options, self.model, self.autocast = options, model, autocast
         self.pad_id = tokenizer.pad_token_id
         end = [int(stop_tokens(model, tokenizer, ())[0])]
@@ -53,7 +53,7 @@ class ScriptedSampler(RolloutEngine):
         self.script = [(tokenizer(text, add_special_tokens=False).input_ids + end)[:limit] for text in options.texts]
 
     @torch.no_grad()
-    def generate(self, prompts: DataProto, request: Request) -> DataProto:
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """See `RolloutEngine.generate`."""
         self.model.eval()
         n = request.num_samples

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
 from verl.protocol import DataProto
-from verl.rollout.base import Request, Rollout
+from verl.rollout.base import GenerationRequest, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +31,11 @@ class RolloutAhead:
 
     def __init__(self, actor: Any):
         self._actor = actor
-        self._asked: tuple[DataProto, Request] | None = None
+        self._asked: tuple[DataProto, GenerationRequest] | None = None
         self._drawn: DataProto | None = None
         self._is_loaded = False  # what was drawn comes from a checkpoint
 
-    def begin(self, prompts: DataProto, request: Request) -> None:
+    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Have the engine begin; returns at once."""
         assert self._asked is None
         assert self._drawn is None
@@ -48,7 +48,7 @@ class RolloutAhead:
             asked, self._asked = self._asked, None
             self._drawn, self._is_loaded = self._actor.finish_generate(*asked).result(), False
 
-    def take(self, prompts: DataProto, request: Request) -> DataProto:
+    def take(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """The responses to these prompts: drawn ahead, or drawn now where nothing was."""
         self.collect()
         drawn, self._drawn = self._drawn, None

@@ -41,7 +41,7 @@ from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
 from verl.replay.settings import TieredReplay
 from verl.rewards.base import RewardDescription
-from verl.rollout.base import Request, Rollout
+from verl.rollout.base import GenerationRequest, Rollout
 from verl.safety.guard import Guard, StepSkipped
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
@@ -266,7 +266,7 @@ class PPOTrainer:
         """One iteration on a batch of prompts [B P]; returns its metrics."""
         self._cluster.step = self.guard.step = step
         self.reuse.expect(step)
-        rollout = self.generate(batch, Request(step, self.settings.group_size))
+        rollout = self.generate(batch, GenerationRequest(step, self.settings.group_size))
         self._draw_ahead(step + 1)
         selected = {}
         if self.algorithm.selection is not None:
@@ -283,7 +283,7 @@ class PPOTrainer:
         self.guard.watch(metrics, experience)
         return metrics
 
-    def generate(self, prompts: DataProto, request: Request) -> DataProto:
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Draw responses y ~ pi(. | x): rows of prompts with their responses, [B S], and their texts."""
         with self.stages.stage("gen") as note:
             rows = self._respond(prompts, request)
@@ -310,7 +310,7 @@ class PPOTrainer:
             further = further[~torch.isin(further["prompt_ids"], seen)]
             if not len(further):  # an epoch ended within the step: all that is left was drawn already
                 break
-            drawn.append(self._rewarded(self.generate(further, Request(step, self.settings.group_size))))
+            drawn.append(self._rewarded(self.generate(further, GenerationRequest(step, self.settings.group_size))))
         if not kept and selection.on_none == "error":
             raise no_group_error(drawn)
         chosen = concat_groups(kept[: self.settings.prompts_per_step]) if kept else drawn[0][:0]
@@ -389,8 +389,8 @@ class PPOTrainer:
             return {}
         prompts, k = self.eval_data.collate(range(len(self.eval_data))), self.settings.eval_samples
         with self.reward.frozen():
-            greedy = self._judge(prompts, Request(step, greedy=True, stream=EVALUATION))
-            drawn = self._judge(prompts, Request(step, num_samples=k, stream=EVALUATION)) if k else None
+            greedy = self._judge(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION))
+            drawn = self._judge(prompts, GenerationRequest(step, num_samples=k, stream=EVALUATION)) if k else None
         self.tracker.samples(sample_rows(greedy, self.settings.sample_rows), step, "eval")
         return evaluation_metrics(greedy, drawn, k, self.settings.success_score)
 
@@ -472,11 +472,11 @@ class PPOTrainer:
             note.say(f"mean {float(np.mean(rollout['score'].astype(float))):.4f}")
         return rollout
 
-    def _judge(self, prompts: DataProto, request: Request) -> DataProto:
+    def _judge(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         rows = self._respond(prompts, request)
         return rows.union(self.reward.score(rows))
 
-    def _respond(self, prompts: DataProto, request: Request) -> DataProto:
+    def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Rows with responses, the columns of the data, and the response as text."""
         prompts = _grouped(prompts)
         asked, is_training = self._asked(prompts, request), request.stream == TRAINING and not request.greedy
@@ -496,10 +496,13 @@ class PPOTrainer:
     def _draw_ahead(self, step: int) -> None:
         """Have the engine draw for the next step, if there is one and it may."""
         if self.ahead is not None and step <= self.num_steps:
-            prompts, request = self.train_data.collate(self.sampler.peek()), Request(step, self.settings.group_size)
+            prompts, request = (
+                self.train_data.collate(self.sampler.peek()),
+                GenerationRequest(step, self.settings.group_size),
+            )
             self.ahead.begin(self._asked(_grouped(prompts), request), request)
 
-    def _asked(self, prompts: DataProto, request: Request) -> DataProto:
+    def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """What the actor is asked for."""
         return self.lengths.beside(prompts.select(PROMPT_FIELDS, []), request.num_samples)
 

@@ -23,7 +23,7 @@ from verl.models.parallel_info import Numerics, compute_type
 from verl.ops.logprobs import LogProbGap
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
-from verl.rollout.base import Request, Rollout, RolloutEngine, Synced, refuse_wrong_responses
+from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, SyncResult, refuse_wrong_responses
 from verl.utils.memory import release_cached
 from verl.workers.first_batch import FirstBatch
 from verl.workers.state import Restore
@@ -91,7 +91,7 @@ class ActorWorker(TrainedWorker):
         return self.engine.updates
 
     @by_rows
-    def generate(self, prompts: DataProto, request: Request) -> DataProto:
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Draw responses; see `rollout.base.RolloutEngine.generate`."""
         if self._version_sampled != self.version:  # a step that was cut short ended without a sync
             self.sync()
@@ -103,7 +103,7 @@ class ActorWorker(TrainedWorker):
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))
 
     @by_rows_to_one
-    def begin_generate(self, prompts: DataProto, request: Request) -> None:
+    def begin_generate(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Begin to draw responses with the engine's present weights, while this process goes on to other calls."""
         if self._version_sampled != self.version:
             self.sync()
@@ -111,7 +111,7 @@ class ActorWorker(TrainedWorker):
         self._begun_at = self.version
 
     @by_rows
-    def finish_generate(self, prompts: DataProto, request: Request) -> DataProto:
+    def finish_generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """The responses that were begun for these prompts, as `generate` gives them."""
         rows = self.sampler.finish()
         refuse_wrong_responses(rows, self._num_tokens)
@@ -147,7 +147,7 @@ class ActorWorker(TrainedWorker):
         return metrics
 
     @on_all
-    def sync(self) -> Synced:
+    def sync(self) -> SyncResult:
         """Give the rollout engine the present weights."""
         synced = self.sampler.sync()
         self._version_sampled, self._engine_follows = self.version, synced.is_current

@@ -11,11 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint
-from verl.checkpoint.core.filesystem import (
-    FileSystem,
-    is_directory,
-    read_errors,
-)
+from verl.checkpoint.core.filesystem import FileSystem, is_directory, read_errors
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, is_readable
 from verl.checkpoint.read.verify import Level, open_verified
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew

@@ -1,4 +1,9 @@
-"""Messages between the trainer and the engine's process, over a socket pair that nobody else can reach."""
+"""Messages between the trainer and the vLLM process, over a socket pair; neither side imports the other's libraries.
+
+`EngineInfo`, `SampleOutput` and `LoadResult` come from the engine. `ChunkEntry`, `FeedPlan` and `LoadRequest` describe
+a
+stream of weights before it starts: which tensor lies where in which chunk of shared memory, and which worker reads it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,19 @@ import pickle
 import select
 import socket
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.resharding.layout import Box
+from verl.rollout.vllm.state_dict import block_of
+from verl.weight_verification.verifier import VerifyRequest
 
 HEADER = struct.Struct("!Q")  # bytes of the message that follows
 PART_BYTES = 1 << 20
@@ -16,7 +31,7 @@ LOOK_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
-class Start:
+class EngineStart:
     """First message.
 
     Attributes:
@@ -29,7 +44,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Call:
+class EngineCall:
     """A method of the engine, to be carried out."""
 
     method: str
@@ -37,7 +52,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EngineReply:
     """What became of a call.
 
     Attributes:
@@ -120,3 +135,174 @@ class MessageSocket:
             left = left[moved:]
             while_waiting(moved)
         return received
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What the engine tells of itself once it is there.
+
+    Attributes:
+        max_model_len: prompt and response together, in tokens.
+        num_workers: processes that read the weights.
+    """
+
+    max_model_len: int
+    num_workers: int
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    """Responses: their lengths [B], their tokens one after another, and log-probs [B T]."""
+
+    lengths: np.ndarray
+    tokens: np.ndarray
+    log_probs: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What became of a load.
+
+    Attributes:
+        seconds: that it took, waiting for tensors left out.
+        anew: why vLLM loaded its model anew; None where the tensors were put in their places.
+    """
+
+    seconds: float
+    anew: str | None
+
+
+WantedSlices = dict[str, Box]  # of each tensor the slice that one process of an engine takes
+
+
+ALIGNMENT = 64  # bytes, of each tensor in a chunk
+
+
+@dataclass(frozen=True)
+class ChunkEntry:
+    """Where one tensor of a chunk lies."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+ChunkPlan = list[list[ChunkEntry]]  # of each chunk in turn
+
+
+@dataclass(frozen=True)
+class StreamHandle:
+    """What a reader needs to open the stream.
+
+    Attributes:
+        path: leads to the memory while the trainer lives.
+        name: of this memory alone; a path may come to lead to another.
+    """
+
+    path: str
+    name: str
+    num_bytes: int
+    chunk_bytes: int
+    on_device: tuple[Any, ...] | None
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """Of a tensor that comes as a slice: the shape of the whole one, and where the slice begins in it."""
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FeedPlan:
+    """What one process of an engine reads.
+
+    Attributes:
+        handle: of the stream.
+        reader: its number among those who read the same stream.
+        chunks: of the stream.
+        slices: by name, the tensors that do not come whole.
+    """
+
+    handle: StreamHandle
+    reader: int
+    chunks: ChunkPlan
+    slices: Mapping[str, TensorSlice] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """How a stream is to be read.
+
+    Attributes:
+        num_threads: of each reader meanwhile, on a CPU: trainer and engine work at the same time.
+        in_place: put the tensors in the places that were found for them; False has the engine load its model anew.
+    """
+
+    num_threads: int
+    in_place: bool = True
+
+
+class SizedTensor(Protocol):
+    """A tensor that will come."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+def plan_chunks(weights: Iterable[SizedTensor], dtype: torch.dtype, chunk_bytes: int) -> tuple[ChunkPlan, int]:
+    """Spread tensors over chunks, none of them cut in two, and no block of them that would fit in one chunk.
+
+    Also gives the bytes of the largest chunk.
+    """
+    chunks: ChunkPlan = [[]]
+    end = largest = 0
+    for _, block in groupby(weights, key=lambda weight: block_of(weight.name)):
+        sizes = [(weight, prod(weight.shape) * dtype.itemsize) for weight in block]
+        whole = sum(_aligned(size) for _, size in sizes)
+        for number, (weight, size) in enumerate(sizes):
+            needed = whole if number == 0 and whole <= chunk_bytes else size
+            if chunks[-1] and end + needed > chunk_bytes:
+                chunks.append([])
+                end = 0
+            chunks[-1].append(ChunkEntry(weight.name, tuple(weight.shape), end))
+            largest = max(largest, end + size)
+            end += _aligned(size)
+    return chunks, largest
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def chunk_view(chunk: Tensor, place: ChunkEntry, dtype: torch.dtype) -> Tensor:
+    """A tensor's place in a chunk, as a tensor."""
+    size = prod(place.shape) * dtype.itemsize
+    return chunk[place.offset : place.offset + size].view(dtype).view(place.shape)
+
+
+@dataclass(frozen=True)
+class SyncOffer:
+    """What an engine needs for a sync.
+
+    Attributes:
+        question: of the proof.
+        wants: the slices that each of its workers takes; None: tensors come whole, to all of them.
+        num_workers: of the engine.
+        process_id: of the engine.
+        progress_path: opens the memory of its progress.
+        call_timeout_s: without progress, until it counts as lost.
+        num_threads: that trainer and engine may each use, while both work.
+    """
+
+    question: VerifyRequest
+    wants: tuple[WantedSlices, ...] | None
+    num_workers: int
+    process_id: int
+    progress_path: str
+    call_timeout_s: float
+    num_threads: int

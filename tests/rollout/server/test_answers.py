@@ -1,0 +1,194 @@
+"""Whatever a server sends in place of a response, the step ends in words that name the prompt and the sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from http_client.servers import Say, serving
+from roles import start_actor
+from rollout.speaking import Speaker
+
+from verl.errors import ConfigError, RolloutError
+from verl.http_client.request import RetryableAnswer
+from verl.rollout.base import GenerationRequest
+from verl.rollout.server.config import ServerRollout
+from verl.rollout.server.protocols import OpenAIProtocol, SamplingRequest
+
+LENGTH = 6  # of the responses that are asked for; the requests of the start are shorter
+TWO = ["token_id:3", "token_id:4"]
+
+
+@pytest.fixture(scope="module")
+def refusing(dir32, model32, prompts) -> Iterator[Callable[..., None]]:
+    """Let a server change its answers to requests for responses, and see that the step ends with that reason."""
+    change: list[Callable[[Any], Any]] = [lambda answer: answer]
+    speaker = Speaker(dir32, "processed")
+
+    def post(asked):
+        answer = speaker.post(asked)
+        limit = asked.body.get("parameters", asked.body).get("max_new_tokens", asked.body.get("max_tokens"))
+        return change[0](answer) if limit == LENGTH else answer
+
+    with serving(post, speaker.page) as server:
+        endpoint = server.endpoint(retries=1)
+        actors = {
+            protocol: start_actor(
+                model32, ServerRollout(endpoint=endpoint, protocol=protocol, weights="fixed", max_new_tokens=LENGTH)
+            )
+            for protocol in ("openai", "tgi")
+        }
+
+        def refuses(protocol: str, changed: Callable[[Any], Any], why: str) -> None:
+            change[0] = changed
+            told = r"gives no response to prompt \d, sample \d, asked \d times: "
+            with pytest.raises(RolloutError, match=told) as refused:
+                actors[protocol].generate(prompts("1+2=", "9-"), GenerationRequest(0))
+            assert why in str(refused.value)
+
+        yield refuses
+        for actor in actors.values():
+            actor.close()
+
+
+def log_probs(told: Any, **more: Any) -> dict[str, Any]:
+    return {"logprobs": {"token_logprobs": told}, **more}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (log_probs([-1.0, -9999.0, *[-1.0] * 4]), "token_logprobs[1] is a log-prob of -9999: that is written in place"),
+        (log_probs([-1e30] * 6), "is written in place of a probability of zero (vLLM: -9999)"),
+        (log_probs([-math.inf] * 6), "a log-prob of -inf, one that is not finite"),
+        (log_probs([math.inf] * 6), "a log-prob of inf, one that is not finite"),
+        (log_probs([[-1.0]] * 6), "token_logprobs[0] is [-1.0], and not a number"),
+        (log_probs(["-1.0"] * 6), "token_logprobs[0] is '-1.0', and not a number"),
+        (log_probs([False] * 6), "token_logprobs[0] is False, and not a number"),
+        (log_probs([{"17": -1.0}] * 6), "token_logprobs[0] is {'17': -1.0}, and not a number"),
+        (log_probs([-(10**400)] * 6), "which no floating-point number holds"),
+        (log_probs(-1.0), "choices[0].logprobs.token_logprobs is -1.0, and not a list"),
+        (log_probs("-1.0"), "choices[0].logprobs.token_logprobs is '-1.0', and not a list"),
+        (log_probs([-1.0, None, -1.0]), "tokens without log-probs"),
+        (log_probs([-1.0] * 5), "5 log-probs for 6 tokens"),
+        (log_probs([-1.0] * 7), "7 log-probs for 6 tokens"),
+        (log_probs([]), "0 log-probs for 6 tokens"),
+        ({"logprobs": [-1.0]}, "choices[0].logprobs is [-1.0], and not an object"),
+        (
+            {"token_ids": [3, 4, 5, 6, 7, 10**6]},
+            "choices[0].token_ids[5] is 1000000: ids of the actor's model are 0 to",
+        ),
+        ({"token_ids": [-1, 4, 5, 6, 7, 8]}, "choices[0].token_ids[0] is -1: ids of the actor's model are 0 to"),
+        ({"token_ids": ["3", 4, 5, 6, 7, 8]}, "choices[0].token_ids[0] is '3', and not the id of a token"),
+        ({"token_ids": [3.0, 4, 5, 6, 7, 8]}, "choices[0].token_ids[0] is 3.0, and not the id of a token"),
+        ({"token_ids": [True, 4, 5, 6, 7, 8]}, "choices[0].token_ids[0] is True, and not the id of a token"),
+        ({"token_ids": [None] * 6}, "choices[0].token_ids[0] is None, and not the id of a token"),
+        ({"token_ids": "345678"}, "choices[0].token_ids is '345678', and not a list"),
+        ({"token_ids": {"0": 3}}, "choices[0].token_ids is {'0': 3}, and not a list"),
+        ({"logprobs": {"token_logprobs": [-1.0] * 6, "tokens": TWO}}, "whose log-probs are of tokens [3, 4]"),
+        ({"token_ids": None, "logprobs": {"tokens": ["token_id:x"]}}, "has 'token_id:x', which names no token"),
+        ({"finish_reason": None}, "choices[0].finish_reason is None, and not a text"),
+        ({"finish_reason": ["length"]}, "choices[0].finish_reason is ['length'], and not a text"),
+        ({"finish_reason": "tool_calls"}, "broken off (finish_reason tool_calls)"),
+        ({"index": 1}, "choices[0].index is 1, where one response was asked for"),
+        ({"prompt_token_ids": "1 2"}, "another prompt than was sent"),
+    ],
+)
+def test_an_openai_server(change, why, refusing):
+    def changed(answer):
+        full = {"token_ids": [5] * 6, "finish_reason": "length", **log_probs([-1.0] * 6)}
+        answer["choices"][0] |= full | change
+        return answer
+
+    refusing("openai", changed, why)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda choice: [choice, choice], "2 choices, where one response was asked for (n is 1)"),
+        (lambda choice: [], "an answer without choices[0].finish_reason"),
+        (lambda choice: choice, "an answer without choices[0].finish_reason"),
+        (lambda choice: ["text"], "an answer without choices[0].finish_reason"),
+        (lambda choice: None, "an answer without choices[0].finish_reason"),
+    ],
+)
+def test_choices_that_are_not_one(change, why, refusing):
+    refusing("openai", lambda answer: {"choices": change(answer["choices"][0])}, why)
+
+
+@pytest.mark.parametrize("answer", [[], "text", 7, None, True, {"error": "busy"}])
+@pytest.mark.parametrize(
+    ("protocol", "why"),
+    [("openai", "an answer without choices[0].finish_reason"), ("tgi", "an answer without details")],
+)
+def test_an_answer_of_another_form(protocol, why, answer, refusing):
+    refusing(protocol, lambda _: Say(body=answer), why)
+
+
+def tokens(**changed: Any) -> dict[str, Any]:
+    return {"tokens": [{"id": 5, "logprob": -1.0, **changed}] * 6}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (tokens(logprob=-9999.0), "details.tokens[0].logprob is a log-prob of -9999"),
+        (tokens(logprob="-1.0"), "details.tokens[0].logprob is '-1.0', and not a number"),
+        (tokens(logprob=[-1.0]), "details.tokens[0].logprob is [-1.0], and not a number"),
+        (tokens(logprob=None), "details.tokens[0].logprob is None, and not a number"),
+        (tokens(logprob=math.nan), "details.tokens[0].logprob is a log-prob of nan"),
+        (tokens(id="5"), "details.tokens[0].id is '5', and not the id of a token"),
+        (tokens(id=5.9), "details.tokens[0].id is 5.9, and not the id of a token"),
+        (tokens(id=True), "details.tokens[0].id is True, and not the id of a token"),
+        (tokens(id=10**6), "is 1000000: ids of the actor's model are 0 to"),
+        ({"tokens": [5] * 6}, "details.tokens[0] is 5, and not an object"),
+        ({"tokens": "text"}, "details.tokens is 'text', and not a list"),
+        ({"tokens": []}, "a response of 0 tokens, where 6 were asked for"),
+        ({"generated_tokens": 5}, "details.generated_tokens is 5, and details.tokens has 6"),
+        ({"finish_reason": "broken"}, "broken off (finish_reason broken)"),
+        ({"finish_reason": None}, "details.finish_reason is None, and not a text"),
+    ],
+)
+def test_a_tgi_server(change, why, refusing):
+    def changed(answer):
+        answer["details"] |= {**tokens(), "finish_reason": "length", **change}
+        return answer
+
+    refusing("tgi", changed, why)
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ("text", "prompt_logprobs is 'text', and not a list"),
+        ([None], "1 prompt_logprobs for a prompt of 2 tokens"),
+        ([None, {"3": {"logprob": -1.0}}], "prompt_logprobs[1] has no log-prob of the prompt's own token 4"),
+        ([None, -1.0], "prompt_logprobs[1] is -1.0, and not an object"),
+        ([None, {"4": -1.0}], "prompt_logprobs[1] is -1.0, and not an object"),
+        ([None, {"4": {"logprob": "-1"}}], "prompt_logprobs[1] is '-1', and not a number"),
+        ([None, {"4": {"logprob": -9999.0}}], "prompt_logprobs[1] is a log-prob of -9999"),
+    ],
+)
+def test_log_probs_of_a_prompt_that_are_none(told, why):
+    choice = {"token_ids": [5], "finish_reason": "length", **log_probs([-1.0]), "prompt_logprobs": told}
+    with pytest.raises(RetryableAnswer) as refused:
+        OpenAIProtocol("m").read({"choices": [choice]}, [3, 4], SamplingRequest(max_tokens=1, tells_prompt=True))
+    assert why in str(refused.value)
+
+
+def test_they_are_refused_at_the_start(dir32, model32):
+    speaker = Speaker(dir32)
+
+    def post(asked):
+        answer = speaker.post(asked)
+        if (told := answer["choices"][0].get("prompt_logprobs")) is not None:
+            told[1] = {key: {"logprob": "-1.5"} for key in told[1]}
+        return answer
+
+    with serving(post, speaker.page) as server:
+        why = r"rollout.endpoint.base_url is http.*choices\[0\].prompt_logprobs\[1\] is '-1.5', and not a number"
+        with pytest.raises(ConfigError, match=why):
+            start_actor(model32, ServerRollout(endpoint=server.endpoint(retries=0)))

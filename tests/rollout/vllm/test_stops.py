@@ -1,0 +1,315 @@
+"""An engine that is stopped (SIGSTOP) at any stage is ended and made anew; what was asked comes all the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from cluster.processes_of import is_running, wait_until_gone
+from rollout.engines import agreement, random_prompts, save_family, shake
+
+from verl.component import BuildContext
+from verl.errors import RolloutError
+from verl.hybrid.actor import HybridActor
+from verl.models.lora import LoRA
+from verl.rollout.base import GenerationRequest
+from verl.rollout.hf import HFRollout
+from verl.rollout.vllm.client.engine_process import EngineDied, EngineFiles, EngineHung, EngineProcess
+from verl.rollout.vllm.config import VLLMRollout
+from verl.utils.orphan_cleanup import members
+
+pytestmark = pytest.mark.xdist_group("vllm")
+
+LIMIT_S = 6.0  # without progress; the longest piece of work of these engines takes about one, on a busy machine two
+SMALL = {"max_new_tokens": 8, "kv_cache_gib": 0.05, "max_num_seqs": 16, "num_threads": 1, "call_timeout_s": LIMIT_S}
+
+
+def struck_at_start(number: signal.Signals, call_timeout_s: float) -> tuple[EngineProcess, int, EngineDied]:
+    """An engine's process that gets a signal as soon as it is there; its id, and what is said of it."""
+    process = EngineProcess("no setting: it is not asked for", {}, EngineFiles(), None, call_timeout_s)
+    pids: list[int] = []
+
+    def strike() -> None:
+        while process.process_id is None:
+            time.sleep(0.001)
+        pids.append(process.process_id)
+        os.kill(pids[0], number)
+
+    striker = threading.Thread(target=strike)
+    striker.start()
+    with pytest.raises(EngineDied) as caught:
+        process.start()
+    striker.join()
+    return process, pids[0], caught.value
+
+
+def test_a_killed_engine_is_noticed_where_another_process_holds_its_socket(monkeypatch):
+    """As a worker does that it has forked."""
+    kept, pair = [], socket.socketpair
+
+    def kept_pair() -> tuple[socket.socket, socket.socket]:
+        ours, theirs = pair()
+        kept.append(theirs.dup())
+        return ours, theirs
+
+    monkeypatch.setattr(socket, "socketpair", kept_pair)
+    process, _, death = struck_at_start(signal.SIGKILL, call_timeout_s=600.0)
+    assert "asked to start, ended with signal SIGKILL" in death.reason
+    process._leave()
+
+
+def test_an_engine_that_is_stopped_while_it_starts_is_named_with_its_stage_and_ended():
+    process, pid, death = struck_at_start(signal.SIGSTOP, call_timeout_s=1.0)
+    assert isinstance(death, EngineHung)
+    last = str(death).splitlines()[-1]
+    assert last.startswith(f"The vLLM engine (process {pid}), asked to start, made no progress for 1 s (rollout.call_")
+    assert last.endswith("it is stopped (SIGSTOP or SIGTSTP). It was ended.")
+    assert not is_running(pid)
+    process._leave()
+    assert not process.files.directory.exists()
+    assert not process.files.temporary.exists()
+
+
+def stop_at(engine, monkeypatch, asked: str, *, before: bool = False, whom=lambda pid: [pid], number=signal.SIGSTOP):
+    """Send a signal when the engine is next asked for something, or just before; gives the ids of those that got it."""
+    struck: list[int] = []
+    process, send = engine._process, engine._process._send
+
+    def strike() -> None:
+        if not struck:
+            struck.extend(whom(process.process_id))
+            for pid in struck:
+                os.kill(pid, number)
+
+    def sending(method, message):
+        if method == asked and before:
+            strike()
+        send(method, message)
+        if method == asked:
+            strike()
+
+    monkeypatch.setattr(process, "_send", sending)
+    return struck
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return save_family(tmp_path_factory.mktemp("models") / "qwen2", "qwen2")
+
+
+@pytest.fixture(scope="module")
+def pair(source, tmp_path_factory):
+    """vLLM and our own loop on the same weights."""
+    model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
+    context = BuildContext(run_dir=tmp_path_factory.mktemp("run"))
+    vllm = VLLMRollout(**SMALL).attach(model, tokenizer, 5, None, context)
+    vllm._chunk_bytes = 80_000  # some ten chunks: the trainer waits for the engine in the middle of a load
+    yield vllm, HFRollout(max_new_tokens=8).attach(model, tokenizer, 5), model
+    vllm.close()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("before", [False, True], ids=["after it is asked", "before"])
+@pytest.mark.parametrize("stage", ["draw", "load", "prove"])
+def test_a_stop_at_any_stage_is_outlived(stage, before, pair, monkeypatch, caplog):
+    vllm, ours, model = pair
+    shake(model, seed=len(stage) + before)
+    vllm._is_synced = stage == "draw"
+    if stage == "draw":
+        vllm.sync()
+    stopped = stop_at(vllm, monkeypatch, stage, before=before)
+    with caplog.at_level(logging.WARNING):
+        found = vllm.generate(random_prompts(), GenerationRequest(3, 4))
+    assert agreement(found, ours.generate(random_prompts(), GenerationRequest(3, 4)))[0] >= 0.99
+    assert "made no progress for 6 s (rollout.call_timeout_s)" in caplog.text
+    assert "it is stopped (SIGSTOP or SIGTSTP)" in caplog.text
+    assert stopped != [vllm.process_id]
+    assert not is_running(stopped[0])
+
+
+@pytest.mark.exhaustive
+def test_a_stop_while_a_message_is_sent_that_no_buffer_holds_is_outlived(pair, monkeypatch, caplog):
+    vllm, _, _ = pair
+    vllm.sync()
+    prompts = random_prompts(6000)
+    stop_at(vllm, monkeypatch, "draw", before=True)
+    vllm._process.call_timeout_s = 2.0
+    kill = vllm._process.kill
+
+    def kill_and_wait_longer() -> None:
+        vllm._process.call_timeout_s = LIMIT_S
+        kill()
+
+    monkeypatch.setattr(vllm._process, "kill", kill_and_wait_longer)
+    with caplog.at_level(logging.WARNING):
+        rows = vllm.generate(prompts, GenerationRequest(0, 1))
+    assert len(rows) == 6000
+    assert "asked to generate, made no progress for 2 s" in caplog.text
+
+
+@pytest.mark.exhaustive
+def test_a_stop_between_begin_and_finish_is_outlived(pair, caplog):
+    vllm, _, _ = pair
+    request = GenerationRequest(4, 4)
+    expected = vllm.generate(random_prompts(), request)
+    os.kill(vllm.process_id, signal.SIGSTOP)  # while nothing is asked: noticed with the next call
+    vllm.begin(random_prompts(), request)
+    with caplog.at_level(logging.WARNING):
+        assert agreement(expected, vllm.finish())[0] == 1
+    assert vllm.has_redrawn
+    assert "made no progress for 6 s" in caplog.text
+
+
+@pytest.mark.exhaustive
+def test_an_engine_that_is_stopped_for_a_while_and_goes_on_is_not_ended(pair, monkeypatch):
+    vllm, _, _ = pair
+    before = vllm.process_id
+    expected = vllm.generate(random_prompts(), GenerationRequest(5, 4))
+    stop_at(vllm, monkeypatch, "draw")
+    timer = threading.Timer(LIMIT_S / 2, os.kill, (before, signal.SIGCONT))
+    timer.start()
+    assert agreement(expected, vllm.generate(random_prompts(), GenerationRequest(5, 4)))[0] == 1
+    assert vllm.process_id == before
+
+
+@pytest.mark.exhaustive
+def test_work_that_takes_longer_than_the_limit_and_goes_on_is_waited_for(source, monkeypatch):
+    """Pulses of work with stops between them, each shorter than the limit, all together three times as long."""
+    model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
+    vllm = VLLMRollout(**SMALL | {"max_new_tokens": 64}).attach(model, tokenizer, 5)
+    try:
+        vllm.sync()
+        pid, is_done, pulses = vllm.process_id, threading.Event(), []
+
+        def pulse() -> None:
+            while not is_done.is_set() and len(pulses) < 5:
+                os.kill(pid, signal.SIGSTOP)
+                pulses.append(pid)
+                is_done.wait(2.0)
+                os.kill(pid, signal.SIGCONT)
+                is_done.wait(0.1)
+
+        pulsing = threading.Thread(target=pulse)
+        pulsing.start()
+        try:
+            vllm.generate(random_prompts(64), GenerationRequest(0, 8))
+        finally:
+            is_done.set()
+            pulsing.join()
+        assert vllm.process_id == pid
+        assert 2.0 * len(pulses) > LIMIT_S
+    finally:
+        vllm.close()
+
+
+@pytest.mark.exhaustive
+def test_a_second_stop_in_a_row_ends_the_run_in_words(pair, monkeypatch):
+    vllm, _, _ = pair
+    vllm.sync()
+    process, send = vllm._process, vllm._process._send
+
+    def sending(method, message):
+        if method in ("draw", "load"):
+            os.kill(process.process_id, signal.SIGSTOP)
+        send(method, message)
+
+    monkeypatch.setattr(process, "_send", sending)
+    with pytest.raises(RolloutError) as caught:
+        vllm.generate(random_prompts(), GenerationRequest(0))
+    last = str(caught.value).splitlines()[-1]
+    assert last.startswith("The rollout engine died twice in a row. The second time: The vLLM engine (process ")
+    assert "asked to load weights, made no progress for 6 s (rollout.call_timeout_s) at: idle" in last
+
+
+@pytest.mark.exhaustive
+def test_an_engine_that_is_stopped_when_it_is_to_give_memory_back_is_ended_and_made_anew_when_it_is_needed(
+    pair, monkeypatch, caplog
+):
+    vllm, _, _ = pair
+    expected = vllm.generate(random_prompts(), GenerationRequest(6, 4))
+    os.kill(vllm.process_id, signal.SIGSTOP)
+    with monkeypatch.context() as on_gpu, caplog.at_level(logging.WARNING):
+        on_gpu.setattr(vllm, "setting", dataclasses.replace(vllm.setting, is_on_gpu=True))
+        vllm.rest()
+    assert "asked to give its GPU memory back, made no progress" in caplog.text
+    assert vllm.process_id is None
+    assert agreement(expected, vllm.generate(random_prompts(), GenerationRequest(6, 4)))[0] == 1
+
+
+@pytest.mark.exhaustive
+def test_closing_a_stopped_engine_leaves_nothing_and_waits_for_nothing(source):
+    vllm = VLLMRollout(**SMALL).attach(source.load_causal_lm("cpu"), source.load_tokenizer(), 5)
+    pid, files = vllm.process_id, vllm._files
+    os.kill(pid, signal.SIGSTOP)
+    vllm.close()
+    assert not is_running(pid)
+    assert not files.directory.exists()
+    assert not files.temporary.exists()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", ["adopt", "prove", "draw"])
+def test_a_stop_beside_an_adapter_is_outlived(stage, source, tmp_path, monkeypatch):
+    model = LoRA(rank=8).apply(source.load_causal_lm("cpu"), causal_lm=True).eval()
+    tokenizer = source.load_tokenizer()
+    vllm = VLLMRollout(**SMALL, lora="adapter").attach(model, tokenizer, 0, None, BuildContext(run_dir=tmp_path))
+    ours = HFRollout(max_new_tokens=8).attach(model, tokenizer, 0)
+    try:
+        vllm.sync()
+        shake(model, 0.1, 3)
+        stop_at(vllm, monkeypatch, stage)
+        vllm.sync()
+        same, _ = agreement(*(one.generate(random_prompts(), GenerationRequest(1, 4)) for one in (vllm, ours)))
+        assert same >= 0.95
+        assert list(vllm._files.directory.glob("adapter*")) == []
+    finally:
+        vllm.close()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("stage", ["draw", "load", "prove"])
+def test_a_worker_of_an_engine_of_two_that_is_stopped_or_killed_is_outlived(
+    stage, number, source, tmp_path, monkeypatch, caplog
+):
+    model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
+    options = VLLMRollout(**SMALL, tensor_parallel_size=2)
+    vllm = options.attach(model, tokenizer, 0, None, BuildContext(run_dir=tmp_path))
+    ours = HFRollout(max_new_tokens=8).attach(model, tokenizer, 0)
+
+    def last_worker(pid: int) -> list[int]:
+        return [max(one for one in members(pid) if b"Worker" in Path(f"/proc/{one}/cmdline").read_bytes())]
+
+    try:
+        vllm.sync()
+        group = members(vllm.process_id)
+        vllm._is_synced = stage == "draw"
+        stop_at(vllm, monkeypatch, stage, before=True, whom=last_worker, number=number)
+        with caplog.at_level(logging.WARNING):
+            same, _ = agreement(*(one.generate(random_prompts(), GenerationRequest(1, 4)) for one in (vllm, ours)))
+        assert same >= 0.95
+        assert ("is stopped (SIGSTOP or SIGTSTP)" if number == signal.SIGSTOP else "signal SIGKILL") in caplog.text
+        assert wait_until_gone(group) == []
+    finally:
+        vllm.close()
+    assert [name for name in os.listdir("/dev/shm") if vllm._files.name in name] == []
+
+
+@pytest.mark.exhaustive
+def test_a_hybrid_actor_outlives_a_stop_of_its_engine(source):
+    actor = HybridActor.from_pretrained(source.path, rollout=VLLMRollout(**SMALL), device="cpu")
+    try:
+        tokens = torch.tensor([[5, 6, 7]])
+        expected = actor.generate(tokens, max_new_tokens=6)
+        os.kill(actor._engine[1].process_id, signal.SIGSTOP)
+        assert torch.equal(actor.generate(tokens, max_new_tokens=6), expected)
+    finally:
+        actor.close()

@@ -1,0 +1,202 @@
+"""Weights of a divided model on their way to engines, in processes over gloo: bit by bit, and no byte too many."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import threading
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+from rollout.engines import save_family
+from torch.distributed.tensor.debug import CommDebugMode
+
+from verl.component import BuildContext
+from verl.engines.parallel_dims import ShardedParallelism
+from verl.models.lora import LoRA
+from verl.resharding.plan import lower_bound
+from verl.rollout.vllm.messages import SyncOffer
+from verl.rollout.vllm.shm_stream import StreamReader, StreamWriter
+from verl.rollout.vllm.state_dict import weights_of
+from verl.rollout.vllm.sync.weight_sync import RankSync
+from verl.rollout.vllm.sync.weight_transfer import WeightTransfer, feed_assignments, may_be_sliced
+from verl.weight_verification.compare import differing
+from verl.weight_verification.fingerprint import ProbeVectors, fingerprint, join_shards
+from verl.weight_verification.verifier import VerifyRequest
+
+BY_COLUMNS, WHOLE = ("o_proj.weight", "down_proj.weight"), ("norm.weight",)
+VECTORS = ProbeVectors(3)
+DTYPE = torch.bfloat16  # narrower than the model's: what travels is cast before it does
+
+
+def worker_takes(shape, name, worker, workers):
+    """What a worker of vLLM takes of a tensor: rows, columns, or all; of the vocabulary blocks of 64 rows."""
+    box = [(0, size) for size in shape]
+    if name.endswith(WHOLE) or name.endswith("layernorm.weight"):
+        return tuple(box)
+    axis = int(name.endswith(BY_COLUMNS))
+    size = -(-shape[axis] // workers)
+    if "embed" in name or "lm_head" in name:
+        size = -(-size // 64) * 64
+    box[axis] = (min(worker * size, shape[axis]), min((worker + 1) * size, shape[axis]))
+    return tuple(box)
+
+
+def offers(weights, parallel, workers):
+    """Of each group of siblings; `workers` is None for engines that take whole tensors."""
+    question = VerifyRequest(VECTORS, ((1, 2, 3),))
+    wants = None
+    if workers is not None:
+        shapes = {w.name: tuple(w.shape) for w in weights}
+        wants = tuple({n: worker_takes(s, n, at, workers) for n, s in shapes.items()} for at in range(workers))
+    groups = parallel.world_size // parallel.mesh.extent("tensor")
+    return [SyncOffer(question, wants, workers or 1, os.getpid(), "", 60.0, 1)] * groups
+
+
+def fed(part):
+    """What comes out of the stream of a process, and what that has to tell of its part of a sync."""
+    share = part.share
+    stream = StreamWriter(share.chunk_bytes, 1, torch.device("cpu")) if share.chunks else None
+    found = {}
+
+    def read():
+        reader = StreamReader(stream.handle)
+        for number, places in enumerate(share.chunks):
+            found.update((name, tensor.clone()) for name, tensor in reader.chunk(number, places, DTYPE))
+            reader.leave(number)
+        reader.close()
+
+    reading = threading.Thread(target=read, daemon=True)
+    if stream is not None:
+        stream.begin()
+        reading.start()
+    moved = dataclasses.replace(part, stream=stream).move()
+    if stream is not None:
+        reading.join()
+        stream.close()
+    return found, moved
+
+
+def delivered(source, sizes, fully, lora, rank, world_size):
+    """Deliver to engines that take whole tensors, and to those of two and four workers, and check all that arrives."""
+    context = BuildContext(rank=rank, world_size=world_size)
+    model = source.load_causal_lm("cpu")
+    if lora:
+        torch.manual_seed(0)
+        model = LoRA(rank=4).apply(model, causal_lm=True)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+    expected = {w.name: w.make().detach().to(DTYPE, copy=True) for w in weights_of(model)}
+    parallel = ShardedParallelism(context, 60.0, sizes, fully=fully)
+    parallel.divide(model)
+    siblings = len(model.divided.siblings)
+    spied, exchange = [], dist.batch_isend_irecv
+
+    def spy(ops):
+        spied.extend(op.tensor.nbytes for op in ops if op.op is dist.irecv)
+        return exchange(ops)
+
+    weights, traffic = list(weights_of(model)), []
+    sources = list({w.source.name: w.source for w in weights}.values())
+    for workers in (None, 2, 4) if siblings > 1 else (None,):
+        assert workers is None or may_be_sliced(weights)
+        shares = [
+            s for o in offers(weights, parallel, workers) for s in feed_assignments(o, weights, siblings, DTYPE, 1000)
+        ]
+        delivery = WeightTransfer(model.divided, sources, [s.wanted for s in shares], DTYPE, set(), 5000)
+        share, offer = shares[rank], offers(weights, parallel, workers)[0]
+        dist.batch_isend_irecv = spy
+        with CommDebugMode() as others:
+            found, moved = fed(RankSync(model, None, None, weights, offer, share, delivery, None, []))
+        dist.batch_isend_irecv = exchange
+        assert lora or others.get_total_counts() == 0, others.get_comm_counts()
+        assert list(found) == [place.name for chunk in share.chunks for place in chunk]
+        for name, tensor in found.items():
+            box = tuple(slice(start, stop) for start, stop in share.wanted[name]) if name in share.slices else ()
+            if lora:  # the rows of a product may be summed in another order
+                torch.testing.assert_close(tensor, expected[name][box], rtol=0.02, atol=1e-3)
+            else:
+                assert torch.equal(tensor, expected[name][box]), name
+        everyone = [None] * world_size
+        dist.all_gather_object(everyone, (moved.received, sum(spied), moved.shards))
+        bound = lower_bound(delivery.plan.source, delivery.plan.target)
+        assert sum(counted for counted, *_ in everyone) == sum(seen for _, seen, _ in everyone) == bound
+        marks = join_shards([shards for *_, shards in everyone])
+        assert marks.keys() == {w.name for w in weights if w.form is None}
+        for name, mark in marks.items():
+            assert lora or differing(fingerprint(expected[name], VECTORS), mark) is None, name
+        whole = sum(tensor.nbytes for tensor in expected.values())
+        traffic.append((bound / whole, delivery.gathering_bytes / whole))
+        spied.clear()
+    parallel.close()
+    return traffic
+
+
+def in_process(rank, world_size, rendezvous, answers, *case):
+    try:
+        os.environ["VERL_RENDEZVOUS"] = f"file://{rendezvous}"
+        torch.set_num_threads(1)
+        answers.put(delivered(*case, rank, world_size))
+    except BaseException:  # noqa: BLE001 - told to the parent
+        answers.put(traceback.format_exc())
+        answers.close()
+        answers.join_thread()  # before the others notice
+        os._exit(1)
+
+
+def in_processes(world_size, tmp_path, *case):
+    """The traffic of each delivery, and that of gathering, over the bytes of the model."""
+    fork = multiprocessing.get_context("fork")
+    answers = fork.Queue()
+    arguments = (world_size, str(tmp_path / "rendezvous"), answers, *case)
+    workers = [fork.Process(target=in_process, args=(rank, *arguments), daemon=True) for rank in range(world_size)]
+    for worker in workers:
+        worker.start()
+    found = [answers.get(timeout=300)]
+    if not isinstance(found[0], str):
+        found += [answers.get(timeout=60) for _ in workers[1:]]
+    for worker in workers:
+        worker.join(timeout=0 if isinstance(found[0], str) else 60)
+        worker.terminate()
+    assert not isinstance(found[0], str), found[0]
+    assert all(traffic == found[0] for traffic in found)
+    return found[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
+def test_two_shards_with_an_engine_each_get_what_they_lack(lora, model32, tmp_path):
+    ((moved, gathered),) = in_processes(2, tmp_path, model32, (1, 2, 1), True, lora)
+    assert moved == gathered == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_experts_that_are_one_tensor_here_and_many_there_move_once(tmp_path):
+    source = save_family(tmp_path / "model", "qwen3_moe")
+    ((moved, gathered),) = in_processes(2, tmp_path, source, (1, 2, 1), True, False)
+    assert moved == gathered == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_two_siblings_feed_one_engine_and_gather_nothing_else(model32, tmp_path):
+    (whole, gathered), (two, _), (four, _) = in_processes(2, tmp_path, model32, (1, 1, 2), False, False)
+    assert whole == pytest.approx(gathered / 2)
+    assert two < 0.2 * whole  # rows of the vocabulary, which vLLM cuts in blocks
+    assert four < 0.2 * whole
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("sizes", "fully", "share"),
+    [((1, 4, 1), True, 1.0), ((2, 2, 1), True, 1.0), ((2, 1, 2), False, 0.5), ((1, 2, 2), True, 0.5)],
+    ids=["fsdp", "hsdp", "tp", "tp_fsdp"],
+)
+def test_four_processes_move_the_least_that_does(sizes, fully, share, model32, tmp_path):
+    (whole, gathered), *sliced = in_processes(4, tmp_path, model32, sizes, fully, False)
+    assert whole == pytest.approx(share * gathered, rel=0.1)
+    assert all(moved < whole for moved, _ in sliced)

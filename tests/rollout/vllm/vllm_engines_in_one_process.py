@@ -1,0 +1,146 @@
+"""Run by test_families.py: many vLLM engines one after another in one process, since importing vLLM takes seconds.
+
+    python tests/rollout/vllm/vllm_engines_in_one_process.py DIRECTORY CASE ...
+
+Prints one JSON object: for each case the share of rows with the same tokens as our own loop and the largest difference
+of log-probs, or the error. Weights go through the stream that they go through between two processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "HF_HUB_OFFLINE": "1"}
+os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+import torch
+from rollout.engines import agreement, random_prompts, save_family, shake
+
+from verl.models.lora import LoRA
+from verl.protocol import DataProto
+from verl.rollout.base import GenerationRequest, assemble
+from verl.rollout.hf import HFRollout
+from verl.rollout.token_sampler import TokenSampler
+from verl.rollout.vllm.client.engine_args import as_config_error, engine_args, write_model_directory
+from verl.rollout.vllm.client.engine_process import EngineError
+from verl.rollout.vllm.config import VLLMRollout
+from verl.rollout.vllm.messages import FeedPlan, LoadRequest, plan_chunks
+from verl.rollout.vllm.shm_stream import StreamWriter
+from verl.rollout.vllm.state_dict import weights_of
+
+ROOMS = {"no room": 0.0001, "little room": 0.0002, "room": 0.0004}  # of the cache, in GiB
+OPTIONS = VLLMRollout(max_new_tokens=10, kv_cache_gib=0.05, max_num_seqs=16, max_num_batched_tokens=128)
+
+
+def engine_of(model: Any, directory: Path, options: VLLMRollout = OPTIONS) -> Any:
+    """The engine that the child would have for a model, in this process."""
+    from verl.rollout.vllm.server.engine_server import EngineServer
+
+    directory.mkdir()
+    setting = engine_args(options, model, None, directory)
+    write_model_directory(model, directory)
+    try:
+        return EngineServer(setting)
+    except Exception as error:
+        raise as_config_error(EngineError(f"{type(error).__name__}: {error}", ""), setting, model) from error
+
+
+def load(engine: Any, model: Any) -> str | None:
+    """Send the weights from a thread, as another process would; gives why the engine loaded its model anew."""
+    weights = list(weights_of(model))
+    chunks, chunk_bytes = plan_chunks(weights, model.dtype, 100_000)
+    stream = StreamWriter(chunk_bytes, 1, model.device)
+    stream.begin()
+    sender = threading.Thread(target=stream.send, args=(chunks, weights, model.dtype, lambda: True), daemon=True)
+    sender.start()
+    _, anew = engine.load([FeedPlan(stream.handle, 0, chunks)], model.dtype, LoadRequest(1))
+    sender.join()
+    stream.close()
+    return anew
+
+
+def compared(engine: Any, model: Any, tokenizer: Any, prompts: DataProto) -> tuple[float, float]:
+    """Same tokens, and gap of log-probs, of an engine and our own loop."""
+    ours = HFRollout(max_new_tokens=10).attach(model, tokenizer, 0)
+    request = GenerationRequest(1, 4)
+    drawing = TokenSampler.of(OPTIONS, request, 0, ours.stop_ids.tolist())
+    rows = [p[m].tolist() for p, m in zip(prompts["prompts"], prompts["prompt_mask"], strict=True)]
+    drawn = engine.draw(drawing, [10] * 4 * len(rows), rows, prompts["prompt_ids"].tolist())
+    mask = torch.arange(10) < torch.from_numpy(drawn.lengths)[:, None]
+    responses = torch.zeros(mask.shape, dtype=torch.int64)
+    responses[mask] = torch.from_numpy(drawn.tokens)
+    log_probs = torch.zeros(mask.shape)
+    log_probs[:, : drawn.log_probs.shape[1]] = drawn.log_probs
+    found = assemble(prompts, 4, responses, mask, log_probs, 0)
+    return agreement(found, ours.generate(prompts, request))
+
+
+def family(name: str, directory: Path, lora: LoRA | None = None) -> dict[str, Any]:
+    """Before and after every weight has changed."""
+    source = save_family(directory / "model", name)
+    model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
+    if lora is not None:
+        model = lora.apply(model, causal_lm=True).eval()
+    engine = engine_of(model, directory / "engine")
+    found = []
+    for seed in range(2):
+        shake(model, 0.05 if lora else 0.02, seed)
+        anew = load(engine, model)
+        found.append(compared(engine, model, tokenizer, random_prompts(8)))
+    return {"same": [same for same, _ in found], "gap": [gap for _, gap in found], "anew": anew}
+
+
+def refused(options: VLLMRollout, directory: Path, **changes: Any) -> dict[str, Any]:
+    """What is said of an engine that cannot be."""
+    model = save_family(directory / "model", "qwen2").load_causal_lm("cpu")
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    if changes:  # an architecture that vLLM has never heard of
+        type(model).__name__ = "StrangeForCausalLM"
+    try:
+        engine_of(model, directory / "engine", options)
+    except Exception as error:  # noqa: BLE001 - told to the test
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        if changes:
+            type(model).__name__ = "Qwen2ForCausalLM"
+    return {"error": None}
+
+
+def case(name: str, directory: Path) -> dict[str, Any]:
+    """One case by its name, in a new directory."""
+    directory.mkdir()
+    if name == "lora":
+        return family("qwen2", directory, LoRA(rank=4, alpha=8.0))
+    if name == "strange":
+        return refused(OPTIONS, directory, model_type="strange")
+    if name in ROOMS:
+        return refused(dataclasses.replace(OPTIONS, kv_cache_gib=ROOMS[name]), directory)
+    return family(name, directory)
+
+
+def main() -> None:
+    from verl.rollout.vllm.server import engine_server  # noqa: F401 - all of vLLM
+
+    gc.freeze()  # vLLM collects garbage at each end of an engine: not among all that was imported
+    torch.set_num_threads(1)
+    found = {}
+    for number, name in enumerate(sys.argv[2:]):
+        try:
+            found[name] = case(name, Path(sys.argv[1]) / str(number))
+        except Exception as error:  # noqa: BLE001 - told to the test
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+    sys.stdout.write(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's own shutdown takes seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""A rollout engine with weights of its own: transformers on a copy of the model, synced, and proven as vLLM is."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl.rollout.base import SyncResult
+from verl.rollout.hf import HFRollout, HFSampler
+from verl.weight_verification.fingerprint import fingerprint
+from verl.weight_verification.logprob_probe import trainer_log_probs
+from verl.weight_verification.verifier import SyncVerifier, VerifyReply, VerifyRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyRollout(HFRollout):
+    """Samples from a copy.
+
+    Args:
+        syncs: how many are carried out; those after do nothing, and say nothing of it.
+    """
+
+    syncs: int = 1000
+
+    def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Any = None, context: Any = None) -> CopySampler:
+        return CopySampler(self, model, tokenizer, seed, autocast)
+
+
+class CopySampler(HFSampler):
+    """The running engine of `CopyRollout`."""
+
+    def __init__(self, options: CopyRollout, model: Any, tokenizer: Any, seed: int, autocast: Any = None):
+        super().__init__(options, copy.deepcopy(model), tokenizer, seed, autocast)
+        self.left = options.syncs
+        self.prover = SyncVerifier(model, torch.float32, len(tokenizer), 64)
+
+    def sync(self) -> SyncResult:
+        question = self.prover.question()
+        held = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in self.prover.watch(self.prover.model.named_parameters()):
+                if self.left > 0:
+                    held[name].copy_(tensor)
+        self.left -= 1
+        return SyncResult("copied", self.prover.prove(self._answer(question)).metrics)
+
+    def _answer(self, question: VerifyRequest) -> VerifyReply:
+        named = self.model.named_parameters(remove_duplicate=False)
+        marks = {name: fingerprint(tensor, question.vectors) for name, tensor in named}
+        return VerifyReply(marks, trainer_log_probs(self.model, question.rows))

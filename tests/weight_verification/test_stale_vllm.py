@@ -1,0 +1,70 @@
+"""A run with vLLM is stopped by the first sync that brings nothing, with the tensors named."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pytest
+import torch
+from random_models import save_random_model
+from trainer.runs import GRPO_ALGORITHM, ppo_run, read_lines
+
+from verl.component import BuildContext
+from verl.errors import WeightSyncError
+from verl.models.pretrained import Pretrained
+from verl.rollout.base import SyncResult
+from verl.tracking.base import Trackers
+from verl.tracking.jsonl import JsonLines
+
+pytest.importorskip("verl.rollout.vllm")
+from verl.rollout.vllm.client.client import VLLMClient
+from verl.rollout.vllm.config import VLLMRollout
+from verl.rollout.vllm.state_dict import weights_of
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgetful(VLLMRollout):
+    """vLLM, to which only the first syncs are sent: the one before the first step, and that after it."""
+
+    def attach(self, *args: Any, **kwargs: Any) -> VLLMClient:
+        known = VLLMRollout(**{field.name: getattr(self, field.name) for field in fields(self)})  # to the child too
+        return ForgetfulEngine(known, *args, **kwargs)
+
+
+class ForgetfulEngine(VLLMClient):
+    """The running engine of `Forgetful`."""
+
+    sent = 0
+
+    def _send_weights(self, *, merge: bool = True) -> SyncResult:
+        self.sent += 1
+        if self.sent <= 2:
+            return super()._send_weights(merge=merge)
+        for weight in weights_of(self.model, merge=merge):
+            self._prover.note(weight.name, weight.make())
+        return SyncResult("nothing")
+
+
+def test_a_sync_that_brings_nothing_stops_the_run(tmp_path):
+    path = tmp_path / "model"
+    save_random_model(path, "qwen2", torch.float32, hidden_size=128, tie_word_embeddings=True)
+    rollout = Forgetful(max_new_tokens=5, max_num_seqs=8, start_timeout_s=600)
+    run = ppo_run(
+        Pretrained(path=str(path)),
+        GRPO_ALGORITHM,
+        lr=1e-5,
+        total_steps=3,
+        rollout=rollout,
+        tracker=Trackers(jsonl=JsonLines()),
+    )
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer, pytest.raises(WeightSyncError) as caught:
+        trainer.fit()
+    steps = [line for line in read_lines(tmp_path / "metrics.jsonl") if "actor/loss" in line]
+    assert len(steps) == 1
+    assert float(steps[0]["sync/probe_gap_nats"]) < 1e-4
+    assert {"lm_head.weight", "model.layers.1.mlp.down_proj.weight"} <= set(caught.value.names)
+    assert "it is stale: it holds what the sync before brought" in str(caught.value)

@@ -1,0 +1,271 @@
+"""The engine of `rollout=server`: one request for each response, and weights that are updated where the server can.
+
+prompts ──> requests, each with its seed ──> client ──> server
+rows    <── tokens and log-probs         <──┘   asked again: only what failed
+sync    ──> weights ──> server, proven by log-probs of fixed text on both sides
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.errors import ConfigError, RolloutError
+from verl.http_client.client import HTTPClient
+from verl.http_client.request import RequestReport
+from verl.models.parallel_info import Autocast, computing_in
+from verl.ops.batching import micro_batches
+from verl.ops.counter_rng import uniform
+from verl.ops.logprobs import log_probs_of, response_positions
+from verl.protocol import DataProto
+from verl.rollout.base import GenerationRequest, RolloutEngine, SyncResult, assemble
+from verl.rollout.server.logprob_check import LogProbCheck
+from verl.rollout.server.protocols import GenerateRequest, SamplingRequest, ServerProtocol
+from verl.rollout.server.weight_update import ServerWeightUpdate
+from verl.weight_verification.logprob_probe import ALLOWED_NATS
+
+if TYPE_CHECKING:
+    from verl.rollout.server.config import ServerRollout
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+MICRO_BATCH_TOKENS = 16384  # of a forward pass where the trainer tells the log-probs
+NOISE_NATS = 1e-5  # below it nothing can be told of which weights a server holds
+
+
+@dataclass(frozen=True)
+class ServerConnection:
+    """What the engine works with.
+
+    Attributes:
+        transfer: the way of new weights; None where they stay, or another process sends them.
+        limit: tokens of prompt and response that the server takes, or None where it does not say.
+        source: who tells the log-probs of responses.
+        gap_nats: mean distance of the server's log-probs of fixed text from the trainer's at the start; None where it
+            does not tell them.
+    """
+
+    client: HTTPClient
+    protocol: ServerProtocol
+    probe: LogProbCheck
+    transfer: ServerWeightUpdate | None
+    limit: int | None
+    source: Literal["server", "trainer"]
+    gap_nats: float | None = None
+
+
+@dataclass(frozen=True)
+class _PendingResponses:
+    """Responses on their way."""
+
+    prompts: DataProto
+    request: GenerationRequest
+    draws: list[GenerateRequest]
+    answers: Future[list[RequestReport | None]]
+
+
+class ServerSampler(RolloutEngine):
+    """See `ServerRollout`. Made by `verl.rollout.server.connect.connect`, which checks the server."""
+
+    def __init__(
+        self,
+        options: ServerRollout,
+        parts: ServerConnection,
+        wish: SamplingRequest,
+        model: Any,
+        tokenizer: Any,
+        seed: int,
+        autocast: Autocast,
+    ):
+        self.options, self.parts, self.wish, self.model = options, parts, wish, model
+        self.seed, self.pad_id = seed, tokenizer.pad_token_id
+        self.autocast: Autocast = autocast
+        self._begun: _PendingResponses | None = None
+        self._before: np.ndarray | None = None  # the trainer's log-probs of the probe at the last sync
+        self.compute_type = self._compute_type()
+
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """See `RolloutEngine.generate`.
+
+        Raises:
+            ConfigError: a prompt is too long for the server.
+            RolloutError: a response is missing after all retries.
+        """
+        self._begin(prompts, request)
+        return self.finish()
+
+    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
+        """Have the server begin to draw; its weights stay as they are until `finish`.
+
+        Raises:
+            ConfigError: the trainer would tell the log-probs, and it trains meanwhile.
+        """
+        if self.parts.source == "trainer":
+            raise ConfigError(
+                "trainer.rollout_ahead is 1: log-probs come from the trainer (rollout.log_probs), whose weights change "
+                "while the server draws. Let the server tell them (docs/rollout_server.md), or set rollout_ahead=0."
+            )
+        self._begin(prompts, request)
+
+    def finish(self) -> DataProto:
+        """The responses that were begun, as `generate` gives them."""
+        assert self._begun is not None
+        begun, self._begun = self._begun, None
+        self._await(begun)
+        return self._rows(begun)
+
+    def _begin(self, prompts: DataProto, request: GenerationRequest) -> None:
+        assert self._begun is None
+        rows = [row[mask].tolist() for row, mask in zip(prompts["prompts"], prompts["prompt_mask"], strict=True)]
+        self._refuse_too_long(max(map(len, rows), default=0))
+        wish = replace(self.wish, greedy=request.greedy)
+        draws = [
+            GenerateRequest(self.parts.protocol, rows[i // request.num_samples], replace(wish, seed=seed))
+            for i, seed in enumerate(self._seeds(prompts, request))
+        ]
+        self._begun = _PendingResponses(prompts, request, draws, self.parts.client.begin(draws, stop_at_failure=True))
+
+    def _rows(self, begun: _PendingResponses) -> DataProto:
+        prompts, request, draws = begun.prompts, begun.request, begun.draws
+        n, count = request.num_samples, len(draws)
+        responses = torch.full((count, self.options.max_new_tokens), self.pad_id)
+        mask = torch.zeros(responses.shape, dtype=torch.bool)
+        log_probs = torch.zeros(responses.shape)
+        for row, draw in enumerate(draws):
+            assert draw.drawn is not None
+            length = len(draw.drawn.ids)
+            responses[row, :length] = torch.tensor(draw.drawn.ids)
+            log_probs[row, :length] = torch.tensor(draw.drawn.log_probs)
+            mask[row, :length] = True
+        made = assemble(prompts, n, responses, mask, log_probs, self.pad_id)
+        if self.parts.source == "server" and not (request.greedy and self.options.temperature != 1):
+            return made
+        return assemble(prompts, n, responses, mask, self._trainers_log_probs(made, responses.shape[1]), self.pad_id)
+
+    def sync(self) -> SyncResult:
+        """Give the server the present weights, and compare log-probs of fixed text on both sides.
+
+        Raises:
+            RolloutError: it did not take them, or computes something else with them.
+        """
+        if self.options.weights == "fixed":
+            is_first = self._before is None
+            gap, _ = self._gaps()
+            metrics = {} if gap is None else {"sync/probe_gap_nats": gap}
+            is_current = is_first and gap is not None and gap <= self._allowed_nats()
+            return SyncResult("the server keeps its weights", metrics, is_current)
+        synced = (
+            self._renew() if self.parts.transfer is not None else SyncResult("the first process gives it the weights")
+        )
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # no process draws before the server holds the weights
+        return synced
+
+    def _renew(self) -> SyncResult:
+        """Give the server the present weights, and see that it computes with them."""
+        assert self.parts.transfer is not None
+        moved = self.parts.transfer.move(self.model, self.autocast)
+        gap, gap_before = self._gaps()
+        if gap is None:
+            raise RolloutError(
+                "The server tells no log-probs of prompts (prompt_logprobs), so it cannot be proven that it holds new "
+                "weights. Set rollout.weights=fixed, or use a vLLM that tells them."
+            )
+        self._refuse_wrong_weights(gap, gap_before)
+        metrics = {"sync/copy_s": moved.write_s, "sync/load_s": moved.load_s, "sync/bytes": float(moved.num_bytes)}
+        note = f"{moved.num_tensors} tensors, {moved.num_bytes / MIB:.1f} MiB to the server"
+        return SyncResult(note, metrics | {"sync/probe_gap_nats": gap})
+
+    def close(self) -> None:
+        self.parts.client.close()
+        if self.parts.transfer is not None:
+            self.parts.transfer.close()
+
+    def _seeds(self, prompts: DataProto, request: GenerationRequest) -> list[int | None]:
+        """One for each response, of what identifies it: below 2^53, which every JSON holds exactly."""
+        n = request.num_samples
+        if not self.options.send_seed:
+            return [None] * (len(prompts) * n)
+        ids, samples = prompts["prompt_ids"].repeat_interleave(n), torch.arange(n).repeat(len(prompts))
+        noise = uniform(self.seed, request.step, ids, samples, 0, stream=request.stream)
+        return (noise * 2.0**53).long().tolist()
+
+    def _await(self, begun: _PendingResponses) -> None:
+        n, reports = begun.request.num_samples, self.parts.client.wait(begun.answers)
+        for row, report in enumerate(reports):
+            if report is not None and report.failure is not None:
+                prompt = int(begun.prompts["prompt_ids"][row // n])
+                raise RolloutError(
+                    f"The server at {self.parts.client.endpoint.base_url} gives no response to prompt {prompt}, sample "
+                    f"{row % n}, asked {report.attempts} times: {report.failure}"
+                )
+        again = sum(report.attempts > 1 for report in reports if report is not None)
+        if again:
+            logger.warning("%d of %d responses were asked for more than once.", again, len(begun.draws))
+
+    @torch.no_grad()
+    def _trainers_log_probs(self, rows: DataProto, width: int) -> Tensor:
+        """[B width], of the responses, by the model that trains; rows are cut by length into passes that fit."""
+        self.model.eval()
+        device, found = self.model.device, torch.zeros(len(rows), width)
+        lengths = rows["attention_mask"].sum(dim=1).tolist()
+        for part in micro_batches(lengths, max(MICRO_BATCH_TOKENS, max(lengths, default=1))):
+            inputs = {x: rows[x][part].to(device) for x in ("input_ids", "attention_mask", "position_ids")}
+            responses = rows["responses"][part].to(device)
+            with computing_in(self.autocast, self.model):
+                logits = response_positions(self.model(**inputs, use_cache=False).logits, responses.shape[1])
+            found[part, : responses.shape[1]] = log_probs_of(logits, responses, self.options.temperature).float().cpu()
+        return found
+
+    def _gaps(self) -> tuple[float | None, float | None]:
+        """Mean distance of the server's log-probs from the trainer's, those of now and those of the last sync."""
+        told = self.parts.probe.server_log_probs()
+        if told is None:
+            return None, None
+        self.model.eval()
+        now, before = self.parts.probe.trainer_log_probs(self.model, self.autocast), self._before
+        self._before = now
+        return float(np.abs(told - now).mean()), None if before is None else float(np.abs(told - before).mean())
+
+    def _allowed_nats(self) -> float:
+        """What log-probs of fixed text may differ by, of equal weights."""
+        name = self.autocast or str(self.model.dtype).removeprefix("torch.")
+        return self.options.max_gap_nats or ALLOWED_NATS.get(name, ALLOWED_NATS["float32"])
+
+    def _compute_type(self) -> str | None:
+        """A server does not tell its type: the trainer's, unless a larger distance was seen, or is allowed."""
+        if self.parts.source == "trainer":
+            return None
+        seen = self.options.max_gap_nats or self.parts.gap_nats
+        return None if seen is not None and seen <= ALLOWED_NATS["float32"] else "bfloat16"
+
+    def _refuse_wrong_weights(self, gap: float, gap_before: float | None) -> None:
+        allowed = self._allowed_nats()
+        is_stale = gap_before is not None and gap > NOISE_NATS and gap_before < gap / 2
+        if gap <= allowed and not is_stale:
+            return
+        likely = (
+            "It holds the weights of the step before: its reload did nothing."
+            if is_stale
+            else "It computes in another type (raise rollout.max_gap_nats), serves another model, or did not load a "
+            "tensor: vLLM on a CPU keeps an old output head that is tied to the embeddings (rollout=vllm does not)."
+        )
+        raise RolloutError(
+            f"The server at {self.parts.client.endpoint.base_url} does not hold the trainer's weights after a reload: "
+            f"log-probs of fixed text differ by {gap:.3g} nats on average, where {allowed:g} may be rounding. {likely}"
+        )
+
+    def _refuse_too_long(self, longest: int) -> None:
+        limit, new = self.parts.limit, self.options.max_new_tokens
+        if limit is not None and longest + new > limit:
+            raise ConfigError(
+                f"rollout.max_new_tokens is {new}: with a prompt of {longest} tokens that makes {longest + new}, and "
+                f"the server takes {limit} (vLLM's --max-model-len). Lower it, or raise the server's."
+            )

@@ -1,0 +1,85 @@
+"""`rollout=server`: where the server is, its protocol, and whether it takes new weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from verl.component import BuildContext
+from verl.http_client.endpoint import Endpoint
+from verl.models.parallel_info import Autocast
+from verl.rollout.base import Rollout, RolloutEngine
+from verl.rollout.server.protocols import DIVIDED
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerRollout(Rollout):
+    """Generate on a server that somebody else runs.
+
+    Args:
+        endpoint: its address without `/v1`, its key, limits, time-outs and retries; one request is one response.
+        protocol: `openai`: /v1/completions with token ids both ways, as vLLM has it; `tgi`: /generate of Text
+            Generation Inference, with prompts as texts.
+        model: as the server names it; null: the only one that it serves. For `openai`.
+        weights: `reload`: after each update the server, a vLLM started with VLLM_SERVER_DEV_MODE=1, reads the new
+            weights from `transfer_dir`, and proves it by log-probs. `fixed`: it keeps its weights for ever, so that
+            responses are more and more those of an older policy, as `algorithm.correction` can correct for a while.
+        transfer_dir: directory that the trainer and the server both see, for `reload`; null: one in memory
+            (/dev/shm), for a server on this machine.
+        log_probs: where `rollout_log_probs` come from. `server`: from its answers, if they are
+            log_softmax(logits / temperature); `trainer`: from a forward pass of the model that trains; `auto`: from the
+            server where that is right, else from the trainer.
+        send_seed: with each request goes a seed made of (run seed, step, prompt, sample), so that a server that heeds
+            it draws the same again.
+        max_gap_nats: largest mean distance between log-probs of fixed text, here and there, that is put down to
+            rounding; null: 0.001 for float32, 0.05 for float16, 0.3 for bfloat16 under `reload`, and 1 under `fixed`,
+            where the actor may have moved on. Before the first reload a distance above 1 means another model.
+    """
+
+    runs_ahead: ClassVar[bool] = True
+
+    endpoint: Endpoint
+    protocol: Literal["openai", "tgi"] = "openai"
+    model: str | None = None
+    weights: Literal["reload", "fixed"] = "reload"
+    transfer_dir: str | None = None
+    log_probs: Literal["auto", "server", "trainer"] = "auto"
+    send_seed: bool = True
+    max_gap_nats: float | None = None
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        if self.endpoint.base_url.rstrip("/").endswith("/v1"):
+            yield "endpoint.base_url ends with /v1: give the address without it, http://HOST:PORT."
+        if self.max_gap_nats is not None and not self.max_gap_nats > 0:
+            yield f"max_gap_nats is {self.max_gap_nats}: must be above 0."
+        if self.weights == "fixed" and self.log_probs == "trainer":
+            yield (
+                "log_probs is trainer, and weights is fixed: the trainer does not know log-probs of weights that it no "
+                "longer has. Set log_probs=server."
+            )
+        if self.transfer_dir is not None and self.weights == "fixed":
+            yield f"transfer_dir is {self.transfer_dir!r}: nothing is transferred where weights is fixed. Set it null."
+        if self.protocol == "tgi":
+            yield from self._tgi_faults()
+
+    def faults_beside(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
+        if self.weights == "reload" and is_divided:
+            yield f"rollout.weights is reload: {DIVIDED}"
+
+    def _tgi_faults(self) -> Iterator[str]:
+        if self.weights == "reload":
+            yield "weights is reload: TGI has no way to take new weights. Set weights=fixed, or use vLLM."
+        if self.model is not None:
+            yield f"model is {self.model!r}: a TGI server has one model. Leave it null."
+        for name, unset in (("min_new_tokens", 0), ("stop_token_ids", ())):
+            if getattr(self, name) != unset:
+                yield f"{name} is {getattr(self, name)!r}: TGI knows nothing like it. Leave it at {unset!r}."
+
+    def attach(
+        self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext | None = None
+    ) -> RolloutEngine:
+        from verl.rollout.server.connect import connect  # brings httpx
+
+        return connect(self, model, tokenizer, seed, autocast, context or BuildContext())

@@ -1,0 +1,209 @@
+"""Connects to a server before the first response: is it there, does it serve the actor's model, are its log-probs
+usable?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from verl.component import BuildContext
+from verl.errors import ConfigError, RolloutError, faults_below
+from verl.http_client.client import HTTPClient
+from verl.http_client.request import NotRetryable, Request
+from verl.models.parallel_info import Autocast
+from verl.rollout.base import stop_tokens
+from verl.rollout.server.client import ServerConnection, ServerSampler
+from verl.rollout.server.logprob_check import LogProbCheck, probe_rows_for
+from verl.rollout.server.protocols import (
+    DIVIDED,
+    GenerateRequest,
+    OpenAIProtocol,
+    SamplingRequest,
+    ServerProtocol,
+    TGIProtocol,
+)
+from verl.rollout.server.weight_update import ServerWeightUpdate
+
+if TYPE_CHECKING:
+    from verl.rollout.server.config import ServerRollout
+
+ANOTHER_MODEL_NATS = 1.0  # mean distance of log-probs, beyond which a server is taken for one of another model
+MODE = "start vLLM with --logprobs-mode"
+
+
+def connect(
+    options: ServerRollout, model: Any, tokenizer: Any, seed: int, autocast: Autocast, context: BuildContext
+) -> ServerSampler:
+    """The engine, on a server that was found fit.
+
+    Raises:
+        ConfigError: no server is there, or it is not fit; says what to change.
+    """
+    stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
+    with faults_below("rollout"):
+        with faults_below("endpoint"):
+            client = options.endpoint.build(context)
+        transfer = None
+        try:
+            _refuse_absence(client)
+            protocol, limit = _protocol(options, client, tokenizer)
+            wish = SamplingRequest(
+                options.max_new_tokens,
+                options.min_new_tokens,
+                options.temperature,
+                options.top_k,
+                options.top_p,
+                stop_ids=stop_ids,
+                num_tokens=model.config.get_text_config().vocab_size,
+            )
+            rows = probe_rows_for(protocol, tokenizer, _num_tokens(model, tokenizer), limit or 4096)
+            _refuse_text_only(client, protocol, rows)
+            probe = LogProbCheck(client, protocol, rows, wish)
+            source = _source(options, probe)
+            _refuse_divided(options, model)
+            gap = _refuse_another_model(options, probe, model, autocast)
+            if options.weights == "reload" and context.rank == 0:  # one process gives the server what all of them hold
+                transfer = ServerWeightUpdate(client, options.transfer_dir)
+                transfer.check()
+            parts = ServerConnection(client, protocol, probe, transfer, limit, source, gap)
+            return ServerSampler(options, parts, wish, model, tokenizer, seed, autocast)
+        except BaseException as error:
+            client.close()
+            if transfer is not None:
+                transfer.close()
+            if isinstance(error, RolloutError):  # of a probe: before the first step it speaks of the setting
+                raise ConfigError(f"endpoint.base_url is {options.endpoint.base_url}: {error}") from error
+            raise
+
+
+def _refuse_absence(client: HTTPClient) -> None:
+    if (absence := client.absence()) is not None:
+        raise ConfigError(f"endpoint.base_url is {client.endpoint.base_url}: no server answers there ({absence}).")
+
+
+def _protocol(options: ServerRollout, client: HTTPClient, tokenizer: Any) -> tuple[ServerProtocol, int | None]:
+    """How the server is spoken to, and the tokens of prompt and response that it takes, where it says so."""
+    if options.protocol == "tgi":
+        info = _told(client, "/info", "protocol is tgi")
+        limit = info.get("max_total_tokens") if isinstance(info, dict) else None
+        return TGIProtocol(tokenizer), _limit(limit)
+    listed = _told(client, "/v1/models", "protocol is openai")
+    cards = listed.get("data") if isinstance(listed, dict) else None
+    cards = [card for card in cards or () if isinstance(card, dict) and isinstance(card.get("id"), str)]
+    card = _chosen(cards, options.model, client.endpoint.base_url)
+    limit = card.get("max_model_len")
+    return OpenAIProtocol(card["id"]), _limit(limit)
+
+
+def _limit(told: Any) -> int | None:
+    return told if isinstance(told, int) and not isinstance(told, bool) and told > 0 else None
+
+
+def _chosen(cards: Sequence[dict[str, Any]], name: str | None, url: str) -> dict[str, Any]:
+    """The model that is asked; adapters, which have a parent, are none by themselves."""
+    served = ", ".join(card["id"] for card in cards) or "nothing"
+    if name is not None:
+        if found := [card for card in cards if card["id"] == name]:
+            return found[0]
+        raise ConfigError(f"model is {name!r}: the server at {url} serves {served}.")
+    whole = [card for card in cards if not card.get("parent")]
+    if len(whole) != 1:
+        raise ConfigError(f"model is null: the server at {url} serves {served}. Choose one.")
+    return whole[0]
+
+
+class _ServerQuery(Request):
+    def __init__(self, path: str):
+        self.path, self.answer = path, None
+
+    def read(self, answer: Any) -> None:
+        self.answer = answer
+
+
+def _told(client: HTTPClient, path: str, setting: str) -> Any:
+    question = _ServerQuery(path)
+    report = client.ask([question])[0]
+    assert report is not None
+    if report.failure is not None:
+        raise ConfigError(f"{setting}: {client.endpoint.url(path)} gives no answer ({report.failure}).")
+    return question.answer
+
+
+def _refuse_text_only(client: HTTPClient, protocol: ServerProtocol, rows: Sequence[Sequence[int]]) -> None:
+    """One token is drawn, to see whether its answers can be used at all; any token may end it."""
+    draw = _TrialRequest(protocol, rows[0], SamplingRequest(max_tokens=1, greedy=True))
+    report = client.ask([draw])[0]
+    assert report is not None
+    if report.failure is not None:
+        raise ConfigError(f"endpoint.base_url is {client.endpoint.base_url}: {report.failure}.")
+
+
+class _TrialRequest(GenerateRequest):
+    def read(self, answer: Any) -> None:
+        try:
+            super().read(answer)
+        except NotRetryable as fault:
+            if "which ends none here" not in str(fault):
+                raise
+
+
+def _source(options: ServerRollout, probe: LogProbCheck) -> Literal["server", "trainer"]:
+    """Who tells the log-probs of responses: log_softmax(logits / temperature), whatever was cut off in drawing."""
+    is_cut = options.top_k > 0 or options.top_p < 1
+    if options.log_probs == "trainer":
+        return "trainer"
+    if options.temperature == 1 and not is_cut:
+        return "server"  # whatever they mean, it is the same
+    wanted = f"temperature is {options.temperature:g}, top_k is {options.top_k}, top_p is {options.top_p:g}"
+    is_raw = probe.tells_raw()
+    fits = is_raw is (options.temperature == 1) and (is_raw or not is_cut)
+    if is_raw is not None and fits:
+        return "server"
+    if options.log_probs == "auto" and options.weights == "reload":
+        return "trainer"
+    means = {True: "those at temperature 1", False: "those after its own settings", None: "it does not say which"}
+    remedy = {
+        True: "temperature=1",
+        False: f"{MODE} raw_logprobs and set temperature=1"
+        if is_cut
+        else f"{MODE} processed_logprobs, or set temperature=1",
+    }[is_raw is True and is_cut]
+    raise ConfigError(
+        f"{wanted}: log-probs must be log_softmax(logits / temperature), and the server's are {means[is_raw]}. "
+        f"Set {remedy}" + (", or log_probs=auto." if options.weights == "reload" else ".")
+    )
+
+
+def _refuse_another_model(options: ServerRollout, probe: LogProbCheck, model: Any, autocast: Autocast) -> float | None:
+    """Before its weights are replaced, too: a server of another model is somebody else's.
+
+    Returns:
+        The mean distance of log-probs of fixed text, in nats; None where the server does not tell them.
+    """
+    told = probe.server_log_probs()
+    if told is None:
+        return None
+    gap = float(np.abs(told - probe.trainer_log_probs(model, autocast)).mean())
+    limit = options.max_gap_nats or ANOTHER_MODEL_NATS
+    if options.weights == "reload":  # then the setting speaks of what is left after a reload
+        limit = max(limit, ANOTHER_MODEL_NATS)
+    if not gap <= limit:
+        raise ConfigError(
+            f"endpoint.base_url is {probe.client.endpoint.base_url}: it serves another model than the actor's: "
+            f"log-probs of fixed text differ by {gap:.3g} nats on average, more than {limit:g} (max_gap_nats). Serve "
+            f"{model.config._name_or_path or 'the actor'} there."
+        )
+    return gap
+
+
+def _refuse_divided(options: ServerRollout, model: Any) -> None:
+    if options.weights == "reload" and any(hasattr(weight, "device_mesh") for weight in model.parameters()):
+        raise ConfigError(f"weights is reload: {DIVIDED}")
+
+
+def _num_tokens(model: Any, tokenizer: Any) -> int:
+    """Ids that a prompt may hold."""
+    return min(model.config.get_text_config().vocab_size, len(tokenizer))

@@ -1,0 +1,104 @@
+"""Log-prob check: does a server compute what the trainer does? Fixed text is scored by both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.errors import RolloutError
+from verl.http_client.client import HTTPClient
+from verl.models.parallel_info import Autocast
+from verl.rollout.server.protocols import GenerateRequest, SamplingRequest, ServerProtocol, ServerResponse, TGIProtocol
+from verl.weight_verification.logprob_probe import probe_rows, trainer_log_probs
+
+TEXTS = ("12+34=46", "what is 6*7? it is 42", "0 1 2 3 4 5 6 7 8 9", "the sum of 3 and 4 is 7")
+DRAWN_TOKENS = 4  # of each row, to learn what log-probs of drawn tokens mean
+SAME_NATS = 0.05  # log-probs nearer than this mean the same
+
+Rows = tuple[tuple[int, ...], ...]
+
+
+class LogProbCheck:
+    """Fixed rows of tokens, and their log-probs on both sides.
+
+    Args:
+        wish: how responses are drawn in this run.
+    """
+
+    def __init__(self, client: HTTPClient, protocol: ServerProtocol, rows: Rows, wish: SamplingRequest):
+        self.client, self.protocol, self.rows = client, protocol, rows
+        self.wish = replace(wish, max_tokens=1, min_tokens=0, greedy=True, tells_prompt=True, seed=None)
+        self._drawing = replace(wish, max_tokens=DRAWN_TOKENS, min_tokens=0, seed=17)
+
+    def server_log_probs(self, rows: Rows | None = None) -> np.ndarray | None:
+        """Of each token but the first, by the server, one row after another; None where it does not tell them.
+
+        Raises:
+            RolloutError: it does not answer.
+        """
+        told = [
+            drawn.prompt_log_probs for drawn in ask_server(self.client, self.protocol, rows or self.rows, self.wish)
+        ]
+        return None if None in told else np.array([x for row in told for x in row or ()])
+
+    def trainer_log_probs(self, model: Any, autocast: Autocast) -> np.ndarray:
+        """The same, by the model that trains."""
+        rows = [trainer_log_probs(model, (row,), autocast).ravel() for row in self.rows]
+        return np.concatenate(rows)
+
+    def tells_raw(self) -> bool | None:
+        """Whether log-probs of drawn tokens are those of the model itself, whatever temperature and truncation.
+
+        None where that cannot be learned, since the server tells nothing of a prompt.
+        """
+        drawn = ask_server(self.client, self.protocol, self.rows, self._drawing)
+        longer = tuple((*row, *response.ids) for row, response in zip(self.rows, drawn, strict=True))
+        told = ask_server(self.client, self.protocol, longer, self.wish)
+        gaps = []
+        for response, whole in zip(drawn, told, strict=True):
+            if whole.prompt_log_probs is None:
+                return None
+            raw = np.array(whole.prompt_log_probs[-len(response.ids) :])
+            gaps.append(np.abs(raw - np.array(response.log_probs)))
+        return float(np.concatenate(gaps).mean()) < SAME_NATS
+
+
+def probe_rows_for(protocol: ServerProtocol, tokenizer: Any, vocab_size: int, context: int) -> Rows:
+    """Rows that can be sent: tokens by chance, or where only texts can be sent, plain texts.
+
+    Raises:
+        RolloutError: none of the texts can.
+    """
+    if not isinstance(protocol, TGIProtocol):
+        return probe_rows(vocab_size, context)
+    rows = [tuple(tokenizer(text)["input_ids"]) for text in TEXTS]
+    usable = tuple(row for row in rows if 2 <= len(row) < context and _is_sendable(protocol, row))
+    if not usable:
+        raise RolloutError("The actor's tokenizer reads back none of the texts that a probe could be made of.")
+    return usable
+
+
+def ask_server(
+    client: HTTPClient, protocol: ServerProtocol, rows: Sequence[Sequence[int]], wish: SamplingRequest
+) -> list[ServerResponse]:
+    """A response to each row.
+
+    Raises:
+        RolloutError: there is none, for good.
+    """
+    draws = [GenerateRequest(protocol, row, wish) for row in rows]
+    for report in client.ask(draws, stop_at_failure=True):
+        if report is not None and report.failure is not None:
+            raise RolloutError(f"the server does not answer a request for log-probs of fixed text: {report.failure}")
+    return [draw.drawn for draw in draws if draw.drawn is not None]
+
+
+def _is_sendable(protocol: TGIProtocol, row: tuple[int, ...]) -> bool:
+    try:
+        return bool(protocol.as_text(row)) and torch.tensor(row).numel() > 1
+    except RolloutError:
+        return False

@@ -1,0 +1,399 @@
+"""Protocols of inference servers: OpenAI-compatible `POST /v1/completions` (vLLM) and TGI's `POST /generate`.
+
+`ServerProtocol` is the interface; `SamplingRequest` and `ServerResponse` are the same for both. The `read_...`
+functions are the one place where token ids, log-probs and reasons to end are read from a server's JSON: each returns
+the value or raises `RetryableAnswer`, which says what was found and where; `NotRetryable` where asking again is of no
+use.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from verl.errors import RolloutError
+from verl.http_client.request import NotRetryable, Request, RetryableAnswer
+from verl.rollout.base import log_prob_fault
+
+
+@dataclass(frozen=True)
+class SamplingRequest:
+    """How one response is to be drawn.
+
+    Attributes:
+        max_tokens, min_tokens: of the response.
+        greedy: the likeliest token each time; `temperature`, `top_k` and `top_p` are then not used.
+        seed: of this response; None: the server's own.
+        stop_ids: tokens that end it, and belong to it.
+        tells_prompt: whether log-probs of the prompt's tokens are wanted too.
+        num_tokens: that the actor's model knows; a response holds ids below it. None where that is not known.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    greedy: bool = False
+    seed: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    tells_prompt: bool = False
+    num_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class ServerResponse:
+    """One response.
+
+    Attributes:
+        ids: its tokens, the one that ended it included.
+        log_probs: of each, as the server means them.
+        prompt_log_probs: of each token of the prompt but the first, where they were wished for and can be had.
+    """
+
+    ids: list[int]
+    log_probs: list[float]
+    prompt_log_probs: list[float] | None = None
+
+
+class ServerProtocol(ABC):
+    """How one kind of server is spoken to.
+
+    Attributes:
+        path: of a request for a response.
+        takes_ids: whether prompts go there as token ids, and not as text.
+    """
+
+    path: str
+    takes_ids: bool
+
+    @abstractmethod
+    def body(self, prompt: Sequence[int], wish: SamplingRequest) -> dict[str, Any]:
+        """The request for one response to a prompt."""
+
+    @abstractmethod
+    def read(self, answer: Any, prompt: Sequence[int], wish: SamplingRequest) -> ServerResponse:
+        """The response.
+
+        Raises:
+            Unusable: it has none; Unfit where this server never will.
+        """
+
+
+class GenerateRequest(Request):
+    """One response, on its way.
+
+    Attributes:
+        drawn: once it is there.
+    """
+
+    def __init__(self, protocol: ServerProtocol, prompt: Sequence[int], wish: SamplingRequest):
+        self.path, self.protocol, self.prompt, self.wish = protocol.path, protocol, prompt, wish
+        self.drawn: ServerResponse | None = None
+
+    def body(self) -> Any:
+        return self.protocol.body(self.prompt, self.wish)
+
+    def read(self, answer: Any) -> None:
+        self.drawn = self.protocol.read(answer, self.prompt, self.wish)
+
+
+def checked(drawn: ServerResponse, was_cut: bool, wish: SamplingRequest) -> ServerResponse:
+    """The response, whose values were read by `verl.rollout.server.protocols`, if it is one that was wished for.
+
+    Args:
+        was_cut: whether it ended for its length, and not by a stop token.
+    Raises:
+        Unusable: it is broken off, or has another number of log-probs than of tokens.
+        Unfit: it ended by something that does not end a response here.
+    """
+    ids, log_probs = drawn.ids, drawn.log_probs
+    if not ids or len(ids) > wish.max_tokens or (was_cut and len(ids) < wish.max_tokens):
+        raise RetryableAnswer(f"a response of {len(ids)} tokens, where {wish.max_tokens} were asked for")
+    if len(log_probs) != len(ids):
+        raise RetryableAnswer(f"{len(log_probs)} log-probs for {len(ids)} tokens")
+    if not was_cut and ids[-1] not in wish.stop_ids:
+        raise NotRetryable(
+            f"a response that ended with token {ids[-1]}, which ends none here. Add it to stop_token_ids."
+        )
+    return drawn
+
+
+SHOWN = 60  # characters of a value in a message
+
+
+def read_mapping(value: Any, what: str) -> dict[str, Any]:
+    """A JSON object."""
+    if not isinstance(value, dict):
+        raise RetryableAnswer(f"{what} is {shown_value(value)}, and not an object")
+    return value
+
+
+def read_items(value: Any, what: str) -> list[Any]:
+    """A JSON list."""
+    if not isinstance(value, list):
+        raise RetryableAnswer(f"{what} is {shown_value(value)}, and not a list")
+    return value
+
+
+def read_token_id(value: Any, what: str, num_tokens: int | None) -> int:
+    """An id of the model.
+
+    Args:
+        num_tokens: that the model knows, with ids from 0; None where that is not known.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RetryableAnswer(f"{what} is {shown_value(value)}, and not the id of a token")
+    if value < 0 or (num_tokens is not None and value >= num_tokens):
+        known = "not negative" if num_tokens is None else f"0 to {num_tokens - 1}"
+        raise RetryableAnswer(f"{what} is {shown_value(value)}: ids of the actor's model are {known}")
+    return value
+
+
+def read_token_ids(value: Any, what: str, num_tokens: int | None) -> list[int]:
+    """A list of ids of the model."""
+    return [read_token_id(item, f"{what}[{place}]", num_tokens) for place, item in enumerate(read_items(value, what))]
+
+
+def read_log_prob(value: Any, what: str) -> float:
+    """The log-prob of a token that was drawn: a finite number, at most `LARGEST_LOG_PROB`, and no placeholder."""
+    found = read_number(value, what)
+    if (fault := log_prob_fault(found)) is not None:
+        raise (NotRetryable if found > 0 else RetryableAnswer)(f"{what} is a log-prob of {fault}")
+    return found
+
+
+def read_log_probs(value: Any, what: str) -> list[float]:
+    """A list of log-probs of tokens that were drawn."""
+    return [read_log_prob(item, f"{what}[{place}]") for place, item in enumerate(read_items(value, what))]
+
+
+def read_number(value: Any, what: str) -> float:
+    """Any number, finite or not; no text, truth value or list."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise RetryableAnswer(f"{what} is {shown_value(value)}, and not a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise RetryableAnswer(f"{what} is {shown_value(value)}, which no floating-point number holds") from None
+
+
+def read_finish_reason(value: Any, what: str, known: Collection[str]) -> str:
+    """Why a response ended."""
+    if not isinstance(value, str):
+        raise RetryableAnswer(f"{what} is {shown_value(value)}, and not a text")
+    if value not in known:
+        raise RetryableAnswer(f"a response that was broken off (finish_reason {value[:SHOWN]})")
+    return value
+
+
+def shown_value(value: Any) -> str:
+    """A value in a message."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        text = f"an integer of {value.bit_length()} bits"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
+
+
+TOKEN_ID = "token_id:"  # vLLM writes a token so where it is asked for ids in place of text
+TEXT_ONLY = (
+    "text without token ids. Training needs the very tokens that were drawn, and a text can be cut into tokens in many "
+    "ways: use a server that gives them, such as vLLM (return_token_ids)"
+)
+
+
+class OpenAIProtocol(ServerProtocol):
+    """Sends every setting of sampling, since a server takes what is left out from the model's generation config."""
+
+    path = "/v1/completions"
+    takes_ids = True
+
+    def __init__(self, model: str):
+        self.model = model
+
+    def body(self, prompt: Sequence[int], wish: SamplingRequest) -> dict[str, Any]:
+        asked = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "n": 1,
+            "max_tokens": wish.max_tokens,
+            "min_tokens": wish.min_tokens,
+            "temperature": 0.0 if wish.greedy else wish.temperature,
+            "top_k": 0 if wish.greedy else wish.top_k,
+            "top_p": 1.0 if wish.greedy else wish.top_p,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": list(wish.stop_ids),
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "skip_special_tokens": False,
+        }
+        if wish.seed is not None:
+            asked["seed"] = wish.seed
+        if wish.tells_prompt:
+            asked["prompt_logprobs"] = 0
+        return asked
+
+    def read(self, answer: Any, prompt: Sequence[int], wish: SamplingRequest) -> ServerResponse:
+        choice = _only_choice(answer)
+        reason = read_finish_reason(choice["finish_reason"], "choices[0].finish_reason", ("stop", "length"))
+        told = read_mapping(choice.get("logprobs") or {}, "choices[0].logprobs")
+        ids = _ids_of(choice, told, wish)
+        if (log_probs := told.get("token_logprobs")) is None or (isinstance(log_probs, list) and None in log_probs):
+            raise NotRetryable("tokens without log-probs, which training needs")
+        log_probs = read_log_probs(log_probs, "choices[0].logprobs.token_logprobs")
+        if (seen := choice.get("prompt_token_ids")) is not None and seen != list(prompt):
+            raise NotRetryable("another prompt than was sent: it changes token ids")
+        of_prompt = _of_prompt(choice.get("prompt_logprobs"), prompt) if wish.tells_prompt else None
+        return checked(ServerResponse(ids, log_probs, of_prompt), reason == "length", wish)
+
+
+def _only_choice(answer: Any) -> dict[str, Any]:
+    """The one response that was asked for (`n` is 1)."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or not choices:
+        raise RetryableAnswer("an answer without choices[0].finish_reason")
+    if len(choices) > 1:
+        raise RetryableAnswer(f"{len(choices)} choices, where one response was asked for (n is 1)")
+    choice = choices[0]
+    if not isinstance(choice, dict) or "finish_reason" not in choice:
+        raise RetryableAnswer("an answer without choices[0].finish_reason")
+    if (index := choice.get("index", 0)) != 0 or isinstance(index, bool):
+        raise RetryableAnswer(f"choices[0].index is {shown_value(index)}, where one response was asked for (n is 1)")
+    return choice
+
+
+def _ids_of(choice: dict[str, Any], told: dict[str, Any], wish: SamplingRequest) -> list[int]:
+    """The tokens: `token_ids`, the texts `token_id:N` in their place, or both, which must then be the same."""
+    given, written = choice.get("token_ids"), _written_ids(told.get("tokens"))
+    if not given and written is None:
+        raise NotRetryable(TEXT_ONLY)
+    ids = read_token_ids(given or written, "choices[0].token_ids", wish.num_tokens)
+    if written is not None and written != ids:
+        raise RetryableAnswer(f"token_ids {shown_value(ids)}, whose log-probs are of tokens {shown_value(written)}")
+    return ids
+
+
+def _written_ids(tokens: Any) -> list[int] | None:
+    """Ids from `["token_id:17", ...]`; None where texts stand there."""
+    is_list = isinstance(tokens, list) and tokens
+    if not is_list or not all(isinstance(token, str) and token.startswith(TOKEN_ID) for token in tokens):
+        return None
+    numbers = [token.removeprefix(TOKEN_ID) for token in tokens]
+    if wrong := [number for number in numbers if not (number.isascii() and number.isdigit() and len(number) < 19)]:
+        raise RetryableAnswer(
+            f"choices[0].logprobs.tokens has {shown_value(TOKEN_ID + wrong[0])}, which names no token"
+        )
+    return [int(number) for number in numbers]
+
+
+def _of_prompt(told: Any, prompt: Sequence[int]) -> list[float] | None:
+    """From `[null, {"17": {"logprob": -1.5}}, ...]`, one mapping for each token of the prompt; None without any."""
+    if told is None:
+        return None
+    found = []
+    if len(read_items(told, "choices[0].prompt_logprobs")) != len(prompt):
+        raise RetryableAnswer(f"{len(told)} prompt_logprobs for a prompt of {len(prompt)} tokens")
+    for place, token in enumerate(prompt):
+        what = f"choices[0].prompt_logprobs[{place}]"
+        if place == 0:
+            continue  # nothing predicts it
+        entry = read_mapping(told[place], what).get(str(token))
+        if entry is None:
+            raise RetryableAnswer(f"{what} has no log-prob of the prompt's own token {token}")
+        found.append(read_log_prob(read_mapping(entry, what).get("logprob"), what))
+    return found
+
+
+REASONS = ("length", "eos_token", "stop_sequence")  # why a response ends
+
+
+class TGIProtocol(ServerProtocol):
+    """A prompt goes there as text, so only such prompts can be sent that its tokenizer, the actor's, reads back alike.
+
+    Args:
+        tokenizer: the actor's.
+    """
+
+    path = "/generate"
+    takes_ids = False
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def body(self, prompt: Sequence[int], wish: SamplingRequest) -> dict[str, Any]:
+        parameters: dict[str, Any] = {
+            "max_new_tokens": wish.max_tokens,
+            "do_sample": not wish.greedy,
+            "return_full_text": False,
+            "details": True,
+            "decoder_input_details": wish.tells_prompt,
+        }
+        if not wish.greedy:
+            parameters["temperature"] = wish.temperature
+            if wish.top_k > 0:
+                parameters["top_k"] = wish.top_k
+            if wish.top_p < 1:  # it refuses 1 itself
+                parameters["top_p"] = wish.top_p
+        if wish.seed is not None:
+            parameters["seed"] = wish.seed
+        return {"inputs": self.as_text(prompt), "parameters": parameters}
+
+    def read(self, answer: Any, prompt: Sequence[int], wish: SamplingRequest) -> ServerResponse:
+        details = answer.get("details") if isinstance(answer, dict) else None
+        if not isinstance(details, dict):
+            raise NotRetryable("an answer without details, which hold the tokens: is it TGI's /generate?")
+        if "finish_reason" not in details or "tokens" not in details:
+            raise RetryableAnswer("an answer whose details hold no finish_reason and tokens with id and logprob")
+        reason = read_finish_reason(details["finish_reason"], "details.finish_reason", REASONS)
+        tokens = _listed(details["tokens"], "details.tokens")
+        ids = [read_token_id(token.get("id"), f"{what}.id", wish.num_tokens) for what, token in tokens]
+        drawn = ServerResponse(ids, [read_log_prob(token.get("logprob"), f"{what}.logprob") for what, token in tokens])
+        if (count := details.get("generated_tokens")) is not None and count != len(ids):
+            raise RetryableAnswer(
+                f"details.generated_tokens is {shown_value(count)}, and details.tokens has {len(ids)}"
+            )
+        prefill = _listed(details.get("prefill") or [], "details.prefill")
+        if wish.tells_prompt and prefill:
+            seen = [read_token_id(token.get("id"), f"{what}.id", None) for what, token in prefill]
+            if seen != list(prompt):
+                raise NotRetryable(
+                    f"its tokenizer reads a prompt as {seen}, the actor's as {list(prompt)}: another model"
+                )
+            told = [read_log_prob(token.get("logprob"), f"{what}.logprob") for what, token in prefill[1:]]
+            drawn = replace(drawn, prompt_log_probs=told)
+        return checked(drawn, reason == "length", wish)
+
+    def as_text(self, prompt: Sequence[int]) -> str:
+        """The text that the tokenizer reads as this prompt; what it puts before every text is left out.
+
+        Raises:
+            RolloutError: there is none.
+        """
+        for start in (0, 1):
+            text = self.tokenizer.decode(list(prompt[start:]), skip_special_tokens=False)
+            if self.tokenizer(text)["input_ids"] == list(prompt):
+                return text
+        shown = self.tokenizer.decode(list(prompt))
+        raise RolloutError(
+            f"no text is read as the tokens of the prompt {shown[:80]!r}, and TGI takes texts only. Use a server that "
+            "takes token ids (rollout.protocol=openai)."
+        )
+
+
+def _listed(value: Any, what: str) -> list[tuple[str, dict[str, Any]]]:
+    """Objects of a list, each with its place in words."""
+    found = [(f"{what}[{place}]", item) for place, item in enumerate(read_items(value, what))]
+    return [(place, read_mapping(item, place)) for place, item in found]
+
+
+DIVIDED = (
+    "each process holds a part of every tensor, and the server is given whole ones. Set sharding=none or sharding=ddp, "
+    "or rollout=hf."
+)

@@ -1,0 +1,160 @@
+"""Weight updates of a vLLM server: written where it can read them, and read by its own reload.
+
+trainer ──> DIR/v3/*.safetensors ──> POST /collective_rpc reload_weights ──> POST /reset_prefix_cache ──> v3 is removed
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.errors import ConfigError, RolloutError
+from verl.http_client.client import HTTPClient
+from verl.http_client.request import NotRetryable, Request
+from verl.models.parallel_info import Autocast
+from verl.rollout.vllm.state_dict import weights_of
+from verl.utils.temporary_directory import TemporaryDirectory
+
+RELOAD, RESET_CACHE = "/collective_rpc", "/reset_prefix_cache"
+FILE_BYTES = 2**30  # of one file, so that no more is held in memory beside the model
+NEEDED = "weights is reload: needs vLLM started with VLLM_SERVER_DEV_MODE=1, which has /collective_rpc"
+
+
+@dataclass(frozen=True)
+class ServerUpdateResult:
+    """What one update cost: seconds to write the weights and for the server to read them, and their size."""
+
+    write_s: float
+    load_s: float
+    num_bytes: int
+    num_tensors: int
+
+
+class ServerWeightUpdate:
+    """The way of the weights into one server.
+
+    Args:
+        directory: that both see; None: one in memory.
+    """
+
+    def __init__(self, client: HTTPClient, directory: str | None):
+        self.client, self._version = client, 0
+        base = Path(directory).expanduser() if directory is not None else Path(_memory_directory())
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            # gone with this process, too, if nobody closes it, or kills it
+            self._held = TemporaryDirectory("verl_weights_", base)
+        except OSError as error:
+            raise ConfigError(f"transfer_dir is {str(base)!r}: cannot be written ({error}).") from error
+        self.directory = Path(self._held.name)
+        self.directory.chmod(0o755)  # the server may be another user's
+
+    def check(self) -> None:
+        """Whether the server can be given weights at all.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        report = self.client.ask([_WorkerRequest(RELOAD, {})])[0]  # names no method, so that nothing is done
+        assert report is not None
+        if report.kind == "refused":
+            raise ConfigError(
+                f"{NEEDED}; the one at {self.client.endpoint.base_url} says {report.failure}. Or set weights=fixed."
+            )
+
+    def move(self, model: Any, autocast: Autocast) -> ServerUpdateResult:
+        """Give the server the present weights of a model, adapters merged.
+
+        Raises:
+            RolloutError: it did not take them.
+        """
+        self._version += 1
+        version = self.directory / f"v{self._version}"
+        began = time.perf_counter()
+        version.mkdir()
+        try:
+            num_tensors, num_bytes = _write(model, version, None if autocast is None else getattr(torch, autocast))
+            written = time.perf_counter()
+            self._ask(_WorkerRequest(RELOAD, {"method": "reload_weights", "kwargs": {"weights_path": str(version)}}))
+            self._ask(_CacheReset())
+        finally:
+            shutil.rmtree(version, ignore_errors=True)
+        return ServerUpdateResult(written - began, time.perf_counter() - written, num_bytes, num_tensors)
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        self._held.cleanup()
+
+    def _ask(self, call: Request) -> None:
+        report = self.client.ask([call])[0]
+        assert report is not None
+        if report.failure is not None:
+            raise RolloutError(
+                f"The server at {self.client.endpoint.base_url} did not take new weights: {report.failure}. Does it "
+                f"see {self.directory} (rollout.transfer_dir), and serve a model like the actor's?"
+            )
+
+
+class _WorkerRequest(Request):
+    def __init__(self, path: str, body: dict[str, Any]):
+        self.path, self._body = path, body
+
+    def body(self) -> Any:
+        return self._body
+
+    def parse(self, content: bytes) -> Any:
+        return content  # may be empty
+
+
+class _CacheReset(Request):
+    """Keys and values that old weights have left must go, or a prompt would be continued from them."""
+
+    path = RESET_CACHE
+
+    def body(self) -> Any:
+        return {}
+
+    def read(self, answer: Any) -> None:
+        if not (isinstance(answer, dict) and answer.get("success") is True):
+            raise NotRetryable(f"{RESET_CACHE} answers {answer!r}: are there requests of others?")
+
+
+def _write(model: Any, directory: Path, dtype: torch.dtype | None) -> tuple[int, int]:
+    """Write the weights in files of at most `FILE_BYTES`, or one tensor; returns their number and bytes."""
+    from safetensors.torch import save_file
+
+    count = total = 0
+    for number, part in enumerate(_parts(model, dtype)):
+        save_file(part, directory / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
+        count += len(part)
+        total += sum(tensor.nbytes for tensor in part.values())
+    return count, total
+
+
+def _parts(model: Any, dtype: torch.dtype | None) -> Iterator[dict[str, Tensor]]:
+    part: dict[str, Tensor] = {}
+    size = 0
+    for weight in weights_of(model):
+        tensor = weight.make().detach()
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        if part and size + tensor.nbytes > FILE_BYTES:
+            yield part
+            part, size = {}, 0
+        part[weight.name] = tensor.cpu().contiguous()
+        size += tensor.nbytes
+    if part:
+        yield part
+
+
+def _memory_directory() -> str:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()

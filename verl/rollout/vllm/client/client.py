@@ -1,0 +1,458 @@
+"""vLLM as the trainer sees it: prompts out, responses in, weights synced. `VLLMClient` is the engine of one process.
+
+    generate   prompts ──> vLLM process ──> tokens, log-probs ──> rows
+    sync       weights ──> two chunks of shared memory ──> the engine's own parameters
+
+An engine that dies is restarted: it gets the weights, and the same samples are drawn again. `GroupVLLMClient` is the
+engine of a group of ranks, held by the first of them; failures there are decided on by all ranks together, in
+`rollout/vllm/sync/sharded_client.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from verl.component import BuildContext
+from verl.errors import ConfigError, RolloutError, WeightSyncError
+from verl.models.parallel_info import Autocast
+from verl.protocol import DataProto
+from verl.rollout.base import GenerationRequest, RolloutEngine, SyncResult, assemble, stop_tokens
+from verl.rollout.token_sampler import TokenSampler
+from verl.rollout.vllm.client.engine_args import (
+    EngineArgs,
+    as_config_error,
+    as_death,
+    engine_args,
+    environment,
+    write_model_directory,
+)
+from verl.rollout.vllm.client.engine_process import EngineDied, EngineError, EngineFiles, EngineProcess, told_after_log
+from verl.rollout.vllm.messages import FeedPlan, LoadRequest, SampleOutput, SyncOffer, WantedSlices, plan_chunks
+from verl.rollout.vllm.shm_stream import StreamBroken, StreamWriter, using_threads
+from verl.rollout.vllm.state_dict import weights_of
+from verl.utils.env_check import num_cores
+from verl.weight_verification.fingerprint import FingerprintShards, join_shards
+from verl.weight_verification.verifier import SyncVerifier, VerificationResult, VerifyRequest
+
+if TYPE_CHECKING:
+    from verl.rollout.vllm.config import VLLMRollout
+
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MIB = 1 << 20
+CHUNKS = 8  # at least, of any but the smallest models: an engine begins when it has the first
+
+
+class VLLMClient(RolloutEngine):
+    """The running engine of `VLLMRollout`.
+
+    Raises:
+        ConfigError: vLLM cannot run this model, or not with these options.
+    """
+
+    def __init__(
+        self, options: VLLMRollout, model: Any, tokenizer: Any, seed: int, autocast: Autocast, context: BuildContext
+    ):
+        self.options, self.model, self.seed = options, model, seed
+        self.pad_id = tokenizer.pad_token_id
+        self.stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
+        self._is_synced = self._is_asleep = self._has_base = self._was_proven = False
+        self._in_place = True
+        self._adapters, self._chunk_bytes = 0, options.chunk_mib * MIB
+        self._begun: tuple[DataProto, GenerationRequest, tuple[Any, ...]] | None = None
+        self._stream: StreamWriter | None = None
+        self._while_drawing = contextlib.ExitStack()
+        self._files = EngineFiles()
+        try:
+            directory = self._files.directory
+            self.setting = engine_args(options, model, autocast, directory, self._files.name)
+            self.compute_type = str(self.setting.dtype).removeprefix("torch.")
+            write_model_directory(model, directory)
+            variables = environment(options, context, self.setting.num_threads)
+            limit_s = options.call_timeout_s
+            self._process = EngineProcess(self.setting, variables, self._files, _log_file(context), limit_s)
+            self._outliving_it(self._start, is_start=True)
+            self._threads_beside = _threads_beside(self.setting, context)
+            vocabulary = min(model.config.get_text_config().vocab_size, len(tokenizer))
+            self._prover = SyncVerifier(model, self.setting.dtype, vocabulary, self.told.max_model_len, autocast)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the child."""
+        return self._process.process_id
+
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
+        asked = self._question(prompts, request)
+        drawn = self._outliving_it(lambda: self._call("draw", *asked)) if asked else None
+        return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id)
+
+    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
+        """Begin to draw; until `finish` the engine keeps its weights, and both use fewer threads if need be."""
+        assert self._begun is None
+        asked = self._question(prompts, request)
+        if asked:
+            self._outliving_it(lambda: self._ask(asked))
+            self._while_drawing.enter_context(using_threads(self._threads_beside))
+        self._begun = prompts, request, asked
+
+    def finish(self) -> DataProto:
+        """What was begun. If the engine died of it, it is drawn again, from the weights that are there by now."""
+        assert self._begun is not None
+        (prompts, request, asked), self._begun = self._begun, None
+        self._while_drawing.close()
+        answers = iter([self._process.answer])  # to the question that was sent; later ones are asked anew
+        self.has_redrawn = False
+
+        def anew() -> SampleOutput:
+            self.has_redrawn = True
+            return self._call("draw", *asked)
+
+        drawn = self._outliving_it(lambda: next(answers, anew)()) if asked else None
+        return rows_of(prompts, request, drawn, self.options.max_new_tokens, self.pad_id)
+
+    def _question(self, prompts: DataProto, request: GenerationRequest) -> tuple[Any, ...]:
+        """What the child is asked for; empty where there is nothing to draw."""
+        tokens = [row[mask].tolist() for row, mask in zip(*map(prompts.batch.get, ("prompts", "prompt_mask")))]
+        self._refuse_too_long(max(map(len, tokens), default=0))
+        drawing = TokenSampler.of(self.options, request, self.seed, self.stop_ids)
+        ids = prompts.batch["prompt_ids"].tolist()
+        limits = self._limits(ids, request.num_samples)
+        return (drawing, limits, tokens, ids) if limits else ()
+
+    def _ask(self, asked: tuple[Any, ...]) -> None:
+        if not self._is_synced:
+            self._sync()
+        self._process.send("draw", *asked, self._threads_beside)
+
+    def sync(self) -> SyncResult:
+        """Stream the present weights into the engine."""
+        assert self._begun is None, "weights may not change while responses are drawn"
+        return self._outliving_it(self._sync)
+
+    def rest(self) -> None:
+        """Give the GPU's memory back until the next call; on a CPU there is nothing to do."""
+        may_sleep = self.setting.is_on_gpu and self.options.sleep and self._begun is None
+        if may_sleep and not self._is_asleep and self._process.is_alive():
+            self._is_synced = self._has_base = False
+            try:
+                self._process.call("sleep")
+                self._is_asleep = True
+            except EngineDied as death:  # its memory is free too
+                log.warning("%s\nAnother engine is started when one is needed.", death)
+                self._process.kill()
+
+    def close(self) -> None:
+        """End the child, and leave nothing of it."""
+        self._while_drawing.close()
+        if hasattr(self, "_process"):
+            self._process.kill()
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        self._files.remove()
+
+    def _start(self) -> None:
+        self._is_synced = self._is_asleep = self._has_base = self._was_proven = False
+        try:
+            self.told = self._process.start(self.options.start_timeout_s)
+        except EngineError as error:
+            if (death := as_death(error)) is not None:
+                raise death from error
+            raise as_config_error(error, self.setting, self.model) from error
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """A call to an engine that holds the present weights."""
+        if not self._is_synced:
+            self._sync()
+        try:
+            return self._process.call(method, *args)
+        except EngineError:  # requests may be left in it: the next call gets a new one
+            self._process.kill()
+            self._is_synced = False
+            raise
+
+    def _outliving_it(self, action: Callable[[], T], *, is_start: bool = False) -> T:
+        """Do something; if the engine dies of it, or makes no progress, do it once more with a new one."""
+        try:
+            return action()
+        except EngineDied as death:
+            log.warning("%s\nAnother engine is started; the same samples are drawn again.", death)
+        try:
+            self._process.kill()
+            if not is_start:
+                self._start()
+            return action()
+        except EngineDied as death:
+            raise died_twice(death) from None
+
+    def _sync(self) -> SyncResult:
+        """Send the present weights and prove them.
+
+        Where tensors have their places in the engine is found with the first sync. If that one cannot be proven, vLLM
+        loads its model itself, now and from then on: it may make more of a tensor than its layers tell.
+        """
+        try:
+            synced = self._send_and_prove()
+        except WeightSyncError as error:
+            if self._was_proven or not self._in_place:
+                raise
+            log.warning("vLLM loads its model anew at each sync, since its weights were not all found: %s", error)
+            self._in_place = False
+            synced = self._send_and_prove()
+        self._is_synced = self._has_base = self._was_proven = True
+        return synced
+
+    def _send_and_prove(self) -> SyncResult:
+        rank, all_weights = self.setting.lora_rank, self.setting.lora_rank is None or not self._has_base
+        question = self._prover.question(weights=all_weights, adapter_rank=rank)
+        with using_threads(self._threads_beside), ThreadPoolExecutor(1) as aside:
+            looking = aside.submit(self._prover.look)  # while the weights travel: it only reads them too
+            if rank is None:
+                synced = self._send_weights()
+            else:
+                if all_weights:
+                    self._send_weights(merge=False)
+                synced = self._send_adapter()
+                self._prover.note_adapter()
+            looking.result()
+        proof = self._prover.prove(self._process.call("prove", question))
+        return replace(synced, metrics=synced.metrics | proof.metrics)
+
+    def _send_adapter(self) -> SyncResult:
+        """A new adapter under a new number, in a directory in memory; the former one is removed."""
+        self._adapters += 1
+        directory = self._files.directory / f"adapter_{self._adapters}"
+        start = time.perf_counter()
+        self.model.save_pretrained(directory)
+        copying = time.perf_counter() - start
+        try:
+            loading = self._process.call("adopt", str(directory), self._adapters)
+            size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
+        return SyncResult(f"adapter {self._adapters}, {size / MIB:.1f} MiB to vLLM", metrics)
+
+    def _send_weights(self, *, merge: bool = True) -> SyncResult:
+        dtype = self.setting.dtype
+        weights = list(weights_of(self.model, merge=merge))
+        size = sum(weight.shape.numel() for weight in weights) * dtype.itemsize
+        chunks, chunk_bytes = plan_chunks(weights, dtype, min(self._chunk_bytes, max(MIB, size // CHUNKS)))
+        stream = self._opened(chunk_bytes)
+        self._wake("weights")
+        stream.begin()
+        feeds = [FeedPlan(stream.handle, reader, chunks) for reader in range(self.told.num_workers)]
+        self._process.send("load", feeds, dtype, LoadRequest(self._threads_beside, self._in_place))
+        try:
+            copying = stream.send(chunks, weights, dtype, self._process.is_busy, self._prover.note)
+        except StreamBroken:
+            copying = 0.0  # the answer tells why
+        except BaseException:
+            self._process.kill()
+            raise
+        loading, anew = self._process.answer()
+        if anew is not None and self._in_place:
+            self._in_place = False
+            log.info("vLLM loads its model anew with each sync: %s", anew)
+        self._wake("kv_cache")
+        self._is_asleep = False
+        metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
+        return SyncResult(f"{len(weights)} tensors, {size / MIB:.1f} MiB to vLLM", metrics)
+
+    def _opened(self, chunk_bytes: int) -> StreamWriter:
+        """The stream, made with the first sync and kept."""
+        if self._stream is None or self._stream.chunk_bytes < chunk_bytes:
+            if self._stream is not None:
+                self._stream.close()
+            self._stream = StreamWriter(chunk_bytes, self.told.num_workers, self.model.device)
+        return self._stream
+
+    def _wake(self, what: str) -> None:
+        if self._is_asleep:
+            self._process.call("wake", what)
+
+    def _limits(self, prompt_ids: list[int], num_samples: int) -> list[int]:
+        """Tokens that each response may have."""
+        return [self.options.max_new_tokens] * (len(prompt_ids) * num_samples)
+
+    def _refuse_too_long(self, longest: int) -> None:
+        limit, new = self.told.max_model_len, self.options.max_new_tokens
+        if longest + new > limit:
+            raise ConfigError(
+                f"rollout.max_new_tokens is {new}: with a prompt of {longest} tokens that makes {longest + new}, and "
+                f"the engine holds {limit} (rollout.max_model_len, or the model's own limit). Lower one of them."
+            )
+
+
+def rows_of(
+    prompts: DataProto, request: GenerationRequest, drawn: SampleOutput | None, width: int, pad_id: int
+) -> DataProto:
+    """What was drawn as rows; None for no rows."""
+    rows = len(prompts) * request.num_samples
+    responses = torch.full((rows, width), pad_id)
+    mask = torch.zeros(rows, width, dtype=torch.bool)
+    log_probs = torch.zeros(rows, width)
+    if drawn is not None:
+        mask = torch.arange(width) < torch.from_numpy(drawn.lengths)[:, None]
+        responses[mask] = torch.from_numpy(drawn.tokens)
+        log_probs[:, : drawn.log_probs.shape[1]] = drawn.log_probs
+    return assemble(prompts, request.num_samples, responses, mask, log_probs, pad_id)
+
+
+def died_twice(death: EngineDied) -> RolloutError:
+    """The end of a run whose engine cannot be kept alive."""
+    reason = f"The rollout engine died twice in a row. The second time: {death.reason}"
+    return RolloutError(told_after_log(reason, death.found, death.log))
+
+
+def _log_file(context: BuildContext) -> Path | None:
+    if context.run_dir is None:
+        return None
+    folder = context.run_dir / "workers"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"vllm_{context.rank}.log"
+
+
+def _threads_beside(setting: EngineArgs, context: BuildContext) -> int:
+    """Threads of each of the two, while trainer and engine work at the same time, so that none waits for a core."""
+    own = torch.get_num_threads()
+    fit = setting.is_on_gpu or context.world_size * (own + setting.num_threads) <= num_cores()
+    return own if fit else max(1, min(own, setting.num_threads) // 2)
+
+
+class GroupVLLMClient(VLLMClient):
+    """The running engine of a group of processes that share a model."""
+
+    _wants: tuple[dict[str, tuple[int, ...]], tuple[WantedSlices, ...] | None] | None = None
+    _deaths = 0  # since it drew last
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether it cannot draw before a sync."""
+        return not self._is_synced or not self._process.is_alive()
+
+    def may_repeat(self, error: Exception) -> bool:
+        """Whether what failed may be tried again, and if so, with what is needed for that.
+
+        An engine that died is made anew, once. One that cannot be proven at its first sync is told to have vLLM load
+        its model itself, as `VLLMClient` does.
+        """
+        if isinstance(error, EngineDied):
+            self._deaths += 1
+            self._process.kill()
+            self._is_synced = False
+            return self._deaths == 1
+        if isinstance(error, WeightSyncError) and self._in_place and not self._was_proven:
+            self._in_place = False
+            return True
+        return False
+
+    def offer(self, shapes: dict[str, tuple[int, ...]] | None) -> SyncOffer:
+        """Be ready for weights. `shapes` are those of tensors that may come in slices; None: whole ones must come."""
+        question = self._prover.question()  # before what may fail: questions are counted alike beside all engines
+        if not self._process.is_alive():
+            self._process.kill()
+            self._start()
+            self._wants = None
+        self._wake("weights")
+        process_id = self.process_id
+        assert process_id is not None
+        wants = self._slices(shapes) if shapes is not None and self._in_place and self.told.num_workers > 1 else None
+        return SyncOffer(
+            question,
+            wants,
+            self.told.num_workers,
+            process_id,
+            self._process.progress_path,
+            self.options.call_timeout_s,
+            self._threads_beside,
+        )
+
+    def begin_load(self, feeds: list[FeedPlan]) -> None:
+        """Let its workers read."""
+        self._is_synced = False
+        self._process.send("load", feeds, self.setting.dtype, LoadRequest(self._threads_beside, self._in_place))
+
+    def end_load(self) -> float:
+        """When they have read all of it. Returns the seconds of that."""
+        seconds, anew = self._process.answer()
+        self._in_place = self._in_place and anew is None
+        self._wake("kv_cache")
+        self._is_asleep = False
+        return seconds
+
+    def is_reading(self) -> bool:
+        """Whether it still reads."""
+        return self._process.is_busy()
+
+    def begin_proof(self, question: VerifyRequest) -> None:
+        """Ask what it holds."""
+        self._process.send("prove", question)
+
+    def look(self) -> None:
+        """The trainer's side of the probe; all processes of the model take part."""
+        self._prover.look()
+
+    def end_proof(self, parts: Sequence[FingerprintShards], seconds: float) -> VerificationResult:
+        """Compare with what the processes of the trainer have made of their own parts in these seconds.
+
+        Raises:
+            WeightSyncError: it does not hold their weights.
+        """
+        self._prover.adopt(join_shards(parts), seconds)
+        proof = self._prover.prove(self._process.answer())
+        self._is_synced = self._was_proven = True
+        return proof
+
+    def note(self, name: str, tensor: Any) -> None:
+        """Take the mark of a whole tensor on its way."""
+        self._prover.note(name, tensor)
+
+    def begin_drawing(self, prompts: DataProto, request: GenerationRequest) -> None:
+        """Begin to draw with the weights that it has."""
+        asked = self._question(prompts, request)
+        self._begun = prompts, request, asked  # before what may fail: `end_drawing` may follow in any case
+        if asked:
+            self._process.send("draw", *asked)
+
+    def has_drawn(self, within_s: float) -> bool:
+        """Whether `end_drawing` would not wait; waits a while for that."""
+        return self._begun is None or not self._begun[2] or self._process.has_answered(within_s)
+
+    def end_drawing(self) -> SampleOutput | None:
+        """What was begun; None for no rows."""
+        assert self._begun is not None
+        (*_, asked), self._begun = self._begun, None
+        if not asked:
+            return None
+        try:
+            drawn = self._process.answer()
+        except Exception:  # requests may be left in it: the next call gets a new one
+            self._process.kill()
+            self._is_synced = False
+            raise
+        self._deaths = 0
+        return drawn
+
+    def _slices(self, shapes: dict[str, tuple[int, ...]]) -> tuple[WantedSlices, ...] | None:
+        """Found once for an engine."""
+        if self._wants is None or self._wants[0] != shapes:
+            found = self._process.call("wants", shapes)
+            self._wants = shapes, None if found is None else tuple(found)
+        return self._wants[1]

@@ -1,0 +1,223 @@
+"""Arguments of the vLLM engine, its environment and a model directory without weights; start-up errors as
+ConfigError.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.component import BuildContext
+from verl.errors import ConfigError, RolloutError
+from verl.models.parallel_info import Autocast
+from verl.rollout.vllm.client.engine_process import CORES_VARIABLE, EngineDied, EngineError
+from verl.utils.env_check import num_cores
+
+if TYPE_CHECKING:
+    from verl.rollout.vllm.config import VLLMRollout
+
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+HIGHEST_RANK = f"vLLM takes adapters of at most rank {LORA_RANKS[-1]}. Set rollout.lora=merged."
+DIVIDED = (
+    "and the actor is divided over processes: set rollout.lora=merged, whose merging is divided too, or sharding=ddp."
+)
+
+
+GIB = 1 << 30
+NO_LIMIT_S = str(30 * 24 * 3600)
+HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """First message to the child.
+
+    Attributes:
+        directory: of the model's configuration.
+        dtype: that the engine computes in.
+        num_threads: of the engine, on a CPU.
+        lora_rank: of an adapter that is to be sent as one; None without.
+        name: how the names of files begin that the engine's processes share.
+    """
+
+    options: VLLMRollout
+    directory: str
+    dtype: torch.dtype
+    num_threads: int
+    is_on_gpu: bool
+    lora_rank: int | None = None
+    name: str = ""
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Arguments of `vllm.LLM`."""
+        options = self.options
+        arguments: dict[str, Any] = {
+            "dtype": DTYPES[self.dtype],
+            "kv_cache_memory_bytes": int(options.kv_cache_gib * GIB),
+            "max_model_len": options.max_model_len,
+            "max_num_seqs": options.max_num_seqs,
+            "max_num_batched_tokens": options.max_num_batched_tokens,
+            "enable_prefix_caching": options.prefix_caching,
+            "enforce_eager": options.enforce_eager,
+            "tensor_parallel_size": options.tensor_parallel_size,
+            "enable_sleep_mode": self.is_on_gpu and options.sleep,
+        }
+        if self.lora_rank is not None:
+            room = next(rank for rank in LORA_RANKS if rank >= self.lora_rank)
+            arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
+        return arguments
+
+
+def engine_args(options: VLLMRollout, model: Any, autocast: Autocast, directory: Path, name: str = "") -> EngineArgs:
+    """What the engine of a model is to be.
+
+    Raises:
+        ConfigError: vLLM is not there, or cannot be what is asked for.
+    """
+    rank = _lora_rank(model) if options.lora == "adapter" else None
+    is_on_gpu = model.device.type == "cuda"
+    options.check_here(model.device.type)
+    if (fault := unfit(model, autocast)) is not None:
+        raise ConfigError(f"{fault} Set rollout=hf.")
+    if rank is not None and rank > LORA_RANKS[-1]:
+        raise ConfigError(f"actor.lora.rank is {rank}: {HIGHEST_RANK}")
+    threads = options.num_threads or torch.get_num_threads()
+    return EngineArgs(options, str(directory), dtype_of(model, autocast), threads, is_on_gpu, rank, name)
+
+
+def unfit(model: Any, autocast: Autocast) -> str | None:
+    """Why vLLM cannot run a model whose architecture it has; None where it can."""
+    dtype, config = dtype_of(model, autocast), model.config.get_text_config()
+    if dtype not in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        return f"actor.model.dtype is {name}: vLLM computes in {', '.join(DTYPES.values())}."
+    heads = getattr(config, "num_attention_heads", None)
+    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+    if model.device.type == "cpu" and size is not None and size not in HEAD_SIZES_ON_CPU:
+        sizes = ", ".join(map(str, HEAD_SIZES_ON_CPU))
+        return f"actor.model has attention heads of {size} numbers: vLLM on a CPU takes {sizes}."
+    return None
+
+
+def environment(options: VLLMRollout, context: BuildContext, num_threads: int) -> dict[str, str]:
+    """Variables of the child: vLLM in one process, quiet, away from the network, on its own share of the machine."""
+    found = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # it takes no logits processors
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(num_threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # they lie in TMPDIR, an engine's own: seconds at each start
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": NO_LIMIT_S,  # of a step's total time; ours is on progress
+        "VLLM_ENGINE_READY_TIMEOUT_S": NO_LIMIT_S,
+    }
+    if context.device.startswith("cuda"):
+        found["CUDA_VISIBLE_DEVICES"] = _gpus(context.device, options.tensor_parallel_size)
+        return found
+    # Weights are packed into new memory with every sync, which is slow to get in small pages
+    found["GLIBC_TUNABLES"] = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1"]))
+    if cores := _cores(context, num_threads):
+        found[CORES_VARIABLE] = ",".join(map(str, cores))
+    return found
+
+
+def write_model_directory(model: Any, directory: Path) -> None:
+    """The configuration of the running model, without weights."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base.config.save_pretrained(directory)
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    own = (kind.__name__ for kind in type(base).__mro__ if not kind.__module__.startswith("torch."))
+    config["architectures"] = [next(own)]  # FSDP puts a class of its own before the model's
+    file.write_text(json.dumps(config))
+
+
+def dtype_of(model: Any, autocast: Autocast) -> torch.dtype:
+    """The type that the engine of a model computes in."""
+    return model.dtype if autocast is None else getattr(torch, autocast)
+
+
+def _lora_rank(model: Any) -> int | None:
+    """The rank of a model's adapter, if it has one."""
+    return model.peft_config[model.active_adapter].r if hasattr(model, "peft_config") else None
+
+
+def _cores(context: BuildContext, num_threads: int) -> list[int]:
+    """The cores of this process's share; empty where the engines do not fill the machine, and the system may choose."""
+    if not hasattr(os, "sched_getaffinity") or context.world_size * num_threads < num_cores():
+        return []
+    cores = sorted(os.sched_getaffinity(0))
+    return [cores[(context.rank * num_threads + i) % len(cores)] for i in range(min(num_threads, len(cores)))]
+
+
+def _gpus(device: str, count: int) -> str:
+    """The GPUs of an engine as its process is to see them: the trainer's own one first."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    first = torch.device(device).index or 0
+    return ",".join([*names[first:], *names[:first]][:count])
+
+
+BLOCK_TOKENS = 128  # of the cache, at most
+NO_ROOM = ("GiB KV cache is needed", "No available memory for the cache blocks")
+
+LOST_WORKER = "WorkerProc initialization failed"  # said of workers that raised, and of those that are gone
+
+
+def as_death(error: EngineError) -> EngineDied | None:
+    """A worker process that was lost while the engine started; None where it is something else that failed."""
+    if LOST_WORKER not in error.reason or (error.found is not None and error.found.cause is not None):
+        return None
+    return EngineDied("The vLLM engine lost a worker process while it started.", error.found)
+
+
+def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exception:
+    """The fault in the configuration behind an engine's refusal; the refusal itself where none is known."""
+    text, options = f"{error.reason}\n{error.trace}", setting.options
+    if any(words in text for words in NO_ROOM):
+        length = options.max_model_len or getattr(_base(model).config.get_text_config(), "max_position_embeddings", 0)
+        needed = _cache_gib(_base(model).config.get_text_config(), length, setting)
+        fits = re.search(r"maximum model length is (\d+)", text)
+        shorter = f", or rollout.max_model_len to {fits[1]}" if fits else ", or rollout.max_model_len lower"
+        return ConfigError(
+            f"rollout.kv_cache_gib is {options.kv_cache_gib}: keys and values of one sequence of {length} tokens alone "
+            f"take {needed} GiB. Set it to at least that{shorter}."
+        )
+    if "are not supported for now" in text or ("not supported by" in text and "architecture" in text.lower()):
+        return ConfigError(
+            f"actor.model is a {type(_base(model)).__name__}: vLLM does not have this architecture. Set rollout=hf."
+        )
+    if "max_model_len" in error.reason and options.max_model_len is not None:
+        return ConfigError(f"rollout.max_model_len is {options.max_model_len}: {_last_line(error.reason)}")
+    details = str(error).rpartition("\n")[0]
+    return RolloutError(f"{details}\nvLLM could not be started: {error.summary}".lstrip())
+
+
+def _cache_gib(config: Any, length: int, setting: EngineArgs) -> float:
+    """What keys and values of one sequence take, rounded up."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    blocks = math.ceil(length / BLOCK_TOKENS) + 1  # vLLM keeps one for itself
+    numbers = 2 * config.num_hidden_layers * heads * size * blocks * BLOCK_TOKENS
+    gib = numbers * setting.dtype.itemsize / setting.options.tensor_parallel_size / GIB
+    return math.ceil(gib * 1e4) / 1e4
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]

@@ -1,0 +1,448 @@
+"""The vLLM process: started, called and killed by the trainer. It ends with the trainer, however that ends.
+
+It is started with `subprocess`, not by multiprocessing: it never imports the trainer's main script. Its output goes
+into a file.
+
+    trainer ──EngineCall──> engine ── advance() ── step, tensor, layer ... ──EngineReply──> trainer
+                              └── counter in shared memory: one that stands for `call_timeout_s` ends the process
+
+No call has a limit on its total time: what is slow and goes on is waited for. A process that makes no progress, because
+it is stopped or hangs, is killed like one that died, and the caller is told by `EngineDied` in both cases.
+
+`EngineFiles` are the files and shared memory of one engine, removed however its processes end:
+
+/dev/shm/verl_engine_X/                  the model's configuration, adapters
+/dev/shm/verl_engine_X_*, sem.verl_..._X  what vLLM's workers share (tensor parallel)
+TMPDIR/verl_engine_X.tmp/                TMPDIR of the engine's processes
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from verl.errors import RolloutError
+from verl.rollout.vllm.messages import EngineCall, EngineStart, MessageSocket
+from verl.utils.child_process import LogExcerpt, describe_exit, excerpt, log_size, memory_kills
+from verl.utils.kernel_cache import VARIABLE as KERNEL_CACHE_VARIABLE
+from verl.utils.kernel_cache import kernel_cache_directory
+from verl.utils.orphan_cleanup import CLEANUP, SHARED_MEMORY, kill_group, members, remove_shared_memory
+from verl.utils.progress import NUM_SLOTS, Progress, ProgressWatch, is_stopped, report, state_of
+
+NAME_VARIABLE = "VERL_ENGINE_NAME"  # how the names of shared memory begin that the engine's processes make
+
+
+class EngineFiles:
+    """The directories of one engine. Should this process be killed, its clean-up process removes them.
+
+    Attributes:
+        name: how the names of shared memory begin.
+        directory: for files that are small or soon read; in memory where the system has a place for that.
+        temporary: TMPDIR of the engine's processes.
+    """
+
+    def __init__(self):
+        self.name = f"verl_engine_{secrets.token_hex(6)}"
+        in_memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        self.directory = in_memory / self.name
+        self.temporary = Path(tempfile.gettempdir()).absolute() / f"{self.name}.tmp"
+        of_trainer = f"torch_{os.getpid()}_"  # made by torch for handles of memory on a GPU
+        self._registered = CLEANUP.register(
+            directories=[self.directory, self.temporary], shared_memory=[*self._shared_memory, of_trainer]
+        )
+        self.directory.mkdir(mode=0o700)
+        self.temporary.mkdir(mode=0o700)
+
+    def variables(self) -> dict[str, str]:
+        """Environment of the engine's processes."""
+        return {
+            NAME_VARIABLE: self.name,
+            "TMPDIR": str(self.temporary),
+            "VLLM_RPC_BASE_PATH": str(self.temporary),  # for sockets
+            KERNEL_CACHE_VARIABLE: str(kernel_cache_directory() or self.temporary / "torchinductor"),
+        }
+
+    def end_with_trainer(self, process_group: int) -> int:
+        """Have a process group killed if this process is. Returns a number for `ended`."""
+        return CLEANUP.register(process_groups=[process_group])
+
+    def ended(self, number: int) -> None:
+        """The processes of a group are gone: remove what they shared, and what they left in TMPDIR."""
+        CLEANUP.withdraw(number)
+        self._remove_shared_memory()
+        for path in self.temporary.glob("*"):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove everything. May be called again."""
+        self._remove_shared_memory()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        CLEANUP.withdraw(self._registered)
+
+    @property
+    def _shared_memory(self) -> list[str]:
+        return [f"{self.name}_", f"sem.{self.name}_"]
+
+    def _remove_shared_memory(self) -> None:
+        for prefix in self._shared_memory:
+            remove_shared_memory(prefix)
+
+
+END_TIMEOUT_S = 20.0  # of a process that has hung up or was killed, until the system lets go of it
+CONNECTION_VARIABLE, PARENT_VARIABLE = "VERL_ENGINE_CONNECTION", "VERL_ENGINE_PARENT"
+PROGRESS_VARIABLE = "VERL_ENGINE_PROGRESS"  # a file descriptor, inherited
+CORES_VARIABLE = "VERL_ENGINE_CORES"  # numbers with commas between them
+DIRECTORIES_VARIABLE = "VERL_ENGINE_DIRECTORIES"  # the child removes them where the trainer was killed
+FOREIGN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VERL_RENDEZVOUS")
+TIMEOUT_SETTING = "rollout.call_timeout_s"
+ASKED = {  # a call, as messages say it
+    "start": "start",
+    "draw": "generate",
+    "load": "load weights",
+    "adopt": "load an adapter",
+    "prove": "show what weights it holds",
+    "wants": "tell which slices of tensors it takes",
+    "sleep": "give its GPU memory back",
+    "wake": "take GPU memory again",
+}
+
+
+class EngineDied(RolloutError):
+    """The engine's process ended, or made no progress and was ended.
+
+    Args:
+        reason: how, as one sentence; it ends the message.
+        found: of its log.
+        log: where that is; empty for a file that nobody else sees.
+    """
+
+    def __init__(self, reason: str, found: LogExcerpt | None = None, log: str = ""):
+        self.reason, self.found, self.log = reason, found, log
+        super().__init__(told_after_log(reason, found, log))
+
+    def __reduce__(self):
+        return type(self), (self.reason, self.found, self.log)
+
+
+class EngineHung(EngineDied):
+    """The engine's process made no progress; it is stopped, or hangs."""
+
+
+class EngineError(RolloutError):
+    """The engine answered with an error.
+
+    Args:
+        reason: what was raised over there, in one line; it ends the message.
+        trace: all of it.
+        found: what the log of its worker processes tells of it.
+    Attributes:
+        summary: the last line.
+    """
+
+    def __init__(self, reason: str, trace: str = "", found: LogExcerpt | None = None):
+        self.reason, self.trace, self.found = reason, trace, found
+        lines = found.lines if found is not None and found.cause is not None else ()
+        cause = f" The cause, in its log: {found.cause}" if found is not None and lines else ""
+        self.summary = f"{reason}{cause}"
+        super().__init__("\n".join([*lines, *trace.splitlines(), self.summary]))
+
+    def __reduce__(self):
+        return type(self), (self.reason, self.trace, self.found)
+
+
+class EngineProcess:
+    """One process with one engine, or the first of several.
+
+    Args:
+        setting: of the engine, for the child.
+        environment: variables of the child.
+        files: of the engine; removed with the trainer.
+        log: takes what it prints; None for a file that nobody else sees.
+        call_timeout_s: without progress.
+    """
+
+    def __init__(
+        self,
+        setting: Any,
+        environment: dict[str, str],
+        files: EngineFiles,
+        log: Path | None,
+        call_timeout_s: float = 300.0,
+    ):
+        self.setting, self.environment, self.files, self.log = setting, environment, files, log
+        self.call_timeout_s, self._owner = call_timeout_s, os.getpid()
+        self._unnamed_log: IO[bytes] | None = tempfile.TemporaryFile() if log is None else None  # noqa: SIM115
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: MessageSocket | None = None
+        self._progress: Progress | None = None
+        self._watch: ProgressWatch | None = None
+        self._asked, self._log_start, self._memory_kills, self._registered = "start", 0, memory_kills(), -1
+        self._start_deadline: float | None = None
+        self._start_timeout_s = 0.0
+
+    @property
+    def process_id(self) -> int | None:
+        """None while there is no process."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def progress_path(self) -> str:
+        """Opens the memory of its progress in another process of this machine."""
+        assert self._progress is not None
+        return self._progress.path
+
+    def is_alive(self) -> bool:
+        """Whether the process runs, or is stopped."""
+        if self._process is None:
+            return False
+        try:  # without reaping it: until it is killed as a group, its number must not become another's
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            return False
+
+    def is_busy(self) -> bool:
+        """Whether the process runs and has not answered yet; for code that waits for what it does meanwhile.
+
+        Raises:
+            EngineHung: it makes no progress.
+        """
+        if not self.is_alive() or self._socket is None or self._socket.has_message():
+            return False
+        with contextlib.suppress(ConnectionResetError):  # told by `answer`
+            self._look()
+            return True
+        return False
+
+    def has_answered(self, within_s: float) -> bool:
+        """Whether `answer` would not wait, since the answer is there or none will come; waits a while for that."""
+        deadline = time.monotonic() + within_s
+        while self._socket is not None and not self._socket.has_message(min(0.5, max(0.0, within_s))):
+            try:
+                if not self.is_busy():
+                    return True
+            except EngineHung:  # told again by `answer`
+                return True
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+    def start(self, timeout_s: float | None = None) -> Any:
+        """Start the process and the engine in it; returns what the engine tells of itself.
+
+        Args:
+            timeout_s: until the engine is ready, whatever progress it makes; None: no such limit.
+        Raises:
+            EngineDied: the process ended, made no progress, or was not ready in time.
+            EngineError: the engine could not be made.
+        """
+        ours, theirs = socket.socketpair()
+        self._progress = Progress(NUM_SLOTS)
+        self._log_start, self._memory_kills = log_size(self._log_source), memory_kills()
+        with theirs, self._open_log() as log:
+            fds = [theirs.fileno(), self._progress.fd]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "verl.rollout.vllm.server.engine_main"],
+                env=self._environment(*fds),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=fds,
+                process_group=0,
+            )
+        self._registered = self.files.end_with_trainer(self._process.pid)
+        atexit.register(self._leave)
+        self._socket = MessageSocket(ours)
+        if timeout_s is not None:
+            self._start_deadline, self._start_timeout_s = time.monotonic() + timeout_s, timeout_s
+        try:
+            self._send("start", EngineStart(tuple(map(os.path.abspath, sys.path)), self.setting))
+            return self.answer()
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            self._start_deadline = None
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Have a method carried out, and wait for its result.
+
+        Raises:
+            EngineDied: the process ended, or made no progress.
+            EngineError: the method raised.
+        """
+        self.send(method, *args)
+        return self.answer()
+
+    def send(self, method: str, *args: Any) -> None:
+        """Begin a call; `answer` ends it."""
+        self._send(method, EngineCall(method, args))
+
+    def answer(self) -> Any:
+        """The result of the call under way."""
+        if self._socket is None:
+            raise EngineDied("The vLLM engine is not running.")
+        try:
+            answer = self._socket.receive(self._look)
+        except (EOFError, OSError) as error:
+            death = self._death()
+            self.kill()
+            raise death from error
+        except BaseException:  # an answer that nobody waited for must not be taken for the next call's
+            self.kill()
+            raise
+        if answer.lost is not None:
+            death = EngineDied(f"{self._name} lost {answer.lost}.", self._excerpt(), self._log_name)
+            self.kill()
+            raise death
+        found = None if answer.error is None else self._excerpt()
+        self._log_start = log_size(self._log_source)  # what comes is of the next call
+        if answer.error is not None:
+            raise EngineError(answer.error, answer.trace, found)
+        return answer.result
+
+    def kill(self) -> None:
+        """End it and all that it started, at once, stopped or not, and remove what they shared. May be called again."""
+        atexit.unregister(self._leave)
+        process, self._process = self._process, None
+        for one in (self._socket, self._progress):
+            if one is not None:
+                one.close()
+        self._socket = self._progress = self._watch = None
+        if process is None:
+            return
+        kill_group(process.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the system may wait for a device
+            process.wait(timeout=END_TIMEOUT_S)
+        self.files.ended(self._registered)
+
+    def _leave(self) -> None:
+        """Where the trainer ends and nobody has closed the engine: it goes, and its files with it."""
+        if os.getpid() == self._owner:  # and not where a fork of the trainer ends
+            self.kill()
+            self.files.remove()
+
+    def _send(self, method: str, message: Any) -> None:
+        if self._socket is None:
+            raise EngineDied("The vLLM engine is not running.")
+        assert self._progress is not None
+        self._asked, self._watch = method, ProgressWatch(self._progress, self.call_timeout_s)
+        try:
+            self._socket.send(message, self._look)
+        except OSError as error:
+            death = self._death()
+            self.kill()
+            raise death from error
+        except BaseException:  # half a message may be on its way
+            self.kill()
+            raise
+
+    def _look(self, moved: int = 0) -> None:
+        """Called again and again while this process waits; bytes that are moved are progress too.
+
+        Raises:
+            EngineHung: it makes none, or did not start in time.
+            ConnectionResetError: it is gone, and a process that it has started holds the socket.
+        """
+        assert self._watch is not None
+        assert self._socket is not None
+        if moved:
+            self._watch.restart()
+        elif not self.is_alive() and not self._socket.has_message():
+            raise ConnectionResetError
+        idle_s = self._watch.idle_s
+        if idle_s == 0.0:
+            report()  # of this process, to whoever waits for that
+        if idle_s >= self.call_timeout_s:
+            raise self._hung(self._watch.describe(setting=TIMEOUT_SETTING))
+        if self._start_deadline is not None and time.monotonic() > self._start_deadline:
+            raise self._hung(f"was not ready within {self._start_timeout_s:g} s (rollout.start_timeout_s)")
+
+    def _hung(self, words: str) -> EngineHung:
+        state = "" if self._process is None else _state_of_group(self._process.pid)
+        found, log = self._excerpt(), self._log_name
+        return EngineHung(f"{self._name} {words}{f'; {state}' if state else ''}. It was ended.", found, log)
+
+    def _death(self) -> EngineDied:
+        """How it ended, once it is gone; one that only hung up is given a while for that."""
+        deadline = time.monotonic() + END_TIMEOUT_S
+        while self.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        ending = "hung up" if self.is_alive() else f"ended with {self._exit()}"
+        stage = self._progress.stage() if self._progress is not None else ""
+        found = self._excerpt()
+        cause = "" if found.cause is None else f": {found.cause}"
+        return EngineDied(f"{self._name} {ending}{f', at: {stage}' if stage else ''}{cause}.", found, self._log_name)
+
+    def _exit(self) -> str:
+        try:
+            assert self._process is not None
+            found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            assert found is not None
+        except (ChildProcessError, AssertionError):
+            return "an unknown status"
+        code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return describe_exit(code, self._memory_kills)
+
+    @property
+    def _name(self) -> str:
+        return f"The vLLM engine (process {self.process_id}), asked to {ASKED.get(self._asked, self._asked)},"
+
+    @property
+    def _log_source(self) -> Path | int:
+        return self._unnamed_log.fileno() if self._unnamed_log is not None else self.log or Path()
+
+    @property
+    def _log_name(self) -> str:
+        return "" if self.log is None else str(self.log)
+
+    def _open_log(self) -> IO[bytes]:
+        if self._unnamed_log is not None:
+            return open(os.dup(self._unnamed_log.fileno()), "ab")
+        assert self.log is not None
+        return self.log.open("ab")
+
+    def _excerpt(self) -> LogExcerpt:
+        return excerpt(self._log_source, self._log_start)
+
+    def _environment(self, connection: int, progress: int) -> dict[str, str]:
+        package_root = str(Path(__file__).resolve().parents[4])
+        own = {
+            "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")])),
+            CONNECTION_VARIABLE: str(connection),
+            PROGRESS_VARIABLE: str(progress),
+            PARENT_VARIABLE: str(os.getpid()),
+            DIRECTORIES_VARIABLE: os.pathsep.join(map(str, (self.files.directory, self.files.temporary))),
+        }
+        inherited = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
+        return inherited | self.environment | self.files.variables() | own
+
+
+def told_after_log(reason: str, found: LogExcerpt | None, log: str) -> str:
+    """A message whose last line is the reason, after those lines of a log that belong to it."""
+    if found is None:
+        return reason
+    place = f" ({log})" if log else ""
+    if not found.lines:
+        return f"The log of the vLLM engine{place} shows no error.\n{reason}"
+    return "\n".join([f"From the log of the vLLM engine{place}:", *(f"  {line}" for line in found.lines), reason])
+
+
+def _state_of_group(group: int) -> str:
+    """What the system says of those processes that are stopped; of the first one, where none is."""
+    running = members(group)
+    if stopped := [pid for pid in running if is_stopped(pid)]:
+        if group in stopped:
+            return state_of(group)
+        return f"of its processes, {', '.join(map(str, stopped))} is stopped (SIGSTOP or SIGTSTP)"
+    return state_of(group)

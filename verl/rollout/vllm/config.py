@@ -1,0 +1,109 @@
+"""`rollout=vllm`: the options of the vLLM engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from verl.component import BuildContext
+from verl.errors import ConfigError
+from verl.models.parallel_info import Autocast
+from verl.rollout.base import ALONE, Rollout, RolloutEngine
+from verl.rollout.vllm.client.engine_args import DIVIDED, HIGHEST_RANK, LORA_RANKS
+from verl.utils.env_check import vllm_fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMRollout(Rollout):
+    """Generate by vLLM, in a process of its own beside each process that trains, or each group of tensor-parallel ones.
+
+    It draws the very tokens that `rollout=hf` draws from the same weights, but for rounding, and computes in
+    `actor.autocast` if that is set, in the model's type otherwise.
+
+    Args:
+        kv_cache_gib: memory for keys and values, of each engine.
+        max_num_seqs: responses decoded at a time; further ones wait.
+        max_num_batched_tokens: tokens of one forward pass; longer prompts are read in pieces.
+        max_model_len: longest prompt and response together, in tokens; null for what the data of the run ask for, or
+            where no data are known, what the model can.
+        prefix_caching: samples of one prompt share its keys and values. Changes nothing but speed.
+        enforce_eager: run the model as written; false compiles it first, which takes minutes and pays off on GPUs.
+        tensor_parallel_size: GPUs that one engine spans.
+        lora: what reaches the engine of an adapter: `merged` into the model's weights, or the `adapter` itself.
+        sleep: give the engine's GPU memory back while training; nothing on a CPU.
+        num_threads: of the engine, on a CPU; null for as many as the trainer has.
+        chunk_mib: weights travel in two chunks of at most this size, or of the largest tensor if that is larger.
+        call_timeout_s: an engine that makes no progress for so long, no step, tensor or layer, whatever it is at, is
+            ended and made anew like one that died. How long a call takes in all has no limit.
+        start_timeout_s: an engine that is not ready by then counts as dead, whatever progress it makes; null: no limit.
+    """
+
+    runs_ahead: ClassVar[bool] = True
+    may_change: ClassVar[bool] = True
+
+    kv_cache_gib: float = 1.0
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 4096
+    max_model_len: int | None = None
+    prefix_caching: bool = True
+    enforce_eager: bool = True
+    tensor_parallel_size: int = 1
+    lora: Literal["merged", "adapter"] = "merged"
+    sleep: bool = True
+    num_threads: int | None = None
+    chunk_mib: int = 64
+    call_timeout_s: float = 300.0  # type: ignore[misc]
+    start_timeout_s: float | None = None
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        for name in ("kv_cache_gib", "call_timeout_s"):
+            if not getattr(self, name) > 0:
+                yield f"{name} is {getattr(self, name)}: must be above 0."
+        if self.start_timeout_s is not None and not self.start_timeout_s > 0:
+            yield f"start_timeout_s is {self.start_timeout_s}: must be above 0, or null."
+        for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "chunk_mib"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}: must be at least 1."
+        for name in ("max_model_len", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                yield f"{name} is {value}: must be at least 1, or null."
+        if 0 < self.max_num_batched_tokens < self.max_num_seqs:
+            yield (
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}: a pass takes at least one token of each of "
+                f"the max_num_seqs {self.max_num_seqs} responses."
+            )
+        if self.max_model_len is not None and self.max_model_len <= self.max_new_tokens:
+            yield (
+                f"max_model_len is {self.max_model_len}: it holds prompt and response, and max_new_tokens alone is "
+                f"{self.max_new_tokens}."
+            )
+
+    def faults_beside(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
+        if self.lora == "merged" or lora_rank is None:
+            return
+        if lora_rank > LORA_RANKS[-1]:
+            yield f"actor.lora.rank is {lora_rank}: {HIGHEST_RANK}"
+        if is_divided:
+            yield f"rollout.lora is adapter, {DIVIDED}"
+
+    def check_here(self, device: str) -> None:
+        if (fault := vllm_fault(device.startswith("cuda"))) is not None:
+            raise ConfigError(f"rollout=vllm cannot run: {fault}")
+
+    def with_room_for(self, prompt: int) -> VLLMRollout:
+        asked = prompt + self.max_new_tokens
+        return self if self.max_model_len is not None else replace(self, max_model_len=asked)
+
+    def attach(
+        self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
+    ) -> RolloutEngine:
+        from verl.rollout.vllm.client.client import VLLMClient  # brings the process and its memory
+
+        if hasattr(model, "divided"):
+            from verl.rollout.vllm.sync.sharded_client import ShardedVLLMClient
+
+            return ShardedVLLMClient(self, model, tokenizer, seed, autocast, context)
+        return VLLMClient(self, model, tokenizer, seed, autocast, context)

@@ -1,0 +1,157 @@
+"""The main program of the vLLM process: `python -m verl.rollout.vllm.server.engine_main`.
+
+It makes its engine and carries out one call after another until the trainer hangs up or is gone. vLLM's own workers, of
+an engine of several processes, are forks of this one, or import this module if they are spawned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from multiprocessing import shared_memory
+from typing import Any
+
+from verl.rollout.vllm.client.engine_process import (
+    CONNECTION_VARIABLE,
+    CORES_VARIABLE,
+    DIRECTORIES_VARIABLE,
+    NAME_VARIABLE,
+    PARENT_VARIABLE,
+    PROGRESS_VARIABLE,
+)
+from verl.rollout.vllm.messages import EngineCall, EngineReply, EngineStart, MessageSocket
+from verl.utils.orphan_cleanup import remove_shared_memory
+from verl.utils.progress import Progress, report, report_to
+
+LOOK_EVERY_S = 0.5
+PROGRESS_PATH_VARIABLE = "VERL_ENGINE_PROGRESS_PATH"  # for workers that are spawned
+WORK = {"import", "compile", "exec", "open", "subprocess.Popen"}  # audit events of a process that starts or compiles
+STAGES = {
+    "draw": "generating",
+    "load": "loading weights",
+    "adopt": "loading an adapter",
+    "prove": "proving the weights",
+}
+
+
+def serve(connection: MessageSocket) -> None:
+    """Make the engine and answer calls until the trainer hangs up."""
+    start: EngineStart = connection.receive()
+    sys.path[:] = [*start.sys_path, *(path for path in sys.path if path not in start.sys_path)]
+    engine: Any = None
+    try:
+        report("starting: importing vLLM")
+        from verl.rollout.vllm.server.engine_server import EngineServer
+
+        report("starting: making the engine")
+        engine = EngineServer(start.setting)
+        told = engine.describe()
+    except BaseException as error:  # noqa: BLE001 - the trainer's to handle; vLLM exits on some faults
+        connection.send(_failure(error, engine))
+        return
+    answer = EngineReply(told)
+    while True:
+        report("idle")
+        connection.send(answer)
+        call: EngineCall = connection.receive()
+        report(STAGES.get(call.method, call.method))
+        answer = _carry_out(engine, call)
+
+
+def _carry_out(engine: Any, call: EngineCall) -> EngineReply:
+    try:
+        return EngineReply(getattr(engine, call.method)(*call.args))
+    except BaseException as error:  # noqa: BLE001 - the trainer's to handle
+        return _failure(error, engine)
+
+
+def _failure(error: BaseException, engine: Any) -> EngineReply:
+    lost = None if engine is None else engine.lost_worker()
+    return EngineReply(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc(), lost=lost)
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after the trainer, even in the middle of a computation."""
+    while os.getppid() == parent:
+        time.sleep(LOOK_EVERY_S)
+    _end()
+
+
+def _end() -> None:
+    """The trainer is gone: leave nothing, neither files nor workers. Its clean-up process does the same."""
+    for directory in os.environ[DIRECTORIES_VARIABLE].split(os.pathsep):
+        shutil.rmtree(directory, ignore_errors=True)
+    for prefix in (f"{os.environ[NAME_VARIABLE]}_", f"sem.{os.environ[NAME_VARIABLE]}_"):
+        remove_shared_memory(prefix)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def name_shared_memory() -> None:
+    """Give what this process and its forks share names that begin with the engine's, so that it can be removed."""
+    name = os.environ[NAME_VARIABLE]
+    shared_memory._make_filename = lambda: f"/{name}_{secrets.token_hex(4)}"  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["semprefix"] = f"/{name}_"  # type: ignore[attr-defined]
+
+
+def report_work(progress: Progress) -> None:
+    """Let this process, the engine's first, and its forks report progress; what their main threads import, too."""
+    report_to(progress)
+    os.environ[PROGRESS_PATH_VARIABLE] = progress.path
+    os.register_at_fork(after_in_child=lambda: report_to(progress, _worker_slot(progress)))
+    _report_imports()
+
+
+def _report_imports() -> None:
+    """An engine that starts, or compiles, imports and opens files for minutes without a step of its own."""
+    working = threading.get_ident()
+
+    def on_event(event: str, _: Any) -> None:
+        if event in WORK and threading.get_ident() == working:
+            report()
+
+    sys.addaudithook(on_event)
+
+
+def _worker_slot(progress: Progress) -> int:
+    return 1 + os.getpid() % (progress.num_slots - 1)
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job: the trainer decides
+        signal.signal(number, lambda *_: None)  # unlike SIG_IGN, nothing that vLLM's workers inherit
+    faulthandler.enable()
+    name_shared_memory()
+    report_work(Progress.open(int(os.environ.pop(PROGRESS_VARIABLE))))
+    if cores := os.environ.pop(CORES_VARIABLE, ""):  # before any library starts its threads
+        os.sched_setaffinity(0, map(int, cores.split(",")))
+    parent = int(os.environ.pop(PARENT_VARIABLE))
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    connection = MessageSocket(socket.socket(fileno=int(os.environ.pop(CONNECTION_VARIABLE))))
+    with contextlib.suppress(EOFError, OSError):
+        serve(connection)
+    if os.getppid() != parent:
+        _end()
+    os._exit(0)  # at once: nothing is left to do
+
+
+if __name__ == "__main__":
+    # so that messages are of the importable module's classes
+    from verl.rollout.vllm.server.engine_main import main as imported_main
+
+    imported_main()
+elif __name__ == "__mp_main__":  # a worker that vLLM has spawned
+    faulthandler.enable()
+    name_shared_memory()
+    of_all = Progress.open(os.environ[PROGRESS_PATH_VARIABLE])
+    report_to(of_all, _worker_slot(of_all))
+    _report_imports()

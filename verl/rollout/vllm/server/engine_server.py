@@ -1,0 +1,202 @@
+"""The engine as the vLLM process holds it: each public method is a call that the trainer can make."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tempfile
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import LLM, ModelRegistry, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+from verl.errors import RolloutError
+from verl.rollout.token_sampler import TokenSampler
+from verl.rollout.vllm.client.engine_args import EngineArgs
+from verl.rollout.vllm.messages import EngineInfo, FeedPlan, LoadRequest, SampleOutput, WantedSlices
+from verl.rollout.vllm.server.logits_processor import WHOSE
+from verl.utils.child_process import describe_exit, memory_kills
+from verl.utils.progress import report
+from verl.weight_verification.verifier import VerifyRequest
+from verl.weight_verification.vllm_probe import answer_request
+
+
+def inspect_here(directory: str) -> None:
+    """Have vLLM look at the model's class in this process: by itself it starts another Python for that, for seconds."""
+    (name,) = json.loads((Path(directory) / "config.json").read_text())["architectures"]
+    found = ModelRegistry.models.get(name)
+    if hasattr(found, "load_model_cls"):
+        ModelRegistry.register_model(name, found.load_model_cls())
+
+
+def name_file_store(name: str) -> None:
+    """Name the file by which vLLM's workers find each other; memory that they share on a CPU is named after it."""
+    path = f"file://{tempfile.gettempdir()}/{name}_store"
+    for module in (uniproc_executor, multiproc_executor):
+        if hasattr(module, "get_file_store_init_method"):
+            module.get_file_store_init_method = lambda: path  # type: ignore[attr-defined]
+
+
+@dataclass
+class Purpose:
+    """What the engine makes steps for, as messages say it."""
+
+    text: str = "generating"
+
+
+class EngineServer:
+    """vLLM with our noise, without weights until `load` brings them."""
+
+    def __init__(self, setting: EngineArgs):
+        self._memory_kills = memory_kills()
+        torch.set_num_threads(setting.num_threads)
+        if (
+            setting.options.tensor_parallel_size == 1 or not setting.is_on_gpu
+        ):  # forked workers want no CUDA before them
+            inspect_here(setting.directory)
+        if setting.name:
+            name_file_store(setting.name)
+        self.llm = LLM(
+            setting.directory,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            logits_processors=["verl.rollout.vllm.server.logits_processor:CounterNoiseProcessor"],
+            worker_extension_cls="verl.rollout.vllm.server.worker_extension.WorkerExtension",
+            disable_log_stats=True,
+            async_scheduling=False,
+            model_impl="vllm",
+            **setting.engine_arguments(),
+        )
+        self._lora_request: Any = None
+        self._purpose = Purpose()
+        self._report_steps(self.llm.llm_engine)
+        if setting.options.enforce_eager:  # what is compiled runs no hooks
+            self.llm.collective_rpc("verl_report_layers")
+
+    def describe(self) -> EngineInfo:
+        """What the trainer has to know."""
+        return EngineInfo(self.llm.llm_engine.vllm_config.model_config.max_model_len, self._num_workers)
+
+    def lost_worker(self) -> str | None:
+        """Which of vLLM's worker processes ended by itself, and how; None while all are there."""
+        workers = getattr(self.llm.llm_engine.model_executor, "workers", None) or ()
+        codes = {worker.proc.pid: worker.proc.exitcode for worker in workers}
+        ended = {pid: code for pid, code in codes.items() if code}
+        first = {pid: code for pid, code in ended.items() if code != -signal.SIGTERM}  # which vLLM sends to the others
+        for pid, code in {**first, **ended}.items():
+            return f"its worker process {pid}, which ended with {describe_exit(code, self._memory_kills)}"
+        return None
+
+    def wants(self, shapes: dict[str, tuple[int, ...]]) -> list[WantedSlices] | None:
+        """The slices of tensors of these shapes that each worker takes; None where one takes them in vLLM's own way."""
+        found = self.llm.collective_rpc("verl_wants", args=(shapes,))
+        return None if None in found else found
+
+    def load(self, feeds: list[FeedPlan], dtype: torch.dtype, loading: LoadRequest) -> tuple[float, str | None]:
+        """Take the weights that come through streams, one for each worker; or through one, for all of them.
+
+        Returns seconds, waiting left out, and why vLLM loaded its model anew, where it did.
+        """
+        found = self.llm.collective_rpc("verl_load", args=(feeds, dtype, loading))
+        self._forget_keys_and_values()
+        return max(loaded.seconds for loaded in found), next((loaded.anew for loaded in found if loaded.anew), None)
+
+    def adopt(self, directory: str, number: int) -> float:
+        """Take a new adapter in place of the former one. Returns seconds."""
+        start = time.perf_counter()
+        engine, former = self.llm.llm_engine, self._lora_request
+        if former is not None:
+            engine.remove_lora(former.lora_int_id)
+        self._lora_request = LoRARequest(f"adapter_{number}", number, directory)
+        if not engine.add_lora(self._lora_request):
+            raise RolloutError(f"vLLM did not take adapter {number}")
+        self._forget_keys_and_values()
+        return time.perf_counter() - start
+
+    def prove(self, question: VerifyRequest) -> Any:
+        """What the trainer compares with its own weights; see `verl.weight_verification.verifier`."""
+        self._purpose.text = "proving the weights"
+        return answer_request(self.llm, question, self._lora_request, rpc="prove_on_rank")
+
+    def draw(
+        self,
+        drawing: TokenSampler,
+        limits: list[int],
+        prompts: list[list[int]],
+        prompt_ids: list[int],
+        num_threads: int | None = None,
+    ) -> SampleOutput:
+        """Draw `num_samples` responses to each prompt, side by side, each of so many tokens at most.
+
+        Args:
+            num_threads: of each worker meanwhile, on a CPU where the trainer works too; None: all.
+        """
+        self._purpose.text = "generating"
+        n = drawing.request.num_samples
+        rows = len(prompts) * n
+        self.llm.collective_rpc("verl_begin", args=(drawing, rows, max(limits), num_threads))
+        asked = [prompt for prompt in prompts for _ in range(n)]
+        whose = [(i, prompt_ids[i // n], i % n) for i in range(rows)]
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=limit,
+                ignore_eos=True,
+                detokenize=False,
+                stop_token_ids=list(drawing.stop_ids),
+                extra_args={WHOSE: own},
+            )
+            for own, limit in zip(whose, limits, strict=True)
+        ]
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in asked],
+            params,
+            use_tqdm=False,
+            lora_request=self._lora_request,
+        )
+        tokens = [output.outputs[0].token_ids for output in outputs]
+        lengths = np.array([len(line) for line in tokens])
+        log_probs = self.llm.collective_rpc("verl_log_probs")[0]
+        return SampleOutput(
+            lengths, np.concatenate([np.asarray(line) for line in tokens]), log_probs[:, : lengths.max()]
+        )
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back; weights and the cache of keys and values are gone with it."""
+        self.llm.sleep(level=2)
+
+    def wake(self, what: str) -> None:
+        """Take memory again, for `weights` or the `kv_cache`."""
+        self.llm.wake_up(tags=[what])
+
+    def _report_steps(self, engine: Any) -> None:
+        """Report each step of a `vllm.LLMEngine` and each request that it takes, and how much is left."""
+        # No circle: an engine ends with its object.
+        kind, of, purpose = type(engine), weakref.ref(engine), self._purpose
+
+        def added(*args: Any, **options: Any) -> Any:
+            report()
+            return kind.add_request(of(), *args, **options)
+
+        def counted() -> Any:
+            present: Any = of()
+            outputs = kind.step(present)
+            report(f"{purpose.text}; sequences left: {present.get_num_unfinished_requests()}")
+            return outputs
+
+        engine.step, engine.add_request = counted, added
+
+    @property
+    def _num_workers(self) -> int:
+        return self.llm.llm_engine.vllm_config.parallel_config.world_size
+
+    def _forget_keys_and_values(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise RolloutError("vLLM did not forget the keys and values of the former weights")

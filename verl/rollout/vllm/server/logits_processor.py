@@ -1,0 +1,93 @@
+"""Counter-based sampling noise inside vLLM: a logits processor that leaves one token to choose, and keeps its log-prob.
+
+vLLM is asked for greedy decoding; what it finds is -inf everywhere but at the token that `TokenSampler` has drawn.
+Which noise that takes depends on the request and on how long its response is, so vLLM may batch, chunk, order and
+repeat requests as it likes. Log-probs are kept here, row by row, where vLLM would make an object of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from verl.rollout.token_sampler import TokenSampler
+
+WHOSE = "verl_row"  # in a request's extra_args: its row among the responses, its prompt's and its sample's number
+
+
+@dataclass
+class ActiveRequests:
+    """The responses that are being drawn.
+
+    Attributes:
+        log_probs: [B T], filled as tokens are drawn.
+    """
+
+    drawing: TokenSampler
+    log_probs: Tensor
+
+    @classmethod
+    def begin(cls, drawing: TokenSampler, rows: int, width: int, device: torch.device) -> ActiveRequests:
+        return cls(drawing, torch.zeros(rows, width, device=device))
+
+
+class CounterNoiseProcessor(LogitsProcessor):
+    """See the module.
+
+    Attributes:
+        under_way: set before requests come; rows without `WHOSE` (warming up) are left as they are.
+    """
+
+    under_way: ActiveRequests | None = None  # of this process, which draws for one engine
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+        size = vllm_config.scheduler_config.max_num_seqs
+        self.device = device
+        self._whose = np.zeros((3, size), dtype=np.int64)
+        self._drawn: list[list[int] | None] = [None] * size  # vLLM's own lists of the tokens so far
+
+    @classmethod
+    def validate_params(cls, params: SamplingParams) -> None:
+        """Nothing can be wrong with what we send ourselves."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the rows of vLLM's batch."""
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self._drawn[index] = None
+        for index, params, _, drawn in batch_update.added:
+            whose = (params.extra_args or {}).get(WHOSE)
+            self._drawn[index] = None if whose is None else drawn
+            if whose is not None:
+                self._whose[:, index] = whose
+        for source, target, direction in batch_update.moved:
+            is_swap = direction == MoveDirectionality.SWAP
+            self._drawn[target], left = self._drawn[source], self._drawn[target]
+            self._drawn[source] = left if is_swap else None
+            whose = self._whose[:, target].copy()
+            self._whose[:, target] = self._whose[:, source]
+            if is_swap:
+                self._whose[:, source] = whose
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Leave the drawn token of each row alone above -inf."""
+        rows = logits.shape[0]
+        drawn = self._drawn[:rows]
+        if self.under_way is None or None in drawn:
+            return logits
+        drawing, log_probs = self.under_way.drawing, self.under_way.log_probs
+        row, prompt_ids, sample_ids = torch.from_numpy(self._whose[:, :rows]).to(self.device)
+        positions = torch.tensor([len(tokens) for tokens in drawn if tokens is not None], device=self.device)
+        tokens = drawing.choose(logits, prompt_ids, sample_ids, positions)
+        log_probs[row, positions] = drawing.log_probs(logits, tokens)
+        return logits.fill_(float("-inf")).scatter_(1, tokens[:, None], 0.0)

@@ -1,0 +1,245 @@
+"""Loads streamed tensors into the engine's own layers in place; the places are found once, without a reload by vLLM.
+
+    q_proj, k_proj, v_proj ──> rows of qkv_proj ──┬── a parameter that is there (on a GPU, embeddings, norms): copied
+    gate_proj, up_proj     ──> rows of gate_up    └── packed for the CPU: packed anew from the chunk, where they adjoin
+
+A layer that is packed gives its former memory back before it takes new, and the holes that this leaves go back to the
+system after each landing. Layers are known by the names of their classes, as in the proof of a sync, which reads all of
+them after each landing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.resharding.layout import Box
+from verl.weight_verification.fingerprint import plain_name
+from verl.weight_verification.vllm_params import EXPERTS, PACKED, kinds_of, layer_parts
+
+PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+OWN_STATE = ("MLAAttention",)  # what it computes with is made of weights when they are loaded
+Shape = tuple[int, ...]
+
+
+class UnsupportedLayer(Exception):
+    """A layer that has to be loaded in vLLM's own way; says which."""
+
+
+@dataclass(frozen=True)
+class LoadSlice:
+    """Part of a tensor of the stream, where that lies in what comes of it, and the rows that it fills in its layer."""
+
+    name: str
+    source: tuple[slice, ...]
+    rows: slice
+    read: tuple[slice, ...] = ()
+
+
+@dataclass
+class PackedLayer:
+    """A layer whose matrix is packed, and what of it has come so far."""
+
+    layer: Any
+    pieces: Sequence[LoadSlice]
+    taken: dict[int, Tensor] = field(default_factory=dict)  # by the number of the piece
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Take what is this layer's of a tensor; with the last one the layer is packed."""
+        self.taken |= {i: tensor[piece.read] for i, piece in enumerate(self.pieces) if piece.name == name}
+        if len(self.taken) == len(self.pieces):
+            pack_weight(self.layer, adjoined([self.taken.pop(i) for i in range(len(self.pieces))]))
+
+    def keep(self) -> None:
+        """Outlast the chunk."""
+        self.taken = {i: part.clone() for i, part in self.taken.items()}
+
+
+class InPlaceLoader:
+    """The places of all tensors of a stream.
+
+    Args:
+        model: vLLM's, with weights or without.
+        shapes: of the tensors by name.
+        starts: of each tensor that comes as a slice: where that begins in the whole one.
+    Raises:
+        UnsupportedLayer: not all of the model's layers are of kinds whose places are known, or a tensor has none.
+    """
+
+    def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], starts: Mapping[str, Shape] | None = None):
+        self._starts, self._slices = starts or {}, dict[str, list[tuple[slice, ...]]]()
+        self._packed_names = PACKED | dict(getattr(model, "packed_modules_mapping", None) or {})
+        self._shapes = shapes
+        self._takers: dict[str, list[Callable[[str, Tensor], None]]] = {name: [] for name in shapes}
+        self._packings: list[PackedLayer] = []
+        self._embeddings: dict[int, str] = {}  # of a parameter: the name that it comes by
+        modules = dict(model.named_modules())
+        for path, module in modules.items():
+            self._find(plain_name(path), module)
+        self._mind_heads(modules.values(), getattr(model, "lm_head", None))
+        if homeless := [name for name, takers in self._takers.items() if not takers]:
+            raise UnsupportedLayer(f"{homeless[0]} has no place")
+
+    def wanted(self) -> dict[str, Box]:
+        """Of each tensor the slice that has all that lands; what is read of it in between lies in it too."""
+        return {name: _hull(slices, self._shapes[name]) for name, slices in self._slices.items()}
+
+    @torch.no_grad()
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Put one tensor where it belongs; it may be a view that lasts until `keep`."""
+        for taker in self._takers[name]:
+            taker(name, tensor)
+
+    def keep(self) -> None:
+        """Let what waits for the rest of its layer outlast the memory that it came in."""
+        for packing in self._packings:
+            packing.keep()
+
+    def _find(self, name: str, module: Any) -> None:
+        kinds = kinds_of(module)
+        if kinds & {*EXPERTS, *OWN_STATE}:
+            raise UnsupportedLayer(f"{name} is a {type(module).__name__}")
+        if kinds & {"LinearBase", "VocabParallelEmbedding"}:
+            if (method := type(module.quant_method).__name__) not in PLAIN_METHODS:
+                raise UnsupportedLayer(f"{name} is loaded by {method}")
+            (self._vocabulary if "VocabParallelEmbedding" in kinds else self._linear)(name, module, kinds)
+        else:
+            self._whole(name, module, module._parameters)
+
+    def _linear(self, name: str, layer: Any, kinds: set[str]) -> None:
+        """A layer of one or more matrices, of which this rank has some rows, or some columns of all."""
+        is_cut = "RowParallelLinear" in kinds and layer.tp_size > 1
+        columns = (_part(layer.tp_rank, layer.input_size_per_partition),) if is_cut else ()
+        pieces = []
+        for part in layer_parts(layer, name, kinds, self._packed_names):
+            tensor, bias = f"{part.name}.weight", f"{part.name}.bias"
+            self._expect(tensor, (part.rows, layer.input_size))
+            rows = slice(0, part.rows) if is_cut else _rows(part.offset, part.local)
+            pieces.append(LoadSlice(tensor, (rows, *columns), part.local))
+            if layer.bias is not None:
+                self._expect(bias, (part.rows,))
+                self._copied(bias, (rows,), layer.bias.data[part.local])
+        pieces = [replace(piece, read=self._moved(piece.name, piece.source)) for piece in pieces]
+        pieces.sort(key=lambda piece: piece.rows.start)
+        self._matrix(layer, pieces)
+        self._nothing_else(name, layer, "weight", "bias")
+
+    def _matrix(self, layer: Any, pieces: Sequence[LoadSlice]) -> None:
+        if layer.weight.numel():
+            for piece in pieces:
+                self._copied(piece.name, piece.source, layer.weight.data[piece.rows])
+            return
+        packing = PackedLayer(layer, pieces)
+        self._packings.append(packing)
+        for name in dict.fromkeys(piece.name for piece in pieces):
+            self._takers[name].append(packing.take)
+        for piece in packing.pieces:
+            self._slices.setdefault(piece.name, []).append(piece.source)
+
+    def _vocabulary(self, name: str, layer: Any, kinds: set[str]) -> None:
+        """Rows of tokens; those that only fill up stay as they are."""
+        tensor, indices = f"{name}.weight", layer.shard_indices
+        if id(layer.weight) in self._embeddings:  # a head that is tied to the embedding
+            return
+        self._expect(tensor, (layer.org_vocab_size, layer.embedding_dim))
+        start, end = indices.org_vocab_start_index, indices.org_vocab_end_index
+        self._embeddings[id(layer.weight)] = tensor
+        self._copied(tensor, (slice(start, end),), layer.weight.data[: end - start])
+        self._whole(name, layer, {key: value for key, value in layer._parameters.items() if key != "weight"})
+
+    def _mind_heads(self, modules: Any, head: Any) -> None:
+        """On a CPU heads have a packed copy of their weight, and embeddings one that nothing reads."""
+        for layer in modules:
+            if "VocabParallelEmbedding" not in (kinds := kinds_of(layer)) or not hasattr(layer, "cpu_linear"):
+                continue
+            if "ParallelLMHead" in kinds or layer is head:
+                self._takers[self._embeddings[id(layer.weight)]].append(lambda _, __, layer=layer: repack_weight(layer))
+            else:
+                layer.cpu_linear = torch.nn.functional.linear
+
+    def _whole(self, name: str, module: nn.Module, parameters: Mapping[str, Tensor | None]) -> None:
+        """Parameters that every rank has whole: norms and the like."""
+        for key, parameter in parameters.items():
+            if parameter is not None:
+                self._expect(f"{name}.{key}", tuple(parameter.shape))
+                self._copied(f"{name}.{key}", (), parameter.data)
+
+    def _nothing_else(self, name: str, layer: nn.Module, *known: str) -> None:
+        if others := [key for key, value in layer._parameters.items() if value is not None and key not in known]:
+            raise UnsupportedLayer(f"{name} has a parameter {others[0]}")
+
+    def _expect(self, name: str, shape: Shape) -> None:
+        if self._shapes.get(name) != shape:
+            raise UnsupportedLayer(f"{name} does not come as {list(shape)}")
+
+    def _copied(self, name: str, source: tuple[slice, ...], target: Tensor) -> None:
+        read = self._moved(name, source)
+        self._slices.setdefault(name, []).append(source)
+        self._takers[name].append(lambda _, tensor: target.copy_(tensor[read]))
+
+    def _moved(self, name: str, source: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Where a slice of the whole tensor lies in what comes of it."""
+        if name not in self._starts:
+            return source
+        moved = zip(source, self._starts[name], strict=False)
+        return tuple(slice(part.start - start, part.stop - start) for part, start in moved)
+
+
+def pack_weight(layer: Any, weight: Tensor) -> None:
+    """Pack a matrix as vLLM does after loading; its former memory is free before."""
+    held, layer.cpu_linear = layer.weight, None
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.quant_method.process_weights_after_loading(layer)
+    layer.weight = held
+
+
+def repack_weight(layer: Any) -> None:
+    """Pack the copy of a weight that is there."""
+    layer.cpu_linear = None
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def give_back_free_memory() -> None:
+    """Let the system have the holes between what is in use.
+
+    glibc keeps them, and packed weights, which want aligned memory, do not fit into those that they left themselves: an
+    engine would grow by several of its layers over the first syncs. Other C libraries are left to themselves.
+    """
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def adjoined(parts: Sequence[Tensor]) -> Tensor:
+    """Matrices one below the other: as one view where they lie so in memory, otherwise copied."""
+    first, end = parts[0], parts[0].data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != end or not _shares_memory(part, first):
+            return torch.cat(tuple(parts))
+        end += part.numel() * part.element_size()
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _shares_memory(part: Tensor, other: Tensor) -> bool:
+    return part.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _hull(slices: Sequence[tuple[slice, ...]], shape: Shape) -> Box:
+    """The smallest slice that has all of these."""
+    box = [(0, size) for size in shape]
+    for axis in range(min(map(len, slices))):
+        box[axis] = min(s[axis].start for s in slices), max(s[axis].stop for s in slices)
+    return tuple(box)
+
+
+def _part(number: int, size: int) -> slice:
+    return slice(number * size, (number + 1) * size)
+
+
+def _rows(offset: int, local: slice) -> slice:
+    return slice(offset, offset + local.stop - local.start)

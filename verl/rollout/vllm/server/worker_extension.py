@@ -1,0 +1,162 @@
+"""Methods added to vLLM's worker processes: load weights from the stream, sample with our noise, verify weights.
+
+vLLM mixes the class into its worker, so that an engine of several workers (tensor parallel) does each in all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+from vllm.platforms import current_platform
+
+from verl.rollout.token_sampler import TokenSampler
+from verl.rollout.vllm.messages import ChunkEntry, FeedPlan, LoadRequest, LoadResult, WantedSlices
+from verl.rollout.vllm.server.logits_processor import ActiveRequests, CounterNoiseProcessor
+from verl.rollout.vllm.server.weight_loader import InPlaceLoader, UnsupportedLayer, give_back_free_memory
+from verl.rollout.vllm.shm_stream import StreamReader, using_threads
+from verl.utils.progress import report
+from verl.weight_verification.vllm_probe import run_on_worker
+
+
+class WorkerExtension:
+    """Methods beside those of vLLM's worker; see `collective_rpc`."""
+
+    rank: int
+    device: torch.device
+    model_runner: Any
+    _found: tuple[Any, InPlaceLoader | str] | None = None  # with the shapes and slices that it was found for
+    _reader: StreamReader | None = None
+    _threads = contextlib.ExitStack()  # while responses are drawn; of this process, whose only worker this is
+
+    def verl_begin(self, drawing: TokenSampler, rows: int, width: int, num_threads: int | None) -> None:
+        """Get ready to draw responses, with so many threads of the CPU if that is said."""
+        CounterNoiseProcessor.under_way = ActiveRequests.begin(drawing, rows, width, self.device)
+        if num_threads is not None:
+            self._threads.enter_context(using_threads(num_threads))
+
+    def verl_log_probs(self) -> Tensor:
+        """The log-probs [B T] of what was drawn."""
+        self._threads.close()
+        under_way, CounterNoiseProcessor.under_way = CounterNoiseProcessor.under_way, None
+        assert under_way is not None
+        return under_way.log_probs.cpu()
+
+    def verl_report_layers(self) -> None:
+        """Report progress at each layer: a single step over long prompts may take minutes on a CPU."""
+        for module in self.model_runner.get_model().modules():
+            if isinstance(module, torch.nn.ModuleList):
+                for layer in module:
+                    layer.register_forward_pre_hook(_report_layer)
+
+    def prove_on_rank(self, task: str, *args: Any) -> Any:
+        """Part of the proof of a sync."""
+        return run_on_worker(self, task, *args)
+
+    def verl_wants(self, shapes: dict[str, tuple[int, ...]]) -> WantedSlices | None:
+        """The slices of tensors of these shapes that land here; None where vLLM has to load its model anew."""
+        try:
+            return InPlaceLoader(self.model_runner.get_model(), shapes).wanted()
+        except UnsupportedLayer:
+            return None
+
+    def verl_load(self, feeds: list[FeedPlan], dtype: torch.dtype, loading: LoadRequest) -> LoadResult:
+        """Take new weights."""
+        start = time.perf_counter()
+        feed = feeds[self.rank]
+        chunks = feed.chunks
+        landing = self._landing(feed) if loading.in_place else "it is asked for"
+        reader = self._opened(feed)
+        waited = reader.waited_s
+        try:
+            with using_threads(loading.num_threads):
+                if isinstance(landing, InPlaceLoader):
+                    _land(landing, reader, chunks, dtype)
+                    self.model_runner.reset_encoder_cache()
+                else:
+                    self._load_anew(reader, chunks, dtype)
+        except BaseException:
+            reader.abandon()
+            raise
+        finally:
+            give_back_free_memory()
+        seconds = time.perf_counter() - start - (reader.waited_s - waited)
+        return LoadResult(seconds, landing if isinstance(landing, str) else None)
+
+    def _opened(self, feed: FeedPlan) -> StreamReader:
+        """The reader of a stream, kept from sync to sync: memory that is mapped anew is slow at first."""
+        if self._reader is None or not self._reader.is_of(feed.handle, feed.reader):
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = StreamReader(feed.handle, feed.reader)
+        return self._reader
+
+    def _landing(self, feed: FeedPlan) -> InPlaceLoader | str:
+        """The places of these tensors, found with the first sync; or why vLLM has to load its model anew."""
+        coming = {place.name: place.shape for places in feed.chunks for place in places}
+        if self._found is None or self._found[0] != (coming, feed.slices):
+            shapes = coming | {name: part.shape for name, part in feed.slices.items()}
+            starts = {name: part.start for name, part in feed.slices.items()}
+            try:
+                landing: InPlaceLoader | str = InPlaceLoader(self.model_runner.get_model(), shapes, starts)
+            except UnsupportedLayer as reason:
+                landing = str(reason)
+            self._found = (coming, feed.slices), landing
+        return self._found[1]
+
+    def _load_anew(self, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> None:
+        """Have vLLM load its model from the stream, and mend what it leaves out."""
+        _renew_experts(self.model_runner.get_model())
+        self.reload_weights(weights_iterator=_lasting(reader, chunks, dtype))  # type: ignore[attr-defined]
+        _refresh_tied_heads(self.model_runner.get_model())
+
+
+def _report_layer(*_: Any) -> None:
+    report()
+
+
+def _land(landing: InPlaceLoader, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> None:
+    for number, places in enumerate(chunks):
+        for name, tensor in reader.chunk(number, places, dtype):
+            landing.take(name, tensor)
+        landing.keep()
+        reader.leave(number)
+
+
+def _lasting(reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a stream; those that vLLM keeps until their layer is complete outlast their chunk."""
+    for number, places in enumerate(chunks):
+        yield from reader.chunk(number, places, dtype)
+        _copy_those_kept()
+        reader.leave(number)
+
+
+def _copy_those_kept() -> None:
+    """vLLM collects the tensors of a layer (q, k and v of a merged projection) and loads them with the last one."""
+    for info in LAYERWISE_INFO.values():
+        for _, bound in info.loaded_weights:
+            for name, value in bound.arguments.items():
+                if isinstance(value, Tensor) and not value.is_meta and name != "param":
+                    bound.arguments[name] = value.clone()
+
+
+def _renew_experts(model: torch.nn.Module) -> None:
+    """On a CPU the experts are packed with the first load alone, unless their kernel has to be made anew."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and current_platform.is_cpu():
+            method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def _refresh_tied_heads(model: torch.nn.Module) -> None:
+    """A head that is tied to the embedding was loaded with it, but its packed form for the CPU was not made anew."""
+    weights = {id(module.weight) for module in model.modules() if type(module) is VocabParallelEmbedding}
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and id(module.weight) in weights:
+            module.quant_method.process_weights_after_loading(module)

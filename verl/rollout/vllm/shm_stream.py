@@ -1,0 +1,248 @@
+"""A stream of weights into an engine through shared memory: two chunks, filled by the trainer, emptied by each reader.
+
+    trainer: tensor, tensor, ... ──copy──> chunk 0 | chunk 1 ──read──> engine process(es)
+             └ waits until every reader has left the chunk          └ wait until it is filled
+
+No file, no second model: at most two chunks lie in between. On the CPU a chunk is shared memory without a name, gone
+with the processes that hold it; on a GPU it is device memory opened by its CUDA IPC handle. The counters of both are
+in shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from verl.rollout.vllm.messages import ChunkEntry, ChunkPlan, StreamHandle, chunk_view
+from verl.rollout.vllm.state_dict import NamedWeight
+from verl.utils.progress import report
+
+HEAD_BYTES = mmap.PAGESIZE  # counters: chunks filled, abandoned or not, chunks emptied by each reader
+FILLED, ABANDONED, FIRST_READER = 0, 1, 2
+LOOK_EVERY_S = 5e-5
+CHECK_EVERY = 2000  # looks, between two questions whether the other side lives
+LOADING = "loading weights"
+DEVICE_ARGUMENT = 6  # of what reduce_tensor gives: the number of the GPU
+
+
+class StreamBroken(RuntimeError):
+    """The other side is gone, or has given up."""
+
+
+@contextlib.contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """Within, torch uses so many threads of the CPU."""
+    before = torch.get_num_threads()
+    if count == before:
+        yield
+        return
+    set_threads = torch._C.set_num_threads  # vLLM puts a function that does nothing in the place of torch's
+    set_threads(count)
+    try:
+        yield
+    finally:
+        set_threads(before)
+
+
+class StreamWriter:
+    """The trainer's end.
+
+    Args:
+        chunk_bytes: of each of the two chunks.
+        num_readers: processes that read all of it.
+        device: where the chunks are.
+    """
+
+    def __init__(self, chunk_bytes: int, num_readers: int, device: torch.device):
+        self.chunk_bytes = chunk_bytes
+        self._fd, size = _nameless(HEAD_BYTES + (0 if device.type == "cuda" else 2 * chunk_bytes))
+        self._memory = mmap.mmap(self._fd, size)
+        self._head = _head(self._memory)
+        self._num_readers = num_readers
+        self._chunks, on_device = _chunks(self._memory, chunk_bytes), None
+        if device.type == "cuda":
+            self._chunks = torch.empty(2, chunk_bytes, dtype=torch.uint8, device=device)
+            on_device = _ipc_handle(self._chunks)
+        self.handle = StreamHandle(f"/proc/{os.getpid()}/fd/{self._fd}", uuid4().hex, size, chunk_bytes, on_device)
+
+    def begin(self, num_readers: int | None = None) -> None:
+        """Forget what was sent before; readers may open the stream from now on, fewer of them if that is said."""
+        self._head.zero_()
+        if num_readers is not None:
+            self._num_readers = num_readers
+
+    def send(
+        self,
+        chunks: ChunkPlan,
+        weights: Iterable[NamedWeight],
+        dtype: torch.dtype,
+        is_reader_alive: Callable[[], bool],
+        note: Callable[[str, Tensor], object] = lambda name, tensor: None,
+    ) -> float:
+        """Copy the tensors of a plan. Returns the seconds spent on making and copying them, nothing else counted.
+
+        Args:
+            note: is shown each tensor by name as it passes.
+        Raises:
+            StreamBroken: a reader is gone.
+        """
+        made = ((weight.name, weight.make()) for weight in weights)
+        return self.fill(chunks, made, dtype, is_reader_alive, note)
+
+    def fill(
+        self,
+        chunks: ChunkPlan,
+        tensors: Iterator[tuple[str, Tensor]],
+        dtype: torch.dtype,
+        is_reader_alive: Callable[[], bool],
+        note: Callable[[str, Tensor], object] = lambda name, tensor: None,
+    ) -> float:
+        """The same with tensors that come by name, in the order of the plan."""
+        copying = 0.0
+        for number, places in enumerate(chunks):
+            self._wait_until_left(number - 1, is_reader_alive)
+            for place in places:
+                start = time.perf_counter()
+                name, tensor = next(tensors)
+                assert name == place.name
+                chunk_view(self._chunks[number % 2], place, dtype).copy_(tensor)
+                copying += time.perf_counter() - start
+                note(name, tensor)
+            if self._chunks.is_cuda:
+                torch.cuda.synchronize(self._chunks.device)
+            self._head[FILLED] = number + 1
+        return copying
+
+    def abandon(self) -> None:
+        """Let no reader wait any longer."""
+        self._head[ABANDONED] = 1
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether one side has given up."""
+        return bool(self._head[ABANDONED])
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._chunks = self._head = torch.empty(0)
+        self._memory.close()
+        os.close(self._fd)
+
+    def _wait_until_left(self, count: int, is_reader_alive: Callable[[], bool]) -> None:
+        """Until every reader has emptied so many chunks."""
+        readers = self._head[FIRST_READER : FIRST_READER + self._num_readers]
+        _wait(lambda: bool((readers >= count).all()), is_reader_alive)
+
+
+class StreamReader:
+    """A reader's end.
+
+    Args:
+        number: of this reader, from 0.
+    Attributes:
+        waited_s: that it waited for chunks so far.
+    """
+
+    def __init__(self, handle: StreamHandle, number: int = 0):
+        fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._memory = mmap.mmap(fd, handle.num_bytes)
+        finally:
+            os.close(fd)
+        self._head, self._number, self._is_of = _head(self._memory), number, (handle.name, number)
+        if handle.on_device is None:
+            self._chunks = _chunks(self._memory, handle.chunk_bytes)
+        else:
+            self._chunks = _opened(handle.on_device)
+        self.waited_s = 0.0
+
+    def is_of(self, handle: StreamHandle, number: int) -> bool:
+        """Whether it is this reader of that stream."""
+        return self._is_of == (handle.name, number)
+
+    def chunk(self, number: int, places: Sequence[ChunkEntry], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a chunk by name, views of it that last until `leave`.
+
+        Raises:
+            StreamBroken: the trainer is gone, or has given up.
+        """
+        start = time.perf_counter()
+        _wait(lambda: int(self._head[FILLED]) > number, self._may_go_on)
+        self.waited_s += time.perf_counter() - start
+        for place in places:
+            report(LOADING)
+            yield place.name, chunk_view(self._chunks[number % 2], place, dtype)
+
+    def _may_go_on(self) -> bool:
+        report("waiting for weights of the trainer")  # who is to blame, if that takes long
+        return not int(self._head[ABANDONED])
+
+    def leave(self, number: int) -> None:
+        """Let a chunk be filled anew."""
+        if self._chunks.is_cuda:
+            torch.cuda.synchronize(self._chunks.device)
+        self._head[FIRST_READER + self._number] = number + 1
+
+    def abandon(self) -> None:
+        """Let the trainer wait no longer."""
+        self._head[ABANDONED] = 1
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._chunks = self._head = torch.empty(0)
+        self._memory.close()
+
+
+def _wait(is_so: Callable[[], bool], may_go_on: Callable[[], bool]) -> None:
+    for look in range(1, 1 << 62):
+        if is_so():
+            return
+        if look % CHECK_EVERY == 0 and not may_go_on():
+            raise StreamBroken("the other side of the stream of weights is gone")
+        time.sleep(LOOK_EVERY_S)
+
+
+def _nameless(size: int) -> tuple[int, int]:
+    """An open file in memory without a name, and its size."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("verl_weights")
+    else:
+        fd, path = tempfile.mkstemp()
+        os.unlink(path)
+    os.ftruncate(fd, size)
+    return fd, size
+
+
+def _head(memory: mmap.mmap) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.int64, count=HEAD_BYTES // 8)
+
+
+def _chunks(memory: mmap.mmap, chunk_bytes: int) -> Tensor:
+    if len(memory) == HEAD_BYTES:
+        return torch.empty(0)
+    found = torch.frombuffer(memory, dtype=torch.uint8, offset=HEAD_BYTES, count=2 * chunk_bytes)
+    return found.view(2, chunk_bytes)
+
+
+def _ipc_handle(chunks: Tensor) -> tuple[Any, ...]:
+    """What another process opens a tensor on this GPU by."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return reduce_tensor(chunks)
+
+
+def _opened(handle: tuple[Any, ...]) -> Tensor:
+    """The tensor of another process, on the GPU that is this process's current one: numbers of GPUs differ."""
+    rebuild, arguments = handle
+    arguments = list(arguments)
+    arguments[DEVICE_ARGUMENT] = torch.cuda.current_device()
+    return rebuild(*arguments)

@@ -1,0 +1,154 @@
+"""The trainer's weights under the names of their checkpoint, one tensor at a time: what an engine loads.
+
+An adapter is merged into each matrix as that matrix is asked for, so there is never a second model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from verl.models.parallel_info import full_tensor, laid_out_as
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """A tensor of the running model that something sent is made of.
+
+    Attributes:
+        name: there.
+        tensor: as it lies there; a part that stands for the whole, where the model is divided over processes.
+        present: gives what is sent of it, laid out as `tensor` is: itself, or with its adapter merged. All processes
+            that hold the model ask for it together.
+    """
+
+    name: str
+    tensor: Tensor
+    present: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class NamedWeight:
+    """One tensor, not made yet.
+
+    Attributes:
+        name: as in the model's checkpoint.
+        source: the tensor of the running model that it is made of.
+        form: makes it of that tensor, whole; None where it is that very tensor.
+    """
+
+    name: str
+    shape: torch.Size
+    source: WeightSource
+    form: Callable[[Tensor], Tensor] | None = None
+
+    def make(self) -> Tensor:
+        """The tensor, in the trainer's type and on its device; live wherever nothing has to be computed.
+
+        A tensor that is divided over processes is put together: all of them ask for it, in the same order.
+        """
+        present = self.source.present()
+        whole = present.full_tensor() if hasattr(present, "full_tensor") else present  # type: ignore[attr-defined]
+        return whole if self.form is None else self.form(whole)
+
+
+def weights_of(model: Any, *, merge: bool = True) -> Iterator[NamedWeight]:
+    """Every tensor that a checkpoint of the model holds, tied ones once, block by block in the order of its layers.
+
+    Within a block (an attention, say) matrices come first, so that those that an engine merges lie side by side.
+
+    Args:
+        merge: fold the adapter in, if the model has one; otherwise the model is given as it is without.
+    """
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    live = dict(_live(base, merge))
+    for name, target, shape in _forms(base, live):
+        source = live[name]
+        is_itself = name == target and shape == source.tensor.shape
+        form = lambda whole, n=name, t=target: _as_saved(base, n, whole)[t]  # noqa: E731
+        yield NamedWeight(target, shape, source, None if is_itself else form)
+
+
+def block_of(name: str) -> str:
+    """The module that a tensor's own module is part of."""
+    return name.rsplit(".", 2)[0]
+
+
+Form = tuple[str, str, torch.Size]  # a tensor's name in the running model; one that it has in a checkpoint; the shape
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, list[Form]]] = WeakKeyDictionary()  # finding them takes milliseconds
+
+
+def _forms(base: nn.Module, live: Mapping[str, WeightSource]) -> list[Form]:
+    """What the tensors of a model become in a checkpoint, in the order of `weights_of`."""
+    shapes = [(name, source.tensor.shape) for name, source in live.items()]
+    known = _KNOWN.get(base)
+    if known is None or known[0] != shapes:
+        found = []
+        for name in _saved_names(base, {name: source.tensor for name, source in live.items()}):
+            tensor = live[name].tensor
+            saved = _as_saved(base, name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+            found += [(name, target, made.shape) for target, made in saved.items()]
+        blocks = {block: place for place, block in enumerate(dict.fromkeys(block_of(form[1]) for form in found))}
+        found.sort(key=lambda form: (blocks[block_of(form[1])], len(form[2]) < 2))
+        known = _KNOWN[base] = shapes, found
+    return known[1]
+
+
+def _live(base: nn.Module, merge: bool) -> Iterator[tuple[str, WeightSource]]:
+    """The state of a model by name."""
+    adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
+    for name, tensor in base.state_dict().items():
+        owner = next((path for path in adapted if name.startswith(f"{path}.")), None)
+        if owner is None:
+            yield name, WeightSource(name, tensor, lambda t=tensor: t)
+        elif name.startswith(f"{owner}.base_layer."):
+            last = name.removeprefix(f"{owner}.base_layer.")
+            layer = adapted[owner]
+            is_in_use = not getattr(layer, "disable_adapters", False) and not getattr(layer, "merged", False)
+            is_changed = merge and last == "weight" and is_in_use
+            present = (lambda m=layer: merged(m)) if is_changed else (lambda t=tensor: t)
+            yield f"{owner}.{last}", WeightSource(f"{owner}.{last}", tensor, present)
+
+
+@torch.no_grad()
+def merged(layer: Any) -> Tensor:
+    """W + scale B A of one adapted layer, computed in the wider of both types.
+
+    A layer that is divided over processes stays so: each has the part of B A that belongs to its part of W.
+    """
+    weight = layer.base_layer.weight
+    total = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    for name in layer.active_adapters:
+        if name in layer.lora_A:
+            total = total + _delta(layer, name, weight)
+    return total
+
+
+def _delta(layer: Any, adapter: str, like: Tensor) -> Tensor:
+    """scale B A, laid out as W; the factors of a divided layer may be divided each in its own way, or not at all."""
+    a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    factors = full_tensor(a), full_tensor(b)
+    if factors[0] is a and factors[1] is b:
+        return layer.get_delta_weight(adapter)
+    delta = factors[1] @ factors[0] * layer.scaling[adapter]
+    return laid_out_as(delta.T if layer.fan_in_fan_out else delta, like)
+
+
+def _saved_names(base: Any, state: Mapping[str, Tensor]) -> list[str]:
+    """The names that saving keeps: tied weights under one of theirs, and nothing that is made anew at loading."""
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    kept = remove_tied_weights_from_state_dict(dict(state), base)
+    return [name for name in state if name in kept and name not in (base._keys_to_ignore_on_save or ())]
+
+
+def _as_saved(base: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """What one tensor becomes in a checkpoint: experts that are one tensor here are many there."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(base, {name: tensor}))

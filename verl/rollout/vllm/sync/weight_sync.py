@@ -1,0 +1,316 @@
+"""One weight sync from a sharded model to its engines: every byte that has to move does so once.
+
+offers (what engines take) ── plan, kept ── moves ── streams ── engines ── verification
+                                              └── fingerprints, each rank of its own parts ──┘
+
+`WeightSync` runs on every rank of the model; `RankSync` is one rank's part of one sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.models.parallel_info import Autocast
+from verl.rollout.base import SyncResult
+from verl.rollout.vllm.client.client import GroupVLLMClient
+from verl.rollout.vllm.client.engine_process import EngineDied
+from verl.rollout.vllm.messages import FeedPlan, SyncOffer, WantedSlices
+from verl.rollout.vllm.shm_stream import StreamBroken, StreamWriter, using_threads
+from verl.rollout.vllm.state_dict import NamedWeight, weights_of
+from verl.rollout.vllm.sync.consensus import among_siblings, consensus
+from verl.rollout.vllm.sync.weight_transfer import (
+    FeedAssignment,
+    TransferInProgress,
+    WeightTransfer,
+    feed_assignments,
+    may_be_sliced,
+)
+from verl.utils.progress import Progress, ProgressWatch
+from verl.weight_verification.fingerprint import FingerprintShards, sideways_names
+from verl.weight_verification.logprob_probe import trainer_log_probs
+from verl.weight_verification.verifier import VerificationResult
+
+
+@dataclass(frozen=True)
+class RankSyncResult:
+    """What one process did of a sync.
+
+    Attributes:
+        received, fed: bytes of weights that came from other processes, and that went to an engine.
+        shards: of marks, of its own parts.
+        copying_s, loading_s, marking_s: of what `sync/copy_s` and `sync/load_s` tell, and of marks.
+    """
+
+    received: int
+    fed: int
+    shards: FingerprintShards
+    copying_s: float
+    loading_s: float
+    marking_s: float
+
+
+@dataclass(frozen=True)
+class RankSync:
+    """What one process has to do of one sync. All processes of the model do their parts at the same time.
+
+    Args:
+        engine: that this process leads, if it leads one.
+        weights: of the model.
+        offer: of the engine of this process and its siblings.
+        share: that this process feeds to it, into `stream`.
+        feeds: what each worker of the engine reads.
+    """
+
+    model: Any
+    engine: GroupVLLMClient | None
+    autocast: Autocast
+    weights: Sequence[NamedWeight]
+    offer: SyncOffer
+    share: FeedAssignment
+    delivery: WeightTransfer
+    stream: StreamWriter | None
+    feeds: list[FeedPlan]
+
+    def move(self) -> RankSyncResult:
+        """Give what this process holds, and feed what it is to feed.
+
+        Raises:
+            EngineDied, EngineError, StreamBroken: the engine does not take it. The others have got theirs all the same.
+        """
+        under_way = TransferInProgress(self.offer.question.vectors, self._is_sent_as_it_is)
+        tensors = self._formed(under_way)
+        failure, copying, loading = None, 0.0, 0.0
+        try:
+            if self.engine is not None:
+                self.engine.begin_load(self.feeds)
+            if self.stream is not None:
+                with self._threads():
+                    copying = self._fill(self.stream, tensors)
+        except (EngineDied, StreamBroken) as error:
+            failure = error
+        except BaseException:
+            if self.stream is not None:  # or its readers would wait on, and the engine's leader for them
+                self.stream.abandon()
+            raise
+        for _ in tensors:  # the other processes count on this one to the end
+            pass
+        if self.engine is not None and not isinstance(failure, EngineDied):
+            loading = self.engine.end_load()  # tells why, if the stream is broken
+        if failure is not None:
+            raise failure
+        fed = sum(torch.Size(place.shape).numel() for chunk in self.share.chunks for place in chunk)
+        copying -= min(copying, under_way.marking_s)
+        size = fed * self.delivery.dtype.itemsize
+        return RankSyncResult(under_way.received, size, under_way.shards, copying, loading, under_way.marking_s)
+
+    def prove(self, moved: Sequence[RankSyncResult]) -> VerificationResult | None:
+        """Compare the engine with what all processes hold; None where this process leads none.
+
+        Raises:
+            WeightSyncError: it holds something else.
+        """
+        if self.engine is None:
+            trainer_log_probs(self.model, self.offer.question.rows, self.autocast)  # a forward pass needs all siblings
+            return None
+        failure = None
+        try:
+            self.engine.begin_proof(self.offer.question)
+        except EngineDied as death:
+            failure = death
+        with self._threads():
+            self.engine.look()
+        if failure is not None:
+            raise failure
+        return self.engine.end_proof([one.shards for one in moved], max(one.marking_s for one in moved))
+
+    def _fill(self, stream: StreamWriter, tensors: Iterator[tuple[str, Tensor]]) -> float:
+        if self.engine is not None:
+            return stream.fill(self.share.chunks, tensors, self.delivery.dtype, self.engine.is_reading, self._note)
+        return stream.fill(self.share.chunks, tensors, self.delivery.dtype, self._is_read)
+
+    def _formed(self, under_way: TransferInProgress) -> Iterator[tuple[str, Tensor]]:
+        """What goes to the engine, made of the tensors of the running model as they arrive."""
+        coming = self.delivery.tensors({w.source.name: w.source for w in self.weights}, under_way)
+        here: dict[str, Tensor] = {}
+        wanted = [w for w in self.weights if w.source.name in self.share.wanted]
+        last = {w.source.name: number for number, w in enumerate(wanted)}
+        there = {place.name for chunk in self.share.chunks for place in chunk}
+        for number, weight in enumerate(wanted):
+            source = weight.source.name
+            if weight.name not in there:
+                continue
+            while source not in here and weight.shape.numel():
+                name, tensor = next(coming)
+                here[name] = tensor
+            whole = here[source] if source in here else weight.source.tensor.new_empty(weight.source.tensor.shape)
+            yield weight.name, whole if weight.form is None else weight.form(whole)
+            if last[source] == number:
+                here.pop(source, None)
+        for _ in coming:
+            pass
+
+    def _is_sent_as_it_is(self, name: str) -> bool:
+        return name in self._plain
+
+    @cached_property
+    def _plain(self) -> set[str]:
+        """Tensors whose marks are taken of their parts."""
+        return {w.name for w in self.weights if w.form is None and len(w.shape) <= 2}
+
+    def _note(self, name: str, tensor: Tensor) -> None:
+        """The mark of a tensor that is made of a whole one."""
+        if name not in self._plain and self.engine is not None:
+            self.engine.note(name, tensor)
+
+    def _is_read(self) -> bool:
+        """Whether the engine that another process leads still reads this one's stream, or will go on to."""
+        assert self.stream is not None
+        if self.stream.is_abandoned or not _runs(self.offer.process_id):
+            return False
+        return self._watch is None or not self._watch.is_overdue
+
+    @cached_property
+    def _watch(self) -> ProgressWatch | None:
+        """Of that engine; None where it cannot be watched from here."""
+        try:
+            progress = Progress.open(self.offer.progress_path)
+        except OSError:
+            return None
+        return ProgressWatch(progress, self.offer.call_timeout_s)
+
+    def _threads(self) -> AbstractContextManager[None]:
+        return using_threads(self.offer.num_threads)
+
+
+def _runs(process_id: int) -> bool:
+    """Whether a process of this machine runs, and does not only wait for its parent to notice that it has ended."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False
+
+
+MIB = 1 << 20
+
+
+class WeightSync:
+    """The syncs of one model with its engines, as one of the processes that hold the model.
+
+    Args:
+        engine: that this process leads, if it leads one.
+        dtype: that the engines compute in.
+        chunk_bytes: of a stream.
+        may_slice: an engine may be fed by several processes.
+        may_repeat: whether a failure of this process may be mended by another try.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        engine: GroupVLLMClient | None,
+        dtype: torch.dtype,
+        autocast: Autocast,
+        chunk_bytes: int,
+        *,
+        may_slice: bool,
+        may_repeat: Callable[[Exception], bool],
+    ):
+        self.model, self.engine, self.dtype, self.autocast = model, engine, dtype, autocast
+        self.divided, self._chunk_bytes, self._may_repeat = model.divided, chunk_bytes, may_repeat
+        self._sideways = sideways_names(model)
+        self._may_slice = may_slice
+        self._stream: StreamWriter | None = None
+        self._known: tuple[list[WantedSlices], WeightTransfer] | None = None
+
+    def run(self) -> SyncResult:
+        """Bring the present weights into all engines, and prove them.
+
+        Raises:
+            Interrupted: that failed, here or elsewhere.
+        """
+        weights = list(weights_of(self.model))
+        offers = consensus(self.divided, lambda: self._offer(weights), self._may_repeat)
+        shares = self._shares(offers, weights)
+        siblings = self.divided.siblings
+        offer, delivery = offers[siblings[0]], self._delivery([share.wanted for share in shares], weights)
+        assert offer is not None
+        stream, feeds = self._opened([shares[rank] for rank in siblings], offer)
+        part = RankSync(
+            self.model, self.engine, self.autocast, weights, offer, shares[self.divided.rank], delivery, stream, feeds
+        )
+        moved = consensus(self.divided, part.move, self._may_repeat)
+        proofs = consensus(self.divided, lambda: part.prove(moved), self._may_repeat)
+        return _synced(moved, delivery, len(weights), proofs[0])
+
+    def close(self) -> None:
+        """Give the memory of the stream back."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _offer(self, weights: Sequence[NamedWeight]) -> SyncOffer | None:
+        if self.engine is None:
+            return None
+        in_slices = len(self.divided.siblings) > 1 and self._may_slice and may_be_sliced(weights)
+        return self.engine.offer({w.name: tuple(w.shape) for w in weights} if in_slices else None)
+
+    def _shares(self, offers: Sequence[SyncOffer | None], weights: Sequence[NamedWeight]) -> list[FeedAssignment]:
+        """Of all ranks: those of the siblings of a leader follow it."""
+        shares: list[FeedAssignment] = []
+        for offer in offers:
+            if offer is not None:
+                shares += feed_assignments(offer, weights, len(self.divided.siblings), self.dtype, self._chunk_bytes)
+        return shares
+
+    def _delivery(self, wants: list[WantedSlices], weights: Sequence[NamedWeight]) -> WeightTransfer:
+        """Made with the first sync, and again where other slices are wanted."""
+        if self._known is None or self._known[0] != wants:
+            sources = {w.source.name: w.source for w in weights}
+            self._known = wants, WeightTransfer(self.divided, list(sources.values()), wants, self.dtype, self._sideways)
+        return self._known[1]
+
+    def _opened(self, shares: Sequence[FeedAssignment], offer: SyncOffer) -> tuple[StreamWriter | None, list[FeedPlan]]:
+        """This process's stream, if it feeds an engine, and what each worker of its engine reads."""
+        mine = shares[self.divided.siblings.index(self.divided.rank)]
+        if mine.chunks and (self._stream is None or self._stream.chunk_bytes < mine.chunk_bytes):
+            self.close()
+            self._stream = StreamWriter(mine.chunk_bytes, offer.num_workers, self.divided.device)
+        stream = self._stream if mine.chunks else None
+        if stream is not None:
+            stream.begin(len(mine.readers))
+        handles = among_siblings(self.divided, None if stream is None else stream.handle)
+        feeds = {
+            worker: FeedPlan(handle, number, share.chunks, share.slices)
+            for share, handle in zip(shares, handles, strict=True)
+            if handle is not None
+            for number, worker in enumerate(share.readers)
+        }
+        return stream, [feeds[worker] for worker in sorted(feeds)]
+
+
+def _synced(
+    moved: Sequence[RankSyncResult], delivery: WeightTransfer, num_tensors: int, proof: VerificationResult | None
+) -> SyncResult:
+    """What rank 0 has to tell, which leads an engine."""
+    assert proof is not None
+    traffic, fed = sum(one.received for one in moved), sum(one.fed for one in moved)
+    assert traffic == delivery.plan.num_bytes, (traffic, delivery.plan.num_bytes)
+    metrics = {
+        "sync/copy_s": moved[0].copying_s,
+        "sync/load_s": moved[0].loading_s,
+        "sync/bytes": float(fed),
+        "sync/traffic_mib": traffic / MIB,
+    }
+    note = (
+        f"{num_tensors} tensors, {fed / MIB:.1f} MiB to vLLM, {traffic / MIB:.1f} MiB between processes "
+        f"(to gather all of it everywhere: {delivery.gathering_bytes / MIB:.1f})"
+    )
+    return SyncResult(note, metrics | proof.metrics)

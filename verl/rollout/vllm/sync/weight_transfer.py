@@ -1,0 +1,239 @@
+"""Weight transfer between the ranks of a sharded model: from those that hold a tensor to those that feed an engine.
+
+trainer's layout ──┐
+                   ├── plan, made once ── per bucket: own parts ── fingerprints ── moves ──> slices wanted here
+what engines take ─┘
+
+`feed_assignments` decides which rank feeds which worker of an engine: one rank all of it, or each a slice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from verl.models.parallel_info import ParallelInfo
+from verl.resharding.execute import LIMIT_BYTES, reshard
+from verl.resharding.layout import Box, Layout, TensorLayout
+from verl.resharding.plan import Plan, gathering_volume, reshard_plan
+from verl.rollout.vllm.messages import ChunkPlan, SyncOffer, TensorSlice, WantedSlices, plan_chunks
+from verl.rollout.vllm.state_dict import NamedWeight, WeightSource
+from verl.weight_verification.fingerprint import FingerprintShards, ProbeVectors, own_shard, upright
+
+
+class WeightTransfer:
+    """What every sync moves, as long as the trainer's layout and the engines' wishes stay.
+
+    Args:
+        divided: how the model is spread.
+        sources: its tensors in the order that they are to come in, the same on every rank.
+        wants: of each rank, the slices that it is to feed into an engine; a name that is not there: nothing of it.
+        dtype: that the engines compute in; tensors are cast to it before they travel.
+        sideways: names of matrices that the model keeps as [in, out].
+    Attributes:
+        plan: of all moves.
+        gathering_bytes: that would travel if every process gathered every tensor.
+    """
+
+    def __init__(
+        self,
+        divided: ParallelInfo,
+        sources: Sequence[WeightSource],
+        wants: Sequence[WantedSlices],
+        dtype: torch.dtype,
+        sideways: set[str],
+        limit_bytes: int = LIMIT_BYTES,
+    ):
+        self.divided, self.dtype, self._sideways, self._limit = divided, dtype, sideways, limit_bytes
+        held = {s.name: replace(divided.layout_of(s.tensor), itemsize=dtype.itemsize) for s in sources}
+        wanted = {
+            name: TensorLayout(x.shape, itemsize=x.itemsize, boxes=tuple(own.get(name) for own in wants))
+            for name, x in held.items()
+        }
+        self.plan = reshard_plan(Layout(divided.mesh, held), Layout(divided.mesh, wanted))
+        self.gathering_bytes = gathering_volume(self.plan.source)
+        self._buckets = list(_buckets(self.plan, limit_bytes))
+        self._marked = {name for name in held if self._is_first_holder(name)}
+
+    def tensors(
+        self, sources: Mapping[str, WeightSource], under_way: TransferInProgress
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What this rank feeds into an engine, in the order of the sources. All ranks take part, to the end.
+
+        Beside what is yielded, a rank needs memory for one bucket: for its own parts that are cast or merged, and for
+        what arrives.
+        """
+        device, rank = self.divided.device, self.divided.rank
+        for bucket in self._buckets:
+            held = {}
+            for name in bucket.source.tensors:
+                own = self.divided.local(sources[name].present()).to(device, self.dtype)  # all ranks, in one order
+                if bucket.source.holds(rank, name) is not None:
+                    held[name] = own
+            self._mark(held, under_way)
+            yield from reshard(
+                bucket,
+                held,
+                rank,
+                dtypes=dict.fromkeys(bucket.source.tensors, self.dtype),
+                device=device,
+                limit_bytes=self._limit,
+                lend=True,
+                received=under_way.count,
+            )
+
+    def _mark(self, held: Mapping[str, Tensor], under_way: TransferInProgress) -> None:
+        """Take the marks of this rank's parts, as far as no rank before it has the same."""
+        began = time.perf_counter()
+        for name in held.keys() & self._marked:
+            layout = self.plan.source.tensors[name]
+            if len(layout.shape) > 2 or not under_way.marks(name):
+                continue
+            box = layout.box(self.divided.mesh, self.divided.rank)
+            assert box is not None
+            part, shape = held[name], layout.shape
+            if name in self._sideways:
+                part, box, shape = upright(part, box, shape)
+            under_way.shards[name] = [own_shard(part, box, shape, under_way.vectors, self.dtype)]
+        under_way.marking_s += time.perf_counter() - began
+
+    def _is_first_holder(self, name: str) -> bool:
+        own = self.plan.source.holds(self.divided.rank, name)
+        return own is not None and all(self.plan.source.holds(r, name) != own for r in range(self.divided.rank))
+
+
+class TransferInProgress:
+    """One sync, as this process sees it.
+
+    Args:
+        vectors: of the proof.
+        marks: whether the mark of a tensor is to be taken of its parts.
+    Attributes:
+        shards: of the marks, that this process took of its own parts.
+        received: bytes of weights that came here from other processes.
+        marking_s: seconds spent on marks.
+    """
+
+    def __init__(self, vectors: ProbeVectors, marks: Callable[[str], bool]):
+        self.vectors, self.marks = vectors, marks
+        self.shards: FingerprintShards = {}
+        self.received = 0
+        self.marking_s = 0.0
+
+    def count(self, num_bytes: int) -> None:
+        """So much has arrived."""
+        self.received += num_bytes
+
+
+def _buckets(whole: Plan, limit_bytes: int) -> Iterator[Plan]:
+    """The plan in parts, each of the next tensors up to the limit, or of one that is larger."""
+    names: list[str] = []
+    size = 0
+    for name, layout in whole.source.tensors.items():
+        num_bytes = layout.itemsize * _numel(layout.shape)
+        if names and size + num_bytes > limit_bytes:
+            yield _part(whole, names)
+            names, size = [], 0
+        names.append(name)
+        size += num_bytes
+    if names:
+        yield _part(whole, names)
+
+
+def _part(whole: Plan, names: Sequence[str]) -> Plan:
+    source, target = (
+        Layout(side.mesh, {name: side.tensors[name] for name in names}) for side in (whole.source, whole.target)
+    )
+    return Plan(source, target, tuple(move for move in whole.moves if move.name in source.tensors))
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+@dataclass(frozen=True)
+class FeedAssignment:
+    """What one process feeds to an engine.
+
+    Attributes:
+        wanted: of each tensor of the running model, the slice that it needs for that.
+        readers: the workers that read its stream.
+        chunks: of the stream; none where it feeds nothing.
+        chunk_bytes: of the largest chunk.
+        slices: the tensors that do not come whole.
+    """
+
+    wanted: WantedSlices
+    readers: tuple[int, ...]
+    chunks: ChunkPlan
+    chunk_bytes: int
+    slices: dict[str, TensorSlice]
+
+
+@dataclass(frozen=True)
+class _SizedSlice:
+    name: str
+    shape: tuple[int, ...]
+
+
+def may_be_sliced(weights: Iterable[NamedWeight]) -> bool:
+    """Whether what is sent are the tensors of the running model, vectors and matrices, one by one."""
+    return all(weight.form is None and len(weight.shape) <= 2 for weight in weights)
+
+
+def feed_assignments(
+    offer: SyncOffer, weights: Sequence[NamedWeight], num_siblings: int, dtype: torch.dtype, chunk_bytes: int
+) -> list[FeedAssignment]:
+    """The shares of siblings, in their order."""
+    if offer.wants is None:
+        wanted = {w.source.name: _all_of(w.source.tensor.shape) for w in weights}
+        chunks, largest = plan_chunks(weights, dtype, chunk_bytes)
+        whole = FeedAssignment(wanted, tuple(range(offer.num_workers)), chunks, largest, {})
+        return [whole, *(FeedAssignment({}, (), [], 0, {}) for _ in range(num_siblings - 1))]
+    readers = [_readers(place, num_siblings, offer.num_workers) for place in range(num_siblings)]
+    return [_sliced([offer.wants[worker] for worker in own], own, weights, dtype, chunk_bytes) for own in readers]
+
+
+def _sliced(
+    wants: Sequence[WantedSlices],
+    readers: tuple[int, ...],
+    weights: Sequence[NamedWeight],
+    dtype: torch.dtype,
+    chunk_bytes: int,
+) -> FeedAssignment:
+    if not readers:
+        return FeedAssignment({}, (), [], 0, {})
+    wanted = {w.name: _hull([want[w.name] for want in wants if w.name in want]) for w in weights}
+    coming = [_SizedSlice(name, _shape(box)) for name, box in wanted.items() if all(_shape(box))]
+    chunks, largest = plan_chunks(coming, dtype, chunk_bytes)
+    slices = {
+        w.name: TensorSlice(tuple(w.shape), tuple(start for start, _ in wanted[w.name]))
+        for w in weights
+        if wanted[w.name] != _all_of(w.shape)
+    }
+    return FeedAssignment(wanted, readers, chunks, largest, slices)
+
+
+def _readers(place: int, num_siblings: int, num_workers: int) -> tuple[int, ...]:
+    """The workers beside a sibling: one each for the first of them, or several for each of them."""
+    if num_workers <= num_siblings:
+        return (place,) if place < num_workers else ()
+    return tuple(worker for worker in range(num_workers) if worker * num_siblings // num_workers == place)
+
+
+def _hull(boxes: Sequence[Box]) -> Box:
+    """The smallest slice that has all of these."""
+    filled = [box for box in boxes if all(_shape(box))] or boxes[:1]
+    return tuple((min(a for a, _ in sides), max(b for _, b in sides)) for sides in zip(*filled, strict=True))
+
+
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def _all_of(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)

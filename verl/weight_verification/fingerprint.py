@@ -1,0 +1,309 @@
+"""Fingerprints of weights: products of each matrix with a few probe vectors, equal on both sides if the weights are.
+
+A layer shows W x alone, since engines re-pack their weights. Two kinds of x make that tell much of W:
+
+    signs     x_j = +-1        exact in every type, so W x differs by rounding of the sum alone; every entry counts
+    columns   x = e_j          W x is column j itself, bit by bit: one product, and zeros
+
+A whole sync left out changes every column, however small the step; what is local to a part of a matrix shows in the
+signs, and in a column of each quarter. The columns move on with every sync.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.ops.counter_rng import uniform
+from verl.resharding.layout import Box
+
+COLUMNS = 4  # one in each quarter of the width
+_SEED = 0x5EED
+
+
+@dataclass(frozen=True)
+class ProbeVectors:
+    """The vectors of one sync.
+
+    They depend on the width of a layer alone, so that a tensor is recognised in the place of another of its shape.
+
+    Args:
+        version: number of the sync.
+    """
+
+    version: int = 0
+
+    def columns(self, width: int) -> tuple[int, ...]:
+        """Which columns are read: at most `COLUMNS`, each moving through its part of the width from sync to sync."""
+        count = min(COLUMNS, width)
+        bounds = [width * part // count for part in range(count + 1)]
+        return tuple(low + self.version % (high - low) for low, high in pairwise(bounds))
+
+    def signs(self, width: int, device: torch.device | str = "cpu") -> Tensor:
+        """[width] of +-1, float32, the same in every sync."""
+        return _signs(width).to(device)
+
+    def inputs(self, width: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """[1 + columns, width]: the signs, then a unit vector for each column."""
+        return _inputs(self.columns(width), width, dtype, torch.device(device))
+
+
+@lru_cache(maxsize=32)
+def _inputs(columns: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of the layers of one width; the next sync has others."""
+    rows = torch.zeros(1 + len(columns), width)
+    rows[0] = _signs(width)
+    rows[range(1, len(rows)), columns] = 1.0
+    return rows.to(device, dtype)
+
+
+@lru_cache(maxsize=64)
+def _signs(width: int) -> Tensor:
+    noise = uniform(_SEED, 0, torch.arange(width), torch.tensor(0), torch.tensor(0))
+    return torch.where(noise < 0.5, -1.0, 1.0)
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """Within, products of float32 are made in float32, not in a narrower type such as TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+_CHUNK = 1 << 21  # entries cast at a time
+
+
+@dataclass(frozen=True)
+class WeightFingerprint:
+    """What is compared of one tensor.
+
+    Attributes:
+        values: float32. Of a matrix [1 + columns, rows]: its product with the signs, then its columns. Of a vector
+            [1, n]: itself. More than two dimensions count as rows, but for the last.
+        width: entries of a row, or None for a vector.
+        dtype: the type that the tensor is held in, such as `bfloat16`.
+        slack: relative difference that is allowed in values otherwise compared bit by bit.
+    """
+
+    values: np.ndarray
+    width: int | None
+    dtype: str
+    slack: float = 0.0
+
+
+Fingerprints = dict[str, WeightFingerprint]
+
+
+@torch.no_grad()
+def fingerprint(
+    tensor: Tensor, vectors: ProbeVectors, dtype: torch.dtype | None = None, slack: float = 0.0
+) -> WeightFingerprint:
+    """The mark of a tensor as an engine holds it that computes in `dtype`; None for the tensor's own."""
+    tensor, dtype = tensor.detach(), dtype or tensor.dtype
+    name = dtype_name(dtype)
+    if tensor.dim() < 2:
+        return WeightFingerprint(as_array(tensor.to(dtype).reshape(1, -1)), None, name, slack)
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    width = rows.shape[1]
+    columns = torch.tensor(vectors.columns(width), device=tensor.device)
+    values = torch.empty(1 + len(columns), len(rows), device=tensor.device)
+    values[1:] = rows.index_select(1, columns).T.to(dtype)
+    _times(rows, vectors.signs(width, tensor.device), dtype, values[0])
+    return WeightFingerprint(as_array(values), width, name, slack)
+
+
+def _times(rows: Tensor, signs: Tensor, dtype: torch.dtype, out: Tensor) -> None:
+    """rows x signs [n], summed in float32; what has to be cast for that is cast a part at a time."""
+    with full_precision():
+        if rows.dtype == dtype == torch.float32:
+            torch.mv(rows, signs, out=out)
+            return
+        size = max(1, _CHUNK // rows.shape[1])
+        for part, own in zip(rows.split(size), out.split(size), strict=True):
+            torch.mv(part.to(dtype).float(), signs, out=own)
+
+
+def as_array(x: Tensor) -> np.ndarray:
+    """In main memory as float32, which holds every float16 and bfloat16."""
+    return x.detach().float().cpu().numpy()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class FingerprintLog:
+    """The trainer's marks, taken while its tensors pass on their way to the engine: none is read for this alone.
+
+    Args:
+        vectors: of this sync.
+        dtype: that the engine computes in; None for that of each tensor.
+        tied: name of a tensor that the stream leaves out -> the one it is.
+        sideways: names of matrices that the model keeps as [in, out].
+    Attributes:
+        marks: by name, of what has passed so far.
+        seconds: spent on them.
+    """
+
+    def __init__(
+        self,
+        vectors: ProbeVectors,
+        dtype: torch.dtype | None = None,
+        tied: Mapping[str, str] | None = None,
+        sideways: Collection[str] = (),
+    ):
+        self.vectors, self.dtype, self.tied, self.sideways = vectors, dtype, tied or {}, sideways
+        self.marks: Fingerprints = {}
+        self.seconds = 0.0
+
+    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same names and tensors, noted as they pass."""
+        for name, tensor in tensors:
+            self.note(name, tensor)
+            yield name, tensor
+
+    def note(self, name: str, tensor: Tensor, slack: float = 0.0) -> None:
+        """Take the mark of one tensor."""
+        began = time.perf_counter()
+        upright = tensor.T if name in self.sideways else tensor
+        self.add(name, fingerprint(upright, self.vectors, self.dtype, slack))
+        self.seconds += time.perf_counter() - began
+
+    def add(self, name: str, mark: WeightFingerprint) -> None:
+        """Keep a mark, under all names that the tensor has."""
+        self.marks[name] = mark
+        for alias, source in self.tied.items():
+            if source == name:
+                self.marks[alias] = mark
+
+
+def tied_names(model: Any) -> dict[str, str]:
+    """Names under which a model has a tensor once more -> its first name, as of a head that is the embedding."""
+    first: dict[int, str] = {}
+    tied = {}
+    for path, weight in model.named_parameters(remove_duplicate=False):
+        name = plain_name(path)
+        source = first.setdefault(id(weight), name)
+        if source != name:
+            tied[name] = source
+    return tied
+
+
+def sideways_names(model: Any) -> set[str]:
+    """Names of the matrices that a model keeps as [in, out], as GPT-2 does, where engines have [out, in]."""
+    from transformers.pytorch_utils import Conv1D
+
+    return {f"{plain_name(path)}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D)}
+
+
+def plain_name(path: str) -> str:
+    """The name of a module or tensor without what wrappers for adapters add."""
+    path = path.removeprefix("base_model.model.")
+    return ".".join(part for part in path.split(".") if part != "base_layer")
+
+
+@dataclass(frozen=True)
+class FingerprintShard:
+    """What one rank knows of a tensor's mark.
+
+    Attributes:
+        mark: of the rank's part.
+        rows: of the whole tensor.
+        offset: row at which the part begins.
+        is_term: the rows are a sum over ranks, each with other columns of the tensor.
+    """
+
+    mark: WeightFingerprint
+    rows: int
+    offset: int = 0
+    is_term: bool = False
+
+
+def whole_shard(mark: WeightFingerprint) -> FingerprintShard:
+    """A tensor that every rank holds whole."""
+    return FingerprintShard(mark, mark.values.shape[1])
+
+
+FingerprintShards = dict[
+    str, list[FingerprintShard]
+]  # a layer that is fused in the Hugging Face model too gives several of one tensor
+
+
+def join_shards(ranks: Sequence[FingerprintShards]) -> Fingerprints:
+    """The marks of whole tensors from the shards of all ranks.
+
+    Rows that no rank holds, and rows held by several that differ in them, are nan, so that they match nothing.
+    """
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    return {name: _joined([shard for rank in ranks for shard in rank.get(name, ())]) for name in names}
+
+
+def _joined(shards: Sequence[FingerprintShard]) -> WeightFingerprint:
+    mark = shards[0].mark
+    if shards[0].is_term:
+        shards = list(_sums(shards))
+    values = np.full((mark.values.shape[0], shards[0].rows), np.nan, dtype=np.float32)
+    is_filled = np.zeros(shards[0].rows, dtype=bool)
+    for shard in shards:
+        part = slice(shard.offset, shard.offset + shard.mark.values.shape[1])
+        both = is_filled[part] & (values[:, part] != shard.mark.values).any(axis=0)
+        values[:, part] = np.where(both, np.nan, shard.mark.values)
+        is_filled[part] = True
+    return replace(mark, values=values)
+
+
+def _sums(shards: Sequence[FingerprintShard]) -> Iterator[FingerprintShard]:
+    """The terms of each range of rows added up."""
+    ranges: dict[tuple[int, int], list[FingerprintShard]] = {}
+    for shard in shards:
+        ranges.setdefault((shard.offset, shard.mark.values.shape[1]), []).append(shard)
+    for terms in ranges.values():
+        total = np.sum([term.mark.values for term in terms], axis=0, dtype=np.float32)
+        yield replace(terms[0], mark=replace(terms[0].mark, values=total))
+
+
+@torch.no_grad()
+def own_shard(
+    part: Tensor, box: Box, shape: Sequence[int], vectors: ProbeVectors, dtype: torch.dtype
+) -> FingerprintShard:
+    """What a part tells of the mark of its tensor, a vector or a matrix, as an engine has it that computes in `dtype`.
+
+    Args:
+        part: of the tensor.
+        box: where it lies in the tensor.
+        shape: of the whole tensor.
+    """
+    if len(shape) < 2:
+        return FingerprintShard(fingerprint(part, vectors, dtype), shape[0] if shape else 1, box[0][0] if box else 0)
+    (first, last), (left, right) = box
+    if (left, right) == (0, shape[1]):
+        return FingerprintShard(fingerprint(part, vectors, dtype), shape[0], first)
+    inputs = vectors.inputs(shape[1], torch.float32, part.device)[:, left:right]
+    values = torch.zeros(len(inputs), last - first, device=part.device)
+    rounded = part.detach().to(dtype).float()
+    with full_precision():
+        torch.mv(rounded, inputs[0].contiguous(), out=values[0])
+    for value, column in zip(values[1:], vectors.columns(shape[1]), strict=True):
+        if left <= column < right:
+            value.copy_(rounded[:, column - left])
+    return FingerprintShard(
+        WeightFingerprint(as_array(values), shape[1], dtype_name(dtype)), shape[0], first, is_term=True
+    )
+
+
+def upright(part: Tensor, box: Box, shape: Sequence[int]) -> tuple[Tensor, Box, tuple[int, ...]]:
+    """A part of a matrix that a model keeps as [in, out], as one of [out, in]."""
+    return part.T, (box[1], box[0]), (shape[1], shape[0])

@@ -1,0 +1,49 @@
+"""Log-probs of a few fixed rows on both sides of a sync: does the engine compute the trainer's function?
+
+Marks prove each tensor alone. What they cannot see (rotary positions, scales, how layers are joined, experts in kernels
+that cannot be read, an adapter that requests do not ask for) shows here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.models.parallel_info import Autocast, computing_in
+from verl.ops.counter_rng import uniform
+from verl.ops.logprobs import log_probs_of
+from verl.weight_verification.fingerprint import as_array
+
+ROWS, LENGTH = 1, 16  # one forward pass over few tokens: its cost is that of reading the weights once
+_SEED = 0x9A7E
+ALLOWED_NATS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 3e-1}  # mean distance that rounding may make
+
+
+def probe_rows(vocab_size: int, context: int = 4096) -> tuple[tuple[int, ...], ...]:
+    """The same rows of tokens on every machine, as long as `LENGTH` or as a context of so many tokens takes."""
+    length = max(2, min(LENGTH, context - 1))
+    noise = uniform(_SEED, 0, torch.arange(ROWS)[:, None], torch.tensor(0), torch.arange(length))
+    return tuple(tuple(row) for row in (noise * vocab_size).long().tolist())
+
+
+@torch.no_grad()
+def trainer_log_probs(model: Any, rows: tuple[tuple[int, ...], ...], autocast: Autocast = None) -> np.ndarray:
+    """[rows, length - 1], of each token but the first, by the model that trains."""
+    tokens = torch.tensor(rows, device=model.device)
+    with computing_in(autocast, model):
+        logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+    return as_array(log_probs_of(logits[:, :-1], tokens[:, 1:]))
+
+
+def engine_log_probs(llm: Any, rows: tuple[tuple[int, ...], ...], lora_request: Any = None) -> np.ndarray:
+    """The same by a vLLM engine, in its process."""
+    sampling_params = type(llm.get_default_sampling_params())  # so that nothing here has to import vLLM
+    outputs = llm.generate(
+        [{"prompt_token_ids": list(row)} for row in rows],
+        sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False),
+        use_tqdm=False,
+        lora_request=lora_request,
+    )
+    return np.array([[at[t].logprob for t, at in zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:])] for o in outputs])

@@ -1,0 +1,215 @@
+"""Weight verification after every sync: the engine holds the trainer's weights and computes the trainer's function.
+
+trainer   request ───────────────────────────────┐
+          tensors ── watch ──> stream ──> engine  │
+                       │                          v
+              fingerprints, log-probs   <── reply: fingerprints through its layers, log-probs
+                       └────────── verify ─────────┘
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.errors import WeightSyncError
+from verl.models.parallel_info import Autocast
+from verl.weight_verification.compare import compare, only_in
+from verl.weight_verification.fingerprint import (
+    FingerprintLog,
+    Fingerprints,
+    ProbeVectors,
+    dtype_name,
+    sideways_names,
+    tied_names,
+)
+from verl.weight_verification.logprob_probe import ALLOWED_NATS, probe_rows, trainer_log_probs
+from verl.weight_verification.vllm_params import LORA_B, adapter_tensors
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """What is to be proven.
+
+    Attributes:
+        vectors: of this sync.
+        rows: tokens of the probe.
+        weights: the weights of the model are to be proven.
+        adapter_rank: that of the adapter to be proven, or None.
+    """
+
+    vectors: ProbeVectors
+    rows: tuple[tuple[int, ...], ...]
+    weights: bool = True
+    adapter_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class VerifyReply:
+    """What the engine holds.
+
+    Attributes:
+        marks: of its tensors by their Hugging Face names.
+        log_probs: of the probe.
+        unproven: beginnings of the names of tensors that cannot be read in this engine.
+        seconds: that the answer took.
+    """
+
+    marks: Fingerprints
+    log_probs: np.ndarray
+    unproven: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainerSide:
+    """What the trainer holds.
+
+    Attributes:
+        marks: of its tensors by their Hugging Face names.
+        log_probs: of the probe.
+        dtype: that the engine is to compute in.
+        tied: as `FingerprintLog` has it.
+        previous: its marks at the sync before.
+        seconds: spent on its marks and log-probs.
+    """
+
+    marks: Fingerprints
+    log_probs: np.ndarray
+    dtype: str = "float32"
+    tied: Mapping[str, str] = field(default_factory=dict)
+    previous: Fingerprints = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class VerificationResult:
+    """That a sync has worked.
+
+    Attributes:
+        metrics: `sync/...`.
+        seconds: of both sides together.
+        num_tensors: proven one by one.
+        num_unproven: that only the probe speaks for.
+    """
+
+    metrics: dict[str, float]
+    seconds: float
+    num_tensors: int
+    num_unproven: int
+
+
+def verify_sync(trainer: TrainerSide, engine: VerifyReply) -> VerificationResult:
+    """Compare both sides.
+
+    Raises:
+        WeightSyncError: they differ; names the tensors.
+    """
+    began = time.perf_counter()
+    expected = {name: mark for name, mark in trainer.marks.items() if not name.startswith(engine.unproven or ("\0",))}
+    differences = compare(expected, engine.marks, trainer.previous, trainer.tied)
+    faults = [str(difference) for difference in differences]
+    missing, extra = only_in(expected, engine.marks), only_in(engine.marks, expected)
+    faults += [f"{name}: the engine has no such tensor, or does not use it" for name in missing]
+    faults += [f"{name}: the trainer sent no such tensor" for name in extra]
+    gaps = np.abs(trainer.log_probs - engine.log_probs)
+    gap, allowed = float(gaps.mean()), ALLOWED_NATS.get(trainer.dtype, ALLOWED_NATS["float32"])
+    if faults:
+        raise WeightSyncError([d.name for d in differences] + missing + extra, faults, len(expected), gap)
+    if not gap <= allowed:
+        raise WeightSyncError([], [], len(expected), gap, allowed)
+    seconds = trainer.seconds + engine.seconds + time.perf_counter() - began
+    unproven = len(trainer.marks) - len(expected)
+    metrics = {"sync/probe_gap_nats": gap, "sync/proof_s": seconds, "sync/unproven_tensors": float(unproven)}
+    return VerificationResult(metrics, seconds, len(expected), unproven)
+
+
+class SyncVerifier:
+    """The trainer's side of all syncs to one engine.
+
+    For each sync, in this order: `question` (to the engine); `watch` around the stream of weights, or `note` for each
+    of them, or `note_adapter`; and `verify_sync` with the engine's answer.
+
+    Args:
+        model: that trains, with its adapter if it has one.
+        dtype: that the engine computes in.
+        vocab_size: how many tokens a prompt may hold.
+        context: of the engine, in tokens.
+        autocast: as the actor has it.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype, vocab_size: int, context: int, autocast: Autocast = None):
+        self.model, self.dtype = model, dtype
+        self.autocast: Autocast = autocast
+        self.rows = probe_rows(vocab_size, context)
+        self.tied, self.sideways = tied_names(model), sideways_names(model)
+        self.version = 0
+        self._ledger: FingerprintLog | None = None
+        self._previous: Fingerprints = {}
+        self._seen: tuple[np.ndarray, float] | None = None  # log-probs of this sync's weights, and seconds
+
+    def question(self, *, weights: bool = True, adapter_rank: int | None = None) -> VerifyRequest:
+        """Begin a sync.
+
+        Args:
+            weights: the model's weights are sent.
+            adapter_rank: an adapter of this rank is sent.
+        """
+        vectors = ProbeVectors(self.version)
+        self.version += 1
+        self._seen = None
+        self._ledger = FingerprintLog(vectors, self.dtype, self.tied, self.sideways)
+        return VerifyRequest(vectors, self.rows, weights, adapter_rank)
+
+    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same names and tensors, as they go to the engine, noted as they pass."""
+        assert self._ledger is not None, "question() begins a sync"
+        return self._ledger.watch(tensors)
+
+    def note(self, name: str, tensor: Tensor) -> Tensor:
+        """The same for one tensor: note it, and give it back."""
+        assert self._ledger is not None, "question() begins a sync"
+        self._ledger.note(name, tensor)
+        return tensor
+
+    def note_adapter(self) -> None:
+        """Note the adapter of the model instead of its weights."""
+        assert self._ledger is not None, "question() begins a sync"
+        for name, tensor in adapter_tensors(self.model):
+            # The engine multiplies B by its scale in its own type, after rounding B to it.
+            self._ledger.note(name, tensor, slack=2 * torch.finfo(self.dtype).eps if name.endswith(LORA_B) else 0.0)
+
+    def adopt(self, marks: Fingerprints, seconds: float = 0.0) -> None:
+        """Take marks that were put together of parts, in these seconds, in the place of noting whole tensors."""
+        assert self._ledger is not None, "question() begins a sync"
+        for name, mark in marks.items():
+            self._ledger.add(name, mark)
+        self._ledger.seconds += seconds
+
+    def look(self) -> None:
+        """Compute the log-probs of the probe, while weights travel or the engine answers; `verify_sync` does it
+        otherwise.
+        """
+        assert self._ledger is not None, "question() begins a sync"
+        began = time.perf_counter()
+        log_probs = trainer_log_probs(self.model, self.rows, self.autocast)
+        self._seen = log_probs, time.perf_counter() - began
+
+    def prove(self, engine: VerifyReply) -> VerificationResult:
+        """Compare with what the engine answered; see `verify_sync`."""
+        assert self._ledger is not None, "question() begins a sync"
+        if self._seen is None:
+            self.look()
+        assert self._seen is not None
+        (log_probs, seconds), self._seen = self._seen, None
+        dtype, seconds = dtype_name(self.dtype), seconds + self._ledger.seconds
+        side = TrainerSide(self._ledger.marks, log_probs, dtype, self.tied, self._previous, seconds)
+        proof = verify_sync(side, engine)
+        self._previous |= self._ledger.marks
+        return proof
