@@ -39,12 +39,12 @@ from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_plan import SharedFile
 from verl.checkpoint.save.save_request import SavedComponent, SaveRequest
 from verl.protocol import DataProto
+from verl.replay.arrow_rows import rows_to_arrow
 from verl.replay.buffer import TieredBuffer
-from verl.replay.rows import pack
-from verl.replay.sampling import Wanted
-from verl.replay.saved import COMPONENT
-from verl.replay.settings import MIB, TieredReplay
-from verl.replay.state import state_of
+from verl.replay.checkpoint import buffer_state
+from verl.replay.checkpoint_state import COMPONENT
+from verl.replay.config import MIB, TieredReplay
+from verl.replay.sampling import ReplayRequest
 
 TOKENS, ROWS = 512, 512
 
@@ -92,7 +92,7 @@ def appending(root: Path, count: int) -> dict[str, Any]:
     """MB/s of rows as they lie on disk, to the last sync, beside plain pyarrow."""
     batches = [rows(seed) for seed in range(8)]
     index = {name: np.zeros(ROWS) for name in ("group", "step", "score", "advantage")}
-    records = [pack(batch, index) for batch in batches]
+    records = [rows_to_arrow(batch, index) for batch in batches]
     num_bytes = sum(record.nbytes for record in records) * count / len(records)
     found: dict[str, list[float]] = {"ours": [], "pyarrow": []}
 
@@ -100,7 +100,7 @@ def appending(root: Path, count: int) -> dict[str, Any]:
         buffer = TieredBuffer(TieredReplay(max_rows=10**7, memory_mib=512, shard_mib=64), directory)
         for number in range(count):
             buffer.append(batches[number % len(batches)], number)
-        state_of(buffer)
+        buffer_state(buffer)
         buffer.close()
 
     def arrow(directory: Path) -> None:
@@ -137,7 +137,7 @@ def sampling(root: Path, count: int, repeats: int) -> dict[str, Any]:
             padded[name].append(batch[name].numpy())
     arrays = {name: np.concatenate(parts) for name, parts in padded.items()}
     for buffer in sides.values():
-        state_of(buffer)
+        buffer_state(buffer)
     shards = sorted((root / "warm").glob("rows_*.arrow"))
     files = [pa.ipc.open_file(pa.memory_map(str(shard))) for shard in shards]
     table = pa.concat_tables([file.read_all() for file in files])
@@ -151,7 +151,9 @@ def sampling(root: Path, count: int, repeats: int) -> dict[str, Any]:
         if turn >= 2:
             for name, value in took.items():
                 found[name].append(value)
-    draws = [seconds(lambda step=step: sides["warm"].sample(Wanted(ROWS, step, count))) for step in range(repeats)]
+    draws = [
+        seconds(lambda step=step: sides["warm"].sample(ReplayRequest(ROWS, step, count))) for step in range(repeats)
+    ]
     for buffer in sides.values():
         buffer.close()
     result: dict[str, Any] = {f"{name}_s": quartiles(values) for name, values in found.items()}
@@ -166,8 +168,8 @@ def memory(root: Path, memory_mib: int, repeats: int) -> dict[str, Any]:
     used = TieredBuffer(TieredReplay(memory_mib=8, shard_mib=1), root / "first")  # code and allocators in use
     for step in range(4):
         used.append(batch, step)
-        state_of(used)
-        used.sample(Wanted(ROWS, step, 1))
+        buffer_state(used)
+        used.sample(ReplayRequest(ROWS, step, 1))
     used.close()
     del used
     gc.collect()
@@ -178,11 +180,11 @@ def memory(root: Path, memory_mib: int, repeats: int) -> dict[str, Any]:
         buffer.append(batch, len(buffer.index) // ROWS)
         size = sum(placed.shard.size for placed in buffer.shelf)
         most = max(most, resident_mib() - before)
-    state_of(buffer)
+    buffer_state(buffer)
     took = []
     for step in range(repeats):
         began = time.perf_counter()
-        found = buffer.sample(Wanted(ROWS, step, 1))
+        found = buffer.sample(ReplayRequest(ROWS, step, 1))
         took.append(time.perf_counter() - began)
         most = max(most, resident_mib() - before)
     assert found is not None
@@ -203,7 +205,7 @@ def saving(root: Path, num_bytes: int) -> dict[str, Any]:
     store = CheckpointStore(root / "checkpoints")
 
     def request(step: int) -> SaveRequest:
-        state = state_of(buffer)
+        state = buffer_state(buffer)
         links = [
             SharedFile(path=f"{COMPONENT}/{name}", source=shard.path, leaves=shard.leaves)
             for name, shard in state.shared.items()
@@ -217,7 +219,9 @@ def saving(root: Path, num_bytes: int) -> dict[str, Any]:
         for _ in range(new):
             buffer.append(batch, 1)
         took = seconds(lambda: writer.save(request(2)))
-    of_rows = new * pack(batch, {name: np.zeros(ROWS) for name in ("group", "step", "score", "advantage")}).nbytes
+    of_rows = (
+        new * rows_to_arrow(batch, {name: np.zeros(ROWS) for name in ("group", "step", "score", "advantage")}).nbytes
+    )
     first = {file.stat().st_ino for file in (root / "checkpoints/global_step_1").rglob("*") if file.is_file()}
     files = [file for file in (root / "checkpoints/global_step_2").rglob("*") if file.is_file()]
     adds = sum(file.stat().st_size for file in files if file.stat().st_ino not in first)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from verl.data.readers import DataRows, RowErrors, read_rows
 from verl.errors import ConfigError
-from verl.rewards.gsm8k import MARK, number_of
+from verl.rewards.math_rules import MARK, number_of
 
 INSTRUCTION = f"Think step by step. Write the final number alone on the last line, after {MARK}."
 CALCULATIONS = re.compile(r"<<[^<>]*>>")  # GSM8K marks its sums: 48/2 = <<48/2=24>>24

@@ -16,7 +16,7 @@ from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.manager import CheckpointManager
 from verl.cli.main import app
 from verl.component import BuildContext
-from verl.replay.settings import TieredReplay
+from verl.replay.config import TieredReplay
 
 PREFIX = "asked/checkpoints/verl/grpo"
 ADDRESS = f"s3://{BUCKET}/{PREFIX}"

@@ -16,7 +16,7 @@ from verl.checkpoint.config import Checkpointing
 from verl.cli.main import app
 from verl.component import BuildContext
 from verl.models.lora import LoRA
-from verl.rewards.exact_match import ExactMatch
+from verl.rewards.rules import ExactMatch
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
 

@@ -16,7 +16,7 @@ from verl.cli.main import app
 from verl.cli.samples_page import page
 from verl.cli.samples_read import Sample, read_samples
 from verl.component import BuildContext
-from verl.replay.settings import TieredReplay
+from verl.replay.config import TieredReplay
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
 

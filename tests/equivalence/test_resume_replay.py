@@ -12,8 +12,8 @@ from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.manager import CheckpointManager
 from verl.engines.sharding import DDP
-from verl.replay.cold import Cold
-from verl.replay.settings import TieredReplay
+from verl.replay.config import TieredReplay
+from verl.replay.remote_tier import RemoteTier
 from verl.storage.config import LocalStorage
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
@@ -89,9 +89,11 @@ def _without_layers(metrics: dict[str, float]) -> dict[str, float]:
 @pytest.mark.parametrize("upload_interval", [1, None])
 def test_rows_in_the_store_stay_where_checkpoints_are_uploaded_too(upload_interval, model32, tmp_path, monkeypatch):
     deleted: list[str] = []
-    monkeypatch.setattr(Cold, "delete", lambda cold, names: deleted.extend(names))
-    uploaded = Cold.uploaded
-    monkeypatch.setattr(Cold, "uploaded", lambda cold: (cold.settle(), uploaded(cold))[1])  # however slow the machine
+    monkeypatch.setattr(RemoteTier, "delete", lambda cold, names: deleted.extend(names))
+    uploaded = RemoteTier.uploaded
+    monkeypatch.setattr(
+        RemoteTier, "uploaded", lambda cold: (cold.settle(), uploaded(cold))[1]
+    )  # however slow the machine
     run = course(GRPO_ALGORITHM, model32, tmp_path / "run")
     checkpoint = dataclasses.replace(run.checkpoint, upload_interval=upload_interval, keep_last_n=1, save_async=False)
     settings = dataclasses.replace(run.trainer, total_steps=10)

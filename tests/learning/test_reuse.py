@@ -18,7 +18,7 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.losses import PPOClip
 from verl.component import BuildContext
 from verl.models.tiny import TinyModel
-from verl.replay.settings import TieredReplay
+from verl.replay.config import TieredReplay
 from verl.rollout.hf import HFRollout
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines

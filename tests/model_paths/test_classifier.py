@@ -19,7 +19,7 @@ from verl.model_paths.classifier import examine_classifier, text_batches_for
 from verl.models import heads
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import character_tokenizer
-from verl.rewards.model import RewardModel
+from verl.rewards.reward_model import RewardModel
 
 LONGROPE = {
     "rope_type": "longrope",

@@ -25,7 +25,7 @@ from verl.cluster import mailbox
 from verl.cluster.parcel import Rows, unwrap, wrap
 from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto
-from verl.replay.rows import Part, Segment, pack, rebuild
+from verl.replay.arrow_rows import RowSegment, SegmentRows, rows_from_arrow, rows_to_arrow
 
 few = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 
@@ -139,10 +139,10 @@ def test_rows_of_the_replay_buffer_are_the_same(draw):
     extra = {n: draw.draw(tensors(4) | st.lists(values(), min_size=4, max_size=4).map(objects)) for n in names}
     batch = rows.union(DataProto.from_single_dict(extra))
     index = dict.fromkeys(("group", "step", "score", "advantage"), np.zeros(4))
-    segment = Segment.of(pack(batch, index))
+    segment = RowSegment.of(rows_to_arrow(batch, index))
     for found, wanted in [
-        (rebuild([Part(segment, np.array([2, 0]), np.array([1, 0]))], 0), batch[[0, 2]]),
-        (rebuild([Part(segment.last(2), np.arange(2), np.arange(2))], 0), batch[2:]),
+        (rows_from_arrow([SegmentRows(segment, np.array([2, 0]), np.array([1, 0]))], 0), batch[[0, 2]]),
+        (rows_from_arrow([SegmentRows(segment.last(2), np.arange(2), np.arange(2))], 0), batch[2:]),
     ]:
         for name in extra:
             assert exact(found[name].tolist() if name in batch.non_tensor_batch else found[name]) == exact(
@@ -293,7 +293,7 @@ def test_what_a_file_has_no_form_for_is_named_with_its_place(tmp_path):
             column("a", value).save(tmp_path / "rows")
         rows = scored_rows(2).union(column("a", value))
         with pytest.raises(DataProtoValidationError, match=r"(?s)column `x`\[1\].*Source: column\(\)"):
-            pack(rows, dict.fromkeys(("group", "step", "score", "advantage"), np.zeros(2)))
+            rows_to_arrow(rows, dict.fromkeys(("group", "step", "score", "advantage"), np.zeros(2)))
     assert not list(tmp_path.iterdir())
 
 

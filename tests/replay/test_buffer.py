@@ -13,9 +13,9 @@ from replay.rows_here import scored_rows
 from verl.errors import ConfigError, ReplayCorrupt
 from verl.protocol import DataProto
 from verl.replay.buffer import TieredBuffer
-from verl.replay.sampling import Wanted, draw
-from verl.replay.settings import TieredReplay
-from verl.replay.state import attach, state_of
+from verl.replay.checkpoint import buffer_state, restore_buffer
+from verl.replay.config import TieredReplay
+from verl.replay.sampling import ReplayRequest, draw
 
 SMALL = TieredReplay(max_rows=400, memory_mib=8, shard_mib=1)
 
@@ -26,7 +26,7 @@ def filled(directory: Path, settings: TieredReplay = SMALL, steps: int = 12, sea
     for step in range(1, steps + 1):
         buffer.append(scored_rows(24, seed=step, version=step), step)
         if seals and step % 3 == 0:
-            state_of(buffer)
+            buffer_state(buffer)
     return buffer
 
 
@@ -36,21 +36,21 @@ def texts(batch: DataProto | None) -> list[str]:
 
 def carried(buffer: TieredBuffer, directory: Path, settings: TieredReplay | None = None) -> TieredBuffer:
     """The buffer of a run that goes on from a checkpoint of this one."""
-    state = state_of(buffer)
+    state = buffer_state(buffer)
     (directory / "saved").mkdir(parents=True)
     for name, data in state.files.items():
         (directory / "saved" / name).write_bytes(data)
     for name, shard in state.shared.items():
         (directory / "saved" / name).hardlink_to(shard.path)
     other = TieredBuffer(settings or buffer.settings, directory / "next", seed=7)
-    attach(other, directory / "saved", verify=True)
+    restore_buffer(other, directory / "saved", verify=True)
     return other
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "recency", "advantage"])
 def test_what_is_drawn_is_what_was_put_in_whatever_layer_it_lies_in(sampling, tmp_path):
     buffer = filled(tmp_path, dataclasses.replace(SMALL, sampling=sampling))
-    found = buffer.sample(Wanted(num_rows=60, step=13, version=13, whole_groups=True))
+    found = buffer.sample(ReplayRequest(num_rows=60, step=13, version=13, whole_groups=True))
     assert found is not None
     assert len(found) == 60
     for row in range(60):
@@ -69,7 +69,7 @@ def test_what_is_drawn_is_what_was_put_in_whatever_layer_it_lies_in(sampling, tm
 
 
 def test_the_draw_depends_on_seed_and_step_but_not_on_where_rows_lie(tmp_path):
-    wanted = Wanted(num_rows=40, step=13, version=13)
+    wanted = ReplayRequest(num_rows=40, step=13, version=13)
     one, other = filled(tmp_path / "a"), filled(tmp_path / "b", seals=False)
     assert texts(one.sample(wanted)) == texts(other.sample(wanted))
     assert texts(one.sample(dataclasses.replace(wanted, step=14))) != texts(one.sample(wanted))
@@ -83,7 +83,7 @@ def test_a_buffer_from_a_checkpoint_draws_and_goes_on_like_the_one_that_was_save
     other = carried(one, tmp_path)
     assert other.stats()["replay/rows_hot"] == settings.hot_rows
     for step in range(13, 20):
-        wanted = Wanted(30, step, step, whole_groups=True)
+        wanted = ReplayRequest(30, step, step, whole_groups=True)
         mine, theirs = one.sample(wanted), other.sample(wanted)
         assert mine is not None
         assert theirs is not None
@@ -98,9 +98,9 @@ def test_a_buffer_from_a_checkpoint_draws_and_goes_on_like_the_one_that_was_save
 
 def test_a_second_save_adds_only_the_files_of_new_rows(tmp_path):
     buffer = filled(tmp_path)
-    before = state_of(buffer)
+    before = buffer_state(buffer)
     buffer.append(scored_rows(24, seed=13), 13)
-    after = state_of(buffer)
+    after = buffer_state(buffer)
     assert before.shared.keys() < after.shared.keys()
     (new,) = after.shared.keys() - before.shared.keys()
     rows = sum(len(batch) for batch in buffer.iterate(100))
@@ -111,20 +111,20 @@ def test_a_second_save_adds_only_the_files_of_new_rows(tmp_path):
 
 def test_stale_rows_stay_where_they_are(tmp_path):
     buffer = filled(tmp_path)
-    found = buffer.sample(Wanted(1000, 13, version=13, max_staleness=3))
+    found = buffer.sample(ReplayRequest(1000, 13, version=13, max_staleness=3))
     assert found is not None
     assert set(found["policy_version"].tolist()) == {10, 11, 12}
     assert len(found) == 3 * 24
-    assert buffer.sample(Wanted(1000, 13, version=100, max_staleness=3)) is None
+    assert buffer.sample(ReplayRequest(1000, 13, version=100, max_staleness=3)) is None
     buffer.close()
 
 
 def test_nothing_is_drawn_while_the_buffer_warms_up(tmp_path):
     settings = dataclasses.replace(SMALL, buffer_warmup_steps=3)
     buffer = filled(tmp_path / "two", settings, steps=2)
-    assert buffer.sample(Wanted(4, 3, 3)) is None
+    assert buffer.sample(ReplayRequest(4, 3, 3)) is None
     buffer.append(scored_rows(24, seed=3), 3)
-    assert buffer.sample(Wanted(4, 4, 4)) is not None
+    assert buffer.sample(ReplayRequest(4, 4, 4)) is not None
     buffer.close()
 
 
@@ -156,7 +156,7 @@ def test_taking_a_row_out_of_the_race_leaves_the_others_as_they_were():
 
 def test_a_file_that_is_cut_short_is_not_read(tmp_path):
     buffer = filled(tmp_path / "one", steps=3)
-    state = state_of(buffer)
+    state = buffer_state(buffer)
     (shard,) = state.shared.values()
     with open(shard.path, "r+b") as file:
         file.truncate(shard.path.stat().st_size - 8)
@@ -166,7 +166,7 @@ def test_a_file_that_is_cut_short_is_not_read(tmp_path):
     (tmp_path / "saved" / shard.path.name).hardlink_to(shard.path)
     other = TieredBuffer(SMALL, tmp_path / "next")
     with pytest.raises(ReplayCorrupt, match="rows_"):
-        attach(other, tmp_path / "saved", verify=False)
+        restore_buffer(other, tmp_path / "saved", verify=False)
     other.close()
 
 

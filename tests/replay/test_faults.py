@@ -16,14 +16,14 @@ from replay.test_buffer import SMALL, texts
 
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.replay.buffer import TieredBuffer
-from verl.replay.cold import Cold
-from verl.replay.sampling import Wanted
-from verl.replay.saved import SharedShard, directory_of, emptied
-from verl.replay.shards import described
-from verl.replay.state import attach, state_of
+from verl.replay.checkpoint import buffer_state, restore_buffer
+from verl.replay.checkpoint_state import SharedShard, directory_of, empty_state
+from verl.replay.disk_tier import described
+from verl.replay.remote_tier import RemoteTier
+from verl.replay.sampling import ReplayRequest
 from verl.storage.config import LocalStorage
 
-ALL = Wanted(num_rows=1000, step=9, version=9)
+ALL = ReplayRequest(num_rows=1000, step=9, version=9)
 
 
 class FullDisk(FileSystem):
@@ -42,7 +42,7 @@ def test_a_full_disk_loses_nothing_while_memory_has_room(tmp_path, caplog):
     buffer = TieredBuffer(SMALL, tmp_path / "here", seed=7, disk=disk)
     for step in range(1, 5):
         buffer.append(scored_rows(24, seed=step, version=step), step)
-    state = state_of(buffer)
+    state = buffer_state(buffer)
     assert "cannot be written and stay in memory" in caplog.text
     assert not state.shared
     found = buffer.sample(ALL)
@@ -53,10 +53,10 @@ def test_a_full_disk_loses_nothing_while_memory_has_room(tmp_path, caplog):
     for name, data in state.files.items():  # the checkpoint may lie on another disk
         (saved / name).write_bytes(data)
     other = TieredBuffer(SMALL, tmp_path / "next", seed=7)
-    attach(other, saved, verify=True)
+    restore_buffer(other, saved, verify=True)
     assert texts(other.sample(ALL)) == texts(found)
     disk.is_full = False
-    assert len(state_of(buffer).shared) == 1
+    assert len(buffer_state(buffer).shared) == 1
     assert buffer.stats()["replay/lost_rows"] == 0
     buffer.close()
     other.close()
@@ -77,7 +77,9 @@ def test_a_full_disk_and_full_memory_cost_the_oldest_rows_and_are_counted(tmp_pa
 
 
 def test_a_full_disk_keeps_a_shard_that_the_store_has_without_sending_it_again(tmp_path, monkeypatch):
-    cold = Cold(LocalStorage(path=str(tmp_path / "store")).connect(), tmp_path / "cold", timeout_s=30.0, retry_s=1.0)
+    cold = RemoteTier(
+        LocalStorage(path=str(tmp_path / "store")).connect(), tmp_path / "cold", timeout_s=30.0, retry_s=1.0
+    )
     put_file, sent, may_send = cold._store.put_file, [], threading.Event()
 
     def send(key, path):
@@ -92,7 +94,7 @@ def test_a_full_disk_keeps_a_shard_that_the_store_has_without_sending_it_again(t
     buffer = TieredBuffer(settings, tmp_path / "here", seed=7, cold=cold, disk=disk)
     for step in (1, 2):
         buffer.append(scored_rows(14, seed=step, version=step), step)
-        state_of(buffer)
+        buffer_state(buffer)
     disk.is_full = True
     may_send.set()
     for _ in range(3):
@@ -141,7 +143,7 @@ def sealed(directory: Path, disk: FileSystem | None = None) -> dict[str, SharedS
     """The shard of 24 rows."""
     buffer = TieredBuffer(SMALL, directory, seed=7, disk=disk)
     buffer.append(scored_rows(24, seed=1, version=1), 1)
-    state = state_of(buffer)
+    state = buffer_state(buffer)
     buffer.close()
     return dict(state.shared)
 
@@ -163,7 +165,7 @@ def test_a_process_killed_while_it_fetches_leaves_nothing_that_is_taken_for_a_sh
     storage, here = LocalStorage(path=str(tmp_path / "store")), tmp_path / "here"
 
     def fetch(disk: FileSystem) -> None:
-        cold = Cold(storage.connect(), here, timeout_s=30.0, retry_s=1.0)
+        cold = RemoteTier(storage.connect(), here, timeout_s=30.0, retry_s=1.0)
         cold._disk = disk
         assert cold.fetch([shard])[shard.name].read_bytes() == whole.path.read_bytes()
 
@@ -174,7 +176,7 @@ def test_a_process_killed_while_it_fetches_leaves_nothing_that_is_taken_for_a_sh
         calls += 1
     assert calls > 3
     assert [path.name for path in here.iterdir()] == [shard.name]
-    Cold(storage.connect(), here, timeout_s=30.0, retry_s=1.0).close()
+    RemoteTier(storage.connect(), here, timeout_s=30.0, retry_s=1.0).close()
     assert not [*here.iterdir()], "what another process fetched is fetched anew"
 
 
@@ -182,9 +184,9 @@ def test_runs_of_one_name_that_keep_their_rows_elsewhere_do_not_meet(tmp_path):
     settings = dataclasses.replace(SMALL, directory=str(tmp_path / "scratch"))
     runs = [tmp_path / sweep / "0" for sweep in ("monday", "tuesday")]
     (mine,) = sealed(directory_of(settings, runs[0])).values()
-    emptied(directory_of(settings, runs[1]))
+    empty_state(directory_of(settings, runs[1]))
     assert mine.path.is_file()
     assert mine.path.parent.parent == tmp_path / "scratch"
     assert (runs[0] / "replay" / mine.path.name).samefile(mine.path), "the run's directory leads there"
-    emptied(directory_of(settings, runs[0]))  # the same run once more
+    empty_state(directory_of(settings, runs[0]))  # the same run once more
     assert not mine.path.exists()

@@ -11,7 +11,7 @@ from verl.component import BuildContext
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import character_tokenizer
 from verl.protocol import DataProto
-from verl.rewards.model import ModelReward, RewardModel
+from verl.rewards.reward_model import ModelReward, RewardModel
 
 PROMPTS = ["1+2=", "what is 6*7? ", "9-", "34+5="]
 RESPONSES = ["3", "42 is it", "", "is this not 39?"]

@@ -7,7 +7,7 @@ import torch
 
 from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
-from verl.rewards.exact_match import ExactMatch
+from verl.rewards.rules import ExactMatch
 
 
 def batch_of(responses, answers, mask, **columns):

@@ -14,8 +14,7 @@ from verl.errors import ConfigError, RewardError
 from verl.models.heads import RewardHeadModel, RewardHeadOutput
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import character_tokenizer
-from verl.rewards.model import ModelReward, RewardModel
-from verl.rewards.reading import Reader
+from verl.rewards.reward_model import ModelReward, RewardModel, RewardTokenizer
 from verl.rewards.weighted_sum import WeightedSum
 
 DECODERS = ["qwen2", "llama", "mistral", "gemma2", "gpt_neox", "gpt2", "opt"]
@@ -208,6 +207,8 @@ def test_any_module_that_returns_scores_is_a_reward_model():
         def forward(self, input_ids, attention_mask):
             return RewardHeadOutput(self.scale * attention_mask.sum(dim=1))
 
-    reward = ModelReward(Lengths(), Reader(character_tokenizer(), "tokens", None, "error"), micro_batch_tokens=40)
+    reward = ModelReward(
+        Lengths(), RewardTokenizer(character_tokenizer(), "tokens", None, "error"), micro_batch_tokens=40
+    )
     texts = zip(PROMPTS, RESPONSES, strict=True)
     assert list(reward.rate_batch(rollout()).scores) == [0.5 * (len(a + b) + 1) for a, b in texts]

@@ -13,7 +13,7 @@ from verl.compose.check import check
 from verl.compose.composition import compose_root
 from verl.errors import ConfigError
 from verl.models.pretrained import Pretrained
-from verl.rewards.exact_match import ExactMatch
+from verl.rewards.rules import ExactMatch
 from verl.rewards.weighted_sum import WeightedSum
 
 SMALL = [

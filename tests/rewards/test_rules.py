@@ -10,9 +10,7 @@ import torch
 from verl.component import BuildContext
 from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
-from verl.rewards.format import Format
-from verl.rewards.length import Length, Overlong
-from verl.rewards.math_answer import MathAnswer
+from verl.rewards.rules import Format, Length, MathAnswer, Overlong
 
 
 def batch_of(responses, **columns):

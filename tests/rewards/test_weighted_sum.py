@@ -10,9 +10,8 @@ from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
-from verl.rewards.exact_match import ExactMatch
 from verl.rewards.function import RewardFunction
-from verl.rewards.length import Overlong
+from verl.rewards.rules import ExactMatch, Overlong
 from verl.rewards.weighted_sum import WeightedSum
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines

@@ -13,7 +13,7 @@ from verl.compose.check import check
 from verl.compose.composition import compose_root
 from verl.compose.overrides import command_line
 from verl.compose.paths import conf_dir
-from verl.rewards.gsm8k import score
+from verl.rewards.math_rules import gsm8k_score
 
 
 def load_script(name):
@@ -102,11 +102,11 @@ def test_help_says_where_rows_come_from(capsys):
     ],
 )
 def test_a_response_is_right_if_it_ends_with_the_number(response, answer, expected):
-    assert score(prompts=["?"], responses=[response], answer=[answer]) == [expected]
+    assert gsm8k_score(prompts=["?"], responses=[response], answer=[answer]) == [expected]
 
 
 def test_a_number_without_the_mark_can_be_refused():
-    assert score(["?"] * 2, ["7", "#### 7"], ["7", "7"], needs_mark=True) == [0.0, 1.0]
+    assert gsm8k_score(["?"] * 2, ["7", "#### 7"], ["7", "7"], needs_mark=True) == [0.0, 1.0]
 
 
 def test_the_recipe_trains_a_local_model_on_a_local_file(questions, dir32, tmp_path):

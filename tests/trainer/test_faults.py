@@ -25,7 +25,7 @@ from verl.engines.sharding import DDP, FSDP, HSDP, TP, NoSharding
 from verl.errors import ConfigError, RewardError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
-from verl.replay.settings import TieredReplay
+from verl.replay.config import TieredReplay
 from verl.rewards.base import RewardDescription
 from verl.rewards.function import CallableReward, RewardFunction
 from verl.rollout.hf import HFRollout

@@ -16,7 +16,7 @@ from trainer.test_sft import sft_run
 
 from verl.checkpoint.config import Checkpointing
 from verl.models.lora import LoRA
-from verl.safety.bands import Band
+from verl.monitoring.spike_detector import SpikeDetector
 from verl.trainer.lineage import Parent
 from verl.trainer.saving import Saving
 
@@ -159,7 +159,7 @@ def test_a_resumed_run_watches_its_metrics_with_the_history_that_it_had(model32,
 
 
 def test_a_band_goes_on_where_another_one_was():
-    first, second = (Band("loss", factor=10.0, history=3, window=5) for _ in range(2))
+    first, second = (SpikeDetector("loss", factor=10.0, history=3, window=5) for _ in range(2))
     for value in (1.0, 1.1, 0.9, 50.0):
         first.add(value)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))

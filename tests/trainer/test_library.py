@@ -17,9 +17,9 @@ from trainer.runs import Arbitrary
 from verl.checkpoint.manager import CheckpointManager
 from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, RewardError
 from verl.models.pretrained import Pretrained
-from verl.rewards.exact_match import ExactMatch
-from verl.rewards.model import RewardModel
-from verl.rewards.normalized import Normalized
+from verl.rewards.normalization import RewardNormalization
+from verl.rewards.reward_model import RewardModel
+from verl.rewards.rules import ExactMatch
 from verl.trainer import reward_stats
 from verl.trainer.library import Trainer
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -340,7 +340,7 @@ def test_the_statistics_of_another_reward_are_not_taken_over(dir32, tmp_path, mo
 
 def test_a_training_goes_on_from_an_increment_under_another_reward(dir32):
     settings = {"save_dir": "own", "save_interval": 1, "incremental_save": True, "incremental_pays_below": 1.0}
-    rated = Normalized(reward=ExactMatch())
+    rated = RewardNormalization(reward=ExactMatch())
     with trainer(dir32, reward_model=rated, checkpoint_config=settings) as made:
         made.step()
         made.step()
@@ -351,7 +351,7 @@ def test_a_training_goes_on_from_an_increment_under_another_reward(dir32):
         made.step()
         made.load_checkpoint(saved)
         assert made.reward_model.state_dict() == learned
-        made.reward_model = Normalized(reward=ExactMatch(correct=2.0, wrong=-1.0))
+        made.reward_model = RewardNormalization(reward=ExactMatch(correct=2.0, wrong=-1.0))
         made.reset_reward_stats()
         assert made.reward_model.state_dict()["norm"]["count"] == 0
         assert all_equal(weights(actor_of(made).engine.model), policy)

@@ -8,7 +8,7 @@ from random_models import save_random_classifier
 
 from verl.errors import ConfigError
 from verl.models.pretrained import Pretrained
-from verl.rewards.exact_match import ExactMatch
+from verl.rewards.rules import ExactMatch
 from verl.rewards.weighted_sum import WeightedSum
 from verl.trainer.forms import summed_rewards
 from verl.trainer.library import Trainer

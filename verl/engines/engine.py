@@ -115,7 +115,7 @@ class TrainingEngine:
         for micro in self._micro_batches(batch):
             with computing_in(self.autocast, self.model):
                 value, stats = loss(self.model, micro, totals)
-                if "plant_nan" in batch.meta_info:  # to try out what a run does then; see verl.safety
+                if "plant_nan" in batch.meta_info:  # to try out what a run does then; see verl.monitoring
                     value = value * math.nan
                 value.backward()
             for name, x in {"loss": value, **stats}.items():

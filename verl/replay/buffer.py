@@ -1,4 +1,5 @@
-"""TieredBuffer: one buffer of scored rows, whose newest are in device memory, most on disk, the oldest far away.
+"""TieredBuffer: a replay buffer of scored rows, the newest in device memory, most on disk, the oldest in object
+storage.
 
 append ──> hot (the newest, on the device)      sample <── one race over all rows that may be taken
       └──> tail ── full ──> shard on disk (warm) ── old ──> storage (cold) ── older still ──> gone
@@ -17,15 +18,12 @@ import torch
 
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.protocol import DataProto
-from verl.replay.cold import Cold
-from verl.replay.index import RowIndex
-from verl.replay.queues import SegmentQueue
-from verl.replay.rows import INDEX, Part, Segment, pack, rebuild
-from verl.replay.sampling import Wanted, draw, weights_of
-from verl.replay.settings import MIB, TieredReplay
-from verl.replay.shards import Shard, index_file, index_name, write_bytes
-from verl.replay.shelf import Placed, Shelf
-from verl.replay.tail import Tail
+from verl.replay.arrow_rows import INDEX, RowSegment, SegmentRows, rows_from_arrow, rows_to_arrow
+from verl.replay.config import MIB, TieredReplay
+from verl.replay.disk_tier import DiskTier, ReplayShard, ShardLocation, index_file, index_name, write_bytes
+from verl.replay.remote_tier import RemoteTier
+from verl.replay.sampling import ReplayRequest, RowIndex, draw, weights_of
+from verl.replay.write_buffer import MemoryTier, WriteBuffer
 from verl.utils.memory import give_back
 
 
@@ -49,15 +47,15 @@ class TieredBuffer:
         directory: Path,
         device: str = "cpu",
         seed: int = 0,
-        cold: Cold | None = None,
+        cold: RemoteTier | None = None,
         disk: FileSystem | None = None,
     ):
         self.settings, self.directory, self.seed, self.cold = settings, directory, seed, cold
         self.disk, self._device = disk or FileSystem(), torch.device(device)
         directory.mkdir(parents=True, exist_ok=True)
         memory = settings.memory_mib * MIB
-        self.index, self.shelf, self._hot = RowIndex(), Shelf(self.disk, memory // 8), SegmentQueue()
-        self.tail = Tail(self.disk, directory, settings.shard_mib * MIB, memory // 4)
+        self.index, self.shelf, self._hot = RowIndex(), DiskTier(self.disk, memory // 8), MemoryTier()
+        self.tail = WriteBuffer(self.disk, directory, settings.shard_mib * MIB, memory // 4)
         self._hot_bytes = memory // 4  # what is left is for the file being made, the index, and a batch that is drawn
         self.num_groups = self.num_steps = self.num_lost = 0
         self.released: list[str] = []
@@ -79,7 +77,7 @@ class TieredBuffer:
             return
         batch, groups = _adjacent(batch)
         mask = batch["response_mask"]
-        record = pack(
+        record = rows_to_arrow(
             batch,
             {
                 "group": groups + self.num_groups,
@@ -90,7 +88,7 @@ class TieredBuffer:
         )
         first_row = self.index.end
         self.index.append({name: record.column(name).to_numpy() for name in INDEX})
-        self._into_hot(first_row, Segment.of(record))
+        self._into_hot(first_row, RowSegment.of(record))
         if (given_up := self.tail.add(first_row, record)) is not None:
             self.num_lost += self.index.lose(*given_up)
         self.num_groups += int(groups[-1]) + 1
@@ -109,13 +107,13 @@ class TieredBuffer:
 
     # -- taking out ---------------------------------------------------------------------------------------------------
 
-    def prefetch(self, wanted: Wanted) -> None:
+    def prefetch(self, wanted: ReplayRequest) -> None:
         """Begin to fetch what `sample` would take by now."""
         if self.cold is not None and self.cold.is_reachable and self._is_warmed_up:
             rows = self._chosen(wanted, np.zeros(len(self.index), dtype=bool))
             self.cold.want(placed.shard for placed, _ in self._far(rows))
 
-    def sample(self, wanted: Wanted, pad_token_id: int = 0) -> DataProto | None:
+    def sample(self, wanted: ReplayRequest, pad_token_id: int = 0) -> DataProto | None:
         """Rows of earlier steps, oldest first, as `append` took them, without what the roles compute.
 
         `group_ids` count the groups of this batch from 0. None where no row may be taken.
@@ -143,7 +141,7 @@ class TieredBuffer:
         Raises:
             ReplayCorrupt: a file is not what was written.
         """
-        return rebuild(list(self._parts(numbers)), pad_token_id, self.shelf.touched)
+        return rows_from_arrow(list(self._parts(numbers)), pad_token_id, self.shelf.touched)
 
     def iterate(self, size: int, rank: int = 0, world_size: int = 1, pad_token_id: int = 0) -> Iterator[DataProto]:
         """All rows that are here, oldest first, in batches; with several processes each has its share of the shards."""
@@ -201,17 +199,17 @@ class TieredBuffer:
     def _hot_first(self) -> int:
         return self.index.end if self._hot.first is None else self._hot.first
 
-    def _into_hot(self, first_row: int, segment: Segment) -> None:
+    def _into_hot(self, first_row: int, segment: RowSegment) -> None:
         on_device = segment if self._device.type == "cpu" else segment.to(self._device)
         self._hot.append(first_row, on_device)
         self._hot.drop_before(self.index.end - self.settings.hot_rows)
         self._hot.trim(self._hot_bytes)
 
-    def _span(self, shard: Shard) -> slice:
+    def _span(self, shard: ReplayShard) -> slice:
         """The rows of a shard, in the columns of the index."""
         return slice(max(0, shard.first_row - self.index.first), max(0, shard.end - self.index.first))
 
-    def _chosen(self, wanted: Wanted, left_out: np.ndarray) -> np.ndarray:
+    def _chosen(self, wanted: ReplayRequest, left_out: np.ndarray) -> np.ndarray:
         """Numbers of rows, ascending."""
         index, settings = self.index, self.settings
         staleness = wanted.version - index["policy_version"].astype(np.int64)
@@ -232,7 +230,7 @@ class TieredBuffer:
         spans = [np.arange(first, first + size) for first, size in zip(heads[taken].tolist(), sizes[taken].tolist())]
         return index.first + np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
 
-    def _parts(self, numbers: np.ndarray) -> Iterator[Part]:
+    def _parts(self, numbers: np.ndarray) -> Iterator[SegmentRows]:
         places, tail_first = np.arange(len(numbers)), self.tail.first
         is_hot = numbers >= self._hot_first
         in_tail = ~is_hot & (numbers >= (self.index.end if tail_first is None else tail_first))
@@ -240,13 +238,13 @@ class TieredBuffer:
             if is_here.any():
                 yield from layer.find(numbers[is_here], places[is_here])
 
-    def _far(self, rows: np.ndarray) -> Iterator[tuple[Placed, np.ndarray]]:
+    def _far(self, rows: np.ndarray) -> Iterator[tuple[ShardLocation, np.ndarray]]:
         """The shards of these rows that are in the store alone."""
         in_shards = rows[rows < min(self._hot_first, self.index.end if self.tail.first is None else self.tail.first)]
         if len(in_shards):
             yield from ((placed, has) for placed, has in self.shelf.holding(in_shards) if placed.path is None)
 
-    def _bring(self, cold: Cold, placed: list[Placed]) -> list[Placed]:
+    def _bring(self, cold: RemoteTier, placed: list[ShardLocation]) -> list[ShardLocation]:
         """Fetch shards; gives those that could not be had."""
         paths = cold.fetch([one.shard for one in placed])
         for one in placed:
@@ -256,7 +254,7 @@ class TieredBuffer:
         cold.lost.clear()
         return [one for one in placed if one.path is None]
 
-    def _leave_fetched(self, cold: Cold) -> None:
+    def _leave_fetched(self, cold: RemoteTier) -> None:
         """Go without the files that were fetched for earlier steps."""
         for one in self.shelf:
             if one.is_stored and one.path is not None:
@@ -275,7 +273,7 @@ class TieredBuffer:
         self.released += [shard.name for shard in stored]
         self.shelf.doomed += [self.directory / index_name(shard) for shard in stored]
 
-    def _demote(self, cold: Cold) -> None:
+    def _demote(self, cold: RemoteTier) -> None:
         """Bring the oldest shards to the store; their files go once it has confirmed them."""
         self._confirmed |= {shard.name for shard in cold.uploaded()}
         expired = self._confirmed - {placed.shard.name for placed in self.shelf}  # on their way there

@@ -15,13 +15,13 @@ from verl.component import Description
 from verl.errors import RewardError
 from verl.ops.masking import last_true
 from verl.protocol import DataProto
-from verl.rewards.results import checked_scores
+from verl.rewards.validation import checked_scores
 
 TEXT_COLUMNS = ("prompt_text", "response_text")
 
 
 @dataclass(frozen=True)
-class Rating:
+class RewardResult:
     """Scores and what they are made of.
 
     Attributes:
@@ -68,12 +68,12 @@ class Reward:
         """The function that errors name as their source."""
         return self.rate
 
-    def rate_batch(self, batch: DataProto) -> Rating:
+    def rate_batch(self, batch: DataProto) -> RewardResult:
         """Rate every response of a batch, as `score` does, but place nothing on the tokens."""
         prompts, responses, columns = texts_of(batch)
         if not len(batch):
-            return Rating(np.zeros(0))
-        return Rating(checked_scores(self.rate(prompts, responses, **columns), prompts, responses, self.producer))
+            return RewardResult(np.zeros(0))
+        return RewardResult(checked_scores(self.rate(prompts, responses, **columns), prompts, responses, self.producer))
 
     def frozen(self) -> AbstractContextManager[None]:
         """The context in which what the reward learns of scores, such as their mean, stays as it is: evaluation."""

@@ -12,10 +12,9 @@ from typing import Any, Literal
 from verl.component import BuildContext
 from verl.errors import RewardError
 from verl.rewards.base import Reward, RewardDescription
-from verl.rewards.locate import load_function, own_line, path_faults
-from verl.rewards.results import reward_error
-from verl.rewards.samples import SampleReward, pool_faults
-from verl.rewards.signature import check_columns, named_parameters
+from verl.rewards.import_path import load_function, own_line, path_faults
+from verl.rewards.process_pool import SampleReward, pool_faults
+from verl.rewards.validation import check_columns, named_parameters, reward_error
 from verl.utils.component_exits import raised_by_code
 
 

@@ -1,4 +1,4 @@
-"""Several rewards as one: their weighted sum, each part logged by its name."""
+"""A weighted sum of several rewards, each logged by its name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from verl.component import BuildContext, Description
 from verl.errors import faults_below
 from verl.protocol import DataProto
-from verl.rewards.base import Rating, Reward, RewardDescription
+from verl.rewards.base import Reward, RewardDescription, RewardResult
 
 TAKEN = ("mean", "std", "failed")  # metrics `reward/NAME` of every reward
 
@@ -67,7 +67,7 @@ class SumOfRewards(Reward):
     def producer(self) -> Callable:
         return self.rate_batch
 
-    def rate_batch(self, batch: DataProto) -> Rating:
+    def rate_batch(self, batch: DataProto) -> RewardResult:
         """The sum; `parts` has each part's scores, and what a part has of its own is there as `NAME_...`."""
         total, parts, columns = np.zeros(len(batch)), {}, {}
         for name, reward in self.parts.items():
@@ -76,7 +76,7 @@ class SumOfRewards(Reward):
             parts[name] = rating.scores
             parts |= {f"{name}_{inner}": values for inner, values in rating.parts.items()}
             columns |= {f"{name}_{inner}": values for inner, values in rating.columns.items()}
-        return Rating(total, parts, columns)
+        return RewardResult(total, parts, columns)
 
     def take(self) -> dict[str, float]:
         return {f"{name}_{inner}": x for name, reward in self.parts.items() for inner, x in reward.take().items()}

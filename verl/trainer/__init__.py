@@ -19,7 +19,6 @@ loop              The loop around every trainer: data order, evaluation, progres
 pipeline          DataPipeline and RLTrainer: a run declared by its parts, and one call that carries it out
 ppo               Policy optimisation: the algorithm, as it stands in the papers, for PPO, GRPO and their kin
 ppo_faults        What is wrong between the components of a policy-gradient run
-ppo_metrics       The numbers that a policy-gradient step and an evaluation are judged by
 profiling         Where the time of a few steps goes: torch's profiler
 ray_trainer       PPO from a script or a notebook with the roles in Ray actors, one by one or all of them
 recovery          A run that loses a worker goes on by itself: from its last checkpoint, with new workers

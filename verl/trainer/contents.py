@@ -11,7 +11,7 @@ from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.save.save_plan import CopiedFile, LinkedFile, SharedFile
 from verl.checkpoint.save.save_request import SavedComponent, TensorItem
 from verl.models.hf_state_dict import ADAPTER_BIN, as_torch_file
-from verl.replay.saved import COMPONENT as REPLAY_BUFFER
+from verl.replay.checkpoint_state import COMPONENT as REPLAY_BUFFER
 from verl.trainer import generators
 from verl.trainer.identity import content_of
 from verl.workers.state import RoleState, SavedRole
@@ -48,7 +48,7 @@ class Contents:
             roles: by name; of those whose processes write their tensors themselves, only what is told of them.
             state: plain values; `sampler` goes to `dataloader/`, all others to `scheduler/`; `ranks`, see
                 `verl.trainer.generators.ranks_of`; `drawn_ahead`, tensors by name, and `replay_buffer`, a
-                `verl.replay.saved.BufferState`, components of their own.
+                `verl.replay.checkpoint_state.ReplayState`, components of their own.
         """
         drawn = state.get(DRAWN_AHEAD)
         here = {name: role for name, role in roles.items() if isinstance(role, RoleState)}

@@ -18,7 +18,7 @@ from verl.models.interfaces import check_interface
 from verl.models.pretrained import ModelSource, Pretrained
 from verl.rewards.base import Reward, RewardDescription
 from verl.rewards.function import RewardFunction
-from verl.rewards.model import RewardModel
+from verl.rewards.reward_model import RewardModel
 from verl.rewards.weighted_sum import TAKEN, WeightedSum
 from verl.trainer.given import GivenModel, GivenPrompts, GivenReward, carrying
 

@@ -19,8 +19,7 @@ from verl.models.interfaces import as_reward_model
 from verl.models.pretrained import ModelSource, without_dropout
 from verl.rewards.base import Reward, RewardDescription
 from verl.rewards.function import RewardFunction
-from verl.rewards.model import ModelReward
-from verl.rewards.reading import Reader
+from verl.rewards.reward_model import ModelReward, RewardTokenizer
 
 MICRO_BATCH_TOKENS = 16384  # of a reward model that was passed as an object
 
@@ -67,7 +66,9 @@ class GivenReward(RewardDescription):
         model = as_reward_model(reward.to(context.device), self.name, None, context.tokenizer.pad_token_id or 0)
         _refuse_fewer_embeddings(self.name, reward, tokenizer or context.tokenizer)
         form = "tokens" if tokenizer is None else "text"
-        return ModelReward(model, Reader(tokenizer or context.tokenizer, form, None, "error"), MICRO_BATCH_TOKENS)
+        return ModelReward(
+            model, RewardTokenizer(tokenizer or context.tokenizer, form, None, "error"), MICRO_BATCH_TOKENS
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

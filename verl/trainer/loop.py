@@ -22,8 +22,8 @@ from verl.checkpoint.save.save_plan import SaveOutcome
 from verl.data.base import Dataset
 from verl.data.sampler import EpochSampler
 from verl.errors import CheckpointFenced, WorkerError
+from verl.monitoring.nonfinite import NonFiniteGuard, StepSkipped
 from verl.protocol import DataProto
-from verl.safety.guard import Guard, StepSkipped
 from verl.tracking.base import TrackerSet
 from verl.trainer import generators
 from verl.trainer.profiling import Profiler
@@ -46,7 +46,7 @@ class Trainer(Protocol):
     settings: LoopSettings
     tracker: TrackerSet
     stages: Stages
-    guard: Guard
+    guard: NonFiniteGuard
     train_data: Dataset
     eval_data: Dataset | None
     sampler: EpochSampler

@@ -36,13 +36,14 @@ from verl.data.sampler import EpochSampler, Mixture
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, NonFiniteError, faults_below
 from verl.models.interfaces import tokenizer_fault
+from verl.monitoring.nonfinite import NonFiniteGuard, StepSkipped
+from verl.monitoring.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
 from verl.ops.counter_rng import EVALUATION, TRAINING
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
-from verl.replay.settings import TieredReplay
+from verl.replay.config import TieredReplay
 from verl.rewards.base import RewardDescription
 from verl.rollout.base import GenerationRequest, Rollout
-from verl.safety.guard import Guard, StepSkipped
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer import generators
@@ -52,7 +53,6 @@ from verl.trainer.contents import DRAWN_AHEAD
 from verl.trainer.expected_lengths import ExpectedLengths
 from verl.trainer.loop import Result, fit
 from verl.trainer.ppo_faults import faults_between
-from verl.trainer.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
 from verl.trainer.recovery import fit_through_losses
 from verl.trainer.resume import ResumePoint
 from verl.trainer.reuse import Reuse
@@ -173,7 +173,7 @@ class PPOTrainer:
             self.saving = prepare_saving(
                 run, context, "actor/loss", ("ref_log_probs",) if run.algorithm.needs_reference else ()
             )
-            self.guard = Guard(run.trainer.safety, self.run_dir, self.tokenizer)
+            self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, self.tokenizer)
             self.kl = run.algorithm.kl.build(context)
             self.reuse = Reuse(run, context, self.saving.directory)
             tell_budget(run, context, self.saving.directory)

@@ -18,9 +18,9 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.importance_sampling import reuse_weights
 from verl.component import BuildContext
 from verl.protocol import DataProto
-from verl.replay.sampling import Wanted
-from verl.replay.saved import COMPONENT, BufferState, directory_of, emptied
-from verl.replay.settings import TieredReplay
+from verl.replay.checkpoint_state import COMPONENT, ReplayState, directory_of, empty_state
+from verl.replay.config import TieredReplay
+from verl.replay.sampling import ReplayRequest
 from verl.storage.config import Storage
 from verl.trainer.resume import ResumePoint
 
@@ -98,13 +98,13 @@ class Reuse:
             self._release(self.buffer)
         return self.buffer.stats()
 
-    def state(self) -> dict[str, BufferState]:
+    def state(self) -> dict[str, ReplayState]:
         """What a checkpoint holds of it."""
         if self.buffer is None:
             return {}
-        from verl.replay.state import state_of
+        from verl.replay.checkpoint import buffer_state
 
-        return {COMPONENT: state_of(self.buffer)}
+        return {COMPONENT: buffer_state(self.buffer)}
 
     def load(self, point: ResumePoint) -> None:
         """Go on with the rows of a checkpoint, in place of those that are here."""
@@ -113,7 +113,7 @@ class Reuse:
             if saved.is_dir():
                 _log.warning("The replay buffer of %s is left behind: replay=off keeps no rows.", point.published.name)
             return
-        from verl.replay.state import attach
+        from verl.replay.checkpoint import restore_buffer
 
         if self.buffer is not None:
             self.buffer.close()
@@ -121,7 +121,7 @@ class Reuse:
         if not saved.is_dir():
             _log.warning("The checkpoint %s has no replay buffer: it starts empty.", point.published.name)
             return
-        attach(self.buffer, saved, verify=False)
+        restore_buffer(self.buffer, saved, verify=False)
         _log.info("The replay buffer goes on with %d rows of %s.", len(self.buffer), point.published.name)
 
     def close(self) -> None:
@@ -131,30 +131,32 @@ class Reuse:
 
     def _made(self, settings: TieredReplay) -> TieredBuffer:
         from verl.replay.buffer import TieredBuffer  # Arrow is loaded where there is a buffer, and else not
-        from verl.replay.cold import Cold
+        from verl.replay.remote_tier import RemoteTier
 
         context = self._context
         assert context.run_dir is not None
         directory = directory_of(settings, context.run_dir)
-        emptied(directory)
+        empty_state(directory)
         cold = None
         if self._storage is not None:
-            cold = Cold(self._storage.connect(), directory / "cold", settings.fetch_timeout_s, settings.fetch_retry_s)
+            cold = RemoteTier(
+                self._storage.connect(), directory / "cold", settings.fetch_timeout_s, settings.fetch_retry_s
+            )
         return TieredBuffer(settings, directory, context.device, context.seed, cold)
 
-    def _wanted(self, step: int, num_rows: int, version: int) -> Wanted | None:
+    def _wanted(self, step: int, num_rows: int, version: int) -> ReplayRequest | None:
         share, algorithm = self.algorithm.replay_fraction, self.algorithm
         count = round(num_rows * share / (1 - share))
         if not count:
             return None
-        return Wanted(count, step, version, algorithm.replay_max_staleness, algorithm.needs_groups)
+        return ReplayRequest(count, step, version, algorithm.replay_max_staleness, algorithm.needs_groups)
 
     def _release(self, buffer: TieredBuffer) -> None:
         """Delete from the store what nothing needs any more; where checkpoints go there too, nothing."""
         if not buffer.released or buffer.cold is None or self._keeps_all:
             buffer.released.clear()
             return
-        from verl.replay.state import cold_names
+        from verl.replay.checkpoint import cold_names
 
         needed = cold_names(self._checkpoints)
         buffer.cold.delete(name for name in buffer.released if name not in needed)

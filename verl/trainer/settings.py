@@ -10,7 +10,7 @@ import torch
 
 from verl.cluster.placement import Placement
 from verl.component import Description
-from verl.safety.settings import Safety
+from verl.monitoring.config import Monitoring
 from verl.trainer.profiling import Profile
 
 
@@ -56,7 +56,7 @@ class LoopSettings(Description):
     save_final: bool = True
     repeat_first_batch: bool = False
     profile: Profile | None = None
-    safety: Safety = field(default_factory=Safety)
+    safety: Monitoring = field(default_factory=Monitoring)
 
     def faults(self) -> Iterator[str]:
         for name in ("n_gpus_per_node", "nnodes", "total_epochs", "total_steps", "stop_after", "num_threads"):

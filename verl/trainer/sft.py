@@ -16,9 +16,9 @@ from verl.data.base import TextSource
 from verl.data.sampler import EpochSampler, Mixture
 from verl.engines.sharding import Sharding
 from verl.errors import faults_below
+from verl.monitoring.batch_dump import Attribution
+from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.protocol import DataProto
-from verl.safety.blame import Blame
-from verl.safety.guard import Guard
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer import generators
@@ -96,7 +96,7 @@ class SFTTrainer:
             self.tracker = run.tracker.build(context)
             self.stages = Stages(self.tracker)
             self.saving = prepare_saving(run, context, "sft/loss")
-            self.guard = Guard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame)
+            self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame)
             tell_budget(run, context, self.saving.directory)
             restore = restore_of(self.saving)
             host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps, restore=restore)
@@ -138,10 +138,10 @@ class SFTTrainer:
             "eval/token_accuracy": sums["correct"] / sums["tokens"],
         }
 
-    def _blame(self, metric: str, batch: DataProto) -> Blame:
+    def _blame(self, metric: str, batch: DataProto) -> Attribution:
         """Rows by their loss under the present weights: a forward pass each, which only a fault costs."""
         sums = [self.learner.evaluate(batch[row]).result() for row in range(len(batch))]
-        return Blame("loss per token", torch.tensor([found["nll"] / max(1.0, found["tokens"]) for found in sums]))
+        return Attribution("loss per token", torch.tensor([found["nll"] / max(1.0, found["tokens"]) for found in sums]))
 
     def save(self, directory: Path) -> list[Path]:
         """Write `actor/` as a Hugging Face directory below `directory`."""

@@ -10,7 +10,7 @@ from verl.algorithms.algorithm import Algorithm
 from verl.component import BuildContext, Description
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import NoSharding, Sharding
-from verl.rewards.model import RewardModel
+from verl.rewards.reward_model import RewardModel
 from verl.rollout.base import Rollout
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor, ActorWorker

@@ -11,8 +11,9 @@ import torch
 from verl.component import BuildContext
 from verl.dispatch import by_rows
 from verl.protocol import DataProto
-from verl.rewards.base import Rating, Reward
-from verl.rewards.model import NormalisedReward, RewardModel
+from verl.rewards.base import Reward, RewardResult
+from verl.rewards.normalization import NormalisedReward
+from verl.rewards.reward_model import RewardModel
 
 PART = "part/"
 
@@ -48,9 +49,9 @@ class RewardElsewhere(NormalisedReward):
         super().__init__(described.normalize == "running")
         self.role = role
 
-    def raw(self, batch: DataProto) -> Rating:
+    def raw(self, batch: DataProto) -> RewardResult:
         if not len(batch):
-            return Rating(np.zeros(0))
+            return RewardResult(np.zeros(0))
         answer = self.role.rate(batch).result()
         parts = {name.removeprefix(PART): x.numpy() for name, x in answer.batch.items() if name.startswith(PART)}
-        return Rating(answer["rating"].numpy(), parts)
+        return RewardResult(answer["rating"].numpy(), parts)

@@ -1,0 +1,379 @@
+"""Faults planted in real runs: what stops, what is skipped, what is left as it was, and what is written about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Arbitrary, Prompts, ppo_run, read_lines, weights, without_times
+from trainer.test_sft import sft_run
+
+from verl.algorithms.advantages import AdvantageEstimator
+from verl.algorithms.dynamic_sampling import DynamicSampling
+from verl.algorithms.kl import AdaptiveKLInReward
+from verl.component import BuildContext
+from verl.engines.optimizer import AdamW
+from verl.engines.sharding import DDP
+from verl.errors import NonFiniteError, NonFiniteRewardError
+from verl.models.pretrained import Pretrained
+from verl.monitoring.config import Monitoring
+from verl.monitoring.nonfinite import StepSkipped
+from verl.protocol import DataProto
+from verl.rewards.base import Reward, RewardDescription, RewardResult
+from verl.rollout.base import GenerationRequest
+from verl.tracking.base import Trackers
+from verl.tracking.jsonl import JsonLines
+from verl.workers.critic import Critic
+
+pytestmark = pytest.mark.xdist_group("two processes")
+JSONL = Trackers(jsonl=JsonLines())
+QUICK: dict[str, Any] = {"eval_before": False, "save_final": False, "data": Prompts(eval=()), "tracker": JSONL}
+
+SHARDINGS: dict[str, dict[str, Any]] = {"none": {}, "ddp": {"sharding": DDP(timeout_s=60.0), "n_gpus_per_node": 2}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongAt(RewardDescription):
+    """Arbitrary scores, but `value` for the second row at some of the calls.
+
+    Args:
+        checked: the value passes through the check of a function's results, and not straight into the batch.
+    """
+
+    calls: tuple[int, ...]
+    value: float
+    checked: bool = True
+
+    def build(self, context: BuildContext) -> Reward:
+        return WrongReward(self)
+
+
+class WrongReward(Reward):
+    def __init__(self, options: WrongAt):
+        self.options, self.count = options, 0
+
+    def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
+        self.count += 1
+        scores = Arbitrary().rate(prompts, responses)
+        if self.count in self.options.calls:
+            scores[1] = self.options.value
+        return scores
+
+    def rate_batch(self, batch: DataProto) -> RewardResult:
+        if self.options.checked:
+            return super().rate_batch(batch)
+        return RewardResult(np.array(self.rate(list(batch["prompt_text"]), list(batch["response_text"]))))
+
+
+def fit(run: Any, directory: Path) -> Any:
+    with run.build(BuildContext(run_dir=directory)) as trainer:
+        return trainer.fit()
+
+
+def steps_of(directory: Path) -> list[dict]:
+    return read_lines(directory / "metrics.jsonl")
+
+
+def skipping(**options: Any) -> Monitoring:
+    return Monitoring(on_non_finite="skip", **options)
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["by a function", "past the check"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_stops_the_run_with_the_batch(model32, tmp_path, value, checked):
+    reward = WrongAt(calls=(2,), value=value, checked=checked)
+    with pytest.raises(NonFiniteError, match=r"anomalies/step_2_reward") as caught:
+        fit(ppo_run(model32, GRPO_ALGORITHM, reward=reward, critic=None, total_steps=3, **QUICK), tmp_path)
+    assert isinstance(caught.value, NonFiniteRewardError) == checked
+    (directory,) = (tmp_path / "anomalies").iterdir()
+    batch = DataProto.load(directory / "batch.safetensors")
+    assert len(batch) == 6
+    assert list(batch["response_text"])
+    worst = read_lines(directory / "rows.jsonl")[0]
+    assert worst["row"] == 1
+    assert worst["response_text"] == batch["response_text"][1]
+    readme = (directory / "README.md").read_text()
+    assert f'DataProto.load("{directory}/batch.safetensors")' in readme
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+    assert len(steps_of(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["by a function", "past the check"])
+def test_a_step_whose_reward_is_not_finite_is_skipped_as_if_it_had_not_been(model32, tmp_path, checked):
+    algorithm = dataclasses.replace(PPO_ALGORITHM, kl=AdaptiveKLInReward(coef=0.1, target=1e-3, horizon=10.0))
+
+    def course(directory: Path, wrong: bool) -> tuple[list[dict], dict]:
+        reward = WrongAt(calls=(2,) if wrong else (), value=math.nan, checked=checked)
+        run = ppo_run(model32, algorithm, reward=reward, safety=skipping(), **QUICK)
+        with run.build(BuildContext(run_dir=directory)) as trainer:
+            trainer.tracker.start("run", {}, directory, 3)
+            found = []
+            for step, rows in ((1, [0, 1, 2]), (2, [3, 4, 5]), (3, [6, 7, 0])):
+                if step == 2 and not wrong:
+                    trainer.reward.count += 1
+                    continue
+                try:
+                    metrics = trainer.step(trainer.train_data.collate(rows), step)
+                except StepSkipped:
+                    metrics = {}
+                found.append(metrics | trainer.guard.take())
+            trainer.save(directory / "saved")
+            return found, weights(directory / "saved")
+
+    (first, skipped, last), after = course(tmp_path / "wrong", wrong=True)
+    (first_sound, last_sound), after_sound = course(tmp_path / "sound", wrong=False)
+    assert skipped == {"safety/skipped_steps": 1.0}
+    assert (first, last) == (first_sound, last_sound)  # kl/coef among them
+    assert all(torch.equal(x, after_sound[name]) for name, x in after.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exponential(AdvantageEstimator):
+    """An estimator that overflows where a reward is large."""
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        mask, rewards = batch["response_mask"], batch["token_level_rewards"].sum(dim=1, keepdim=True)
+        credit = torch.where(mask, torch.exp(rewards), 0.0)
+        return DataProto.from_dict({"advantages": credit, "returns": credit})
+
+
+@pytest.mark.parametrize("on_non_finite", ["skip", "stop"])
+def test_credit_that_overflows_leaves_the_coefficient_of_the_kl_as_it_was(model32, tmp_path, on_non_finite):
+    kl = AdaptiveKLInReward(coef=0.1, target=1e-3, horizon=10.0)
+    algorithm = dataclasses.replace(PPO_ALGORITHM, advantage=Exponential(), kl=kl)
+    reward, safety = WrongAt(calls=(2,), value=1e3), Monitoring(on_non_finite=on_non_finite)
+    run = ppo_run(model32, algorithm, reward=reward, safety=safety, **QUICK)
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        trainer.tracker.start("run", {}, tmp_path, 3)
+        batch = trainer.train_data.collate([0, 1, 2])
+        trainer.step(batch, 1)
+        before = trainer.kl.state_dict()
+        with pytest.raises(StepSkipped if on_non_finite == "skip" else NonFiniteError):
+            trainer.step(batch, 2)
+        assert trainer.kl.state_dict() == before
+        trainer.step(batch, 3)
+        assert trainer.kl.state_dict() != before
+    row = read_lines(tmp_path / "anomalies" / "step_2_credit" / "rows.jsonl")[0]
+    assert (row["row"], row["score"]) == (1, 1e3)
+    assert row["advantages"]["not_finite"] > 0
+
+
+def test_a_run_goes_on_after_a_skipped_step_and_counts_it(model32, tmp_path):
+    reward = WrongAt(calls=(2,), value=math.inf)
+    result = fit(ppo_run(model32, reward=reward, total_steps=3, safety=skipping(), **QUICK), tmp_path)
+    assert (result.status, result.steps) == ("finished", 3)
+    lines = steps_of(tmp_path)
+    assert [line.get("safety/skipped_steps") for line in lines] == [None, 1, None]
+    assert [line["perf/samples"] for line in lines] == [6, 0, 6]
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["by a function", "past the check"])
+def test_too_many_skips_in_a_row_stop_the_run_after_all(model32, tmp_path, checked):
+    reward = WrongAt(calls=(2, 4, 5, 6, 7), value=math.nan, checked=checked)
+    with pytest.raises(NonFiniteError, match="step_6_reward"):
+        fit(ppo_run(model32, reward=reward, total_steps=9, safety=skipping(max_skips=2), **QUICK), tmp_path)
+    assert [line["step"] for line in steps_of(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_selection_of_groups_never_sees_a_reward_that_is_not_finite(model32, tmp_path):
+    algorithm = dataclasses.replace(GRPO_ALGORITHM, selection=DynamicSampling(on_none="skip"), mini_batches=1)
+    reward = WrongAt(calls=(1,), value=math.nan, checked=False)
+    with pytest.raises(NonFiniteError, match="token_level_scores at row 1"):
+        fit(ppo_run(model32, algorithm, critic=None, reward=reward, total_steps=1, **QUICK), tmp_path)
+
+
+def test_no_more_batches_are_written_than_the_settings_allow(model32, tmp_path):
+    reward = WrongAt(calls=(1, 2, 3, 4), value=math.nan)
+    safety = skipping(max_skips=9, max_dumps=2, dump_rows=1)
+    fit(ppo_run(model32, reward=reward, total_steps=4, safety=safety, **QUICK), tmp_path)
+    assert sorted(path.name for path in (tmp_path / "anomalies").iterdir()) == ["step_1_reward", "step_2_reward"]
+    assert len(read_lines(tmp_path / "anomalies" / "step_1_reward" / "rows.jsonl")) == 1
+
+
+def broken(directory: Path, source: Path) -> Pretrained:
+    """A model one of whose weights is nan."""
+    shutil.copytree(source, directory)
+    tensors = load_file(directory / "model.safetensors")
+    name = next(name for name in tensors if "layers.1" in name and "mlp" in name)
+    tensors[name][0, 0] = math.nan
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return Pretrained(path=str(directory))
+
+
+@pytest.mark.parametrize("sharding", ["none", "ddp"])
+def test_weights_that_are_not_finite_stop_the_run_and_skipping_does_not_hide_them(model32, dir32, tmp_path, sharding):
+    critic = Critic(model=broken(tmp_path / "model", dir32), optimizer=AdamW(lr=1e-3))
+    run = ppo_run(model32, critic=critic, total_steps=9, safety=skipping(max_skips=2), **QUICK, **SHARDINGS[sharding])
+    with pytest.raises(NonFiniteError, match=r"Step 3: not finite: values at rows 0, .*The batch: .*step_3_score"):
+        fit(run, tmp_path / "run")
+    assert [line.get("safety/skipped_steps") for line in steps_of(tmp_path / "run")] == [1, 1]
+
+
+def test_an_actor_that_cannot_be_drawn_from_ends_the_run_in_words(dir32, tmp_path):
+    run = ppo_run(broken(tmp_path / "model", dir32), GRPO_ALGORITHM, critic=None, safety=skipping(), **QUICK)
+    with pytest.raises(ValueError, match="the logits were NaN"):
+        fit(run, tmp_path / "run")
+
+
+@pytest.mark.parametrize("sharding", ["none", "ddp"])
+def test_an_update_whose_gradient_overflows_is_left_out_by_every_process(model32, tmp_path, sharding):
+
+    def course(directory: Path, overflow: bool) -> dict:
+        run = ppo_run(model32, GRPO_ALGORITHM, critic=None, safety=skipping(), **QUICK, **SHARDINGS[sharding])
+        with run.build(BuildContext(run_dir=directory)) as trainer:
+            trainer.tracker.start("run", {}, directory, 2)
+            rows = trainer.score(trainer.generate(trainer.train_data.collate([0, 1, 2]), GenerationRequest(1, 2)))
+            experience, _ = trainer.assign_credit(rows)
+            huge = experience["advantages"].clone()
+            huge[0] = 1e38 * experience["response_mask"][0]  # one row: under ddp one process alone has it
+            other = experience.select([name for name in experience.batch if name != "advantages"])
+            large = other.union(DataProto.from_dict({"advantages": huge}))
+            trainer.update(experience, 1)
+            if overflow:
+                metrics = trainer.update(large, 2)
+                assert math.isfinite(metrics["actor/loss"])  # of the mini-batches that were sound
+                assert trainer.guard.take() == {"safety/skipped_updates": 1.0}
+            else:
+                whole = [part for part in trainer._mini_batches(len(large), 2) if 0 not in part.tolist()]
+                for part in whole:
+                    trainer.actor.update(large[part]).result()
+            trainer.update(experience, 3)
+            trainer.save(directory / "saved")
+        return weights(directory / "saved")
+
+    left_out, never = course(tmp_path / "overflow", overflow=True), course(tmp_path / "never", overflow=False)
+    assert all(torch.equal(x, never[name]) for name, x in left_out.items())
+    batch = DataProto.load(tmp_path / "overflow" / "anomalies" / "step_0_actor" / "batch.safetensors")
+    worst = read_lines(tmp_path / "overflow" / "anomalies" / "step_0_actor" / "rows.jsonl")[0]
+    assert len(batch) == 2
+    assert worst["advantages"]["max"] > 1e37
+
+
+def test_an_update_that_is_left_out_leaves_the_optimizer_and_its_schedule_as_they_were(model32, tmp_path):
+    run = ppo_run(model32, PPO_ALGORITHM, safety=skipping(plant_nan_at=2), total_steps=9, **QUICK)
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        trainer.tracker.start("run", {}, tmp_path, 9)
+        batch = trainer.train_data.collate([0, 1, 2])
+        trainer.step(batch, 1)
+        engines = [trainer._cluster._host.workers[role].engine for role in ("actor", "critic")]
+        before = [
+            (engine.updates, clone(engine.optimizer.state_dict()), clone(engine.model.state_dict()))
+            for engine in engines
+        ]
+        metrics = trainer.step(batch, 2)
+        for engine, (updates, state, tensors) in zip(engines, before, strict=True):
+            assert engine.updates == updates == 2
+            assert same(engine.optimizer.state_dict(), state)
+            assert same(engine.model.state_dict(), tensors)
+        assert math.isnan(metrics["actor/loss"])
+        assert math.isnan(metrics["critic/loss"])
+        assert trainer.guard.take() == {"safety/skipped_updates": 4.0}
+        trainer.step(batch, 3)
+        assert [engine.updates for engine in engines] == [4, 4]
+
+
+def clone(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.clone()
+    if isinstance(tree, dict):
+        return {key: clone(value) for key, value in tree.items()}
+    return [clone(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+@pytest.mark.parametrize("sharding", ["none", "ddp"])
+def test_a_loss_that_is_not_finite_stops_the_run_with_its_mini_batch(model32, tmp_path, sharding):
+    run = ppo_run(
+        model32,
+        GRPO_ALGORITHM,
+        critic=None,
+        safety=Monitoring(plant_nan_at=2),
+        total_steps=3,
+        **QUICK,
+        **SHARDINGS[sharding],
+    )
+    with pytest.raises(NonFiniteError, match=r"Step 2: actor/loss is nan, .*The batch: .*step_2_actor"):
+        fit(run, tmp_path)
+    batch = DataProto.load(tmp_path / "anomalies" / "step_2_actor" / "batch.safetensors")
+    assert len(batch) == 2  # one of three mini-batches
+    rows = read_lines(tmp_path / "anomalies" / "step_2_actor" / "rows.jsonl")
+    assert {"prompt_text", "response_text", "score", "advantages", "old_log_probs"} <= set(rows[0])
+
+
+def test_fine_tuning_skips_and_stops_likewise(dir32, tmp_path):
+    def run(safety: Monitoring):
+        made = sft_run(dir32, tmp_path)
+        return dataclasses.replace(
+            made, trainer=dataclasses.replace(made.trainer, safety=safety, total_steps=4), tracker=JSONL
+        )
+
+    result = fit(run(skipping(plant_nan_at=2)), tmp_path / "skip")
+    assert result.status == "finished"
+    lines = [line for line in steps_of(tmp_path / "skip") if "sft/loss" in line]
+    assert [line.get("safety/skipped_updates") for line in lines] == [None, 1, None, None]
+    assert lines[1]["sft/loss"] == "nan"
+    with pytest.raises(NonFiniteError, match=r"Step 2: sft/loss is nan.*step_2_sft"):
+        fit(run(Monitoring(plant_nan_at=2)), tmp_path / "stop")
+    (worst, *others) = read_lines(tmp_path / "stop" / "anomalies" / "step_2_sft" / "rows.jsonl")
+    assert worst["text"]
+    assert all(row["weight"] <= worst["weight"] for row in others)
+
+
+def test_a_spike_is_told_with_the_rows_behind_it_and_their_batch(model32, tmp_path, caplog):
+    reward = WrongAt(calls=(6,), value=1e4)
+    safety = Monitoring(spike_history=3, spike_factor=50.0)
+    algorithm = dataclasses.replace(PPO_ALGORITHM, epochs=1)
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        fit(ppo_run(model32, algorithm, reward=reward, total_steps=7, lr=1e-5, safety=safety, **QUICK), tmp_path)
+    (told,) = [record.getMessage() for record in caplog.records if "beyond its band" in record.getMessage()]
+    assert told.startswith("Step 6: beyond its band: ")
+    assert "critic/loss" in told
+    assert "row 1" in told or "rows 1" in told
+    assert "anomalies/step_6_spike" in told
+    rows = read_lines(tmp_path / "anomalies" / "step_6_spike" / "rows.jsonl")
+    assert rows[0]["row"] == 1
+    assert rows[0]["score"] == 1e4
+    assert len(DataProto.load(tmp_path / "anomalies" / "step_6_spike" / "batch.safetensors")) == 6
+    assert [line.get("safety/spikes", 0) > 0 for line in steps_of(tmp_path)] == [False] * 5 + [True, False]
+
+
+@pytest.mark.parametrize("algorithm", [PPO_ALGORITHM, GRPO_ALGORITHM], ids=["ppo", "grpo"])
+def test_a_sound_run_has_the_same_numbers_bit_for_bit_whatever_the_settings(model32, tmp_path, algorithm):
+    def course(name: str, safety: Monitoring) -> tuple[list[dict], dict]:
+        options = {**QUICK, "save_final": True}
+        fit(ppo_run(model32, algorithm, total_steps=5, safety=safety, **options), tmp_path / name)
+        return [without_times(line) for line in steps_of(tmp_path / name)], weights(tmp_path / name / "actor")
+
+    off = course("off", Monitoring(spike_factor=None, max_dumps=0))
+    on = course("on", skipping(spike_factor=1e-6, spike_history=3))  # every step spikes
+    assert any("safety/spikes" in line for line in on[0])
+    assert [{k: v for k, v in line.items() if not k.startswith("safety/")} for line in on[0]] == off[0]
+    assert all(torch.equal(x, off[1][name]) for name, x in on[1].items())
+
+
+def test_a_batch_that_cannot_be_written_stops_nothing(model32, tmp_path, caplog):
+    tmp_path.joinpath("anomalies").write_text("in the way")
+    reward = WrongAt(calls=(1,), value=math.nan)
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        result = fit(ppo_run(model32, reward=reward, total_steps=2, safety=skipping(), **QUICK), tmp_path)
+    assert result.status == "finished"
+    assert "could not be written" in caplog.text

@@ -1,0 +1,282 @@
+"""Rewards by a scoring service, on loopback: batches, cache, failures, and a run that logs them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from http_client.servers import Say, in_turn, serving
+from trainer.runs import ppo_run, read_lines
+
+from verl.component import BuildContext
+from verl.errors import ConfigError, NonFiniteRewardError, RewardError
+from verl.models.pretrained import Pretrained
+from verl.protocol import DataProto
+from verl.rewards.remote.http_reward import HTTPReward
+from verl.rewards.weighted_sum import WeightedSum
+from verl.tracking.base import Trackers
+from verl.tracking.jsonl import JsonLines
+
+RESPONSES = ["0", "1", "2", "3", "4"]
+KEY = "sk-abcdef0123456789abcdef"
+
+
+def batch_of(responses=RESPONSES, **columns):
+    count = len(responses)
+    return DataProto.from_dict(
+        tensors={"response_mask": torch.ones(count, 2, dtype=torch.bool)},
+        non_tensors={"prompt_text": [f"prompt {i}" for i in range(count)], "response_text": list(responses), **columns},
+    )
+
+
+def scored_by_value(asked):
+    return [float(item["response"]) for item in asked.body]
+
+
+def each_of(score):
+    return lambda asked: [score] * len(asked.body)
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Build the reward of a server; it is closed after the test."""
+    rewards = []
+
+    def make(server, endpoint=None, **settings):
+        settings = {"cache_dir": str(tmp_path / "cache"), "batch_size": 2, **settings}
+        described = HTTPReward(endpoint=server.endpoint("/score", **(endpoint or {})), **settings)
+        rewards.append(described.build(BuildContext()))
+        return rewards[-1]
+
+    yield make
+    for reward in rewards:
+        reward.close()
+
+
+def outcomes(scored):
+    return list(scored["reward_outcome"])
+
+
+def test_samples_are_posted_as_a_list_and_scores_keep_their_order(made):
+    with serving(scored_by_value) as server:
+        scored = made(server).score(batch_of())
+        assert list(scored["score"]) == [0, 1, 2, 3, 4]
+        assert scored["token_level_scores"][:, 1].tolist() == [0, 1, 2, 3, 4]
+        assert sorted(len(asked.body) for asked in server.asked) == [1, 2, 2]
+        assert {asked.path for asked in server.asked} == {"/score"}
+        assert all(text.startswith("scored in ") for text in outcomes(scored))
+        first = next(asked for asked in server.asked if asked.body[0]["response"] == "0")
+        assert first.body == [{"prompt": "prompt 0", "response": "0"}, {"prompt": "prompt 1", "response": "1"}]
+        assert len(made(server).score(batch_of([]))) == 0
+
+
+def test_names_of_fields_and_places_of_scores_are_the_services_own(made):
+    def answer(asked):
+        assert asked.body["kind"] == "math"
+        return {"result": {"scores": [{"value": item["gold"] * 2} for item in asked.body["items"]]}}
+
+    settings = {
+        "fields": {"said": "response", "gold": "answer"},
+        "items_key": "items",
+        "options": {"kind": "math"},
+        "scores_path": "result.scores",
+        "score_path": "value",
+    }
+    with serving(answer) as server:
+        scored = made(server, **settings).score(batch_of(answer=[3, 1, 4, 1, 5]))
+        assert list(scored["score"]) == [6, 2, 8, 2, 10]
+        assert server.asked[0].body["items"][0].keys() == {"said", "gold"}
+        with pytest.raises(RewardError, match="fields.gold is answer, and the data has no such column. It has prompt"):
+            made(server, **settings).score(batch_of())
+
+
+def test_what_was_scored_once_is_not_asked_again_in_a_later_run(made):
+    with serving(scored_by_value) as server:
+        made(server).score(batch_of())
+        count = len(server.asked)
+        scored = made(server).score(batch_of([*RESPONSES, "9"]))
+        assert list(scored["score"]) == [0, 1, 2, 3, 4, 9]
+        assert len(server.asked) == count + 1
+        assert server.asked[-1].body == [{"prompt": "prompt 5", "response": "9"}]
+        assert outcomes(scored)[:5] == ["cached"] * 5
+        made(server, cache_gib=0.0).score(batch_of())
+        assert len(server.asked) == count + 4
+    with serving(scored_by_value) as other:
+        made(other).score(batch_of())
+        assert len(other.asked) == 3  # another address is another service
+
+
+def test_equal_responses_to_a_prompt_are_one_question_where_answers_are_kept(made):
+    twins = batch_of(["7", "7", "7"])
+    twins = twins.select(["response_mask"], ["response_text"]).union(
+        DataProto.from_dict(non_tensors={"prompt_text": ["same"] * 3})
+    )
+    with serving(scored_by_value) as server:
+        scored = made(server).score(twins)
+        assert list(scored["score"]) == [7, 7, 7]
+        assert [len(asked.body) for asked in server.asked] == [1]
+        assert outcomes(scored)[1:] == ["cached", "cached"]
+        made(server, cache_gib=0.0).score(twins)
+        assert sum(len(asked.body) for asked in server.asked[1:]) == 3
+
+
+def test_a_retry_asks_only_for_the_scores_that_were_missing(made):
+    def once_wrong(asked):
+        return [float("nan") if item["response"] == "1" else 0.5 for item in asked.body]
+
+    with serving(in_turn(once_wrong, scored_by_value)) as server:
+        scored = made(server, batch_size=5).score(batch_of())
+        assert list(scored["score"]) == [0.5, 1, 0.5, 0.5, 0.5]
+        assert [len(asked.body) for asked in server.asked] == [5, 1]
+        assert outcomes(scored)[1].endswith(", asked 2 times")
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ([1.0], "1 scores in place of a list of 2 scores"),
+        ([1.0, 2.0, 3.0], "3 scores in place of a list of 2 scores"),
+        ({"scores": [1.0, 2.0]}, "in place of a list of 2 scores"),
+        (each_of(None), "None in place of a number"),
+        (each_of("high"), "'high' in place of a number"),
+        (each_of("1_0"), "'1_0' in place of a number"),
+        (each_of([2.0]), "[2.0] in place of a number"),
+        (Say(status=500, body="broken"), "HTTP 500"),
+        (Say(content=b"oops"), "no JSON: oops"),
+        (Say(hang_up=True), "RemoteProtocolError"),
+    ],
+)
+def test_a_sample_that_fails_for_good_ends_the_run_with_its_texts(bad, why, made):
+    with serving(in_turn(bad)) as server, pytest.raises(RewardError) as refused:
+        made(server, batch_size=2).score(batch_of(["a", "b"]))
+    message = str(refused.value)
+    assert f"Expected: one finite number for each response, from {server.url}/score" in message
+    assert why in message
+    assert "Sample: " in message
+    assert not isinstance(refused.value, NonFiniteRewardError)
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e300])
+def test_a_score_that_is_not_finite_is_told_as_such_with_its_rows(number, made):
+    with serving(lambda asked: [number if item["response"] == "b" else 1.0 for item in asked.body]) as server:
+        with pytest.raises(NonFiniteRewardError) as refused:
+            made(server).score(batch_of(["a", "b"]))
+        assert refused.value.rows == (1,)
+
+
+def test_a_sample_may_get_a_score_of_its_own_instead_and_is_counted(made, caplog):
+    def bad_for_2(asked):
+        return Say(status=500) if any(item["response"] == "2" for item in asked.body) else scored_by_value(asked)
+
+    with serving(bad_for_2) as server:
+        reward = made(server, on_error="score", error_score=-1.0, batch_size=1)
+        scored = reward.score(batch_of())
+    assert list(scored["score"]) == [0, 1, -1, 3, 4]
+    assert list(scored["reward/failed"]) == [0, 0, 1, 0, 0]
+    assert outcomes(scored)[2].startswith("failed, asked 3 times: HTTP 500")
+    assert "1 of 5 samples have no reward of their own and get error_score -1" in caplog.text
+    metrics = reward.take()
+    assert metrics.pop("remote_latency_p50_s") <= metrics.pop("remote_latency_p95_s")
+    assert metrics == {"remote_requests": 7, "remote_retries": 2, "remote_failures": 1, "remote_cache_hits": 0}
+    assert reward.take() == {}
+
+
+def test_a_server_that_refuses_all_or_is_gone_ends_the_run_whatever_may_fail(made):
+    with serving(in_turn(Say(status=401, body="who are you"))) as server:
+        reward = made(server, on_error="score")
+        with pytest.raises(RewardError, match="HTTP 401"):
+            reward.score(batch_of())
+    with pytest.raises(RewardError, match="the server seems to be gone"):
+        reward.score(batch_of())
+
+
+@pytest.mark.parametrize("how", ["gone", "silent"])
+def test_a_server_that_is_gone_is_noticed_where_a_part_of_the_batch_comes_from_the_cache(how, made):
+    with serving(scored_by_value) as server:
+        reward = made(server, on_error="score", endpoint={"timeout_s": 0.2, "retries": 1})
+        reward.score(batch_of(RESPONSES[:2]))
+        if how == "silent":
+            server.answer, server.page = (lambda asked: Say(delay_s=60.0)), (lambda path: Say(delay_s=60.0))
+            with pytest.raises(RewardError, match="the server seems to be gone"):
+                reward.score(batch_of())
+    if how == "gone":
+        with pytest.raises(RewardError, match="the server seems to be gone"):
+            reward.score(batch_of())
+    assert list(reward.score(batch_of(RESPONSES[:2]))["score"]) == [0, 1]  # all of it is known
+
+
+def test_a_sample_that_is_never_answered_is_its_own_affair_where_the_others_are_known(made):
+    def answer(asked):
+        return Say(hang_up=True) if asked.body[0]["response"] == "4" else scored_by_value(asked)
+
+    with serving(answer) as server:
+        reward = made(server, on_error="score", error_score=-1.0, batch_size=1)
+        for _ in range(2):  # of the second batch, it is all that is asked
+            assert list(reward.score(batch_of())["score"]) == [0, 1, 2, 3, -1]
+
+
+def test_an_evaluation_is_not_counted(made):
+    with serving(scored_by_value) as server:
+        reward = made(server)
+        with reward.frozen():
+            reward.score(batch_of())
+        assert reward.take() == {}
+        reward.score(batch_of())
+        assert reward.take()["remote_cache_hits"] == 5
+
+
+def test_a_server_that_does_not_answer_is_told_before_anything_loads(tmp_path):
+    with serving(scored_by_value) as server:
+        pass
+    described = HTTPReward(endpoint=server.endpoint(), cache_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"endpoint\.base_url is .*: no server answers there \(ConnectError"):
+        described.build(BuildContext())
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"fields": {"prompt": "prompt"}}, "fields has no response"),
+        ({"options": {"a": 1}}, "give the list a name by items_key"),
+        ({"options": {"a": 1}, "items_key": "a"}, r"options\.a: is where the samples are"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"error_score": float("nan")}, "error_score is nan"),
+        ({"cache_gib": -1.0}, "cache_gib is -1"),
+        ({"on_error": "zero"}, "on_error is 'zero': expected one of raise, score"),
+    ],
+)
+def test_settings_that_cannot_be_are_faults(settings, fault):
+    from verl.http_client.endpoint import Endpoint
+
+    with pytest.raises(ConfigError, match=fault):
+        HTTPReward(endpoint=Endpoint(base_url="http://localhost:1"), **settings)
+
+
+def test_a_run_asks_logs_and_shows_its_samples_without_the_key(dir32, tmp_path, monkeypatch):
+    monkeypatch.setenv("SCORER_KEY", KEY)
+
+    def lengths(asked):
+        assert asked.headers["authorization"] == f"Bearer {KEY}"
+        return [float(len(item["response"])) for item in asked.body]
+
+    with serving(lengths) as server:
+        endpoint = server.endpoint("/score", key_variable="SCORER_KEY")
+        judge = HTTPReward(endpoint=endpoint, cache_dir=str(tmp_path / "cache"), batch_size=4)
+        run = ppo_run(
+            Pretrained(path=str(dir32)),
+            reward=WeightedSum(parts={"judge": judge}, weights={"judge": 2.0}),
+            total_steps=1,
+            tracker=Trackers(jsonl=JsonLines()),
+        )
+        with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+            trainer.fit()
+    line = next(line for line in read_lines(tmp_path / "run/metrics.jsonl") if "reward/mean" in line)
+    assert line["reward/mean"] == 2 * line["reward/judge"]
+    assert line["reward/judge_remote_requests"] + line["reward/judge_remote_cache_hits"] > 0
+    assert line["reward/judge_remote_failures"] == 0
+    samples = read_lines(next((tmp_path / "run/samples").glob("*.jsonl")))
+    assert all(row["reward_judge_outcome"].startswith(("scored", "cached")) for row in samples)
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
+    assert not [path for path in written if KEY.encode() in path.read_bytes()]

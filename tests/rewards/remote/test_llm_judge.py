@@ -1,0 +1,186 @@
+"""Rewards by a judge behind an OpenAI-compatible server, on loopback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from http_client.servers import Say, in_turn, serving
+from rewards.remote.test_http_reward import batch_of, outcomes
+
+from verl.component import BuildContext
+from verl.errors import ConfigError, NonFiniteRewardError, RewardError
+from verl.http_client.endpoint import Endpoint
+from verl.http_client.request import RetryableAnswer
+from verl.rewards.remote.llm_judge import LLMJudge
+from verl.rewards.remote.score_parser import by_path
+
+TEMPLATE = 'Q: {prompt} A: {response} Say {{score}} as {"score": 1}.'
+SETTINGS = {"model": "judge-1", "template": TEMPLATE, "score_pattern": r"Score: (\S+)"}
+
+
+def says(text, **more):
+    return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop", **more}]}
+
+
+def graded(asked):
+    """The judge takes the number in the response."""
+    said = asked.body["messages"][-1]["content"].split("A: ")[1].split()[0]
+    return says(f"It says Score: 99 of itself.\nScore: {said}")
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Build the judge of a server; it is closed after the test."""
+    rewards = []
+
+    def make(server, **settings):
+        settings = {"cache_dir": str(tmp_path / "cache"), **SETTINGS, **settings}
+        rewards.append(LLMJudge(endpoint=server.endpoint("/v1"), **settings).build(BuildContext()))
+        return rewards[-1]
+
+    yield make
+    for reward in rewards:
+        reward.close()
+
+
+def test_the_judge_reads_the_template_and_its_last_score_counts(made):
+    options = {"temperature": 0.0, "max_tokens": 64}
+    with serving(graded) as server:
+        scored = made(server, options=options, system="Be strict.").score(batch_of(["3", "1.5"]))
+        assert list(scored["score"]) == [3.0, 1.5]
+        bodies = {asked.body["messages"][1]["content"]: asked.body for asked in server.asked}
+    assert {asked.path for asked in server.asked} == {"/v1/chat/completions"}
+    text = 'Q: prompt 0 A: 3 Say {score} as {"score": 1}.'
+    messages = [{"role": "system", "content": "Be strict."}, {"role": "user", "content": text}]
+    assert bodies[text] == {**options, "model": "judge-1", "messages": messages}
+
+
+def test_columns_fill_the_template_and_what_they_hold_is_not_read_as_one(made):
+    with serving(in_turn(says("Score: 1"))) as server:
+        made(server, template="{response}|{answer}|{tags}").score(
+            batch_of(["{answer}"], answer=["{prompt}"], tags=[["a", "ä"]])
+        )
+        assert server.asked[0].body["messages"] == [{"role": "user", "content": '{answer}|{prompt}|["a", "ä"]'}]
+        with pytest.raises(RewardError, match=r"template names \{gold\}, and the data has no such column"):
+            made(server, template="{response}{gold}").score(batch_of())
+
+
+def test_verdicts_are_kept_by_question_and_read_again_in_another_way(made):
+    with serving(in_turn(says('Score: 3 {"value": 4}'))) as server:
+        assert list(made(server).score(batch_of(["a"]))["score"]) == [3]
+        scored = made(server, score_pattern=None, score_path="value").score(batch_of(["a"]))
+        assert list(scored["score"]) == [4]
+        assert outcomes(scored) == ["cached"]
+        assert len(server.asked) == 1
+        made(server, model="judge-2").score(batch_of(["a"]))
+        made(server, options={"temperature": 0.5}).score(batch_of(["a"]))
+        assert len(server.asked) == 3  # another model, other options: other questions
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (says("I would rather not."), "score_pattern matches nothing: 'I would rather not.'"),
+        (says("Score: high"), "'high' in place of a number"),
+        (says("Score: 11"), r"the score 11, outside of [0, 10]"),
+        (says(None, finish_reason="length"), "finish_reason length; raise options.max_tokens"),
+        ({"error": "no"}, "an answer without choices[0].message.content"),
+        ([], "an answer without choices[0].message.content"),
+        ({"choices": []}, "an answer without choices[0].message.content"),
+        (Say(status=429), "HTTP 429"),
+    ],
+)
+def test_an_answer_without_a_score_is_asked_for_again_and_then_told(bad, why, made):
+    bounds = {"min_score": 0.0, "max_score": 10.0}
+    with serving(in_turn(bad, says("Score: 2"))) as server:
+        scored = made(server, cache_gib=0.0, **bounds).score(batch_of(["a"]))
+        assert list(scored["score"]) == [2]
+        assert outcomes(scored)[0].endswith("asked 2 times")
+    with serving(in_turn(bad)) as server, pytest.raises(RewardError) as refused:
+        made(server, **bounds).score(batch_of(["a"]))
+    assert why in str(refused.value)
+    assert "Sample: 0, prompt 'prompt 0', response 'a'" in str(refused.value)
+
+
+def test_a_score_of_nan_is_not_finite(made):
+    with serving(in_turn(says("Score: nan"))) as server, pytest.raises(NonFiniteRewardError):
+        made(server).score(batch_of(["a"]))
+
+
+def test_a_function_of_ones_own_may_read_the_score_with_columns(made):
+    Path("rule.py").write_text("def read(reply, answer):\n    return reply.count(answer) / (reply != 'bad')\n")
+    settings = {"score_pattern": None, "score_function": "rule.py:read"}
+    with serving(in_turn(says("bad"), says("x y x"))) as server:
+        scored = made(server, **settings).score(batch_of(["a"], answer=["x"]))
+        assert list(scored["score"]) == [2]
+        assert outcomes(scored)[0].endswith("asked 2 times")
+    with serving(in_turn(says("bad"))) as server, pytest.raises(RewardError) as refused:
+        made(server, **settings).score(batch_of(["b"], answer=["x"]))
+    assert "ZeroDivisionError in score_function: division by zero, of 'bad'" in str(refused.value)
+
+
+def test_one_failing_verdict_may_cost_its_own_sample_only(made):
+    def fails_for_b(asked):
+        return Say(status=500) if "A: b" in asked.body["messages"][0]["content"] else says("Score: 1")
+
+    with serving(fails_for_b) as server:
+        scored = made(server, on_error="score", error_score=-2.0).score(batch_of(["a", "b", "c"]))
+    assert list(scored["score"]) == [1, -2, 1]
+    assert list(scored["reward/failed"]) == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "score"),
+    [
+        ('{"score": 3}', "score", 3.0),
+        ('```json\n{"verdict": {"score": "4.5"}}\n```', "verdict.score", 4.5),
+        ('First {"score": 1}, no: {"score": 2}.', "score", 2.0),
+        ('[{"x": [1, 7]}]', "0.x.-1", 7.0),
+        ('a } b { c {"score": true} d', "score", 1.0),
+    ],
+)
+def test_a_place_in_json_is_found_in_what_is_around_it(text, path, score):
+    assert by_path(text, path) == score
+
+
+@pytest.mark.parametrize("text", ["no", '{"scores": 3}', "{" * 5000, '{"score": null}', '{"score": {"score": 1}}'])
+def test_a_text_without_that_place_has_no_score(text):
+    with pytest.raises(RetryableAnswer):
+        by_path(text, "score")
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"model": ""}, "model is ''"),
+        ({"template": "{prompt} {{response}}"}, r"template has no \{response\}"),
+        ({"options": {"messages": []}}, r"options\.messages: is set by this reward"),
+        ({"score_pattern": None}, "exactly one must be set, not none"),
+        ({"score_path": "a"}, "exactly one must be set, not score_pattern, score_path"),
+        ({"score_pattern": "("}, "is no regular expression"),
+        (
+            {"score_pattern": None, "score_function": "absent.py:f"},
+            "score_function is 'absent.py:f': absent.py is no",
+        ),
+        ({"min_score": 1.0, "max_score": 1.0}, "min_score is 1: must be below max_score"),
+    ],
+)
+def test_settings_that_cannot_be_are_faults(settings, fault):
+    with pytest.raises(ConfigError, match=fault):
+        LLMJudge(endpoint=Endpoint(base_url="http://localhost:1"), **{**SETTINGS, **settings})
+
+
+def test_the_shipped_template_and_pattern_go_together(made):
+    import yaml
+
+    shipped = yaml.safe_load((Path(__file__).resolve().parents[3] / "conf/reward/remote_chat.yaml").read_text())
+    ours = {
+        name: value for name, value in shipped.items() if name not in ("_target_", "endpoint", "model", "cache_dir")
+    }
+    for text, score in (("Fine.\nScore: 7", 7), ("**Score:** 8/10", 8), ("score = 9.5", 9.5)):
+        with serving(in_turn(says(text))) as server:
+            scored = made(server, **ours).score(batch_of([json.dumps(text)], answer=["4"]))
+            assert list(scored["score"]) == [score]
+    assert "The reference answer is: 4" in server.asked[0].body["messages"][0]["content"]

@@ -1,0 +1,51 @@
+"""Any reward can be put on the scale of its own scores."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from verl.component import BuildContext
+from verl.protocol import DataProto
+from verl.rewards.normalization import RewardNormalization
+from verl.rewards.rules import ExactMatch
+from verl.rewards.weighted_sum import WeightedSum
+
+
+def batch_of(responses: list[str]) -> DataProto:
+    columns = {"prompt_text": ["1+1="] * len(responses), "response_text": responses, "answer": ["2"] * len(responses)}
+    return DataProto.from_dict(non_tensors={name: np.array(x, object) for name, x in columns.items()})
+
+
+def test_scores_are_less_their_mean_over_their_spread_and_raw_ones_are_told():
+    reward = RewardNormalization(reward=ExactMatch(correct=3.0, wrong=1.0)).build(BuildContext())
+    rating = reward.rate_batch(batch_of(["2", "3", "2", "3"]))
+    assert rating.scores == pytest.approx([1.0, -1.0, 1.0, -1.0])
+    assert list(rating.parts["raw"]) == [3.0, 1.0, 3.0, 1.0]
+    reward.rate_batch(batch_of(["2", "2", "2", "2"]))
+    assert reward.rate_batch(batch_of([])).scores.shape == (0,)
+    with reward.frozen():  # six of eight were right: mean 2.5, variance 0.75
+        before = reward.state_dict()
+        assert reward.rate_batch(batch_of(["2"])).scores == pytest.approx([0.5 / 0.75**0.5])
+        assert reward.state_dict() == before
+
+
+def test_what_was_learned_is_a_state_and_is_forgotten_on_request():
+    described = WeightedSum(parts={"match": RewardNormalization(reward=ExactMatch())}, weights={"match": 1.0})
+    one, other = described.build(BuildContext()), described.build(BuildContext())
+    fresh = one.state_dict()
+    one.rate_batch(batch_of(["2", "3", "3"]))
+    other.load_state_dict(one.state_dict())
+    again = batch_of(["2", "4"])
+    assert list(one.rate_batch(again).scores) == list(other.rate_batch(again).scores)
+    assert one.state_dict() == other.state_dict() != fresh
+    one.reset_stats()
+    assert one.state_dict() == fresh
+
+
+@pytest.mark.parametrize("state", [{}, {"match": {"count": 3}}, {"count": 3, "mean": 0.5, "squares": 1.0}])
+def test_the_statistics_of_another_kind_of_reward_are_no_state_of_this_one(state):
+    reward = RewardNormalization(reward=ExactMatch()).build(BuildContext())
+    fresh = reward.state_dict()
+    reward.load_state_dict(state)
+    assert reward.state_dict() == fresh

@@ -1,0 +1,531 @@
+"""Rewards of one sample at a time: calls that hang, crash, raise and return nonsense, in real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+from verl.component import BuildContext
+from verl.errors import ConfigError, RewardError
+from verl.protocol import DataProto
+from verl.rewards.function import RewardFunction
+
+RESPONSES = ["0", "1", "2", "3", "4"]
+
+
+def batch_of(responses):
+    responses = list(responses)
+    return DataProto.from_dict(
+        tensors={"response_mask": torch.ones(len(responses), 2, dtype=torch.bool)},
+        non_tensors={
+            "prompt_text": [f"prompt {index}" for index in range(len(responses))],
+            "response_text": responses,
+            "answer": responses,
+        },
+    )
+
+
+@pytest.fixture
+def batch():
+    return batch_of(RESPONSES)
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Write a reward file, whose first line is empty, and build the reward; it is closed after the test."""
+    rewards = []
+
+    def make(source, **settings):
+        path = tmp_path / "reward.py"
+        path.write_text("\n" + dedent(source).strip() + "\n")
+        settings = {"num_workers": 2, "timeout_s": 20.0, **settings}
+        rewards.append(
+            RewardFunction(path=f"{path}:my_reward", per_sample=True, **settings).build(BuildContext())  # type: ignore[arg-type]
+        )
+        return rewards[-1]
+
+    yield make
+    for reward in rewards:
+        reward.close()
+
+
+def processes_of(reward):
+    return [worker._process.pid for worker in reward._pool._workers]
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_each_sample_is_a_call_with_its_own_columns_and_scores_keep_their_order(made, batch):
+    reward = made(
+        """
+        def my_reward(prompt, response, answer, bonus=0.0):
+            assert prompt == f"prompt {answer}" and response == answer
+            return float(answer) + bonus
+        """,
+        kwargs={"bonus": 0.5},
+    )
+    scored = reward.score(batch)
+    assert list(scored["score"]) == [0.5, 1.5, 2.5, 3.5, 4.5]
+    assert scored["token_level_scores"][:, 1].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
+    assert str(scored.producer("token_level_scores")) == "my_reward() at line 2 in reward.py"
+    assert len(reward.score(batch[[]])) == 0
+
+
+@pytest.mark.parametrize(
+    "hang",
+    [
+        "while True: pass",
+        "__import__('time').sleep(1000)",
+        "__import__('re').match('(a+)+$', 'a' * 64 + 'b')",  # never lets go of the interpreter
+        "__import__('signal').pthread_sigmask(0, range(1, 32)), __import__('time').sleep(1000)",  # deaf to signals
+        "__import__('os').kill(__import__('os').getpid(), 19)",  # stopped: even its own watchdog stands still
+    ],
+)
+def test_a_hanging_sample_costs_itself_only(hang, made, batch):
+    reward = made(
+        f"def my_reward(prompt, response):\n    if response == '2':\n        {hang}\n    return float(response)",
+        timeout_s=0.5,
+        on_error="score",
+        error_score=-1.0,
+    )
+    before = processes_of(reward)
+    scored = reward.score(batch)
+    assert list(scored["score"]) == [0, 1, -1, 3, 4]
+    assert list(scored["reward/failed"]) == [0, 0, 1, 0, 0]
+    assert sum(map(is_alive, before)) <= 1  # on a busy machine the other one may have been given up too
+    assert list(reward.score(batch)["score"]) == [0, 1, -1, 3, 4]  # by a new process
+
+
+def test_a_hanging_sample_is_reported_with_the_line_it_hangs_at(made, batch):
+    reward = made(
+        """
+        def wait(text):
+            while text == "3":
+                pass
+            return 1.0
+
+        def my_reward(prompt, response):
+            return wait(response)
+        """,
+        timeout_s=0.5,
+    )
+    with pytest.raises(RewardError) as refused:
+        reward.score(batch)
+    message = str(refused.value)
+    assert "Expected: one finite number" in message
+    assert "Found: no answer within timeout_s, which is 0.5: its process was killed" in message
+    assert "It was at line 3, in wait()" in message or "It was at line 4, in wait()" in message
+    assert "Sample: 3, prompt 'prompt 3', response '3'" in message
+    assert "Source: my_reward() at line 7 in reward.py" in message
+
+
+def test_a_process_started_by_a_hanging_sample_ends_with_it(made, batch, tmp_path):
+    reward = made(
+        f"""
+        import subprocess, sys
+        def my_reward(prompt, response):
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+            open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+            child.wait()
+        """,
+        timeout_s=1.0,
+        on_error="score",
+    )
+    assert list(reward.score(batch[[0]])["score"]) == [0.0]
+    child = int((tmp_path / "child").read_text())
+    while is_alive(child) and "State:\tZ" not in Path(f"/proc/{child}/status").read_text():
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("crash", "words"),
+    [
+        ("os._exit(3)", "exit code 3"),
+        ("os.kill(os.getpid(), 11)", "signal SIGSEGV"),
+        ("os.kill(os.getpid(), 9)", "signal SIGKILL"),
+    ],
+)
+def test_a_crash_of_the_interpreter_costs_its_sample_only(crash, words, made, batch, caplog):
+    reward = made(
+        f"import os\ndef my_reward(prompt, response):\n    if response == '1': {crash}\n    return float(response)",
+        on_error="score",
+        error_score=9.0,
+    )
+    assert list(reward.score(batch)["score"]) == [0, 9, 2, 3, 4]
+    assert f"Found: the process ended with {words}" in caplog.text
+    assert "1 of 5 samples have no reward of their own and get error_score 9" in caplog.text
+    assert "Sample: 1, prompt 'prompt 1'" in caplog.text
+
+
+def test_a_relative_path_stays_the_same_file_for_a_worker_that_starts_later(made, batch, tmp_path, monkeypatch):
+    made("import os\ndef my_reward(prompt, response): return 1 if response != '1' else os._exit(1)")
+    monkeypatch.chdir(tmp_path)
+    described = RewardFunction(path="reward.py:my_reward", per_sample=True, num_workers=1, on_error="score")
+    reward = described.build(BuildContext())
+    monkeypatch.chdir("/")
+    assert list(reward.score(batch)["score"]) == [1, 0, 1, 1, 1]
+    reward.close()
+
+
+def test_every_sample_may_crash(made, batch):
+    reward = made("import os\ndef my_reward(prompt, response): os._exit(1)", on_error="score")
+    assert list(reward.score(batch)["reward/failed"]) == [1] * 5
+
+
+def test_one_sample_that_raises_is_reported_with_its_line(made, batch):
+    reward = made(
+        """
+        def half(text):
+            return 1 / (int(text) - 3)
+
+        def my_reward(prompt, response):
+            return half(response)
+        """
+    )
+    with pytest.raises(RewardError) as refused:
+        reward.score(batch)
+    message = str(refused.value)
+    assert "Found: ZeroDivisionError: division by zero" in message
+    assert "Raised at line 3: return 1 / (int(text) - 3)" in message
+    assert "Sample: 3, prompt 'prompt 3', response '3'" in message
+    assert list(reward.score(batch[[0, 1]])["score"]) == [-1 / 3, -1 / 2]  # the workers are still there
+
+
+def test_of_several_samples_that_fail_the_first_is_named(made):
+    reward = made(
+        """
+        import time
+        def my_reward(prompt, response):
+            time.sleep(0.3 if response == "4" else 0)
+            assert int(response) < 4
+            return 1
+        """,
+        num_workers=3,
+    )
+    with pytest.raises(RewardError, match=r"Sample: 4, prompt 'prompt 4'"):
+        reward.score(batch_of(map(str, range(40))))
+
+
+def test_one_failing_sample_of_many_leaves_the_others(made):
+    reward = made(
+        "def my_reward(prompt, response):\n    return {'77': None}.get(response, 1.0)", on_error="score", error_score=-1
+    )
+    scored = reward.score(batch_of(map(str, range(200))))
+    assert [index for index, score in enumerate(scored["score"]) if score != 1.0] == [77]
+
+
+@pytest.mark.parametrize("end", ["sys.exit(1)", "raise KeyboardInterrupt", "my_reward(prompt, response)"])
+def test_whatever_a_sample_raises_is_its_own_affair(end, made, batch):
+    reward = made(f"import sys\ndef my_reward(prompt, response): {end}", on_error="score", error_score=0.25)
+    assert list(reward.score(batch)["score"]) == [0.25] * 5
+
+
+@pytest.mark.parametrize("result", ["2", "True + 1", "[2]", "(2.0,)", "np.float32(2)", "np.array([2])", "np.array(2)"])
+def test_a_number_comes_in_many_forms(result, made, batch):
+    reward = made(f"import numpy as np\ndef my_reward(prompt, response): return {result}")
+    assert list(reward.score(batch)["score"]) == [2.0] * 5
+
+
+def test_a_tensor_is_a_number(made, batch):
+    reward = made(
+        """
+        import torch
+        FORMS = [torch.tensor(2), torch.tensor([2.0]), torch.tensor([[2]]), torch.tensor(2.0, requires_grad=True),
+                 torch.tensor([2], dtype=torch.bfloat16)]
+        def my_reward(prompt, response): return FORMS[int(response)]
+        """
+    )
+    assert list(reward.score(batch)["score"]) == [2.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        ("None", "None of type NoneType"),
+        ("'1'", "'1' of type str"),
+        ("[1, 2]", "a list of 2 items"),
+        ("[]", "a list of 0 items"),
+        ("np.zeros((1, 3))", "a ndarray of 3 items"),
+        ("__import__('torch').zeros(1, 3)", "a Tensor of 3 items"),
+        ("float('nan')", "nan"),
+        ("[float('inf')]", "inf"),
+        ("1e300", "1e+300"),
+        ("{'score': 1}", "{'score': 1} of type dict"),
+        ("[['a']]", "[['a']] of type list"),
+    ],
+)
+def test_what_is_no_number_is_named(result, found, made, batch):
+    reward = made(f"import numpy as np\ndef my_reward(prompt, response): return {result}")
+    with pytest.raises(RewardError) as refused:
+        reward.score(batch)
+    assert f"Found: {found}\n" in str(refused.value)
+    assert "Sample: 0" in str(refused.value)
+
+
+def test_async_functions_are_awaited(made, batch):
+    reward = made(
+        "import asyncio\nasync def my_reward(prompt, response):\n    await asyncio.sleep(0)\n    return int(response)"
+    )
+    assert list(reward.score(batch)["score"]) == [0, 1, 2, 3, 4]
+
+
+def test_long_and_odd_texts_arrive_as_they_are(made):
+    texts = ["a" * 100_000, "", "\ud800 lone", "\x00", "naïve ☃"]
+    reward = made("def my_reward(prompt, response, answer): return len(response) if response == answer else -1")
+    assert list(reward.score(batch_of(texts))["score"]) == [100_000, 0, 6, 1, 7]
+
+
+def test_what_the_function_prints_disturbs_nothing(made, batch):
+    reward = made("import os\ndef my_reward(prompt, response):\n    print('x')\n    os.write(1, b'y')\n    return 1")
+    assert list(reward.score(batch)["score"]) == [1.0] * 5
+
+
+def test_close_ends_every_process_and_may_be_called_again(made, batch):
+    reward = made("def my_reward(prompt, response): return 1")
+    processes = processes_of(reward)
+    assert all(map(is_alive, processes))
+    reward.close()
+    reward.close()
+    assert not any(map(is_alive, processes))
+    with pytest.raises(RewardError, match=r"close\(\) was called"):
+        reward.score(batch)
+
+
+def test_what_an_interrupted_batch_leaves_under_way_is_ended_and_the_next_batch_is_rated(made, batch, monkeypatch):
+    reward = made("import time\ndef my_reward(prompt, response): return time.sleep(1000) if response == 'hang' else 1")
+    before = processes_of(reward)
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("verl.rewards.process_pool.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            reward.score(batch_of(["hang", "hang"]))
+    assert not any(map(is_alive, before))
+    assert list(reward.score(batch)["score"]) == [1.0] * 5
+
+
+SCRIPT = """
+import os, sys
+import torch
+from verl.component import BuildContext
+from verl.protocol import DataProto
+from verl.rewards.function import RewardFunction
+
+print("started", flush=True)  # once: the workers do not run this script
+reward = RewardFunction(path=sys.argv[1], per_sample=True, num_workers=2, timeout_s=float(sys.argv[2]))
+reward = reward.build(BuildContext())
+print(*[worker._process.pid for worker in reward._pool._workers], flush=True)
+texts = ["1", "2"]
+batch = DataProto.from_dict(
+    tensors={"response_mask": torch.ones(2, 1, dtype=torch.bool)},
+    non_tensors={"prompt_text": texts, "response_text": texts},
+)
+print(list(reward.score(batch)["score"]), flush=True)
+"""
+
+
+def script(tmp_path, source, timeout_s):
+    (tmp_path / "rule.py").write_text(source)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return subprocess.Popen(
+        [sys.executable, tmp_path / "script.py", f"{tmp_path / 'rule.py'}:score", timeout_s],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    )
+
+
+def wait_for_the_end_of(pids):
+    for pid in pids:
+        while is_alive(pid) and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+            time.sleep(0.02)
+
+
+def test_a_script_without_a_main_guard_that_closes_nothing_leaves_nothing(tmp_path):
+    driver = script(tmp_path, "def score(prompt, response): return int(response)", "20")
+    lines = driver.communicate(timeout=60)[0].splitlines()
+    assert lines[0] == "started"
+    assert lines[2:] == ["[1.0, 2.0]"]
+    wait_for_the_end_of(map(int, lines[1].split()))
+
+
+def test_the_workers_of_a_killed_driver_end_in_the_midst_of_a_sample(tmp_path):
+    # the second hang never lets go of the interpreter: its own watchdog ends it
+    source = """
+import re, time
+def score(prompt, response):
+    time.sleep(1000) if response == "1" else re.match("(a+)+$", "a" * 64 + "b")
+"""
+    driver = script(tmp_path, source, "2")
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "started\n"
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    time.sleep(0.5)
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    wait_for_the_end_of(pids)
+
+
+def test_a_column_that_the_function_needs_and_the_data_lacks_is_named(made, batch):
+    with pytest.raises(RewardError, match=r"no column 'solution' in the data\. Its columns: answer"):
+        made("def my_reward(prompt, response, solution): return 1").score(batch)
+
+
+def test_a_value_that_cannot_travel_is_named_with_its_column(made):
+    batch = batch_of(["1"]).union(DataProto.from_dict(non_tensors={"opaque": [lambda: 1]}))
+    with pytest.raises(RewardError, match=r"Sample: 0") as refused:
+        made("def my_reward(prompt, response, opaque): return 1").score(batch)
+    assert "cannot be sent to a worker process" in str(refused.value)
+
+
+def test_a_value_that_cannot_travel_leaves_the_other_samples(made):
+    columns = DataProto.from_dict(non_tensors={"opaque": [lambda: 1] * 3 + [1, 2]})
+    reward = made("def my_reward(prompt, response, opaque): return opaque", on_error="score")
+    assert list(reward.score(batch_of(RESPONSES).union(columns))["score"]) == [0, 0, 0, 1, 2]
+
+
+def test_a_module_that_only_the_worker_cannot_import_is_named(tmp_path):
+    (tmp_path / "rule.py").write_text(
+        "import sys\nassert 'torch' in sys.modules, 'not here'\ndef score(prompt, response): return 1\n"
+    )
+    described = RewardFunction(path=f"{tmp_path / 'rule.py'}:score", per_sample=True)
+    with pytest.raises(RewardError, match="a worker process could not import it: .*not here"):
+        described.build(BuildContext())
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"timeout_s": 0.0}, r"timeout_s is 0: must be positive"),
+        ({"timeout_s": float("nan")}, r"timeout_s is nan: must be positive"),
+        ({"num_workers": 0}, r"num_workers is 0: must be at least 1"),
+        ({"error_score": float("inf")}, r"error_score is inf: must be finite"),
+        ({"on_error": "score", "per_sample": False}, r"on_error is score: .* Set per_sample=true"),
+        ({"on_error": "ignore"}, r"on_error is 'ignore': expected one of raise, score"),
+        ({"kwargs": {"prompt": 1}}, r"kwargs\.prompt: is what the function is called with"),
+    ],
+)
+def test_settings_that_cannot_be_are_faults(settings, fault, tmp_path):
+    (tmp_path / "rule.py").write_text("def score(prompt, response, prompts=0, responses=0): return 1")
+    with pytest.raises(ConfigError, match=fault):
+        RewardFunction(**{"path": f"{tmp_path / 'rule.py'}:score", "per_sample": True, **settings})  # type: ignore[arg-type]
+
+
+def test_a_function_of_batches_is_refused_for_samples(tmp_path):
+    (tmp_path / "rule.py").write_text("def score(prompts, responses): return [1]")
+    with pytest.raises(ConfigError, match=r"takes no `prompt`\. It is called with prompt=, response= and columns"):
+        RewardFunction(path=f"{tmp_path / 'rule.py'}:score", per_sample=True)
+
+
+def states(pids):
+    return {pid: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
+
+
+def stop(pid):
+    os.kill(pid, signal.SIGSTOP)
+    while states([pid])[pid] != "T":
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("size", [1, 1_000_000])  # a socket holds the one, and not the other
+def test_a_worker_that_was_stopped_while_it_waited_is_made_anew_and_costs_no_sample(size, made):
+    reward = made("def my_reward(prompt, response): return len(response)", num_workers=2, timeout_s=0.5)
+    before = processes_of(reward)
+    for pid in before:
+        stop(pid)
+    assert list(reward.score(batch_of(["a" * size] * 3))["score"]) == [size] * 3
+    assert not any(map(is_alive, before))
+
+
+def test_a_worker_that_was_stopped_over_a_sample_is_made_anew_and_the_sample_rated_again(made, tmp_path, caplog):
+    reward = made(
+        f"""
+        import os, signal
+        def my_reward(prompt, response):
+            if response == "1" and not os.path.exists({str(tmp_path / "once")!r}):
+                open({str(tmp_path / "once")!r}, "w").close()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return int(response)
+        """,
+        timeout_s=1.0,
+    )
+    assert list(reward.score(batch_of(RESPONSES))["score"]) == [0, 1, 2, 3, 4]
+    assert "it is stopped (SIGSTOP or SIGTSTP)" in caplog.text
+
+
+def test_a_sample_that_stops_every_process_that_rates_it_is_told_once_it_was_tried_twice(made):
+    reward = made(
+        "import os, signal\ndef my_reward(prompt, response): os.kill(os.getpid(), signal.SIGSTOP)", timeout_s=0.5
+    )
+    with pytest.raises(RewardError, match=r"no answer within timeout_s[\s\S]*it is stopped"):
+        reward.score(batch_of(["1"]))
+
+
+def test_a_run_that_was_stopped_as_a_whole_fails_no_sample(tmp_path):
+    """The clock of the system goes on meanwhile, and the workers' own alarms with it."""
+    sign = tmp_path / "rating"
+    source = f"""
+import time
+def score(prompt, response):
+    open({str(sign)!r}, "w").close()
+    time.sleep(0.5)
+    return 1.0
+"""
+    driver = script(tmp_path, source, "4")
+    assert driver.stdout is not None
+    try:
+        driver.stdout.readline()
+        family = [driver.pid, *map(int, driver.stdout.readline().split())]
+        while not sign.exists():
+            time.sleep(0.005)
+        for pid in family:
+            stop(pid)
+        time.sleep(5.0)  # longer than a sample may take
+        for pid in family:
+            os.kill(pid, signal.SIGCONT)
+        assert driver.communicate(timeout=60)[0] == "[1.0, 1.0]\n"
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+def test_workers_that_are_stopped_end_with_a_driver_that_is_killed_and_so_does_what_they_started(tmp_path):
+    source = f"""
+import subprocess, time
+def score(prompt, response):
+    child = subprocess.Popen(["sleep", "600"])
+    with open({str(tmp_path / "pids")!r}, "a") as file:
+        file.write(f"{{child.pid}}\\n")
+    time.sleep(600)
+"""
+    driver = script(tmp_path, source, "1000")
+    assert driver.stdout is not None
+    try:
+        driver.stdout.readline()
+        workers = [int(pid) for pid in driver.stdout.readline().split()]
+        while not ((tmp_path / "pids").exists() and (tmp_path / "pids").read_text().count("\n") == 2):
+            time.sleep(0.005)
+        for pid in workers:
+            stop(pid)
+    finally:
+        driver.kill()
+        driver.wait()
+    driver.stdout.close()
+    wait_for_the_end_of([*workers, *map(int, (tmp_path / "pids").read_text().split())])

@@ -1,0 +1,227 @@
+"""NonFiniteGuard: stops or skips steps with non-finite numbers, reports spikes, and dumps the batches that caused
+them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.errors import LogProbGapError, NonFiniteError, NonFiniteRewardError
+from verl.models.parallel_info import Numerics
+from verl.monitoring.batch_dump import Attribution, BatchDump, blame_for, described, non_finite_fields
+from verl.monitoring.config import Monitoring
+from verl.monitoring.log_prob_gap import GAP, Excess, GapWatch, where_gaps_lie
+from verl.monitoring.spike_detector import SpikeDetector
+from verl.protocol import DataProto
+
+_log = logging.getLogger(__name__)
+
+Ranking = Callable[[str, DataProto], Attribution]
+
+
+class StepSkipped(Exception):
+    """The training step under way trains nothing; the loop goes on with the next one."""
+
+
+class NonFiniteGuard:
+    """Watches the numbers of a run from the driver. It only reads, so a sound run has the same numbers without it.
+
+    Args:
+        settings: what to do.
+        run_dir: batches are written below it.
+        tokenizer: makes texts of batches that bring none.
+        ranking: blames the rows of a batch for a metric.
+
+    Attributes:
+        step: the training step under way; set by the trainer.
+        numerics: of trainer and engine, which the limit of the log-prob gap depends on; set by the trainer.
+    """
+
+    def __init__(self, settings: Monitoring, run_dir: Path, tokenizer: Any, ranking: Ranking = blame_for):
+        self.settings, self.step = settings, 0
+        self.numerics: Numerics | None = None
+        self._gap = None if settings.log_prob_gap is None else GapWatch(settings.log_prob_gap)
+        self._tokenizer, self._ranking = tokenizer, ranking
+        self._anomalies = BatchDump(run_dir, settings.max_dumps)
+        self._in_a_row: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        watched = settings.watched if settings.spike_factor is not None else ()
+        self._bands = {
+            key: SpikeDetector(key, self._factor, settings.spike_history, settings.spike_window) for key in watched
+        }
+
+    def planted(self, rows: DataProto) -> DataProto:
+        """The batch of an update, which the settings may want to have a loss of nan."""
+        if self.step != self.settings.plant_nan_at:
+            return rows
+        marked = DataProto.from_dict(meta_info={"plant_nan": True})
+        return rows.union(marked)
+
+    @contextmanager
+    def rating(self, rows: DataProto) -> Iterator[None]:
+        """Around a reward: what is not finite stops the run or skips the step.
+
+        Raises:
+            NonFiniteRewardError: the reward's own, with the place of the batch.
+            StepSkipped: the settings skip.
+        """
+        try:
+            yield
+        except NonFiniteRewardError as error:
+            blamed = torch.zeros(len(rows))
+            blamed[list(error.rows)] = 1.0
+            place = self._dump("reward", str(error), rows, [Attribution("their reward is not finite", blamed)])
+            if self._skips("reward", f"{len(error.rows) or 'some'} rewards are not finite", place):
+                raise StepSkipped from error
+            raise NonFiniteRewardError(f"{error}{_at(place)}", error.rows) from error
+        self._in_a_row["reward"] = 0
+
+    def inspect(self, batch: DataProto, what: str) -> None:
+        """Check the numbers that training reads, before it reads them.
+
+        Raises:
+            NonFiniteError: one is not finite, with its field, its rows, and the place of the batch.
+            StepSkipped: the settings skip.
+        """
+        wrong = non_finite_fields(batch)
+        if not wrong:
+            self._in_a_row[what] = 0
+            return
+        found = "; ".join(
+            f"{name} at {_rows(torch.nonzero(count).flatten().tolist())}" for name, count in wrong.items()
+        )
+        found = f"not finite: {found}"
+        place = self._dump(what, found, batch, [self._ranking(what, batch)])
+        if self._skips(what, found, place):
+            raise StepSkipped
+        raise NonFiniteError(f"Step {self.step}: {found}. The weights are as they were.{_at(place)}")
+
+    def judge(self, role: str, metrics: Mapping[str, float], batch: Callable[[], DataProto]) -> None:
+        """Look at the metrics of one optimizer step, which the engine did not make if one of them is not finite.
+
+        Args:
+            role: whose update it was.
+            batch: gives its rows.
+        Raises:
+            NonFiniteError: the settings stop, or skipped too often.
+        """
+        if is_finite(metrics):
+            self._in_a_row[role] = 0
+            return
+        found = ", ".join(f"{role}/{key} is {x}" for key, x in metrics.items() if not math.isfinite(x))
+        rows = batch()
+        place = (
+            None if self._anomalies.is_full else self._dump(role, found, rows, [self._ranking(f"{role}/loss", rows)])
+        )
+        if not self._skips(role, found, place):
+            raise NonFiniteError(f"Step {self.step}: {found}. The weights are as they were before.{_at(place)}")
+
+    def watch(self, metrics: Mapping[str, float], batch: DataProto) -> None:
+        """Look at the metrics of a whole step, with its batch.
+
+        Raises:
+            LogProbGapError: the engine's log-probs are further from the trainer's than rounding explains.
+        """
+        excess = None if self._gap is None else self._gap.add(metrics, self.numerics)
+        if excess is not None:
+            self._tell_gap(excess, batch)
+        self._watch_bands(metrics, batch)
+
+    def _tell_gap(self, excess: Excess, batch: DataProto) -> None:
+        self._counts["log_prob_gaps"] += 1
+        if not (excess.is_news or excess.stops):
+            return
+        where = where_gaps_lie(batch)
+        place = self._dump("log_prob_gap", f"{excess}{where}", batch, [self._ranking(GAP, batch)])
+        message = f"Step {self.step}: {excess}{where} {excess.causes(where)}{_at(place)}"
+        if excess.stops:
+            raise LogProbGapError(message, excess.gap, excess.limit)
+        _log.warning("%s", message)
+
+    def _watch_bands(self, metrics: Mapping[str, float], batch: DataProto) -> None:
+        """Take the metrics into their bands; tell of each that left its band, with the rows behind it."""
+        added = [self._bands[key].add(metrics[key]) for key in self._bands if key in metrics]
+        spikes = [spike for spike in added if spike is not None]
+        if not spikes:
+            return
+        self._counts["spikes"] += len(spikes)
+        story = "; ".join(map(str, spikes))
+        blames = [] if self._anomalies.is_full else [self._ranking(spike.metric, batch) for spike in spikes]
+        place = self._dump("spike", story, batch, blames) if blames else None
+        rows = [f"{_rows(guilty)} by {blame.reason}" for blame in blames if (guilty := blame.guilty(4))]
+        most = f" Most behind it: {'; '.join(rows)}." if rows else ""
+        _log.warning("Step %d: beyond its band: %s.%s%s", self.step, story, most, _at(place))
+
+    def take(self) -> dict[str, float]:
+        """What was counted since the last call, as metrics; nothing for a sound step."""
+        counts, self._counts = self._counts, Counter()
+        return {f"safety/{name}": float(count) for name, count in counts.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The bands and what was skipped in a row, as plain values."""
+        return {
+            "bands": {key: band.state_dict() for key, band in self._bands.items()},
+            "in_a_row": dict(self._in_a_row),
+            "log_prob_gap": {} if self._gap is None else self._gap.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave; a metric that is newly watched begins with no history."""
+        for key, band in state.get("bands", {}).items():
+            if key in self._bands:
+                self._bands[key].load_state_dict(band)
+        self._in_a_row = Counter(state.get("in_a_row", {}))
+        if self._gap is not None:
+            self._gap.load_state_dict(state.get("log_prob_gap", {}))
+
+    @property
+    def _factor(self) -> float:
+        assert self.settings.spike_factor is not None
+        return self.settings.spike_factor
+
+    def _skips(self, kind: str, found: str, place: Path | None) -> bool:
+        """Whether to go on. Counts, tells, and says no to one skip too many."""
+        if self.settings.on_non_finite == "stop":
+            return False
+        self._in_a_row[kind] += 1
+        if self._in_a_row[kind] > self.settings.max_skips:
+            _log.error("Skipped %d times in a row (trainer.safety.max_skips): stopping.", self.settings.max_skips)
+            return False
+        is_update = kind in ("actor", "critic", "sft")
+        self._counts["skipped_updates" if is_update else "skipped_steps"] += 1
+        _log.warning("Step %d skips %s: %s.%s", self.step, "an update" if is_update else "itself", found, _at(place))
+        return True
+
+    def _dump(self, what: str, found: str, batch: DataProto, blames: list[Attribution]) -> Path | None:
+        count, rows = max(1, self.settings.dump_rows // len(blames)), []
+        for blame in blames:
+            worst = blame.worst(count)
+            rows += [described(batch, row, float(blame.weights[row]), self._decode) for row in worst]
+        reason = "; ".join(dict.fromkeys(blame.reason for blame in blames))
+        title = f"Step {self.step}: {what}"
+        return self._anomalies.write(f"step_{self.step}_{what}", title, found, batch, rows, reason)
+
+    def _decode(self, tokens: Any) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def is_finite(metrics: Mapping[str, float]) -> bool:
+    """Whether an optimizer step with these metrics was made; see `TrainingEngine.update`."""
+    return all(math.isfinite(x) for x in metrics.values())
+
+
+def _rows(rows: list[int]) -> str:
+    shown = ", ".join(map(str, rows[:8]))
+    return f"row{'s' if len(rows) > 1 else ''} {shown}{' ...' if len(rows) > 8 else ''}"
+
+
+def _at(place: Path | None) -> str:
+    return "" if place is None else f" The batch: {place}"

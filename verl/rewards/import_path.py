@@ -1,0 +1,161 @@
+"""Imports the function that `module:function` or `file.py:function` names; its source is checked before it is
+imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from verl.errors import RewardError
+from verl.protocol.provenance import source_of
+from verl.utils.component_exits import raised_by_code
+
+FORMS = "expected `package.module:function` or `file.py:function`"
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def path_faults(path: str, kwargs: dict, texts: Sequence[str] = ("prompts", "responses")) -> Iterator[str]:
+    """Yield what is wrong with a path and the keyword arguments given with it, without running any of the code.
+
+    Args:
+        texts: the arguments that the function is always called with.
+    """
+    seen = f"path is {path!r}"
+    module, _, name = path.rpartition(":")
+    if not module or not name.isidentifier():
+        yield f"{seen}: {FORMS}."
+        return
+    file, fault = _source_file(module)
+    if fault:
+        yield f"{seen}: {fault}."
+    if file is None:
+        return
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        yield f"{seen}: {file.name} is no valid Python{line} ({getattr(error, 'msg', error)})."
+        return
+    names = dict(_top_level_names(tree.body))
+    if name not in names and "*" not in names:
+        functions = [known for known, node in names.items() if isinstance(node, _Function) and known[0] != "_"]
+        nearest = difflib.get_close_matches(name, functions, n=1)
+        hint = f"Did you mean {nearest[0]}?" if nearest else f"Its functions: {', '.join(functions) or 'none'}."
+        yield f"{seen}: {file.name} defines no {name}. {hint}"
+    elif isinstance(node := names.get(name), _Function):
+        yield from _signature_faults(node, seen, kwargs, texts, file)
+
+
+def load_function(path: str) -> Callable:
+    """Import what a path names.
+
+    Raises:
+        RewardError: the import raises, the name is absent, or what it names cannot be called.
+    """
+    module_name, _, name = path.rpartition(":")
+    try:
+        module = (
+            _import_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+        )
+    except BaseException as error:  # the user's module runs here and may raise anything
+        if not raised_by_code(error):
+            raise
+        raise RewardError(f"path is {path!r}: importing it raised {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = "defines no such name" if function is None else f"{name} is {function!r}, which cannot be called"
+        raise RewardError(f"path is {path!r}: {module_name} {found}.")
+    return function
+
+
+def own_line(error: BaseException, function: Callable) -> str:
+    """The innermost line of the user's own file that an error passed through, as a line to append to a message."""
+    file = source_of(function).file
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"\n  Raised at line {own[-1].lineno}: {own[-1].line}".rstrip(": ") if own else ""
+
+
+def _source_file(module: str) -> tuple[Path | None, str | None]:
+    """The file that holds the source, where there is one, and what is wrong where it cannot be found."""
+    if module.endswith(".py"):
+        file = Path(module)
+        return (file, None) if file.is_file() else (None, f"{module} is no file")
+    if not all(part.isidentifier() for part in module.split(".")):
+        return None, FORMS
+    origin, search, parts = None, None, module.split(".")
+    for count in range(1, len(parts) + 1):
+        name = ".".join(parts[:count])
+        spec = _find_spec(name, search)
+        if spec is None:
+            return None, f"no module {name} can be found"
+        origin, search = spec.origin, list(spec.submodule_search_locations or [])
+    return (Path(origin) if origin and origin.endswith(".py") else None), None
+
+
+def _find_spec(name: str, search: list[str] | None) -> importlib.machinery.ModuleSpec | None:
+    # Asked for a submodule, importlib.util.find_spec imports the package that holds it; this does not.
+    if search is not None:
+        return importlib.machinery.PathFinder.find_spec(name, search)
+    try:
+        return importlib.util.find_spec(name)
+    except ValueError:  # imported already and without a spec, as `__main__` is
+        return importlib.machinery.ModuleSpec(name, None, origin=getattr(sys.modules[name], "__file__", None))
+
+
+def _top_level_names(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+    """The names that a module binds, also those within `if`, `try` and `with`; `*` for a star import."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name, node
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                yield alias.asname or alias.name.partition(".")[0], node
+        else:
+            for target in ast.walk(node):
+                if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store):
+                    yield target.id, node
+            for block in ("body", "orelse", "finalbody"):
+                yield from _top_level_names(getattr(node, block, []))
+            for handler in getattr(node, "handlers", []):
+                yield from _top_level_names(handler.body)
+
+
+def _signature_faults(node: _Function, seen: str, kwargs: dict, texts: Sequence[str], file: Path) -> Iterator[str]:
+    where = f"{node.name}() at line {node.lineno} in {file.name}"
+    if node.decorator_list or node.args.kwarg:
+        return
+    accepted = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+    called_with = ", ".join(f"{name}=" for name in texts)
+    for name in texts:
+        if name not in accepted:
+            yield f"{seen}: {where} takes no `{name}`. It is called with {called_with} and columns of data."
+    for name in kwargs:
+        if name not in accepted:
+            nearest = difflib.get_close_matches(name, accepted, n=1)
+            yield f"kwargs.{name}: {where} takes no such argument.{f' Did you mean {nearest[0]}?' if nearest else ''}"
+
+
+def _import_file(file: Path):
+    file = file.resolve()
+    name = f"verl_reward_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None  # the suffix is .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Where dataclasses and pickle look for the module of what it defines.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,158 @@
+"""Reward normalisation: scores less the running mean, over the running standard deviation of all scores in training."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from verl.component import BuildContext, Description
+from verl.errors import faults_below
+from verl.protocol import DataProto
+from verl.rewards.base import Reward, RewardDescription, RewardResult
+
+
+class RunningStats:
+    """Mean and variance over a stream of batches.
+
+        n' = n + m        d = mean(x) - mu        mu' = mu + d * m / n'
+        M' = M + sum (x - mean(x))^2 + d^2 * n * m / n'                      variance = M / n
+
+    Source: Welford 1962, in the form for batches of Chan, Golub and LeVeque 1979, eq. 2.1.
+    Degenerate: before the first batch nothing is changed; equal scores become 0.
+    """
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all scores, as after a change of what gives them."""
+        self.count, self.mean, self._squares = 0, 0.0, 0.0
+
+    @property
+    def variance(self) -> float:
+        return self._squares / self.count if self.count else 1.0
+
+    def update(self, scores: np.ndarray) -> None:
+        """Take in scores [B]."""
+        if not len(scores):
+            return
+        total, distance = self.count + len(scores), float(scores.mean()) - self.mean
+        self._squares += float(((scores - scores.mean()) ** 2).sum())
+        self._squares += distance**2 * self.count * len(scores) / total
+        self.mean += distance * len(scores) / total
+        self.count = total
+
+    def __call__(self, scores: np.ndarray) -> np.ndarray:
+        """The scores [B] on the scale of those taken in so far."""
+        spread = math.sqrt(self.variance)
+        return (scores - self.mean) / spread if spread > 1e-8 * (1 + abs(self.mean)) else scores - self.mean
+
+    def state_dict(self) -> dict[str, float]:
+        return {"count": self.count, "mean": self.mean, "squares": self._squares}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.count, self.mean, self._squares = int(state["count"]), float(state["mean"]), float(state["squares"])
+
+
+class NormalisedReward(Reward):
+    """Base of rewards by a model, wherever it runs: its scores, normalised by those of training so far or as they are.
+
+    Attributes:
+        norm: what the scores are normalised by, or None.
+    """
+
+    def __init__(self, normalize: bool):
+        self.norm = RunningStats() if normalize else None
+        self._learns = True
+
+    @property
+    def producer(self) -> Callable:
+        return self.rate_batch
+
+    def raw(self, batch: DataProto) -> RewardResult:
+        """What the model says, with `truncated` where rows may be cut."""
+        raise NotImplementedError
+
+    def rate_batch(self, batch: DataProto) -> RewardResult:
+        """Score every row; `parts` has `raw` where scores are normalised."""
+        rating = self.raw(batch)
+        if self.norm is None or not len(batch):
+            return rating
+        if self._learns:
+            self.norm.update(rating.scores)
+        return RewardResult(self.norm(rating.scores), {"raw": rating.scores, **rating.parts})
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        before, self._learns = self._learns, False
+        try:
+            yield
+        finally:
+            self._learns = before
+
+    def reset_stats(self) -> None:
+        if self.norm is not None:
+            self.norm.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.norm is None else self.norm.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.norm is not None and self.norm.state_dict().keys() <= state.keys():  # else another kind of reward's
+            self.norm.load_state_dict(state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardNormalization(RewardDescription):
+    """Scores less their mean so far, over their standard deviation so far; see `RunningStats`.
+
+    The scores as they were rated are the metric `reward/raw`. Evaluation uses the statistics and adds nothing to them.
+    They are saved and restored with checkpoints; `reset_reward_stats()` of a trainer forgets them.
+
+    Args:
+        reward: what rates.
+    """
+
+    reward: Description
+
+    def build(self, context: BuildContext) -> Reward:
+        with faults_below("reward"):
+            return ScaledReward(self.reward.build(context))
+
+
+class ScaledReward(NormalisedReward):
+    """The running form of `RewardNormalization`; `close` closes what rates."""
+
+    def __init__(self, reward: Reward):
+        super().__init__(normalize=True)
+        self.reward = reward
+
+    def raw(self, batch: DataProto) -> RewardResult:
+        return self.reward.rate_batch(batch)
+
+    def take(self) -> dict[str, float]:
+        return self.reward.take()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        with super().frozen(), self.reward.frozen():
+            yield
+
+    def reset_stats(self) -> None:
+        super().reset_stats()
+        self.reward.reset_stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"norm": super().state_dict(), "reward": self.reward.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state.get("norm", {}))
+        self.reward.load_state_dict(state.get("reward", {}))
+
+    def close(self) -> None:
+        self.reward.close()

@@ -1,0 +1,94 @@
+"""The main program of a pool process: `python -m verl.rewards.pool_worker`, started by `process_pool.py` alone.
+
+`verl.rewards.process_pool` starts it. It imports the user's function by its path, and never the driver's main script,
+nor torch unless the function does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import inspect
+import math
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from verl.rewards.import_path import load_function, own_line
+from verl.utils.child_process import end_with_parent
+from verl.utils.progress import Progress
+
+
+def serve(connection: Connection, trace_fd: int, progress: Progress) -> None:
+    """Import the function, and rate samples until the driver hangs up."""
+    start = pickle.loads(connection.recv_bytes())
+    sys.path[:] = [*start["sys_path"], *(path for path in sys.path if path not in start["sys_path"])]
+    try:
+        function = load_function(start["path"])
+    except BaseException as error:  # noqa: BLE001 - the driver's to handle
+        connection.send(("error", f"{type(error).__name__}: {error}"))
+        return
+    connection.send(("ready", None))
+    while True:
+        message = connection.recv_bytes()
+        progress.advance("rating a sample")
+        # This watchdog needs no interpreter: it also ends code that never lets go of it, and one whose driver is gone.
+        faulthandler.dump_traceback_later(start["timeout_s"], exit=True, file=trace_fd)
+        answer = _rated(function, message, start["kwargs"])
+        faulthandler.cancel_dump_traceback_later()
+        progress.advance("waiting for a sample")
+        connection.send(answer)
+
+
+def _rated(function: Callable, message: bytes, kwargs: dict[str, Any]) -> tuple[str, float | str]:
+    try:
+        result = function(**{**pickle.loads(message), **kwargs})
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
+        number = plain_number(result)
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
+        return "error", f"{type(error).__name__}: {error}{own_line(error, function)}"
+    return ("error", number) if isinstance(number, str) else ("score", number)
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def plain_number(result: Any) -> float | str:
+    """One number as a float, also from a list, array or tensor of one; in words what it is instead."""
+    found = result
+    if isinstance(result, (list, tuple)) or getattr(result, "ndim", 0):
+        size = len(result) if isinstance(result, (list, tuple)) else math.prod(result.shape)
+        if size != 1:
+            return f"a {type(result).__name__} of {size} items"
+        found = result[0] if isinstance(result, (list, tuple)) else result.reshape(-1)[0]
+    if not isinstance(found, (bool, int, float)) and getattr(found, "ndim", None) == 0 and hasattr(found, "item"):
+        found = found.item()
+    if isinstance(found, (bool, int, float)):
+        return float(found)
+    text = repr(result)
+    return f"{text if len(text) <= 120 else text[:110] + ' ...'} of type {type(result).__name__}"
+
+
+def _end_all() -> None:
+    """End this process and what the user's function has started."""
+    os.killpg(0, signal.SIGKILL)
+
+
+def main(socket_fd: int, trace_fd: int, progress_fd: int, parent: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # may reach all processes of a job: the driver ends its workers
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent(parent, _end_all)
+    with contextlib.suppress(EOFError, OSError):  # the driver hung up
+        serve(Connection(socket_fd), trace_fd, Progress.open(progress_fd))
+    os._exit(0)  # whatever threads the user's code left running
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

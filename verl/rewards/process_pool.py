@@ -1,0 +1,429 @@
+"""A pool of worker processes that score one sample at a time; a hanging or crashing call costs its process alone.
+
+driver ──sample──> worker 0, worker 1, ...      one sample at a time each
+       <─score───
+       ──SIGKILL─> after timeout_s; a new worker takes its place
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import math
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+
+from verl.errors import NonFiniteRewardError, RewardError
+from verl.protocol import DataProto
+from verl.protocol.provenance import source_of
+from verl.rewards.base import Reward, RewardResult, texts_of
+from verl.rewards.import_path import load_function
+from verl.rewards.validation import LARGEST, check_columns, named_parameters, reward_error
+from verl.utils.child_process import StoppedTime, kill, limit_waits
+from verl.utils.progress import Progress, ProgressWatch, is_stopped, report, state_of
+
+_log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 300.0  # the user's module may import much
+GRACE_S = 0.5  # a worker that is late ends itself, and says where it was; after this it is killed
+LOOK_EVERY_S = 0.5
+EARLY = 0.5  # of the time of a sample: a worker that ended itself before that was stopped together with the driver
+
+
+@dataclass(frozen=True)
+class PoolResult:
+    """What became of a sample: its number, or in words why it has none.
+
+    Attributes:
+        is_blameless: it is not the sample that kept its worker from an answer.
+    """
+
+    score: float | None = None
+    failure: str | None = None
+    is_blameless: bool = False
+
+
+class ProcessPool:
+    """Workers that call one function by its path.
+
+    Args:
+        path: as `verl.rewards.import_path.load_function` takes it.
+        file: that holds the function, to say where in it a sample was when its time ran out.
+        kwargs: further keyword arguments of every call.
+        timeout_s: for one sample, from when it is handed to a worker.
+    Raises:
+        RewardError: the function cannot be imported in a worker.
+    """
+
+    def __init__(self, path: str, file: str, kwargs: Mapping[str, Any], timeout_s: float, num_workers: int):
+        self.path, self.file, self.timeout_s = path, file, timeout_s
+        search_path = [os.path.abspath(entry) for entry in sys.path]
+        self._start = pickle.dumps(
+            {"path": _absolute(path), "kwargs": dict(kwargs), "timeout_s": timeout_s, "sys_path": search_path}
+        )
+        self._workers: list[_PoolProcess] = []
+        atexit.register(self.close)
+        try:
+            for _ in range(num_workers):
+                self._workers.append(_PoolProcess(self._start, timeout_s))
+            for place, worker in enumerate(self._workers):
+                self._workers[place] = self._ready(worker)
+        except BaseException:
+            self.close()
+            raise
+
+    def rate(self, samples: Sequence[dict[str, Any]], stop_at_failure: bool = False) -> list[PoolResult | None]:
+        """Rate every sample, each by one call with its keyword arguments.
+
+        Args:
+            stop_at_failure: hand out no more once one failed. Those before it are rated; None stands for the others.
+        """
+        if not self._workers:
+            raise RewardError("The workers of this reward were ended: close() was called.")
+        outcomes: list[PoolResult | None] = [None] * len(samples)
+        waiting = _packed(samples, outcomes, stop_at_failure)
+        busy: dict[_PoolProcess, tuple[int, bytes]] = {}
+        again: deque[tuple[int, bytes]] = deque()  # whose worker stood still
+        retried: set[int] = set()
+        try:
+            while True:
+                for place, worker in enumerate(self._workers):
+                    if worker in busy or (handed := again.popleft() if again else next(waiting, None)) is None:
+                        continue
+                    worker = self._workers[place] = self._hand_over(worker, handed[1])
+                    busy[worker] = handed
+                if not busy:
+                    return outcomes
+                for worker, outcome in self._finished(list(busy)):
+                    report()
+                    index, message = busy.pop(worker)
+                    if outcome.is_blameless and index not in retried:
+                        _log.warning("path is %r: %s. A new process takes the sample.", self.path, outcome.failure)
+                        retried.add(index)
+                        again.append((index, message))
+                        continue
+                    outcomes[index] = outcome
+                    if stop_at_failure and outcome.failure is not None:
+                        waiting.close()
+        finally:
+            for worker in busy:  # interrupted: what they are at belongs to no one any more
+                worker.kill()
+
+    def close(self) -> None:
+        """End the workers, whatever they are at; may be called again."""
+        atexit.unregister(self.close)
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.kill()
+
+    def _hand_over(self, worker: _PoolProcess, message: bytes) -> _PoolProcess:
+        """Give a sample to a worker; to a new one where this one is gone. Returns who has it."""
+        if not worker.ended:
+            if worker.send(message):
+                return worker
+            _log.warning("path is %r: a worker process does not take a sample%s", self.path, worker.state())
+        worker.kill()
+        worker = self._ready(_PoolProcess(self._start, self.timeout_s))
+        if not worker.send(message):
+            worker.kill()
+            raise RewardError(f"path is {self.path!r}: a new worker process ended at once.")
+        return worker
+
+    def _ready(self, worker: _PoolProcess) -> _PoolProcess:
+        """A worker that has imported the function: this one, or another in its place, once, if it is stopped over it.
+
+        Raises:
+            RewardError: the function cannot be imported.
+        """
+        try:
+            if not worker.await_ready(self.path, may_be_stopped=True):
+                _log.warning("path is %r: a worker process was stopped while it started, and is made anew.", self.path)
+                worker.kill()
+                worker = _PoolProcess(self._start, self.timeout_s)
+                worker.await_ready(self.path)
+        except BaseException:
+            worker.kill()
+            raise
+        return worker
+
+    def _finished(self, busy: list[_PoolProcess]) -> Iterator[tuple[_PoolProcess, PoolResult]]:
+        """Those that answered, ended or are late, each with its outcome; waits for the first."""
+        left = min(worker.watch.timeout_s - worker.watch.idle_s for worker in busy)
+        heard = set(wait([worker.connection for worker in busy], timeout=max(0.0, min(left, LOOK_EVERY_S))))
+        for worker in busy:
+            if worker.connection in heard:
+                yield worker, self._outcome(worker)
+            elif worker.watch.is_overdue:
+                state, stands_still = worker.state(), not worker.has_taken or is_stopped(worker.pid)
+                worker.kill()
+                yield worker, self._late(worker, state, stands_still)
+
+    def _outcome(self, worker: _PoolProcess) -> PoolResult:
+        """What a worker answered; or why it hung up, as one does by itself when its time has run out."""
+        try:
+            kind, detail = worker.connection.recv()
+        except (EOFError, OSError):
+            is_early = worker.watch.idle_s < EARLY * self.timeout_s  # all of the run was stopped for a while
+            words = worker.exit_words()
+            if worker.trace():
+                return self._late(worker, is_blameless=is_early)
+            return PoolResult(failure=f"the process ended with {words}")
+        return PoolResult(score=detail) if kind == "score" else PoolResult(failure=detail)
+
+    def _late(self, worker: _PoolProcess, state: str = "", is_blameless: bool = False) -> PoolResult:
+        lines = re.findall(rf'File "{re.escape(self.file)}", (line \d+) in (\S+)', worker.trace())
+        where = f"\n  It was at {lines[0][0]}, in {lines[0][1]}()" if lines else ""
+        return PoolResult(
+            failure=f"no answer within timeout_s, which is {self.timeout_s:g}: its process was killed{state}{where}",
+            is_blameless=is_blameless,
+        )
+
+
+class _PoolProcess:
+    """One process, its connection, and the file into which it writes where it was when its time ran out.
+
+    Attributes:
+        watch: of the time that it has had for its sample, as far as the driver itself was not stopped.
+    """
+
+    def __init__(self, start: bytes, timeout_s: float):
+        self.ended = False
+        self._progress, self._count = Progress(num_slots=1), 0
+        self.watch = ProgressWatch(self._progress, timeout_s + GRACE_S, look_every_s=2 * LOOK_EVERY_S)
+        self._trace = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill()
+        ours, theirs = socket.socketpair()
+        limit_waits(ours, timeout_s + GRACE_S)
+        fds = (theirs.fileno(), self._trace.fileno(), self._progress.fd)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "verl.rewards.pool_worker", *map(str, fds), str(os.getpid())],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # so that what the user's function started ends with it
+                env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, **_package_path()},
+            )
+        finally:
+            theirs.close()
+        self.connection = Connection(ours.detach())
+        with contextlib.suppress(OSError):  # gone already: await_ready says so
+            self.connection.send_bytes(start)
+
+    def await_ready(self, path: str, may_be_stopped: bool = False) -> bool:
+        """Wait until the function is imported. False where the process is stopped for longer than a sample may take,
+        and may be."""
+        deadline, stopped = time.monotonic() + START_TIMEOUT_S, StoppedTime(LOOK_EVERY_S)
+        while not (is_heard := self.connection.poll(LOOK_EVERY_S)) and time.monotonic() < deadline:
+            if stopped.of(self.pid) > self.watch.timeout_s:
+                if may_be_stopped:
+                    return False
+                break
+        kind, detail = "error", f"it was not done after {START_TIMEOUT_S:g} s, or is stopped{self.state()}"
+        if is_heard:
+            try:
+                kind, detail = self.connection.recv()
+            except (EOFError, OSError):
+                detail = f"the process ended with {self.exit_words()}"
+        if kind != "ready":
+            raise RewardError(f"path is {path!r}: a worker process could not import it: {detail}.")
+        return True
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def state(self) -> str:
+        """What the system says of it, to append to a message."""
+        found = state_of(self.pid)
+        return f" ({found})" if found else ""
+
+    @property
+    def has_taken(self) -> bool:
+        """Whether it has begun with the sample that was sent last."""
+        return self._progress.count(0) != self._count
+
+    def send(self, message: bytes) -> bool:
+        """Send a sample; False where the worker is gone, or takes nothing in."""
+        self._count = self._progress.count(0)
+        try:
+            self.connection.send_bytes(message)
+        except OSError:
+            return False
+        self.watch.restart()
+        return True
+
+    def trace(self) -> str:
+        self._trace.seek(0)
+        return self._trace.read().decode(errors="replace")
+
+    def kill(self) -> None:
+        """End the process and all that it started."""
+        if self.ended:
+            return
+        self.ended = True
+        kill(self._process, group=True)
+        self.connection.close()
+        self._progress.close()
+
+    def exit_words(self) -> str:
+        try:
+            code = self._process.wait(timeout=GRACE_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        self.kill()
+        if code is None:
+            return "its connection closed"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _packed(
+    samples: Sequence[dict[str, Any]], outcomes: list[PoolResult | None], stop_at_failure: bool
+) -> Generator[tuple[int, bytes], None, None]:
+    """Each sample as it is sent; the outcome of one that cannot be sent is noted."""
+    for index, sample in enumerate(samples):
+        try:
+            message = pickle.dumps(sample)
+        except Exception as error:  # noqa: BLE001 - pickling runs the code of what it is given
+            found = f"a column cannot be sent to a worker process ({type(error).__name__}: {error})"
+            outcomes[index] = PoolResult(failure=found)
+            if stop_at_failure:
+                return
+            continue
+        yield index, message
+
+
+def _absolute(path: str) -> str:
+    """The same path to a function for a process that starts after the working directory has changed."""
+    module, _, name = path.rpartition(":")
+    return f"{os.path.abspath(module)}:{name}" if module.endswith(".py") else path
+
+
+def _package_path() -> dict[str, str]:
+    """What lets `python -m verl...` find this package wherever the working directory is."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    given = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": root if not given else os.pathsep.join((root, given))}
+
+
+logger = logging.getLogger(__name__)
+
+EXPECTED = "one finite number"
+
+
+class SampleReward(Reward):
+    """A reward that calls a function once for each response, `num_workers` at a time. `close` ends its processes.
+
+    Args:
+        path: of a function of `prompt`, `response` and columns of the data; see `RewardFunction`.
+        kwargs: further keyword arguments of every call.
+        timeout_s: for one sample.
+        error_score: of a sample that fails; None raises instead.
+        columns: argument of the function -> column of the data, where the two differ in name.
+    Raises:
+        RewardError: the function cannot be imported, or does not take `prompt` and `response`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        kwargs: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        num_workers: int,
+        error_score: float | None,
+        columns: Mapping[str, str] | None = None,
+    ):
+        self.function, self.kwargs, self.error_score = load_function(path), dict(kwargs), error_score
+        self._renamed = dict(columns or {})
+        self._accepted = named_parameters(self.function)
+        for name in ("prompt", "response", *self.kwargs):
+            if self._accepted is not None and name not in self._accepted:
+                found = f"it takes {', '.join(self._accepted)}"
+                raise reward_error(f"a function that takes `{name}`", found, self.function)
+        self._pool = ProcessPool(path, source_of(self.function).file, self.kwargs, timeout_s, num_workers)
+
+    @property
+    def producer(self) -> Callable:
+        return self.function
+
+    def rate_batch(self, batch: DataProto) -> RewardResult:
+        """Rate every response by itself.
+
+        Raises:
+            RewardError: a sample failed and none may, or the function needs a column that the data lacks. Of several
+                samples that fail, the first is named.
+        """
+        prompts, responses, columns = texts_of(batch)
+        for argument, column in self._renamed.items():
+            if column not in columns:
+                present = ", ".join(columns) or "none"
+                raise RewardError(f"The data has no column {column!r}, which the reward reads. Its columns: {present}.")
+            columns[argument] = columns[column]
+        check_columns(self._accepted, columns, ("prompt", "response", *self.kwargs), self.function)
+        names = [name for name in columns if self._accepted is None or name in self._accepted]
+        samples = [
+            {"prompt": prompt, "response": response, **{name: columns[name][index] for name in names}}
+            for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
+        ]
+        outcomes = self._pool.rate(samples, stop_at_failure=self.error_score is None)
+        failures = {index: found for index, outcome in enumerate(outcomes) if (found := _failure(outcome)) is not None}
+        if failures:
+            numbers = [index for index in failures if (o := outcomes[index]) is not None and o.failure is None]
+            self._report(failures, prompts, responses, numbers)
+        if self.error_score is None:
+            return RewardResult(
+                np.array([outcome.score for outcome in outcomes if outcome is not None], dtype=np.float64)
+            )
+        scores = [
+            self.error_score if index in failures or outcome is None else outcome.score
+            for index, outcome in enumerate(outcomes)
+        ]
+        failed = np.array([float(index in failures) for index in range(len(scores))])
+        return RewardResult(np.array(scores, dtype=np.float64), {"failed": failed})
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _report(self, failures: dict[int, str], prompts: list[str], responses: list[str], numbers: list[int]) -> None:
+        """`numbers`: the samples among the failures that gave a number, which is not finite."""
+        first = min(failures)
+        error = reward_error(EXPECTED, failures[first], self.function, prompts, responses, first)
+        if self.error_score is None:
+            raise NonFiniteRewardError(str(error), numbers) if first in numbers else error
+        logger.warning(
+            "%d of %d samples have no reward of their own and get error_score %g. The first of them:\n%s",
+            len(failures), len(responses), self.error_score, error,
+        )  # fmt: skip
+
+
+def pool_faults(timeout_s: float, num_workers: int, **scores: float) -> Iterator[str]:
+    """What is wrong with the settings of a pool, and with scores that are to be finite."""
+    if not 0 < timeout_s < 1e6:
+        yield f"timeout_s is {timeout_s:g}: must be positive, and below a million seconds."
+    if num_workers < 1:
+        yield f"num_workers is {num_workers}: must be at least 1."
+    for name, score in scores.items():
+        if not math.isfinite(score):
+            yield f"{name} is {score}: must be finite."
+
+
+def _failure(outcome: PoolResult | None) -> str | None:
+    """Why a sample has no score; None where it has one, or was never handed out."""
+    if outcome is None or outcome.failure is not None:
+        return None if outcome is None else outcome.failure
+    assert outcome.score is not None
+    return None if abs(outcome.score) <= LARGEST else f"{outcome.score!r}"

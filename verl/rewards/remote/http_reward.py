@@ -1,0 +1,109 @@
+"""Scoring service: a JSON list of samples is posted, a JSON list of scores comes back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from verl.component import BuildContext
+from verl.http_client.request import RetryableAnswer
+from verl.rewards.remote.remote_base import RemoteDescription, RemoteReward, RemoteSample, SampleRequest
+from verl.rewards.remote.score_parser import at, column, number, shown
+
+if TYPE_CHECKING:
+    from verl.http_client.client import HTTPClient
+
+
+@dataclass(frozen=True, kw_only=True)
+class HTTPReward(RemoteDescription):
+    """Post samples to `base_url`, and read their scores in the same order.
+
+        POST [{"prompt": ..., "response": ...}, ...]  ->  [0.5, ...]
+
+    Args:
+        fields: name in the request -> `prompt`, `response` or a column of the data.
+        items_key: where in the request the list is; null: the list is the request.
+        options: further fields of the request beside the list; needs `items_key`.
+        scores_path: where in the answer the list is, such as `result.scores`; null: the list is the answer.
+        score_path: where in an item of it the score is; null: the item is the score.
+        batch_size: samples in one request.
+    """
+
+    fields: dict[str, str] = field(default_factory=lambda: {"prompt": "prompt", "response": "response"})
+    items_key: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    scores_path: str | None = None
+    score_path: str | None = None
+    batch_size: int = 32
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        if "response" not in self.fields.values():
+            yield "fields has no response: the service would not see what it scores."
+        if self.options and self.items_key is None:
+            yield "options stand beside the list of samples: give the list a name by items_key."
+        if self.items_key is not None and self.items_key in self.options:
+            yield f"options.{self.items_key}: is where the samples are (items_key)."
+        if self.batch_size < 1:
+            yield f"batch_size is {self.batch_size}: must be at least 1."
+
+    def build(self, context: BuildContext) -> HTTPScorer:
+        return HTTPScorer(self, self.connect(context))
+
+
+class HTTPScorer(RemoteReward):
+    """The running form of `HTTPReward`."""
+
+    def __init__(self, described: HTTPReward, client: HTTPClient):
+        super().__init__(described, client)
+        self.described = described
+
+    def question(self, texts: dict[str, Any]) -> dict[str, Any]:
+        """What a sample is kept under in the cache: its item, and what stands beside the list."""
+        wanted = self.described.fields.items()
+        item = {name: column(texts, source, f"fields.{name} is {source}") for name, source in wanted}
+        return {"item": item, "options": self.described.options}
+
+    def score_of(self, sample: RemoteSample, text: str) -> float:
+        try:
+            return number(at(json.loads(text), self.described.score_path))
+        except LookupError:
+            raise RetryableAnswer(f"no {self.described.score_path} in {shown(text)}") from None
+
+    def asks(self, samples: list[RemoteSample]) -> list[SampleRequest]:
+        size = self.described.batch_size
+        return [_BatchRequest(self, samples[start : start + size]) for start in range(0, len(samples), size)]
+
+
+class _BatchRequest(SampleRequest):
+    """Asks about those of its samples that have no score yet, so that a retry asks for no more than was missing."""
+
+    def __init__(self, scorer: HTTPScorer, samples: list[RemoteSample]):
+        self.samples, self._scorer = samples, scorer
+
+    def body(self) -> Any:
+        described, items = self._scorer.described, [sample.question["item"] for sample in self._open()]
+        return items if described.items_key is None else {**described.options, described.items_key: items}
+
+    def read(self, answer: Any) -> None:
+        path, asked = self._scorer.described.scores_path, self._open()
+        try:
+            found = at(answer, path)
+        except LookupError:
+            raise RetryableAnswer(f"an answer without {path}: {shown(answer)}") from None
+        if not isinstance(found, list) or len(found) != len(asked):
+            what = f"{len(found)} scores" if isinstance(found, list) else shown(found)
+            raise RetryableAnswer(f"{what} in place of a list of {len(asked)} scores")
+        faults = []
+        for sample, item in zip(asked, found, strict=True):
+            try:
+                self._scorer.accept(sample, json.dumps(item))
+            except RetryableAnswer as fault:
+                faults.append(fault)
+        if faults:
+            raise faults[0]
+
+    def _open(self) -> list[RemoteSample]:
+        return [sample for sample in self.samples if sample.score is None]

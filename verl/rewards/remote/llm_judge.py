@@ -1,0 +1,171 @@
+"""LLM judge: a chat model behind an OpenAI-compatible server reads prompt and response and writes a score."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from verl.component import BuildContext
+from verl.http_client.request import RetryableAnswer
+from verl.rewards.import_path import load_function, path_faults
+from verl.rewards.remote.remote_base import RemoteDescription, RemoteReward, RemoteSample, SampleRequest
+from verl.rewards.remote.score_parser import by_path, by_pattern, filled, number, places, shown
+from verl.rewards.validation import check_columns, named_parameters
+from verl.utils.component_exits import raised_by_code
+
+OURS = ("model", "messages", "stream", "n")  # fields of the request that `options` may not set
+
+
+if TYPE_CHECKING:
+    from verl.http_client.client import HTTPClient
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMJudge(RemoteDescription):
+    """Ask a chat model for a score: POST `base_url/chat/completions`, one request for each response.
+
+    Exactly one of `score_pattern`, `score_path` and `score_function` reads the score from what the judge wrote. A text
+    without one counts as a failed request and is asked for again: a judge draws its words.
+
+    Args:
+        model: name of the judge, as its server knows it.
+        template: the user's message; `{prompt}`, `{response}` and `{NAME}` for any column of the data are replaced,
+            `{{NAME}}` is the text `{NAME}`.
+        system: the system's message; null: none.
+        options: further fields of the request, such as `temperature`, `max_tokens` or `response_format`.
+        score_pattern: regular expression; its last match counts, and in it the first group.
+        score_path: a place in the JSON that the judge wrote, such as `verdict.score`.
+        score_function: `file.py:function` or `package.module:function`, called as `function(reply=TEXT)` with `prompt`,
+            `response` and the columns that it names; returns a number.
+        min_score, max_score: a score outside of them is none; null: no bound.
+    """
+
+    model: str
+    template: str
+    system: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    score_pattern: str | None = None
+    score_path: str | None = None
+    score_function: str | None = None
+    min_score: float | None = None
+    max_score: float | None = None
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        if not self.model:
+            yield "model is '': expected the name of the judge, as its server knows it."
+        if "response" not in places(self.template):
+            yield "template has no {response}: the judge would not see what it judges."
+        for name in OURS:
+            if name in self.options:
+                yield f"options.{name}: is set by this reward. Remove it."
+        yield from self._reader_faults()
+        if self.min_score is not None and self.max_score is not None and self.min_score >= self.max_score:
+            yield f"min_score is {self.min_score:g}: must be below max_score, which is {self.max_score:g}."
+
+    def _reader_faults(self) -> Iterator[str]:
+        ways = {name: getattr(self, name) for name in ("score_pattern", "score_path", "score_function")}
+        given = [name for name, value in ways.items() if value is not None]
+        if len(given) != 1:
+            yield f"{', '.join(ways)}: exactly one must be set, not {', '.join(given) or 'none'}."
+        if self.score_pattern is not None:
+            try:
+                re.compile(self.score_pattern)
+            except re.error as error:
+                yield f"score_pattern is {self.score_pattern!r}: is no regular expression ({error})."
+        if self.score_function is not None:
+            for fault in path_faults(self.score_function, {}, ("reply",)):
+                yield fault.replace("path is", "score_function is", 1)
+
+    def build(self, context: BuildContext) -> LLMJudgeReward:
+        read = reader_of(self)
+        return LLMJudgeReward(self, self.connect(context), read)
+
+
+Read = Callable[[str, dict[str, Any]], Any]  # (what the judge wrote, texts of the sample) -> a number
+
+
+def reader_of(described: LLMJudge) -> Read:
+    """The function that finds the score.
+
+    Raises:
+        RewardError: the user's function cannot be loaded.
+    """
+    if described.score_pattern is not None:
+        pattern = re.compile(described.score_pattern)
+        return lambda reply, texts: by_pattern(reply, pattern)
+    if (path := described.score_path) is not None:
+        return lambda reply, texts: by_path(reply, path)
+    assert described.score_function is not None
+    function = load_function(described.score_function)
+    accepted = named_parameters(function)
+
+    def read(reply: str, texts: dict[str, Any]) -> Any:
+        check_columns(accepted, {name: [] for name in texts}, ("reply",), function)
+        columns = {name: value for name, value in texts.items() if accepted is None or name in accepted}
+        try:
+            return function(reply=reply, **columns)
+        except BaseException as error:
+            if not raised_by_code(error):
+                raise
+            raise RetryableAnswer(f"{type(error).__name__} in score_function: {error}, of {shown(reply)}") from error
+
+    return read
+
+
+class LLMJudgeReward(RemoteReward):
+    """The running form of `LLMJudge`."""
+
+    path = "/chat/completions"
+
+    def __init__(self, described: LLMJudge, client: HTTPClient, read: Read):
+        super().__init__(described, client)
+        self.described, self._read = described, read
+
+    def question(self, texts: dict[str, Any]) -> dict[str, Any]:
+        system = self.described.system
+        messages = [] if system is None else [{"role": "system", "content": filled(system, texts)}]
+        messages.append({"role": "user", "content": filled(self.described.template, texts)})
+        return {**self.described.options, "model": self.described.model, "messages": messages}
+
+    def score_of(self, sample: RemoteSample, text: str) -> float:
+        score = number(self._read(text, sample.texts))
+        low, high = self.described.min_score, self.described.max_score
+        if (low is not None and score < low) or (high is not None and score > high):
+            bounds = f"[{'-inf' if low is None else f'{low:g}'}, {'inf' if high is None else f'{high:g}'}]"
+            raise RetryableAnswer(f"the score {score:g}, outside of {bounds}, in {shown(text)}")
+        return score
+
+    def asks(self, samples: list[RemoteSample]) -> list[SampleRequest]:
+        return [_JudgeRequest(self, sample) for sample in samples]
+
+
+class _JudgeRequest(SampleRequest):
+    def __init__(self, judge: LLMJudgeReward, sample: RemoteSample):
+        self.path, self.samples, self._judge = judge.path, [sample], judge
+
+    def body(self) -> Any:
+        return self.samples[0].question
+
+    def read(self, answer: Any) -> None:
+        self._judge.accept(self.samples[0], reply_of(answer))
+
+
+def reply_of(answer: Any) -> str:
+    """The text that the judge wrote.
+
+    Raises:
+        Unusable: there is none, as after a limit of tokens that its thoughts used up.
+    """
+    try:
+        choice = answer["choices"][0]
+        text = choice["message"]["content"]
+    except (LookupError, TypeError):
+        raise RetryableAnswer(f"an answer without choices[0].message.content: {shown(answer)}") from None
+    if not isinstance(text, str) or not text.strip():
+        reason = choice.get("finish_reason")
+        hint = "; raise options.max_tokens" if reason == "length" else ""
+        raise RetryableAnswer(f"an answer without a text (finish_reason {reason}{hint})")
+    return text

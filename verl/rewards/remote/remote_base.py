@@ -1,0 +1,347 @@
+"""Base of rewards that ask a server: cache, requests, failures, statistics. Subclasses know what is asked.
+
+samples ──> cache ── unknown ──> requests ──> client ──> texts ──> scores
+               └──── known: text ─────────────────────────┘           └──> cache
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from verl.component import BuildContext
+from verl.errors import ConfigError, NonFiniteRewardError, RewardError, faults_below
+from verl.http_client.cache import AnswerCache, default_directory, key_of
+from verl.http_client.endpoint import Endpoint
+from verl.http_client.request import Kind, Request, RequestReport, RetryableAnswer
+from verl.protocol import DataProto
+from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of
+from verl.rewards.remote.score_parser import NotFinite
+from verl.rewards.validation import reward_error
+
+if TYPE_CHECKING:
+    from verl.http_client.client import HTTPClient
+
+
+@dataclass
+class RemoteSample:
+    """One response on its way to a score.
+
+    Attributes:
+        row: in the batch.
+        texts: `prompt`, `response` and the columns of the data, of this row.
+        question: what is sent for it.
+        key: of its answer in the cache.
+        text: of the answer that gave the score.
+        cached: whether it was not asked for.
+        failure: in words, why it has no score.
+        is_not_finite: the last answer gave a number that is not finite.
+        report: what became of the question that it was a part of.
+    """
+
+    row: int
+    texts: dict[str, Any]
+    question: Any
+    key: str
+    score: float | None = None
+    text: str | None = None
+    cached: bool = False
+    failure: str | None = None
+    kind: Kind | None = None
+    is_not_finite: bool = False
+    report: RequestReport | None = None
+
+    @property
+    def outcome(self) -> str:
+        """`scored in 0.41 s`, `scored in 0.38 s, asked 3 times`, `cached`, `failed, asked 6 times: HTTP 500`."""
+        if self.cached and self.score is not None:
+            return "cached"
+        if self.report is None:
+            return "not asked"
+        attempts = self.report.attempts
+        again = f", asked {attempts} times" if attempts > 1 else ""
+        if self.score is None:
+            return f"failed{again}: {self.failure}"
+        return f"scored in {self.report.seconds[-1]:.2f} s{again}"
+
+
+@dataclass
+class RequestStats:
+    """Counts over the questions of a training step."""
+
+    requests: int = 0
+    retries: int = 0
+    failures: int = 0
+    cache_hits: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+    def add(self, reports: list[RequestReport | None], samples: list[RemoteSample]) -> None:
+        """Count what was asked, and what became of the samples."""
+        asked = [report for report in reports if report is not None]
+        self.requests += sum(report.attempts for report in asked)
+        self.retries += sum(max(0, report.attempts - 1) for report in asked)
+        self.seconds += [second for report in asked for second in report.seconds]
+        self.failures += sum(sample.score is None for sample in samples)
+        self.cache_hits += sum(sample.cached and sample.score is not None for sample in samples)
+
+    def metrics(self) -> dict[str, float]:
+        """By name; latencies are of single requests, where any was sent."""
+        counts = {
+            "remote_requests": float(self.requests),
+            "remote_retries": float(self.retries),
+            "remote_failures": float(self.failures),
+            "remote_cache_hits": float(self.cache_hits),
+        }
+        if not self.seconds:
+            return counts
+        middle, late = np.percentile(self.seconds, [50, 95])
+        return counts | {"remote_latency_p50_s": float(middle), "remote_latency_p95_s": float(late)}
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteDescription(RewardDescription):
+    """Base of rewards that a server gives.
+
+    Args:
+        endpoint: where the server is, and how it is treated.
+        on_error: `raise` ends the run at a sample that has no score after all retries; `score` gives it `error_score`,
+            warns, and counts it in `reward/failed`. A server that refuses all (a wrong key or path), or that answers
+            nothing in a whole batch, ends the run under both; where a part of the batch came from the cache, the server
+            is asked whether it is there at all.
+        error_score: see `on_error`.
+        cache_gib: most that answers kept on disk may take; what was asked once is not asked again, in this run or a
+            later one. 0 keeps none.
+        cache_dir: where; null for `$VERL_CACHE/remote`.
+    """
+
+    endpoint: Endpoint
+    on_error: Literal["raise", "score"] = "raise"
+    error_score: float = 0.0
+    cache_gib: float = 1.0
+    cache_dir: str | None = None
+
+    def faults(self) -> Iterator[str]:
+        if not math.isfinite(self.error_score):
+            yield f"error_score is {self.error_score}: must be finite."
+        if not 0 <= self.cache_gib < 1e6:
+            yield f"cache_gib is {self.cache_gib:g}: must not be negative; 0 keeps no answers."
+
+    def connect(self, context: BuildContext) -> HTTPClient:
+        """The client, whose server answers.
+
+        Raises:
+            ConfigError: there is no key, or no server.
+        """
+        with faults_below("endpoint"):
+            client = self.endpoint.build(context)
+            try:
+                absence = client.absence()
+                if absence is not None:
+                    raise ConfigError(f"base_url is {self.endpoint.base_url}: no server answers there ({absence}).")
+            except BaseException:
+                client.close()
+                raise
+        return client
+
+
+class SampleRequest(Request):
+    """A question about one sample or several."""
+
+    samples: Sequence[RemoteSample]
+
+
+class RemoteReward(Reward):
+    """The running form of a `RemoteDescription`. `close` it.
+
+    Args:
+        client: which is closed with it.
+    """
+
+    def __init__(self, described: RemoteDescription, client: HTTPClient):
+        self.client, self.url = client, described.endpoint.url(self.path)
+        self.error_score = described.error_score if described.on_error == "score" else None
+        directory = Path(described.cache_dir).expanduser() if described.cache_dir else default_directory()
+        self._cache = AnswerCache(directory, described.cache_gib) if described.cache_gib > 0 else None
+        self._tally: RequestStats | None = None
+        self._counts = True
+
+    path = ""  # of its requests
+
+    @abstractmethod
+    def question(self, texts: dict[str, Any]) -> Any:
+        """What is sent for a sample, as JSON.
+
+        Raises:
+            RewardError: a column is missing.
+        """
+
+    @abstractmethod
+    def score_of(self, sample: RemoteSample, text: str) -> float:
+        """The score that a text of the server's answer holds.
+
+        Raises:
+            Unusable: it holds none.
+        """
+
+    @abstractmethod
+    def asks(self, samples: list[RemoteSample]) -> list[SampleRequest]:
+        """The questions about all samples; each `read` hands the texts to `accept`."""
+
+    @property
+    def producer(self) -> Callable:
+        return self.rate_batch
+
+    def accept(self, sample: RemoteSample, text: str) -> None:
+        """Take the text of an answer.
+
+        Raises:
+            Unusable: it holds no score.
+        """
+        try:
+            sample.is_not_finite = False
+            sample.score, sample.text = self.score_of(sample, text), text
+        except NotFinite:
+            sample.is_not_finite = True
+            raise
+        if self._cache is not None:
+            self._cache.put(sample.key, self.client.without_key(text))
+
+    def rate_batch(self, batch: DataProto) -> RewardResult:
+        """Rate every response; `columns` has what became of each.
+
+        Raises:
+            RewardError: a sample has no score and none may lack one, the data lacks a column, or the server as a whole
+                does not do its work.
+        """
+        prompts, responses, columns = texts_of(batch)
+        samples = [
+            self._sample(row, {name: values[row] for name, values in columns.items()}, prompts, responses)
+            for row in range(len(batch))
+        ]
+        self._recall(samples)
+        leaders, followers = self._divided([sample for sample in samples if sample.score is None])
+        asks = self.asks(leaders)
+        reports = self.client.ask(asks, stop_at_failure=self.error_score is None) if asks else []
+        for ask, report in zip(asks, reports, strict=True):
+            _settle(ask.samples, report)
+        for sample, leader in followers:
+            self._follow(sample, leader)
+        if self._counts:
+            self._tally = self._tally or RequestStats()
+            self._tally.add(reports, samples)
+        self._judge(samples, prompts, responses)
+        return self._rating(samples)
+
+    def take(self) -> dict[str, float]:
+        tally, self._tally = self._tally, None
+        return {} if tally is None else tally.metrics()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        before, self._counts = self._counts, False
+        try:
+            yield
+        finally:
+            self._counts = before
+
+    def close(self) -> None:
+        self.client.close()
+        if self._cache is not None:
+            self._cache.close()
+
+    def _sample(self, row: int, columns: dict[str, Any], prompts: list[str], responses: list[str]) -> RemoteSample:
+        texts = {**columns, "prompt": prompts[row], "response": responses[row]}
+        question = self.question(texts)
+        try:
+            return RemoteSample(row, texts, question, key_of(self.url, question))
+        except (TypeError, ValueError) as error:
+            expected = "texts and numbers, which can be sent as JSON"
+            raise reward_error(expected, str(error), self.producer, prompts, responses, row) from error
+
+    def _recall(self, samples: list[RemoteSample]) -> None:
+        """Score what was asked before; a text that holds no score, read in another way now, is asked for again."""
+        known = self._cache.find(sample.key for sample in samples) if self._cache is not None else {}
+        for sample in samples:
+            if (text := known.get(sample.key)) is not None:
+                with contextlib.suppress(RetryableAnswer):
+                    sample.score, sample.cached = self.score_of(sample, text), True
+
+    def _divided(
+        self, samples: list[RemoteSample]
+    ) -> tuple[list[RemoteSample], list[tuple[RemoteSample, RemoteSample]]]:
+        """Who is asked about, and who goes with whom: equal responses are one question, where answers are kept."""
+        if self._cache is None:
+            return samples, []
+        first: dict[str, RemoteSample] = {}
+        for sample in samples:
+            first.setdefault(sample.key, sample)
+        return list(first.values()), [(s, first[s.key]) for s in samples if first[s.key] is not s]
+
+    def _follow(self, sample: RemoteSample, leader: RemoteSample) -> None:
+        sample.failure, sample.kind, sample.report = leader.failure, leader.kind, leader.report
+        sample.is_not_finite = leader.is_not_finite
+        if leader.text is not None:
+            try:
+                sample.score, sample.cached = self.score_of(sample, leader.text), True
+            except RetryableAnswer as error:
+                sample.failure, sample.kind = str(error), "answer"
+
+    def _judge(self, samples: list[RemoteSample], prompts: list[str], responses: list[str]) -> None:
+        """Raise, or warn, of what has no score."""
+        failed = [sample for sample in samples if sample.failure is not None]
+        if not failed:
+            return
+        refused = [sample for sample in failed if sample.kind == "refused"]
+        first = (refused or failed)[0]
+        expected = f"one finite number for each response, from {self.url}"
+        error = reward_error(expected, first.failure or "", self.producer, prompts, responses, first.row)
+        if self.error_score is None and first.is_not_finite:
+            raise NonFiniteRewardError(str(error), [sample.row for sample in failed if sample.is_not_finite])
+        if self.error_score is None or refused:
+            raise error
+        if (why := self._absence(samples)) is not None:
+            raise RewardError(f"{error}\n  {why}: the server seems to be gone.")
+        logger.warning(
+            "%d of %d samples have no reward of their own and get error_score %g. The first of them:\n%s",
+            len(failed), len(samples), self.error_score, error,
+        )  # fmt: skip
+
+    def _absence(self, samples: Sequence[RemoteSample]) -> str | None:
+        """What says that the server is gone: it answered nothing of all that it was asked; None where it is there.
+
+        A sample alone may be one that it never answers, beside others whose answers are known.
+        """
+        asked = [sample for sample in samples if not sample.cached]
+        if not all(sample.kind == "unreachable" for sample in asked):
+            return None
+        if len(asked) == len(samples):
+            return "No sample of the batch has an answer"
+        absence = self.client.absence()
+        return None if absence is None else f"No sample that was asked for has an answer, nor a GET ({absence})"
+
+    def _rating(self, samples: list[RemoteSample]) -> RewardResult:
+        scores = [self.error_score if sample.score is None else sample.score for sample in samples]
+        outcomes = np.array([sample.outcome for sample in samples], dtype=object)
+        parts = {}
+        if self.error_score is not None:
+            parts["failed"] = np.array([float(sample.score is None) for sample in samples])
+        return RewardResult(np.array(scores, dtype=np.float64), parts, {"outcome": outcomes})
+
+
+def _settle(samples: Sequence[RemoteSample], report: RequestReport | None) -> None:
+    """Tell each sample of a question what became of it; one whose score was in an earlier answer keeps it."""
+    for sample in samples:
+        sample.report = report
+        if report is not None and sample.score is None:
+            sample.failure, sample.kind = report.failure, report.kind

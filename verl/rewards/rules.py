@@ -1,0 +1,208 @@
+"""Rewards by rules: exact match, regular expression, response length, and equality of mathematical answers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl.component import BuildContext
+from verl.errors import RewardError
+from verl.protocol import DataProto
+from verl.rewards.base import Reward, RewardDescription, RewardResult
+from verl.rewards.process_pool import SampleReward, pool_faults
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactMatch(RewardDescription, Reward):
+    """Compare each response with a column of the data.
+
+    Args:
+        answer_key: the column that holds the answer, a text or a whole number.
+        ignore_whitespace: whether white space before and after both texts is left out of the comparison.
+        correct, wrong: the two scores.
+    """
+
+    answer_key: str = "answer"
+    ignore_whitespace: bool = True
+    correct: float = 1.0
+    wrong: float = 0.0
+
+    def faults(self) -> Iterator[str]:
+        if self.correct <= self.wrong:
+            yield f"correct is {self.correct}: must exceed wrong, which is {self.wrong}."
+
+    def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
+        """`correct` for each response that equals its answer, `wrong` for every other one.
+
+        Raises:
+            RewardError: the data has no such column, or an answer in it is no text or whole number.
+        """
+        if self.answer_key not in columns:
+            present = ", ".join(columns) or "none"
+            raise RewardError(
+                f"answer_key is {self.answer_key!r}: the data has no such column. Its columns: {present}."
+            )
+        return [
+            self.correct if self._same(response, answer, index) else self.wrong
+            for index, (response, answer) in enumerate(zip(responses, columns[self.answer_key], strict=True))
+        ]
+
+    def _same(self, response: str, answer: str | int, index: int) -> bool:
+        if isinstance(answer, bool) or not isinstance(answer, (str, int)):
+            raise RewardError(
+                f"column {self.answer_key!r} is {answer!r} at sample {index} of the batch: "
+                "expected an answer as a text or a whole number."
+            )
+        answer = str(answer)
+        return response.strip() == answer.strip() if self.ignore_whitespace else response == answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format(RewardDescription, Reward):
+    """`correct` where the response matches a regular expression, `wrong` elsewhere.
+
+    A pattern of nested repetition, such as `(a+)+$`, takes time that grows without bound on some responses.
+
+    Args:
+        pattern: of Python's `re`; `.` matches line breaks too.
+        whole: whether all of the response must match, white space around it left out, and not only some part of it.
+    """
+
+    pattern: str
+    whole: bool = True
+    correct: float = 1.0
+    wrong: float = 0.0
+
+    def faults(self) -> Iterator[str]:
+        try:
+            re.compile(self.pattern, re.DOTALL)
+        except re.error as error:
+            yield f"pattern is {self.pattern!r}: no regular expression ({error})."
+        if self.correct <= self.wrong:
+            yield f"correct is {self.correct}: must exceed wrong, which is {self.wrong}."
+
+    def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
+        """`correct` or `wrong` for each response."""
+        expression = re.compile(self.pattern, re.DOTALL)
+        match = expression.fullmatch if self.whole else expression.search
+        return [self.correct if match(text.strip() if self.whole else text) else self.wrong for text in responses]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length(RewardDescription, Reward):
+    """`inside` where a response has min_tokens to max_tokens tokens, both included, and `outside` elsewhere.
+
+    Args:
+        max_tokens: None for no upper bound.
+    """
+
+    min_tokens: int = 1
+    max_tokens: int | None = None
+    inside: float = 0.0
+    outside: float = -1.0
+
+    def faults(self) -> Iterator[str]:
+        if self.min_tokens < 0:
+            yield f"min_tokens is {self.min_tokens}: must not be negative."
+        if self.max_tokens is not None and self.max_tokens < self.min_tokens:
+            yield f"max_tokens is {self.max_tokens}: must be at least min_tokens, which is {self.min_tokens}."
+        for name in ("inside", "outside"):
+            if not math.isfinite(getattr(self, name)):
+                yield f"{name} is {getattr(self, name)}: must be finite."
+
+    @property
+    def producer(self) -> Callable:
+        return self.rate_batch
+
+    def rate_batch(self, batch: DataProto) -> RewardResult:
+        """`inside` or `outside` for each response; needs no texts."""
+        lengths = response_lengths(batch)
+        fits = (lengths >= self.min_tokens) & (lengths <= (np.inf if self.max_tokens is None else self.max_tokens))
+        return RewardResult(np.where(fits, self.inside, self.outside))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlong(RewardDescription, Reward):
+    """Soft overlong punishment: nothing up to a buffer before the limit, then linearly down to -penalty at the limit.
+
+                   0                                            |y| <= L_max - L_cache
+        R(y) =     penalty * ((L_max - L_cache) - |y|) / L_cache   below L_max
+                   -penalty                                     L_max < |y|
+
+    Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13, where penalty is 1.
+    Degenerate: a buffer of 0 tokens punishes only responses longer than the limit.
+
+    Args:
+        max_tokens: L_max, the limit. A run's own is `rollout.max_new_tokens`.
+        buffer_tokens: L_cache, within max_tokens.
+        penalty: of a response at or above the limit.
+    """
+
+    max_tokens: int
+    buffer_tokens: int
+    penalty: float = 1.0
+
+    def faults(self) -> Iterator[str]:
+        if self.max_tokens < 1:
+            yield f"max_tokens is {self.max_tokens}: must be at least 1."
+        elif not 0 <= self.buffer_tokens <= self.max_tokens:
+            yield f"buffer_tokens is {self.buffer_tokens}: must lie in [0, max_tokens], which is {self.max_tokens}."
+        if not 0 <= self.penalty < math.inf:
+            yield f"penalty is {self.penalty}: must be finite and not negative."
+
+    @property
+    def producer(self) -> Callable:
+        return self.rate_batch
+
+    def rate_batch(self, batch: DataProto) -> RewardResult:
+        """In [-penalty, 0] for each response; needs no texts."""
+        over = response_lengths(batch) - (self.max_tokens - self.buffer_tokens)
+        share = over / self.buffer_tokens if self.buffer_tokens else (over > 0).astype(float)
+        return RewardResult(-self.penalty * np.clip(share, 0.0, 1.0) + 0.0)  # + 0.0: no -0.0 in tables
+
+
+def response_lengths(batch: DataProto) -> np.ndarray:
+    """Tokens of each response [B], float64."""
+    return batch.batch["response_mask"].sum(dim=1).double().cpu().numpy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathAnswer(RewardDescription):
+    """Compare the last answer in a response with a column of the data, by value: 0.5, 1/2 and \\boxed{\\frac12} agree.
+
+    The column holds a solution as GSM8K writes it (`... #### 72`), one as MATH does (`... \\boxed{72}`), or the answer
+    alone, as a number or LaTeX. math-verify reads and compares the two, in worker processes: some expressions take it
+    for ever. A response that runs out of time, or on which it fails, is wrong, and counts in `reward/failed`; so is one
+    whose answer in the data cannot be read.
+
+    Args:
+        answer_key: the column.
+        correct, wrong: the two scores.
+        timeout_s: for one response, after which its process is killed.
+        num_workers: processes.
+    """
+
+    answer_key: str = "answer"
+    correct: float = 1.0
+    wrong: float = 0.0
+    timeout_s: float = 5.0
+    num_workers: int = 4
+
+    def faults(self) -> Iterator[str]:
+        yield from pool_faults(self.timeout_s, self.num_workers, correct=self.correct, wrong=self.wrong)
+        if self.correct <= self.wrong:
+            yield f"correct is {self.correct}: must exceed wrong, which is {self.wrong}."
+
+    def build(self, context: BuildContext) -> SampleReward:
+        return SampleReward(
+            "verl.rewards.math_rules:math_score",
+            {"correct": self.correct, "wrong": self.wrong},
+            columns={"answer": self.answer_key},
+            timeout_s=self.timeout_s,
+            num_workers=self.num_workers,
+            error_score=self.wrong,
+        )

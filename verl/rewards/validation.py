@@ -1,0 +1,141 @@
+"""Validation of a reward function: the keyword arguments it takes, and what it returned, with the sample that is
+wrong.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.errors import NonFiniteRewardError, RewardError
+from verl.protocol.provenance import source_of
+
+# Scores travel as float32; what overflows there is no finite number here.
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def checked_scores(result: Any, prompts: Sequence[str], responses: Sequence[str], function: Callable) -> np.ndarray:
+    """The result of a reward function as B float64.
+
+    Args:
+        result: what it returned: a sequence, array or tensor of B finite numbers; truth values count as 1 and 0.
+        function: who returned it, for the message.
+    Raises:
+        RewardError: it is anything else. Names what was expected and found, the first sample at fault with its texts,
+            and the line where the function is defined. A NonFiniteRewardError where it is a number, but not finite.
+    """
+    count = len(responses)
+    expected = f"{count} finite numbers, one for each response"
+    items = _items(result)
+    if isinstance(items, str):
+        raise reward_error(expected, items, function)
+    if len(items) != count:
+        # The first sample that went without a score is the best place to look.
+        sample = len(items) if len(items) < count else None
+        raise reward_error(expected, f"{len(items)} items", function, prompts, responses, sample)
+    scores = np.empty(count, dtype=np.float64)
+    for index, item in enumerate(items):
+        number = _number(item)
+        if number is None or not abs(number) <= LARGEST:
+            found = f"{_shortened(item)}{f' of type {type(item).__name__}' if number is None else ''}"
+            error = reward_error(expected, found, function, prompts, responses, index)
+            raise error if number is None else NonFiniteRewardError(str(error), _not_finite(items))
+        scores[index] = number
+    return scores
+
+
+def reward_error(
+    expected: str,
+    found: str,
+    function: Callable,
+    prompts: Sequence[str] = (),
+    responses: Sequence[str] = (),
+    sample: int | None = None,
+) -> RewardError:
+    """The error for a reward function that gave something that is no reward."""
+    source = source_of(function)
+    lines = [f"The reward function {source.function}() failed.", f"  Expected: {expected}", f"  Found: {found}"]
+    if sample is not None:
+        lines.append(
+            f"  Sample: {sample}, prompt {_shortened(prompts[sample])}, response {_shortened(responses[sample])}"
+        )
+    lines.append(f"  Source: {source}")
+    return RewardError("\n".join(lines))
+
+
+def _not_finite(items: list) -> list[int]:
+    numbers = [_number(item) for item in items]
+    return [row for row, number in enumerate(numbers) if number is not None and not abs(number) <= LARGEST]
+
+
+def _items(result: Any) -> list | str:
+    """The items of a result, or in words what it is instead."""
+    if isinstance(result, torch.Tensor):
+        if result.dim() != 1:
+            return f"a tensor of shape {list(result.shape)}"
+        result = result.detach().cpu()
+        return (result.double() if result.is_floating_point() else result).tolist()
+    if result is None:
+        return "None"
+    if isinstance(result, (str, bytes, dict, set)):
+        return f"a {type(result).__name__}, {_shortened(result)}"
+    if hasattr(result, "__array__"):
+        array = np.asarray(result)
+        return array.tolist() if array.ndim == 1 else f"an array of shape {list(array.shape)}"
+    if isinstance(result, Sequence):
+        return list(result)
+    return f"{_shortened(result)} of type {type(result).__name__}"
+
+
+def _number(item: Any) -> float | None:
+    """The item as a float, or None where it is no single real number."""
+    if isinstance(item, (bool, int, float, np.bool_, np.integer, np.floating)):
+        try:
+            return float(item)
+        except OverflowError:
+            return float("inf")
+    if isinstance(item, (torch.Tensor, np.ndarray)) and item.ndim == 0:
+        return _number(item.item())
+    return None
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:80]} ... {text[-30:]}"
+
+
+def named_parameters(function: Callable) -> dict[str, bool] | None:
+    """The keyword arguments that a function names, each with whether it is required; None where it takes any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C, without a signature
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {
+        parameter.name: parameter.default is parameter.empty
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+
+
+def check_columns(
+    accepted: Mapping[str, bool] | None, columns: Mapping[str, list], given: Sequence[str], function: Callable
+) -> None:
+    """Check that the data has what a function needs.
+
+    Args:
+        accepted: what `named_parameters` says of it.
+        given: arguments that it gets besides columns.
+    Raises:
+        RewardError: an argument without a default is no column, and is not given.
+    """
+    for name, needed in (accepted or {}).items():
+        if needed and name not in (*given, *columns):
+            present = ", ".join(columns) or "none"
+            found = f"no column {name!r} in the data. Its columns: {present}"
+            raise reward_error(f"a column or a keyword argument {name!r}", found, function)
