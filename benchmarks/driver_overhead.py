@@ -27,10 +27,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import torch
 
-from verl.cluster.base import role_handles
-from verl.cluster.dividing import Division
-from verl.cluster.pending import PendingCall
-from verl.cluster.processes import Processes
+from verl.cluster.batch_partition import BatchPartition
+from verl.cluster.local_worker_group import LocalWorkerGroup
+from verl.cluster.rpc import PendingCall, role_handles
 from verl.component import BuildContext, Description
 from verl.dispatch import by_rows
 from verl.engines.sharding import DDP, Sharding
@@ -90,18 +89,17 @@ def experience(mib: int) -> DataProto:
 
 def in_ray(mib: int) -> Any:
     """Two workers in Ray."""
-    from verl.cluster.ray import RayActors
-    from verl.cluster.ray_crew import Group
-    from verl.cluster.ray_session import Session, Wanted
+    from verl.cluster.ray.ray_init import RaySession, RaySettings
+    from verl.cluster.ray.ray_worker_group import RayRoleGroup, RayWorkerGroup
 
-    group = Group("main", WORKERS, 1.0, 0, 1, "PACK", 600.0)
-    session = Session(Wanted(None, WORKERS, 0, max(80, 16 * mib), 120.0))
-    return RayActors(session, group, EchoHost(), BuildContext())
+    group = RayRoleGroup("main", WORKERS, 1.0, 0, 1, "PACK", 600.0)
+    session = RaySession(RaySettings(None, WORKERS, 0, max(80, 16 * mib), 120.0))
+    return RayWorkerGroup(session, group, EchoHost(), BuildContext())
 
 
 def in_processes(mib: int) -> Any:
     """Two sibling processes."""
-    return Processes(EchoHost(), BuildContext(), WORKERS, 1)
+    return LocalWorkerGroup(EchoHost(), BuildContext(), WORKERS, 1)
 
 
 class Joining:
@@ -130,7 +128,7 @@ def one_round(echo: Any, batch: DataProto, joining: Joining) -> dict[str, float]
     """Seconds of the driver's own work for rows that go out and come back, and of the calls as a whole."""
     batch, faults = batch[:], resource.getrusage(resource.RUSAGE_SELF).ru_minflt  # the same rows, as of a new step
     start = time.perf_counter()
-    Division(batch, WORKERS)
+    BatchPartition(batch, WORKERS)
     dividing_s = time.perf_counter() - start
     start = time.perf_counter()
     echo.swallow(batch).result()

@@ -33,8 +33,8 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_request import SavedComponent, SaveRequest
-from verl.cluster.base import role_handles
-from verl.cluster.processes import Processes
+from verl.cluster.local_worker_group import LocalWorkerGroup
+from verl.cluster.rpc import role_handles
 from verl.component import BuildContext
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import FSDP, TPFSDP, Sharding
@@ -43,8 +43,8 @@ from verl.models.tiny import character_tokenizer
 from verl.protocol import DataProto
 from verl.trainer.joint import Parts
 from verl.workers.actor import Actor
-from verl.workers.hosts import SFTHost
-from verl.workers.reload import Reload
+from verl.workers.colocated import SFTHost
+from verl.workers.load_state import CheckpointSelection
 
 CHUNK = 16 * 2**20
 
@@ -69,7 +69,7 @@ class Crew:
     def __init__(self, model: Pretrained, sharding: Sharding, processes: int, directory: Path):
         actor = Actor(model=model, optimizer=AdamW(lr=1e-4))
         host = SFTHost(learner=actor, sharding=sharding, total_updates=100)
-        self.cluster = Processes(host, BuildContext(), processes, num_threads=1)
+        self.cluster = LocalWorkerGroup(host, BuildContext(), processes, num_threads=1)
         self.learner: Any = role_handles(self.cluster, host)["learner"]
         self.store = CheckpointStore(directory)
         self.store.claim_directory()
@@ -100,7 +100,7 @@ class Crew:
         return outcome.report.directory
 
     def load(self, checkpoint: Path) -> None:
-        self.learner.load("actor", Reload(checkpoint, mmap=True)).result()
+        self.learner.load("actor", CheckpointSelection(checkpoint, mmap=True)).result()
 
     def close(self) -> None:
         self.writer.close()

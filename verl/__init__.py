@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl import config
-    from verl.cluster.groups import check_process_groups
+    from verl.cluster.placement import check_process_groups
     from verl.hybrid.actor import HybridActor
     from verl.hybrid.switch import measure_switch_overhead
     from verl.trainer.library import Trainer
@@ -30,12 +30,12 @@ __all__ = [
 
 _HOMES = {
     "DataPipeline": "verl.trainer.pipeline",
-    "DeviceMesh": "verl.cluster.mesh",
+    "DeviceMesh": "verl.cluster.placement",
     "HybridActor": "verl.hybrid.actor",
     "RLTrainer": "verl.trainer.pipeline",
     "Trainer": "verl.trainer.library",
     "check_env": "verl.utils.env_check",
-    "check_process_groups": "verl.cluster.groups",
+    "check_process_groups": "verl.cluster.placement",
     "measure_switch_overhead": "verl.hybrid.switch",
 }
 

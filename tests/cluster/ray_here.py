@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from cluster.processes_of import wait_until_gone
 
-from verl.cluster.ray_placement import RayPlacement
-from verl.cluster.ray_session import Session, Wanted
+from verl.cluster.ray.ray_init import RaySession, RaySettings
+from verl.cluster.ray.ray_placement import RayPlacement
 
 SMALL = {"num_cpus": 0.5, "object_store_mib": 80, "start_timeout_s": 60.0}
 
 
-def small_session() -> Session:
-    return Session(Wanted(None, 4, 0, 80, 60.0))
+def small_session() -> RaySession:
+    return RaySession(RaySettings(None, 4, 0, 80, 60.0))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Worker processes that are started once and then run whole courses, one sharding after the other.
 
-Each process is a driver too, in step with the others: it divides a batch as `verl.cluster.processes` does, keeps its
-own share, and takes the answers of the others.
+Each process is a driver too, in step with the others: it divides a batch as `verl.cluster.local_worker_group` does,
+keeps its own share, and takes the answers of the others.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from equivalence.courses import Course, run_course
 from torch import Tensor, nn
 
 import verl.trainer.ppo as ppo
-from verl.cluster.base import role_handles
-from verl.cluster.dividing import Division
-from verl.cluster.pending import shares_of
-from verl.cluster.processes import Processes
+from verl.cluster.batch_partition import BatchPartition
+from verl.cluster.local_worker_group import LocalWorkerGroup
+from verl.cluster.rpc import role_handles, row_assignment
 from verl.component import BuildContext, Description
 from verl.dispatch import dispatch_of, on_all, on_each
 from verl.engines.parallel_dims import DataParallelism
@@ -32,8 +31,8 @@ from verl.resharding.dtensor import local
 from verl.rollout.vllm.state_dict import weights_of
 from verl.trainer.ppo import PPORun
 from verl.weight_verification.vllm_params import adapter_tensors
-from verl.workers.hosts import RLHost
-from verl.workers.state import Restore, RoleState
+from verl.workers.colocated import RLHost
+from verl.workers.load_state import RestoreSource, RoleState
 
 
 class InStep:
@@ -46,14 +45,14 @@ class InStep:
 
         self.step: int | None = None
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.shares = shares_of(host.shardings(), self.world_size)
+        self.shares = row_assignment(host.shardings(), self.world_size)
         self.types, self.dist = host.worker_types(), dist
         self.host = host.build(dataclasses.replace(context, rank=self.rank, world_size=self.world_size))
 
     def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
         dispatch, division, shares = dispatch_of(self.types[role], method), None, self.shares[role]
         if dispatch.divides:
-            division = Division(args[0], len(shares.speakers))
+            division = BatchPartition(args[0], len(shares.speakers))
             args = (division.divide(args[0])[shares.of_rank[self.rank]], *args[1:])
         answer = self.host.call(role, method, args)
         if division is not None:
@@ -136,7 +135,7 @@ class Bench:
             algorithm=run.algorithm,
             sharding=run.sharding,
             total_updates=10,
-            restore=Restore(checkpoint),
+            restore=RestoreSource(checkpoint),
         ).build(context)
         try:
             states = {name: host.call(name, "state", (True,)) for name in ("actor", "critic")}
@@ -184,7 +183,7 @@ class Laboratory(Description):
 def laboratory(world_size: int) -> Iterator[Any]:
     """A bench in so many processes."""
     host = Laboratory()
-    cluster = Processes(host, BuildContext(), world_size, num_threads=1)
+    cluster = LocalWorkerGroup(host, BuildContext(), world_size, num_threads=1)
     try:
         yield role_handles(cluster, host)["bench"]
     finally:

@@ -76,9 +76,9 @@ CUTS = {
         "between mini-batches": Cut(ACTOR, 0, after=True),
     },
     "sft": {
-        "between micro-batches": Cut("verl.workers.learner:Learner._loss", 2, call=2),
+        "between micro-batches": Cut("verl.workers.sft:SFTWorker._loss", 2, call=2),
         "at the boundary of an epoch": Cut(DATA, 3, after=True),
-        "in evaluation": Cut("verl.workers.learner:Learner.evaluate", 4),
+        "in evaluation": Cut("verl.workers.sft:SFTWorker.evaluate", 4),
         "before the copy": Cut(COPY, 5),
         "when all is saved": Cut(DRAIN, STEPS, after=True),
     },

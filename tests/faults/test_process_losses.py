@@ -12,8 +12,8 @@ from rewards.rated import described
 from trainer.runs import PPO_ALGORITHM
 from trainer.saved_runs import course, fit, newest
 
-from verl.cluster.mesh import DeviceMesh
-from verl.cluster.processes import Processes
+from verl.cluster.local_worker_group import LocalWorkerGroup
+from verl.cluster.placement import DeviceMesh
 from verl.engines.sharding import DDP
 from verl.errors import WorkerDied, WorkerHung
 
@@ -29,7 +29,7 @@ def striking(monkeypatch):
     """Sends a signal to the last worker in the midst of a call of a name in a step."""
 
     def strike(call: str, step: int, number: int):
-        submit = Processes.submit
+        submit = LocalWorkerGroup.submit
 
         def submit_and_strike(cluster, role, method, args):
             future = submit(cluster, role, method, args)
@@ -37,7 +37,7 @@ def striking(monkeypatch):
                 os.kill(cluster._crew._processes[-1].pid, number)
             return future
 
-        monkeypatch.setattr(Processes, "submit", submit_and_strike)
+        monkeypatch.setattr(LocalWorkerGroup, "submit", submit_and_strike)
 
     return strike
 

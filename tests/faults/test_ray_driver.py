@@ -19,13 +19,13 @@ import sys
 sys.path[:0] = [{root!r}, {tests!r}]
 from cluster.ray_here import small_session
 from cluster.toy_roles import ToyHost
-from verl.cluster.base import role_handles
-from verl.cluster.ray import RayActors
-from verl.cluster.ray_crew import Group
+from verl.cluster.rpc import role_handles
+from verl.cluster.ray.ray_worker_group import RayWorkerGroup
+from verl.cluster.ray.ray_worker_group import RayRoleGroup
 from verl.component import BuildContext
 
 host = ToyHost()
-cluster = RayActors(small_session(), Group("main", 1, 0.5, 0, 1, "PACK", 60.0), host, BuildContext())
+cluster = RayWorkerGroup(small_session(), RayRoleGroup("main", 1, 0.5, 0, 1, "PACK", 60.0), host, BuildContext())
 toy = role_handles(cluster, host)["toy"]
 import ray
 raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid

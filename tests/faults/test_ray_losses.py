@@ -16,7 +16,7 @@ from trainer.runs import PPO_ALGORITHM
 from trainer.saved_runs import course, fit, newest
 
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.cluster.ray import RayActors
+from verl.cluster.ray.ray_worker_group import RayWorkerGroup
 from verl.errors import WorkerDied
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_here")]
@@ -51,7 +51,7 @@ def killing(monkeypatch):
     pids = []
 
     def strike(call: str, step: int, times: int = 1, number: int = signal.SIGKILL):
-        submit, left = RayActors.submit, [times]
+        submit, left = RayWorkerGroup.submit, [times]
 
         def submit_and_kill(cluster, role, method, args):
             pids.extend(pid for pid in cluster.pids if pid not in pids)
@@ -60,7 +60,7 @@ def killing(monkeypatch):
                 os.kill(cluster.pids[-1], number)
             return submit(cluster, role, method, args)
 
-        monkeypatch.setattr(RayActors, "submit", submit_and_kill)
+        monkeypatch.setattr(RayWorkerGroup, "submit", submit_and_kill)
         return pids
 
     return strike

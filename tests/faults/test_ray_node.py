@@ -12,10 +12,9 @@ from cluster.toy_roles import ToyHost
 from ray.cluster_utils import Cluster
 from trainer.saved_runs import course, fit
 
-from verl.cluster.base import role_handles
-from verl.cluster.ray import RayActors
-from verl.cluster.ray_crew import Group
-from verl.cluster.ray_session import Session, Wanted
+from verl.cluster.ray.ray_init import RaySession, RaySettings
+from verl.cluster.ray.ray_worker_group import RayRoleGroup, RayWorkerGroup
+from verl.cluster.rpc import role_handles
 from verl.component import BuildContext
 from verl.errors import WorkerDied
 
@@ -23,7 +22,7 @@ pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.exhaustive]
 
 
 def test_a_run_that_started_ray_starts_it_anew_after_a_loss_and_ends_it(model32, tmp_path, monkeypatch):
-    submit, pids = RayActors.submit, []
+    submit, pids = RayWorkerGroup.submit, []
 
     def submit_and_kill(cluster, role, method, args):
         if method == "update" and cluster.step == 2 and not pids:
@@ -31,16 +30,16 @@ def test_a_run_that_started_ray_starts_it_anew_after_a_loss_and_ends_it(model32,
             os.kill(cluster.pids[0], signal.SIGKILL)
         return submit(cluster, role, method, args)
 
-    monkeypatch.setattr(RayActors, "submit", submit_and_kill)
+    monkeypatch.setattr(RayWorkerGroup, "submit", submit_and_kill)
     result = fit(course(model32, tmp_path, placement=placed(max_restarts=1)), tmp_path / "run")
     assert (result.status, len(result.restarts)) == ("finished", 1)
     assert not ray.is_initialized()
     assert all_gone(pids)
 
 
-def start(address: str) -> tuple[RayActors, object]:
-    group = Group("main", 2, 1.0, 0, 1, "STRICT_PACK", 120.0)
-    cluster = RayActors(Session(Wanted(address, 2, 0, None, 60.0)), group, ToyHost(), BuildContext())
+def start(address: str) -> tuple[RayWorkerGroup, object]:
+    group = RayRoleGroup("main", 2, 1.0, 0, 1, "STRICT_PACK", 120.0)
+    cluster = RayWorkerGroup(RaySession(RaySettings(address, 2, 0, None, 60.0)), group, ToyHost(), BuildContext())
     return cluster, role_handles(cluster, ToyHost())["toy"]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from verl.cluster.groups import check_process_groups
+from verl.cluster.placement import check_process_groups
 from verl.errors import ConfigError
 from verl.hybrid.actor import HybridActor
 

@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from replay.rows_here import scored_rows
 
-from verl.cluster import mailbox
-from verl.cluster.parcel import Rows, unwrap, wrap
+from verl.cluster import shm_channel
+from verl.cluster.serialization import RowSubset, deserialize, serialize
 from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto
 from verl.replay.arrow_rows import RowSegment, SegmentRows, rows_from_arrow, rows_to_arrow
@@ -42,8 +42,8 @@ def journeys(data: DataProto, directory: Path):
     head = pickle.dumps(data, 5, buffer_callback=buffers.append)
     yield "pickle beside its buffers", pickle.loads(head, buffers=[bytes(buffer.raw()) for buffer in buffers])
     yield "file", saved(data, directory)
-    yield "parcel", unwrap(wrap({"batch": data}))["batch"]
-    yield "rows of a parcel", unwrap(filled(wrap(Rows(data, torch.arange(len(data))))))
+    yield "parcel", deserialize(serialize({"batch": data}))["batch"]
+    yield "rows of a parcel", deserialize(filled(serialize(RowSubset(data, torch.arange(len(data))))))
     yield "copy", copy.copy(data)
     yield "deepcopy", copy.deepcopy(data)
     yield "chunks", DataProto.concat(data.chunk(2))
@@ -78,11 +78,11 @@ def test_a_batch_is_the_same_after_every_journey_and_joins_with_what_arrives(tmp
 @given(any_batches())
 def test_a_batch_is_the_same_behind_shared_memory(monkeypatch, data):
     """Through a connection of two processes, whose tensors lie in a shared block however few they are."""
-    monkeypatch.setattr(mailbox, "SMALL", 1)
-    ends, posts = multiprocessing.Pipe(), (mailbox.Post(), mailbox.Post())
-    here, there = (mailbox.Mailbox(end, post) for end, post in zip(ends, posts))
+    monkeypatch.setattr(shm_channel, "SMALL", 1)
+    ends, posts = multiprocessing.Pipe(), (shm_channel.MessagePacker(), shm_channel.MessagePacker())
+    here, there = (shm_channel.ShmChannel(end, post) for end, post in zip(ends, posts))
     try:
-        for sent in (data, Rows(data, torch.arange(len(data)))):
+        for sent in (data, RowSubset(data, torch.arange(len(data)))):
             here.send(posts[0].pack(sent))
             found = there.receive()
             assert_identical(found, data)
@@ -280,7 +280,7 @@ def test_a_part_weighs_what_its_rows_do_and_no_more():
     part = held[5:7]
     nbytes = 2 * 4 * (100 * 3 + 105 + 100) + 400
     assert len(pickle.dumps(part)) < nbytes + 6000
-    assert wrap(part).num_bytes < nbytes + 6000
+    assert serialize(part).num_bytes < nbytes + 6000
     own = copy.deepcopy(part)
     assert own["nested"][0]["hidden"].untyped_storage().nbytes() == 400
     assert_identical(own, part)

@@ -9,7 +9,7 @@ import torch
 from trainer.saved_runs import course, digest, fit, newest
 
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.cluster.dividing import Division
+from verl.cluster.batch_partition import BatchPartition
 from verl.engines.sharding import DDP
 from verl.protocol import DataProto
 from verl.trainer import expected_lengths
@@ -56,8 +56,8 @@ def test_what_is_known_is_saved_and_the_prompts_that_were_seen_last_are_kept(mon
 def test_shares_are_of_like_length_and_like_number():
     lengths = ExpectedLengths()
     lengths.note(rows(p0=[19], p1=[18], p2=[2], p3=[1]))
-    assert [part.tolist() for part in Division(prompts(0, 1, 2, 3), 2).rows] == [[0, 2], [1, 3]]
-    by_length = Division(lengths.beside(prompts(0, 1, 2, 3), 1), 2).rows
+    assert [part.tolist() for part in BatchPartition(prompts(0, 1, 2, 3), 2).rows] == [[0, 2], [1, 3]]
+    by_length = BatchPartition(lengths.beside(prompts(0, 1, 2, 3), 1), 2).rows
     assert [part.tolist() for part in by_length] == [[0, 3], [1, 2]]
 
 

@@ -17,15 +17,15 @@ from cluster.toy_roles import ToyPlace
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_request import SaveRequest
-from verl.cluster.base import role_handles
-from verl.cluster.processes import Processes
+from verl.cluster.local_worker_group import LocalWorkerGroup
+from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, Description
 from verl.dispatch import on_each
 from verl.engines.sharding import DDP, Sharding
 from verl.trainer import generators
 from verl.trainer.resume import find
 from verl.utils.seeding import rng_state, seed_everything
-from verl.workers.training import TrainedWorker
+from verl.workers.base import TrainedWorker
 
 pytestmark = pytest.mark.xdist_group("cluster")
 
@@ -54,8 +54,8 @@ class DiceHost(Description):
         return ToyPlace({"dice": Dice(engine, None)})
 
 
-def start(size: int) -> tuple[Processes, Any]:
-    cluster = Processes(DiceHost(), BuildContext(), size, num_threads=1)
+def start(size: int) -> tuple[LocalWorkerGroup, Any]:
+    cluster = LocalWorkerGroup(DiceHost(), BuildContext(), size, num_threads=1)
     return cluster, role_handles(cluster, DiceHost())["dice"]
 
 

@@ -8,8 +8,8 @@ import signal
 import pytest
 from cluster.ray_here import all_gone, ray_here  # noqa: F401 - a fixture
 
-from verl.cluster.in_process import InProcess
-from verl.cluster.ray import RayActors
+from verl.cluster.local_worker_group import InlineWorkerGroup
+from verl.cluster.ray.ray_worker_group import RayWorkerGroup
 from verl.errors import ConfigError
 from verl.trainer.ray_trainer import RayPPOTrainer
 
@@ -32,15 +32,17 @@ ROWS = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "2+2=", "answer": "4"}]
 def test_a_role_that_is_not_used_in_ray_stays_in_this_process_and_the_others_move(dir32):
     with RayPPOTrainer(None, ROWS, use_critic=False, overrides=small(dir32)) as trainer:
         where = {role: type(cluster) for roles, cluster in trainer.trainer._cluster._groups for role in roles}
-        assert where == {"actor": RayActors, "reference": RayActors, "critic": InProcess}
-        (pids,) = (cluster.pids for _, cluster in trainer.trainer._cluster._groups if isinstance(cluster, RayActors))
+        assert where == {"actor": RayWorkerGroup, "reference": RayWorkerGroup, "critic": InlineWorkerGroup}
+        (pids,) = (
+            cluster.pids for _, cluster in trainer.trainer._cluster._groups if isinstance(cluster, RayWorkerGroup)
+        )
         assert trainer.fit().status == "finished"
     assert all_gone(pids)
 
 
 @pytest.mark.usefixtures("ray_here")
 def test_a_trainer_of_a_script_goes_on_after_a_loss_too(dir32, monkeypatch):
-    submit, killed = RayActors.submit, []
+    submit, killed = RayWorkerGroup.submit, []
 
     def submit_and_kill(cluster, role, method, args):
         if method == "update" and cluster.step == 2 and not killed:
@@ -48,7 +50,7 @@ def test_a_trainer_of_a_script_goes_on_after_a_loss_too(dir32, monkeypatch):
             os.kill(cluster.pids[0], signal.SIGKILL)
         return submit(cluster, role, method, args)
 
-    monkeypatch.setattr(RayActors, "submit", submit_and_kill)
+    monkeypatch.setattr(RayWorkerGroup, "submit", submit_and_kill)
     saving = ["checkpoint=sync", "checkpoint.save_interval=1", "trainer.total_steps=2", "algorithm=grpo"]
     with RayPPOTrainer(None, ROWS, overrides=small(dir32, *saving)) as trainer:
         result = trainer.fit()

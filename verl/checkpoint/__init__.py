@@ -10,7 +10,6 @@ read/      Finding, verifying and reading checkpoints. Nothing here writes
 remote/    Checkpoints in object storage, behind the local disk
 retention  Retention: which checkpoints of a directory are kept, pinned and tagged, and how the rest is removed
 save/      From live tensors to a committed checkpoint while training goes on
-shares     Who writes what: the tensors of several processes divided among them
 """
 
 from __future__ import annotations

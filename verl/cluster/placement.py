@@ -1,28 +1,34 @@
-"""Where roles live: the description of it, and several groups of roles behind one interface.
+"""Where roles live: the configuration of it, role groups behind one interface, and a mesh of devices on this machine.
 
-placement.start(host, context, size) ──> RoleGroups ── actor, reference ──> one group of workers
-                                                    ── critic ───────────> another, on other devices
+placement.start(roles, context, size) ──> RoleGroups ── actor, reference ──> one group of workers
+                                                     ── critic ───────────> another, on other devices
+
+DeviceMesh(devices=["cuda:0", "cuda:1"], sub_meshes={"critic": ["cuda:1"], "rm": ["cuda:1"]})
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from verl.cluster.base import Cluster, HostDescription
+from verl.cluster.local_worker_group import LocalWorkerGroup
+from verl.cluster.rpc import ColocatedRoles, WorkerGroup
 from verl.component import BuildContext, Description
 from verl.engines.sharding import Sharding
+from verl.errors import ConfigError
+from verl.utils.env_check import num_cores
 
 ROLES = ("actor", "critic", "reference", "rm")
 
 
-class DivisibleHost(HostDescription, Protocol):
+class DivisibleHost(ColocatedRoles, Protocol):
     """A host of which some roles can live here and some there."""
 
-    def only(self, roles: Collection[str], size: int) -> HostDescription: ...
+    def only(self, roles: Collection[str], size: int) -> ColocatedRoles: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +60,7 @@ class Placement(Description):
         """Whether a reward model is a role `rm` of its own, and not the driver's."""
         return False
 
-    def start(self, host: DivisibleHost, context: BuildContext, size: int, max_threads: int) -> Cluster:
+    def start(self, host: DivisibleHost, context: BuildContext, size: int, max_threads: int) -> WorkerGroup:
         """Build the roles where they belong.
 
         Args:
@@ -73,9 +79,9 @@ class RoleGroups:
 
     shares_memory = False
 
-    def __init__(self, groups: Iterable[tuple[Collection[str], Cluster]]):
+    def __init__(self, groups: Iterable[tuple[Collection[str], WorkerGroup]]):
         self._groups = list(groups)
-        self._of: Mapping[str, Cluster] = {role: cluster for roles, cluster in self._groups for role in roles}
+        self._of: Mapping[str, WorkerGroup] = {role: cluster for roles, cluster in self._groups for role in roles}
         self.world_size = max(cluster.world_size for _, cluster in self._groups)
 
     @property
@@ -100,3 +106,176 @@ class RoleGroups:
 def undivided(shardings: Mapping[str, Sharding], roles: Collection[str]) -> list[str]:
     """Those of some roles that cannot have several workers."""
     return [role for role in roles if not shardings[role].needs_processes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMesh(Placement):
+    """Devices of this machine, and which roles live on which.
+
+    A role that no sub-mesh names lives on the devices that no sub-mesh names, or on all if each is named. Roles on the
+    same devices share their processes; a device may be in several sub-meshes.
+
+    Args:
+        devices: `cuda:N`, or `cpu:N` for a process that keeps to the N-th core that this one may use.
+        sub_meshes: role (actor, critic, reference, rm) -> some of the devices. On several of them the role is sharded.
+    """
+
+    devices: tuple[str, ...]
+    sub_meshes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def faults(self) -> Iterator[str]:
+        if not self.devices:
+            yield "devices is empty: name at least one, such as cuda:0 or cpu:0."
+        for name in self.devices:
+            if not re.fullmatch(r"(cpu|cuda):\d+", name):
+                yield f"devices has {name!r}: expected cuda:N or cpu:N."
+        for path, names in {
+            "devices": self.devices,
+            **{f"sub_meshes.{k}": v for k, v in self.sub_meshes.items()},
+        }.items():
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                yield f"{path} has {', '.join(twice)} twice: a role has one process on a device."
+        for role, names in self.sub_meshes.items():
+            if role not in ROLES:
+                yield f"sub_meshes has {role!r}: there are the roles {', '.join(ROLES)}."
+            if not names:
+                yield f"sub_meshes.{role} is empty: name at least one of {', '.join(self.devices)}, or leave it out."
+            if unknown := [name for name in names if name not in self.devices]:
+                yield f"sub_meshes.{role} has {', '.join(unknown)}: devices has {', '.join(self.devices)}."
+            if len({name.split(":")[0] for name in names}) > 1:
+                yield f"sub_meshes.{role} is {', '.join(names)}: the devices of a role are of one kind."
+
+    def faults_with(self, shardings: Mapping[str, Sharding], size: int) -> Iterator[str]:
+        for kind, there in (("cpu", num_cores()), ("cuda", _num_gpus(self.devices))):
+            missing = [name for name in self.devices if name.startswith(kind) and int(name.split(":")[1]) >= there]
+            if missing:
+                what = "cores" if kind == "cpu" else "GPUs"
+                yield f"devices has {', '.join(missing)}: this machine has {there} {what}, numbered from 0."
+        if size != 1:
+            yield f"devices: the mesh says how many processes there are. Set trainer.n_gpus_per_node=1, not {size}."
+        for devices, members in self.groups(shardings).items():
+            if len(devices) > 1 and (whole := undivided(shardings, members)):
+                yield (
+                    f"sub_meshes puts {', '.join(whole)} on {', '.join(devices)}: sharding=none is for one device. "
+                    "Set sharding=ddp, or give each role one device."
+                )
+
+    def holds_reward(self) -> bool:
+        return True
+
+    def sizes(self, roles: Collection[str], size: int) -> dict[str, int]:
+        return {role: len(devices) for devices, members in self.groups(roles).items() for role in members}
+
+    def groups(self, roles: Collection[str]) -> dict[tuple[str, ...], tuple[str, ...]]:
+        """Devices -> the roles that live on just these."""
+        taken = {name for role, names in self.sub_meshes.items() if role in roles for name in names}
+        free = tuple(name for name in self.devices if name not in taken) or self.devices
+        found: dict[tuple[str, ...], list[str]] = {}
+        for role in roles:
+            found.setdefault(self.sub_meshes.get(role, free), []).append(role)
+        return {devices: tuple(members) for devices, members in found.items()}
+
+    def start(self, host: DivisibleHost, context: BuildContext, size: int, max_threads: int) -> WorkerGroup:
+        groups = self.groups(host.worker_types())
+        threads = max(1, max_threads // sum(map(len, groups)))
+        built: list[tuple[Collection[str], WorkerGroup]] = []
+        with ExitStack() as undo:
+            for devices, members in groups.items():
+                count, part = len(devices), host.only(members, len(devices))
+                is_pinned = devices[0].startswith("cpu")
+                cluster = LocalWorkerGroup(
+                    part,
+                    context,
+                    count,
+                    num_threads=1 if is_pinned else threads,
+                    devices=devices,
+                    name="_".join(members),
+                    call_timeout_s=min(sharding.call_timeout_s for sharding in part.shardings().values()),
+                )
+                undo.callback(cluster.close)
+                built.append((members, cluster))
+            undo.pop_all()
+        return RoleGroups(built)
+
+
+def _num_gpus(devices: Collection[str]) -> int:
+    if not any(name.startswith("cuda") for name in devices):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+@dataclass(frozen=True)
+class ProcessGroup:
+    """The processes of a role.
+
+    Attributes:
+        ranks: their numbers among all processes, in order.
+        backend: of their collective operations, or `none` for a process alone.
+    """
+
+    ranks: tuple[int, ...] = (0,)
+    backend: str = "none"
+
+    def __str__(self) -> str:
+        listed = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        size = len(self.ranks)
+        return f"{size} process{'es' if size > 1 else ''} [{listed}] over {self.backend}"
+
+
+def check_process_groups(roles: Mapping[str, Any] | None = None, **named: Any) -> ProcessGroup:
+    """Compare the processes of roles; a batch divided over one set of processes cannot be joined over another.
+
+        check_process_groups(actor=actor, critic=critic)
+
+    Args:
+        roles, named: by name, a group of torch.distributed, anything that has one as `process_group`, or None for a
+            role that lives in one process.
+    Returns:
+        The group that all of them share.
+    Raises:
+        ConfigError: size, ranks or backend differ, or this process is not in a role's group.
+    """
+    given = {**(roles or {}), **named}
+    if not given:
+        raise ConfigError("roles is empty: give at least one role by its name, such as actor=actor.")
+    groups = {name: group_of(name, role) for name, role in given.items()}
+    first, wanted = next(iter(groups.items()))
+    others = {name: group for name, group in groups.items() if group != wanted}
+    if others:
+        raise ConfigError(
+            [
+                f"{name} has {group}, {first} has {wanted}, so rows that one divides the other cannot join: other "
+                f"{_difference(group, wanted)}. Make both in the same group."
+                for name, group in others.items()
+            ]
+        )
+    return wanted
+
+
+def group_of(name: str, role: Any) -> ProcessGroup:
+    """The processes of a role; see `check_process_groups`."""
+    import torch.distributed as dist
+
+    group = getattr(role, "process_group", role) if not isinstance(role, dist.ProcessGroup) else role
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(f"{name}: this process, rank {dist.get_rank()}, is not in its group. Ask those that are.")
+    if isinstance(group, ProcessGroup):
+        return group
+    if not isinstance(group, dist.ProcessGroup):
+        return ProcessGroup()
+    return ProcessGroup(tuple(dist.get_process_group_ranks(group)), dist.get_backend(group))
+
+
+def _difference(one: ProcessGroup, other: ProcessGroup) -> str:
+    found = [
+        name
+        for name, differs in (
+            ("size", len(one.ranks) != len(other.ranks)),
+            ("ranks", one.ranks != other.ranks),
+            ("backend", one.backend != other.backend),
+        )
+        if differs
+    ]
+    return " and ".join(found)

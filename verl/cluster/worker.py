@@ -1,4 +1,4 @@
-"""A worker process: `python -m verl.cluster.worker`, started by `verl.cluster.processes` and by nobody else.
+"""The main program of a worker process: `python -m verl.cluster.worker`, started by `cluster/launcher.py` alone.
 
 It says that it is there, builds its roles, and carries out one call after another until the driver hangs up.
 Started this way, and not by multiprocessing's spawn, it never imports the driver's main script.
@@ -22,7 +22,7 @@ from verl.utils.progress import Progress, report, report_to
 
 
 @dataclass(frozen=True)
-class Start:
+class WorkerStart:
     """First message to a worker.
 
     Attributes:
@@ -39,7 +39,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Call:
+class WorkerCall:
     """A method of a role, to be carried out.
 
     Attributes:
@@ -58,7 +58,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkerReply:
     """What became of a call; `error` is the traceback if it failed."""
 
     number: int
@@ -73,19 +73,24 @@ def serve(connection: Connection) -> None:
     """Build the roles and answer calls until the driver hangs up."""
     host = None
     try:
-        start: Start = connection.recv()
+        start: WorkerStart = connection.recv()
         try:
             host = _build(start)
         except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
-            from verl.cluster.mailbox import Mailbox, Post
+            from verl.cluster.shm_channel import MessagePacker, ShmChannel
 
-            Mailbox(connection, post := Post()).send(post.pack(Answer(READY, error=traceback.format_exc())))
+            ShmChannel(connection, post := MessagePacker()).send(
+                post.pack(WorkerReply(READY, error=traceback.format_exc()))
+            )
             return
-        from verl.cluster.mailbox import Mailbox, Post  # imports torch, so the search path was to be in place before
-        from verl.cluster.versions import versions
+        from verl.cluster.launcher import versions
+        from verl.cluster.shm_channel import (  # imports torch, so the search path was to be in place before
+            MessagePacker,
+            ShmChannel,
+        )
 
-        mailbox = Mailbox(connection, post := Post())
-        mailbox.send(post.pack(Answer(READY, versions())))
+        mailbox = ShmChannel(connection, post := MessagePacker())
+        mailbox.send(post.pack(WorkerReply(READY, versions())))
         report("idle")
         while (call := mailbox.receive()) is not None:
             report(f"{call.role}.{call.method}")
@@ -100,14 +105,14 @@ def serve(connection: Connection) -> None:
             host.close()
 
 
-def _packed(post: Any, answer: Answer) -> Any:
+def _packed(post: Any, answer: WorkerReply) -> Any:
     try:
         return post.pack(answer)
     except Exception:  # noqa: BLE001 - the driver's to handle
-        return post.pack(Answer(answer.number, error=traceback.format_exc()))
+        return post.pack(WorkerReply(answer.number, error=traceback.format_exc()))
 
 
-def _build(start: Start) -> Any:
+def _build(start: WorkerStart) -> Any:
     sys.path[:] = [*start.sys_path, *(path for path in sys.path if path not in start.sys_path)]
     if start.core is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[start.core]})
@@ -119,18 +124,18 @@ def _build(start: Start) -> Any:
     return host.build(context)
 
 
-def _carry_out(host: Any, call: Call, room: Any) -> Answer:
+def _carry_out(host: Any, call: WorkerCall, room: Any) -> WorkerReply:
     try:
         result = host.call(call.role, call.method, call.args)
         if int(os.environ["RANK"]) not in call.heard:
-            return Answer(call.number)
+            return WorkerReply(call.number)
         if room is not None:
-            from verl.cluster.rooms import place
+            from verl.cluster.batch_partition import write_output
 
-            result = place(result, call.rows, call.layout, room)
-        return Answer(call.number, result)
+            result = write_output(result, call.rows, call.layout, room)
+        return WorkerReply(call.number, result)
     except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
-        return Answer(call.number, error=traceback.format_exc())
+        return WorkerReply(call.number, error=traceback.format_exc())
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from verl.compose.short_file import parse_overrides
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.models.pretrained import Pretrained
 from verl.trainer.resume import ResumePoint, find
-from verl.workers.state import Restore
+from verl.workers.load_state import RestoreSource
 
 UNKNOWN_CONTEXT = 4096  # tokens of prompt and response, of a model that does not say how many it holds
 OF_FILES = {"ppo": "verl.data.files.PromptFiles", "sft": "verl.data.files.SFTFiles"}
@@ -137,7 +137,7 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
 def _verify(saved: SavedPolicy) -> None:
     """Read and hash every byte of the weights and the files beside them."""
     if saved.point is not None:
-        reader = Restore(saved.point.published.directory).reader()
+        reader = RestoreSource(saved.point.published.directory).reader()
         for entry in reader.files("actor"):
             reader.check(entry.path)
 

@@ -40,7 +40,7 @@ from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.rollout.base import SAME_TENSORS, GenerationRequest, Rollout, RolloutEngine, SyncResult
 from verl.utils.memory import release_cached
-from verl.workers.training import undivided
+from verl.workers.base import undivided
 
 _log = logging.getLogger(__name__)
 

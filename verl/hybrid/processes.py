@@ -25,7 +25,7 @@ from verl.errors import ConfigError
 from verl.hybrid.settings import HybridConfig
 from verl.models.hf_state_dict import live_tensors
 from verl.resharding.dtensor import is_divided, local
-from verl.workers.gathering import whole_on_first
+from verl.workers.rank_checkpoint import whole_on_first
 
 TIMEOUT_S = 600.0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor, nn
 
 from verl.models.call import call_model
@@ -83,6 +83,10 @@ class ValueHeadModel(nn.Module):
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:
         self.backbone.gradient_checkpointing_enable(**options)
+
+    def head_files(self, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+        """The files that hold the head, from its tensors made whole."""
+        return {VALUE_HEAD_FILE: save({name: p.detach().cpu().contiguous() for name, p in tensors.items()})}
 
     def load_head(self, file: Path) -> None:
         """Take the head from a file that `save_pretrained` wrote."""
@@ -243,3 +247,14 @@ class LMHead:
 
 def _as_it_is(hidden: Tensor) -> Tensor:
     return hidden
+
+
+def backbone_of(model: Any) -> Any:
+    """What stands below a value head; the model itself where it has none."""
+    return model.backbone if isinstance(model, ValueHeadModel) else model
+
+
+def load_head(model: Any, directory: Path) -> None:
+    """Take a value head from a component's directory; nothing for a model without one."""
+    if isinstance(model, ValueHeadModel):
+        model.load_head(directory / VALUE_HEAD_FILE)

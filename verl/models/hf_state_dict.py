@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.heads import ValueHeadModel
-from verl.models.pretrained import VALUE_HEAD_FILE, quiet_transformers
+from verl.models.heads import backbone_of
+from verl.models.pretrained import quiet_transformers
 from verl.utils.temporary_directory import TemporaryDirectory
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -38,7 +38,7 @@ class HFStateDict:
 def live_tensors(model: Any) -> dict[str, Tensor]:
     """What `hf_state_dict` makes its tensors of, by their names in the model; a tied one is the same object twice."""
     tensors = model.state_dict(keep_vars=True)
-    if not hasattr(_core(model), "peft_config"):
+    if not hasattr(backbone_of(model), "peft_config"):
         return tensors
     return {name: x for name, x in tensors.items() if "lora_" in name or name.startswith("head.")}
 
@@ -55,15 +55,15 @@ def hf_state_dict(model: Any, tensors: Mapping[str, Tensor] | None = None) -> HF
 
 def saved_file(model: Any) -> str | None:
     """The file that takes the tensors, or None for `model.safetensors` and its shards."""
-    return ADAPTER_FILE if hasattr(_core(model), "peft_config") else None
+    return ADAPTER_FILE if hasattr(backbone_of(model), "peft_config") else None
 
 
 def saved_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Some of the tensors of `live_tensors` under their names in the files; a `ValueHeadModel`'s head is none of
     them.
     """
-    if isinstance(model, ValueHeadModel):
-        return saved_tensors(model.backbone, _below("backbone.", tensors))
+    if (core := backbone_of(model)) is not model:
+        return saved_tensors(core, _below("backbone.", tensors))
     if hasattr(model, "peft_config"):
         from peft import get_peft_model_state_dict
 
@@ -92,11 +92,8 @@ def names_in_files(model: Any) -> dict[str, str] | None:
 
 def small_files(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     """What lies beside the tensors: the configuration, and a `ValueHeadModel`'s head, which is among `tensors`."""
-    if isinstance(model, ValueHeadModel):
-        from safetensors.torch import save
-
-        head = {name: p.detach().cpu().contiguous() for name, p in _below("head.", tensors).items()}
-        return {**small_files(model.backbone, {}), VALUE_HEAD_FILE: save(head)}
+    if (core := backbone_of(model)) is not model:
+        return {**small_files(core, {}), **model.head_files(_below("head.", tensors))}
     with TemporaryDirectory() as directory, quiet_transformers():
         if hasattr(model, "peft_config"):
             model.peft_config[model.active_adapter].save_pretrained(directory)
@@ -145,10 +142,6 @@ def _in_order(adapter_config: bytes) -> bytes:
     if isinstance(names := config["target_modules"], list):
         config["target_modules"] = sorted(names)
     return json.dumps(config, indent=2, sort_keys=True).encode()
-
-
-def _core(model: Any) -> Any:
-    return model.backbone if isinstance(model, ValueHeadModel) else model
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from verl.component import BuildContext
 from verl.engines.sharding import NoSharding, Sharding
 from verl.models.model_stats import ModelStats, model_stats
 from verl.trainer.settings import LoopSettings, PPOSettings
-from verl.workers.training import TrainedRole
+from verl.workers.base import TrainedRole
 
 _log = logging.getLogger(__name__)
 GIB = 2**30

@@ -14,7 +14,7 @@ from verl.models.hf_state_dict import ADAPTER_BIN, as_torch_file
 from verl.replay.checkpoint_state import COMPONENT as REPLAY_BUFFER
 from verl.trainer import generators
 from verl.trainer.identity import content_of
-from verl.workers.state import RoleState, SavedRole
+from verl.workers.load_state import RoleState, SavedRoleState
 
 OPTIMIZER_FILE = "optim_state_rank_0.safetensors"
 IDENTITY = "identity.json"
@@ -40,7 +40,7 @@ class Contents:
         self._is_published = True
 
     def of(
-        self, roles: Mapping[str, SavedRole], state: Mapping[str, Any]
+        self, roles: Mapping[str, SavedRoleState], state: Mapping[str, Any]
     ) -> tuple[dict[str, SavedComponent], list[LinkedFile | CopiedFile | SharedFile]]:
         """Components by directory, and files that are there already.
 

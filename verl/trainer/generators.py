@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.save.save_request import SavedComponent, TensorItem
-from verl.cluster.base import Cluster
+from verl.cluster.rpc import WorkerGroup
 from verl.trainer.resume import ResumePoint
 from verl.utils.seeding import RngState, derive_seed, rng_state, set_rng_state
 
@@ -44,7 +44,7 @@ def component(ranks: Sequence[RngState]) -> SavedComponent:
     return SavedComponent(tensors=items, file=FILE, files={name: _json(value) for name, value in files.items()})
 
 
-def ranks_of(cluster: Cluster, role: Any) -> list[RngState]:
+def ranks_of(cluster: WorkerGroup, role: Any) -> list[RngState]:
     """The states of the processes that hold a role; none where that is the driver's own."""
     return [] if cluster.shares_memory else role.rng_states().result()
 
@@ -55,7 +55,7 @@ def restore_driver(point: ResumePoint) -> None:
     set_rng_state({name: x for name, x in _tensors(point).items() if not name.startswith("rank_")}, plain)
 
 
-def restore_ranks(point: ResumePoint, cluster: Cluster, role: Any, seed: int) -> None:
+def restore_ranks(point: ResumePoint, cluster: WorkerGroup, role: Any, seed: int) -> None:
     """The same for the processes that hold a role; a rank that the checkpoint knows nothing of is seeded anew."""
     if cluster.shares_memory:
         return

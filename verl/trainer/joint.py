@@ -24,8 +24,8 @@ from verl.checkpoint.save.save_plan import MultiWriterSave, SaveOutcome, abandon
 from verl.checkpoint.save.save_request import SaveRequest
 from verl.checkpoint.save.writer_client import START_TIMEOUT_S
 from verl.errors import CheckpointError, CheckpointWriteFailed
-from verl.workers.parts import Berth, PartOrder, PartSetting
-from verl.workers.state import RemoteState
+from verl.workers.load_state import RemoteRoleState
+from verl.workers.rank_checkpoint import RankInfo, RankSaveOrder, RankSaveSettings
 
 FILES_OF_A_PART = 4  # about; for the check of free inodes
 LOST_GRACE_S = 10.0  # what a lost worker copied before, its writer still writes
@@ -39,7 +39,7 @@ class _Crew:
     """Processes that hold the same roles."""
 
     lead: Any  # a handle to one of these roles
-    berths: list[Berth]
+    berths: list[RankInfo]
     first_rank: int
 
     @property
@@ -82,7 +82,7 @@ class Parts:
                 first_rank += len(found)
         return self._blind([berth.sees for crew in self._crews for berth in crew.berths], store.directory)
 
-    def states(self) -> dict[str, RemoteState]:
+    def states(self) -> dict[str, RemoteRoleState]:
         """What is told of each role."""
         found = {name: state for crew in self._crews for name, state in crew.lead.remote_states().result().items()}
         return {name: found[name] for name in self._trained}
@@ -156,12 +156,12 @@ class Parts:
         answers: list[Future[list[bool]]] = []
         for crew in self._crews:
             setting = self._setting(writer.store, writer.mode == "async", crew)
-            order = PartOrder(setting=setting, step=step, staging=joint.directory, nonce=nonce)
+            order = RankSaveOrder(setting=setting, step=step, staging=joint.directory, nonce=nonce)
             answers.append(crew.lead.save_part(order))
         return self._blind([sees for answer in answers for sees in answer.result()], writer.store.directory)
 
-    def _setting(self, store: CheckpointStore, is_async: bool, crew: _Crew) -> PartSetting:
-        return PartSetting(
+    def _setting(self, store: CheckpointStore, is_async: bool, crew: _Crew) -> RankSaveSettings:
+        return RankSaveSettings(
             directory=store.directory,
             run_id=store.run_id,
             claim=store.claim_directory(),

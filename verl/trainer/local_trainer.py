@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.cluster.mesh import DeviceMesh
+from verl.cluster.placement import DeviceMesh
 from verl.component import Description, as_plain
 from verl.compose.check import check
 from verl.compose.short_file import Composed, compose_over_default, read_short_file

@@ -35,7 +35,7 @@ from verl.utils.component_exits import component_exits
 from verl.utils.memory import forget_peak, peak_memory
 from verl.utils.redact import redact
 from verl.utils.signals import StopRequest, interruption
-from verl.workers.state import SavedRole
+from verl.workers.load_state import SavedRoleState
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Trainer(Protocol):
         """Metrics of the weights after `step` steps."""
         ...
 
-    def state(self) -> tuple[dict[str, SavedRole], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, SavedRoleState], dict[str, Any]]:
         """What a checkpoint holds: of the roles by name, and the rest; see `Contents.of`."""
         ...
 
@@ -358,7 +358,7 @@ def _checkpoint(
 
 def _to_save(
     trainer: Trainer, result: Result, metrics: dict[str, float]
-) -> tuple[dict[str, SavedRole], dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, SavedRoleState], dict[str, Any], dict[str, Any]]:
     """What a checkpoint holds of the roles, of everything else, and what is told beside it."""
     roles, state = trainer.state()
     rate = metrics.get("actor/lr", metrics.get("sft/lr"))

@@ -29,7 +29,7 @@ from verl.algorithms.dynamic_sampling import (
 from verl.algorithms.importance_sampling import weight_advantages
 from verl.algorithms.kl import AdaptiveKLController
 from verl.checkpoint.config import Checkpointing
-from verl.cluster.base import role_handles
+from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, Description, as_plain
 from verl.data.base import PromptSource
 from verl.data.sampler import EpochSampler, Mixture
@@ -62,11 +62,11 @@ from verl.trainer.setup import ProcessState, parts_of, prepare_context, prepare_
 from verl.trainer.stages import Stages
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor
+from verl.workers.colocated import RLHost, reference_sharding, with_tokenizer
 from verl.workers.critic import Critic
-from verl.workers.hosts import RLHost, reference_sharding, with_tokenizer
+from verl.workers.load_state import SavedRoleState
 from verl.workers.reference import Reference
-from verl.workers.reward import RewardElsewhere
-from verl.workers.state import SavedRole
+from verl.workers.reward import RemoteRewardModel
 
 PROMPT_FIELDS = ["prompts", "prompt_mask", "prompt_ids", "group_ids"]
 DRIVER_FIELDS = [*PROMPT_FIELDS, "is_replayed", "is_on_policy"]  # that no role reads in an update
@@ -220,7 +220,7 @@ class PPOTrainer:
         self.saving.parts = parts_of(self._cluster, self.trained, run.checkpoint)
         self.ahead = RolloutAhead(self.actor) if run.trainer.rollout_ahead else None
         if run.reward_as_role is not None:
-            self.reward = RewardElsewhere(roles["rm"], run.reward_as_role)
+            self.reward = RemoteRewardModel(roles["rm"], run.reward_as_role)
 
     def _roomy(self, rollout: Rollout) -> Rollout:
         """With room for every prompt of the data, as far as the data tell how long those are."""
@@ -404,7 +404,7 @@ class PPOTrainer:
                 paths.append(directory / name)
         return paths
 
-    def state(self) -> tuple[dict[str, SavedRole], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, SavedRoleState], dict[str, Any]]:
         """What a checkpoint holds: of the roles, and of everything else that a later run needs to go on."""
         roles = self.saving.states_of(self.trained, self._cluster.shares_memory)
         kl = self.kl.state_dict() if isinstance(self.kl, AdaptiveKLController) else {}

@@ -8,7 +8,7 @@ from typing import Any
 from verl.engines.sharding import Sharding
 from verl.trainer.ahead import ahead_faults
 from verl.trainer.setup import Divided, sharding_faults
-from verl.workers.training import TrainedRole
+from verl.workers.base import TrainedRole
 
 
 def faults_between(run: Any) -> Iterator[str]:

@@ -18,7 +18,7 @@ from verl.component import as_plain
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.trainer.identity import identity_of
 from verl.trainer.resume import ResumePoint, find, refuse_other_identity
-from verl.workers.reload import Reload
+from verl.workers.load_state import CheckpointSelection
 
 if TYPE_CHECKING:
     from verl.trainer.loop import Course
@@ -62,7 +62,7 @@ def load_checkpoint(
     _verify(point, chosen)
     course.begin(evaluates=False)
     for name in trainer.trained:
-        source = Reload(point.published.directory, name in chosen, "optimizer" in chosen, mmap, device_map)
+        source = CheckpointSelection(point.published.directory, name in chosen, "optimizer" in chosen, mmap, device_map)
         getattr(trainer, name).load(name, source).result()
     trainer.sync()
     if "dataloader" in chosen:

@@ -35,7 +35,7 @@ from verl.trainer.lineage import Lineage, Parent, code_version
 from verl.trainer.resume import ResumePoint
 from verl.trainer.uploads import Uploads
 from verl.utils.redact import redact_tree
-from verl.workers.state import RemoteState, SavedRole
+from verl.workers.load_state import RemoteRoleState, SavedRoleState
 
 ASKED = "save"  # a file of this name in the run's directory asks for a checkpoint; it may hold a tag
 HISTORY = 200  # last values of the loss that a checkpoint keeps
@@ -204,7 +204,7 @@ class Saving:
             return None
         return self._jump([value for at, value in self._history if at > self.resumed.step])
 
-    def save(self, step: int, roles: Mapping[str, SavedRole], state: Mapping[str, Any], **facts: Any) -> None:
+    def save(self, step: int, roles: Mapping[str, SavedRoleState], state: Mapping[str, Any], **facts: Any) -> None:
         """Begin a save; see `poll` for what becomes of it.
 
         Args:
@@ -221,7 +221,7 @@ class Saving:
         self,
         directory: Path,
         step: int,
-        roles: Mapping[str, SavedRole],
+        roles: Mapping[str, SavedRoleState],
         state: Mapping[str, Any],
         **facts: Any,
     ) -> SaveReport:
@@ -239,7 +239,7 @@ class Saving:
         assert outcome.report is not None, "a save that failed raises"
         return outcome.report
 
-    def states_of(self, trained: Mapping[str, Any], shares_memory: bool) -> dict[str, SavedRole]:
+    def states_of(self, trained: Mapping[str, Any], shares_memory: bool) -> dict[str, SavedRoleState]:
         """What a save is to be given of the roles: their state, or what is told of it where they write it themselves.
 
         Args:
@@ -255,8 +255,8 @@ class Saving:
         if self.parts is not None:
             self.parts.give_up(reason)
 
-    def _save(self, writer: CheckpointWriter, request: SaveRequest, roles: Mapping[str, SavedRole]) -> None:
-        remote = [role.num_bytes for role in roles.values() if isinstance(role, RemoteState)]
+    def _save(self, writer: CheckpointWriter, request: SaveRequest, roles: Mapping[str, SavedRoleState]) -> None:
+        remote = [role.num_bytes for role in roles.values() if isinstance(role, RemoteRoleState)]
         if not remote:
             writer.save(request)
             return
@@ -267,7 +267,7 @@ class Saving:
         self,
         contents: Contents,
         step: int,
-        roles: Mapping[str, SavedRole],
+        roles: Mapping[str, SavedRoleState],
         state: Mapping[str, Any],
         facts: dict[str, Any],
     ) -> SaveRequest:
@@ -299,7 +299,7 @@ class Saving:
         """Whether saves are written while training goes on."""
         return self._writer is not None and self._writer.mode == "async"
 
-    def prepare(self, roles: Mapping[str, SavedRole], state: Mapping[str, Any]) -> None:
+    def prepare(self, roles: Mapping[str, SavedRoleState], state: Mapping[str, Any]) -> None:
         """Have the memory for saves of this size allocated in the background; the first one then stalls no longer."""
         assert self._writer is not None
         if self.parts is not None:

@@ -14,10 +14,9 @@ import torch
 from verl import config
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.remote.resolve import tier_of
-from verl.cluster.base import Cluster
-from verl.cluster.in_process import InProcess
+from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
 from verl.cluster.placement import Placement
-from verl.cluster.processes import Processes
+from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError
@@ -30,7 +29,7 @@ from verl.trainer.settings import LoopSettings
 from verl.utils import torchrun
 from verl.utils.redact import redact_tree
 from verl.utils.seeding import derive_seed, seed_everything
-from verl.workers.state import Restore
+from verl.workers.load_state import RestoreSource
 
 _log = logging.getLogger(__name__)
 
@@ -121,19 +120,19 @@ def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collect
     return Saving(chosen, directory, config, identity, loss_key, point, uses, tier)
 
 
-def restore_of(saving: Saving) -> Restore | None:
+def restore_of(saving: Saving) -> RestoreSource | None:
     """What roles need to go on from the checkpoint of a run; `find` has hashed all of it."""
-    return None if saving.resumed is None else Restore(saving.resumed.published.directory, verify=False)
+    return None if saving.resumed is None else RestoreSource(saving.resumed.published.directory, verify=False)
 
 
-def parts_of(cluster: Cluster, trained: Mapping[str, Any], settings: Checkpointing | None) -> Parts | None:
+def parts_of(cluster: WorkerGroup, trained: Mapping[str, Any], settings: Checkpointing | None) -> Parts | None:
     """The processes of roles as writers of checkpoints; None where the driver's own process holds the roles."""
     return None if cluster.shares_memory or settings is None else Parts(trained, settings)
 
 
 def start_cluster(
     host: Any, settings: LoopSettings, context: BuildContext, placement: Placement | None = None
-) -> Cluster:
+) -> WorkerGroup:
     """Build the roles where the placement, or without one their shardings, want them.
 
     Raises:
@@ -144,7 +143,7 @@ def start_cluster(
         return placement.start(host, context, world_size, torch.get_num_threads())
     divided = {role: sharding for role, sharding in host.shardings().items() if sharding.needs_processes}
     if not divided:
-        return InProcess(host, context)
+        return InlineWorkerGroup(host, context)
     if context.device.startswith("cuda") and torch.cuda.device_count() < world_size:
         raise ConfigError(
             f"trainer.n_gpus_per_node is {world_size}: this machine has {torch.cuda.device_count()} GPUs. "
@@ -155,7 +154,7 @@ def start_cluster(
         _log.warning("trainer.n_gpus_per_node is 1: %s has one process, and divides nothing.", names)
     num_threads = max(1, torch.get_num_threads() // world_size)
     timeout_s = min(sharding.call_timeout_s for sharding in divided.values())
-    return Processes(host, context, world_size, num_threads, call_timeout_s=timeout_s)
+    return LocalWorkerGroup(host, context, world_size, num_threads, call_timeout_s=timeout_s)
 
 
 @dataclass(frozen=True)

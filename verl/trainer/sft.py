@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from verl.checkpoint.config import Checkpointing
-from verl.cluster.base import role_handles
+from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, Description, as_plain
 from verl.data.base import TextSource
 from verl.data.sampler import EpochSampler, Mixture
@@ -38,8 +38,8 @@ from verl.trainer.setup import (
 from verl.trainer.stages import Stages
 from verl.utils.seeding import derive_seed
 from verl.workers.actor import Actor
-from verl.workers.hosts import SFTHost, with_tokenizer
-from verl.workers.state import SavedRole
+from verl.workers.colocated import SFTHost, with_tokenizer
+from verl.workers.load_state import SavedRoleState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class SFTTrainer:
         self.learner.save(actor).result()
         return [actor]
 
-    def state(self) -> tuple[dict[str, SavedRole], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, SavedRoleState], dict[str, Any]]:
         """What a checkpoint holds: of the model, and of everything else that a later run needs to go on."""
         roles = self.saving.states_of({"actor": self.learner}, self._cluster.shares_memory)
         ranks = generators.ranks_of(self._cluster, self.learner)

@@ -24,6 +24,8 @@ _BEFORE_0_3_0 = {  # below `verl.`
     "algorithms.value_losses.ClippedValueLoss": "algorithms.losses.ClippedValueLoss",
     "algorithms.value_losses.ValueLoss": "algorithms.losses.ValueLoss",
     "checkpoint.settings.Checkpointing": "checkpoint.config.Checkpointing",
+    "cluster.mesh.DeviceMesh": "cluster.placement.DeviceMesh",
+    "cluster.ray_placement.RayPlacement": "cluster.ray.ray_placement.RayPlacement",
     "data.options.PromptOptions": "data.base.PromptOptions",
     "data.options.SFTOptions": "data.base.SFTOptions",
     "data.splits.PromptSource": "data.base.PromptSource",
@@ -59,6 +61,9 @@ _BEFORE_0_3_0 = {  # below `verl.`
     "tracking.curves.Curves": "tracking.plots.Curves",
     "tracking.tracker.TrackerDescription": "tracking.base.TrackerDescription",
     "tracking.trackers.Trackers": "tracking.base.Trackers",
+    "workers.hosts.RLHost": "workers.colocated.RLHost",
+    "workers.hosts.SFTHost": "workers.colocated.SFTHost",
+    "workers.training.TrainedRole": "workers.base.TrainedRole",
 }
 RENAMED = {f"verl.{old}": f"verl.{new}" for old, new in _BEFORE_0_3_0.items()}
 

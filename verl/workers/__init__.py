@@ -1,15 +1,13 @@
 """What each role does with a DataProto, in whatever process it lives.
 
-actor        The actor: one set of weights that generates, scores and trains
-critic       The critic: values of every state along a response, and their regression on returns
-first_batch  The first real batch of a role: some of its rows, as the role computes them
-gathering    A divided model's tensors made whole, each on one process, one after the other
-hosts        Which roles live together in one process, and how that process builds them
-learner      The learner of supervised fine-tuning: a causal language model and the likelihood of given text
-parts        What one process of several writes of a checkpoint: its slices of optimizers
-reference    The reference: the frozen policy that KL is measured against
-reload       A checkpoint taken into a role that is running: straight into its live tensors
-reward       A reward that is a model, as a role: rated where it lives, normalised in the driver
-state        What a role hands over for a checkpoint, and how it takes it back
-training     What actor and critic have in common: a model that trains, its optimizer, its cut into micro-batches
+actor              The actor: one set of weights that generates, scores and trains
+base               Base of actor, critic and SFT worker: a model that trains, its optimizer, its micro-batches
+colocated          Which roles share one process, and how that process builds them
+critic             The critic: values of every state along a response, and their regression on returns
+first_batch_check  A check of a role's first batch: some of its rows, as the role computes them
+load_state         A role's state for a checkpoint, and loading it: when the role is built
+rank_checkpoint    One rank's part of a checkpoint: its slices of the optimizer
+reference          The reference: the frozen policy that KL is measured against
+reward             A reward model as a role: scores are computed where it lives and normalised in the driver
+sft                The SFT worker: a causal language model trained by the likelihood of given text
 """

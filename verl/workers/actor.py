@@ -25,9 +25,9 @@ from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, SyncResult, refuse_wrong_responses
 from verl.utils.memory import release_cached
-from verl.workers.first_batch import FirstBatch
-from verl.workers.state import Restore
-from verl.workers.training import TrainedRole, TrainedWorker
+from verl.workers.base import TrainedRole, TrainedWorker
+from verl.workers.first_batch_check import FirstBatchCheck
+from verl.workers.load_state import RestoreSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Actor(TrainedRole):
         algorithm: Algorithm,
         rollout: Rollout,
         total_updates: int,
-        restore: Restore | None = None,
+        restore: RestoreSource | None = None,
     ) -> ActorWorker:
         """Load the weights, those of a checkpoint if one is given, and attach the engines that train and sample.
 
@@ -77,7 +77,7 @@ class ActorWorker(TrainedWorker):
         super().__init__(engine, tokenizer)
         self.algorithm, self.sampler, self.temperature = algorithm, sampler, temperature
         self.head = LMHead(engine.model)
-        self.first_batch = FirstBatch("actor.model", engine, self._score_in_parts, self._score_plainly)
+        self.first_batch = FirstBatchCheck("actor.model", engine, self._score_in_parts, self._score_plainly)
         self._version_sampled: int | None = None
         self._engine_follows = True
         self._gap = LogProbGap()

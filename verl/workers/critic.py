@@ -19,9 +19,9 @@ from verl.models.heads import ValueHeadModel
 from verl.models.pretrained import VALUE_HEAD_FILE
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
-from verl.workers.first_batch import FirstBatch
-from verl.workers.state import Restore
-from verl.workers.training import TrainedRole, TrainedWorker
+from verl.workers.base import TrainedRole, TrainedWorker
+from verl.workers.first_batch_check import FirstBatchCheck
+from verl.workers.load_state import RestoreSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Critic(TrainedRole):
         parallel: Parallelism,
         algorithm: Algorithm,
         total_updates: int,
-        restore: Restore | None = None,
+        restore: RestoreSource | None = None,
     ) -> CriticWorker:
         """Load the weights, those of a checkpoint if one is given, and attach the engine that trains them.
 
@@ -64,7 +64,7 @@ class CriticWorker(TrainedWorker):
     def __init__(self, engine: TrainingEngine, algorithm: Algorithm, tokenizer: Any):
         super().__init__(engine, tokenizer)
         self.algorithm = algorithm
-        self.first_batch = FirstBatch("critic.model", engine, self._probe, self._probe)
+        self.first_batch = FirstBatchCheck("critic.model", engine, self._probe, self._probe)
 
     @by_rows
     def compute_values(self, batch: DataProto) -> DataProto:

@@ -22,8 +22,8 @@ from verl.models.lora import adapter_off
 from verl.models.pretrained import ModelSource
 from verl.protocol import DataProto
 from verl.workers.actor import Actor, ActorWorker
-from verl.workers.first_batch import FirstBatch
-from verl.workers.training import undivided
+from verl.workers.base import undivided
+from verl.workers.first_batch_check import FirstBatchCheck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class ReferenceWorker:
     ):
         self.engine, self.temperature, self.frozen = engine, temperature, frozen
         self.head = LMHead(engine.model)
-        self.first_batch = FirstBatch("reference.model", engine, self._score_in_parts, self._score_plainly)
+        self.first_batch = FirstBatchCheck("reference.model", engine, self._score_in_parts, self._score_plainly)
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:

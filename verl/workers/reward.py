@@ -1,4 +1,4 @@
-"""A reward that is a model, as a role: rated where it lives, normalised in the driver, which sees all rows."""
+"""A reward model as a role: scores are computed where it lives and normalised in the driver, which sees all rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RewardWorker:
         return DataProto.from_dict({"rating": torch.from_numpy(np.ascontiguousarray(rating.scores)), **parts})
 
 
-class RewardElsewhere(NormalisedReward):
+class RemoteRewardModel(NormalisedReward):
     """The driver's side of the role `rm`.
 
     Args:

@@ -22,9 +22,9 @@ from verl.checkpoint.save.save_plan import (
     sees_nonce,
 )
 from verl.checkpoint.save.save_request import SavedComponent, SaveRequest, TensorItem
-from verl.checkpoint.shares import model_files, owners, shares
 from verl.errors import CheckpointIncomplete
 from verl.resharding.layout import Layout, Mesh, TensorLayout, volume
+from verl.workers.rank_checkpoint import assign_slices, model_files, owners
 
 VALUES = torch.arange(12.0).view(4, 3)
 
@@ -146,7 +146,7 @@ def test_every_element_is_written_once_by_one_who_holds_it_and_by_all_alike(size
     mesh = Mesh(tuple(zip(("replicate", "shard", "tensor"), sizes)))
     cuts = {name: tuple(cut for cut in SPLITS[split] if cut[1] < len(shape)) for name, shape in SHAPES.items()}
     layout = Layout(mesh, {name: TensorLayout(shape, cuts[name]) for name, shape in SHAPES.items()})
-    found = shares(layout)
+    found = assign_slices(layout)
     for name, shape in SHAPES.items():
         slices = [
             SavedSlice(file="f", offset=0, start=tuple(a for a, _ in s.box), extent=tuple(b - a for a, b in s.box))
@@ -161,7 +161,7 @@ def test_every_element_is_written_once_by_one_who_holds_it_and_by_all_alike(size
     load = [sum(volume(share.box) for share in found if share.rank == rank) for rank in range(mesh.size)]
     assert max(load) <= 1.5 * sum(load) / mesh.size
     backwards = Layout(mesh, dict(reversed(layout.tensors.items())))
-    assert set(shares(backwards)) == set(found)
+    assert set(assign_slices(backwards)) == set(found)
 
 
 @pytest.mark.parametrize(("ranks", "limit"), product((1, 2, 4), (10, 10**6)))

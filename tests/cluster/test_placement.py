@@ -1,0 +1,107 @@
+"""Roles on devices of this machine: who lives where, the same numbers as in one process, and what is refused."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from cluster.processes_of import wait_until_gone, workers_of
+from equivalence.courses import assert_same, run_course
+from random_models import save_random_classifier
+from rewards.rated import described
+from trainer.runs import PPO_ALGORITHM, ppo_run
+
+import verl
+from verl.cluster.placement import DeviceMesh
+from verl.component import BuildContext
+from verl.engines.sharding import DDP, NoSharding
+from verl.errors import ConfigError
+from verl.trainer.local_trainer import LocalPPOTrainer
+
+pytestmark = pytest.mark.xdist_group("cluster")
+ROLES = ("actor", "critic", "reference", "rm")
+TWO = ("cpu:0", "cpu:1")
+needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+
+
+@pytest.mark.parametrize(
+    ("sub_meshes", "groups"),
+    [
+        ({}, {TWO: ROLES}),
+        ({"critic": ["cpu:1"]}, {("cpu:0",): ("actor", "reference", "rm"), ("cpu:1",): ("critic",)}),
+        ({"critic": ["cpu:1"], "rm": ["cpu:1"]}, {("cpu:0",): ("actor", "reference"), ("cpu:1",): ("critic", "rm")}),
+        ({"rm": ["cpu:0"], "critic": TWO}, {TWO: ("actor", "critic", "reference"), ("cpu:0",): ("rm",)}),
+    ],
+)
+def test_a_role_lives_where_it_is_put_and_the_others_where_nobody_is(sub_meshes, groups):
+    assert verl.DeviceMesh(devices=TWO, sub_meshes=sub_meshes).groups(ROLES) == groups
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({"devices": []}, "devices is empty"),
+        ({"devices": ["gpu:0"]}, "devices has 'gpu:0': expected cuda:N or cpu:N"),
+        ({"devices": ["cpu"]}, "devices has 'cpu'"),
+        ({"devices": ["cpu:0", "cpu:0"]}, "devices has cpu:0 twice"),
+        ({"devices": TWO, "sub_meshes": {"judge": ["cpu:1"]}}, "sub_meshes has 'judge': there are the roles actor"),
+        ({"devices": TWO, "sub_meshes": {"rm": ["cpu:2"]}}, "sub_meshes.rm has cpu:2: devices has cpu:0, cpu:1"),
+        ({"devices": TWO, "sub_meshes": {"rm": []}}, "sub_meshes.rm is empty"),
+        ({"devices": ["cpu:0", "cuda:0"], "sub_meshes": {"rm": ["cpu:0", "cuda:0"]}}, "are of one kind"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_by_the_field_at_fault(given, fault):
+    with pytest.raises(ConfigError, match="^" + fault if fault.startswith(("devices", "sub")) else fault):
+        DeviceMesh(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "sharding", "size", "fault"),
+    [
+        ({"devices": ["cpu:0", "cpu:4096"]}, DDP(), 1, "devices has cpu:4096: this machine has "),
+        ({"devices": ["cuda:64"]}, DDP(), 1, "devices has cuda:64: this machine has "),
+        ({"devices": ["cpu:0"]}, DDP(), 2, "Set trainer.n_gpus_per_node=1, not 2"),
+        ({"devices": ["cpu:0"]}, NoSharding(), 1, None),
+    ],
+)
+def test_a_mesh_that_this_machine_or_run_cannot_have_is_refused(given, sharding, size, fault):
+    found = " ".join(DeviceMesh(**given).faults_with(dict.fromkeys(ROLES, sharding), size))
+    assert fault in found if fault else not found
+
+
+def test_a_role_on_two_devices_needs_a_sharding():
+    faults = list(DeviceMesh(devices=TWO).faults_with({"actor": NoSharding()}, 1))
+    assert any("sharding=none is for one device" in fault for fault in faults)
+
+
+@needs_two_cores
+def test_roles_on_devices_of_their_own_train_what_one_process_does(model64, tmp_path):
+    judge = described(save_random_classifier(tmp_path / "judge", "llama"), normalize="running")
+    prompts = [[0, 1, 2], [3]]
+    alone = run_course(ppo_run(model64, PPO_ALGORITHM, reward=judge), prompts, tmp_path / "one")
+    mesh = DeviceMesh(devices=TWO, sub_meshes={"critic": ["cpu:1"], "rm": ["cpu:1"]})
+    run = ppo_run(model64, PPO_ALGORITHM, reward=judge, placement=mesh)
+    together = run_course(run, prompts, tmp_path / "mesh")
+    assert_same(alone, together, tolerance=0.0)
+    assert wait_until_gone(workers_of(os.getpid())) == []
+    assert {file.parent.name for file in (tmp_path / "mesh/workers").rglob("*.log")} == {"actor_reference", "critic_rm"}
+
+
+@needs_two_cores
+def test_a_process_keeps_to_the_core_of_its_device(model32, tmp_path):
+    run = ppo_run(model32, PPO_ALGORITHM, placement=DeviceMesh(devices=["cpu:1"]))
+    with run.build(BuildContext(run_dir=tmp_path)):
+        (pid,) = workers_of(os.getpid())
+        assert os.sched_getaffinity(pid) == {sorted(os.sched_getaffinity(0))[1]}
+
+
+def test_the_trainer_of_scripts_takes_a_mesh_and_its_configuration_tells_of_it(dir32, tmp_path):
+    overrides = ["actor=pretrained", f"actor.model.path={dir32}", "algorithm=grpo", "trainer.total_steps=1"]
+    overrides += ["trainer.prompts_per_step=2", "trainer.eval_samples=0", "trainer.eval_before=false"]
+    overrides += ["rollout.max_new_tokens=4", "data.max_prompt_length=12", "checkpoint=off"]
+    rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "2+2=", "answer": "4"}]
+    mesh = DeviceMesh(devices=["cpu:0"])
+    with LocalPPOTrainer(None, rows, overrides=overrides, device_mesh=mesh) as trainer:
+        assert trainer.config.trainer.placement.devices == ["cpu:0"]
+        assert trainer.run.trainer.placement == mesh
+        assert trainer.fit().status == "finished"

@@ -1,0 +1,173 @@
+"""Batches travel through shared memory that is used again, never while somebody still reads it, and leave nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from multiprocessing import Pipe
+
+import pytest
+import torch
+from cluster.toy_roles import ToyHost
+
+import verl
+from verl.cluster.local_worker_group import LocalWorkerGroup
+from verl.cluster.rpc import role_handles
+from verl.cluster.serialization import RowSubset
+from verl.cluster.shm_channel import FREE_BLOCKS_KEPT, MessagePacker, ShmBlockPool, ShmChannel
+from verl.component import BuildContext
+from verl.errors import ConfigError, WorkerHung
+from verl.protocol import DataProto
+
+pytestmark = pytest.mark.xdist_group("cluster")
+
+
+class Ends:
+    """Two ends of a connection within this process."""
+
+    def __init__(self):
+        here, there = Pipe()
+        self.posts = MessagePacker(), MessagePacker()
+        self.left, self.right = ShmChannel(here, self.posts[0]), ShmChannel(there, self.posts[1])
+
+    def carry(self, value):
+        self.left.send(self.posts[0].pack(value))
+        return self.right.receive()
+
+    def answer(self, value):
+        self.right.send(self.posts[1].pack(value))
+        return self.left.receive()
+
+
+def wide(rows: int, number: float = 0.0) -> DataProto:
+    """1 KiB in each row, of which no two are alike."""
+    values = torch.arange(rows * 256, dtype=torch.float32).view(rows, 256) + number
+    return DataProto.from_dict({"wide": values, "is_odd": torch.arange(rows) % 2 == 1}, {"text": list(range(rows))})
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("count", [0, 1, 100])
+@pytest.mark.parametrize("rows", [[], [3], [5, 0, 7]])
+def test_rows_arrive_as_if_they_had_been_taken_before(count, rows):
+    batch, chosen = wide(count * 8), torch.tensor(rows if count else [], dtype=torch.int64)
+    found, number = Ends().carry((RowSubset(batch, chosen), 7))
+    expected = batch[chosen]
+    assert number == 7
+    assert found.batch.keys() == expected.batch.keys()
+    for name, tensor in expected.batch.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    assert found["text"].tolist() == expected["text"].tolist()
+    assert len(found) == len(expected)
+    found.check(strict=True)
+
+
+def test_memory_is_used_again_once_nobody_reads_it_and_never_before():
+    ends = Ends()
+    kept = ends.carry(wide(100, 1.0))["wide"]
+    other = ends.carry(wide(100, 2.0))["wide"]  # while the first is kept
+    assert torch.equal(kept, wide(100, 1.0)["wide"])
+    part = other[3:5]
+    freed, expected = other.data_ptr(), other[3:5].clone()
+    del other
+    ends.answer("done with nothing: a part is kept")
+    assert ends.carry(wide(100, 3.0))["wide"].data_ptr() != freed
+    assert torch.equal(part, expected)
+    del part
+    ends.answer("done with the second")
+    before = ends.posts[0].blocks.numbers()
+    ends.carry(wide(100, 4.0))
+    assert ends.posts[0].blocks.numbers() == before  # no new memory
+    assert torch.equal(kept, wide(100, 1.0)["wide"])
+
+
+def test_many_sizes_leave_few_blocks_and_files():
+    ends, before = Ends(), open_files()
+    for size in range(40, 3000, 60):
+        ends.carry(wide(size))
+        ends.answer("done")
+    assert len(ends.posts[0].blocks.numbers()) <= FREE_BLOCKS_KEPT + 2
+    assert len(ends.right._theirs) <= FREE_BLOCKS_KEPT + 2
+    assert open_files() - before <= 3 * (FREE_BLOCKS_KEPT + 2)  # the file, and a mapping at either end
+    ends.posts[0].close()
+    del ends
+    assert open_files() <= before
+
+
+def test_what_is_joined_lies_in_memory_that_is_used_again():
+    blocks = ShmBlockPool(shared=False)
+    first = blocks.empty((100, 64), torch.float64)
+    first.fill_(1.0)
+    view, at = first[50:], first.data_ptr()
+    del first
+    second = blocks.empty((100, 64), torch.float64)
+    second.fill_(2.0)
+    assert bool((view == 1.0).all())
+    del view
+    assert blocks.empty((100, 64), torch.float64).data_ptr() == at
+
+
+def start(**options):
+    host = ToyHost()
+    cluster = LocalWorkerGroup(host, BuildContext(), 2, num_threads=1, **options)
+    return cluster, role_handles(cluster, host)["toy"]
+
+
+def test_calls_of_processes_keep_to_the_memory_of_the_first_and_what_a_role_keeps_stays_as_it_was():
+    cluster, toy = start()
+    try:
+        batches = [wide(200, number) for number in (0.0, 1.0, 2.0)]
+        for batch in batches:
+            found = toy.back(batch).result(timeout=60)
+            assert torch.equal(found["wide"], batch["wide"])
+        places = [set(toy.back(batch).result(timeout=60)["found_at"]) for batch in batches]
+        assert places[0] == places[1] == places[2]
+        answers = [toy.back(batch) for batch in batches]  # under way at once
+        for answer, batch in zip(answers, batches, strict=True):
+            assert torch.equal(answer.result(timeout=60)["wide"], batch["wide"])
+        for batch in batches:
+            toy.keep(batch).result(timeout=60)
+        toy.back(wide(200, 9.0)).result(timeout=60)
+        expected = [float(batch[cluster_rows(batch)]["wide"].double().sum()) for batch in batches]
+        assert toy.sums_of_kept().result(timeout=60) == expected
+        _a_stopped_worker_is_named(cluster, toy)
+    finally:
+        cluster.close()
+
+
+def cluster_rows(batch: DataProto) -> torch.Tensor:
+    """Those of the first of two processes."""
+    from verl.cluster.batch_partition import BatchPartition
+
+    return BatchPartition(batch, 2).rows[0]
+
+
+def _a_stopped_worker_is_named(cluster, toy):
+    cluster.step, cluster._call_timeout_s = 5, 2.0
+    pids = [process.pid for process in cluster._crew._processes]
+    threading.Timer(0.5, os.kill, (pids[1], signal.SIGSTOP)).start()
+    toy.where().result(timeout=60)
+    with pytest.raises(
+        WorkerHung, match=r"rank 1 failed in toy\.sleep at step 5:\s+no answer within 2 s, and the"
+    ) as e:
+        toy.sleep(600).result(timeout=120)
+    assert "does not react at all" in str(e.value)
+
+
+def test_a_worker_that_stands_still_is_named_with_the_line_where_it_stands():
+    cluster, toy = start(call_timeout_s=1.0)
+    try:
+        with pytest.raises(WorkerHung, match=r"rank 0 stands at:[\s\S]*toy_roles\.py\", line \d+ in sleep"):
+            toy.sleep(600).result(timeout=60)
+    finally:
+        cluster.close()
+
+
+def test_a_driver_of_another_version_than_its_workers_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(verl, "__version__", "0.0.1")  # as if it had been replaced on the disk since
+    with pytest.raises(ConfigError, match=r"sharding: rank 0 has verl \S+, the driver has 0\.0\.1\. Install the same"):
+        start()

@@ -1,0 +1,188 @@
+"""The connection to Ray: to a cluster by its address, or to one that is started on this machine and ended again.
+
+Everything that is started here is ended here; a cluster that was there before is left as it was.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import socket
+import tempfile
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from verl.errors import ConfigError, VerlError
+from verl.utils.child_process import StoppedWatch, children
+from verl.utils.orphan_cleanup import CLEANUP
+from verl.utils.temporary_directory import TemporaryDirectory
+
+LONGEST_SOCKET_PATH = 103  # bytes; Linux allows 107
+RAYS_OWN = 62  # bytes that Ray adds to its directory
+KNOCK_TIMEOUT_S = 10.0
+SESSION_VARIABLE = "VERL_RAY_SESSION"
+# Ray gives memory back by the hundred objects, or once a second. Until then the next batch goes to memory that nobody
+# has touched yet, and that takes several times what copying it does.
+AT_ONCE = {"free_objects_batch_size": 1}
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """What is asked of Ray.
+
+    Attributes:
+        address: of a cluster; None starts one here.
+        num_cpus, num_gpus: of all groups together.
+        object_store_mib: shared memory of a cluster that is started here; None leaves it to Ray.
+        start_timeout_s: how long room in the cluster is waited for.
+        call_timeout_s: when one of Ray's own processes, of a cluster that is started here, has been stopped for so
+            long, it is ended.
+    """
+
+    address: str | None
+    num_cpus: float
+    num_gpus: float
+    object_store_mib: int | None
+    start_timeout_s: float
+    call_timeout_s: float = 1800.0
+
+
+class RaySession:
+    """This process's connection, shared by all that use Ray in it; the last to leave closes what the first opened.
+
+    Raises:
+        ConfigError: no cluster answers at the address.
+    """
+
+    _users: ClassVar[int] = 0
+    _opened: ClassVar[bool] = False
+    _mark: ClassVar[int] = -1
+    _watch: ClassVar[StoppedWatch | None] = None
+    _held: ClassVar[TemporaryDirectory | None] = None
+
+    def __init__(self, wanted: RaySettings):
+        self.wanted = wanted
+        if not ray.is_initialized():
+            with _sigterm_as_it_was():
+                self._open(wanted)
+            RaySession._opened = True
+        RaySession._users += 1
+        self._is_open = True
+
+    def reserve(self, bundles: list[dict[str, float]], strategy: str) -> PlacementGroup:
+        """Room for a group of workers, one bundle each.
+
+        Raises:
+            VerlError: the cluster has no such room, now or ever.
+        """
+        group = placement_group(bundles, strategy=strategy)
+        try:
+            ray.get(group.ready(), timeout=self.wanted.start_timeout_s)
+        except GetTimeoutError as error:
+            remove_placement_group(group)
+            raise VerlError(
+                f"Ray has no room for {len(bundles)} workers of {_said(bundles[0])} ({strategy}) after "
+                f"{self.wanted.start_timeout_s:g} s: the cluster has {_said(ray.cluster_resources())}, of which "
+                f"{_said(ray.available_resources())} are free. Set trainer.n_gpus_per_node or "
+                "trainer.placement.num_cpus lower, or add machines."
+            ) from error
+        return group
+
+    def close(self) -> None:
+        """Leave; may be called again."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        RaySession._users -= 1
+        if RaySession._users == 0 and RaySession._opened:
+            RaySession._opened = False
+            RaySession._end()
+
+    @classmethod
+    def _end(cls) -> None:
+        ray.shutdown()
+        held, cls._held, watch, cls._watch = cls._held, None, cls._watch, None
+        if watch is not None:
+            watch.close()
+        if held is not None:
+            held.cleanup()
+            CLEANUP.withdraw(cls._mark)
+
+    def _open(self, wanted: RaySettings) -> None:
+        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
+        if wanted.address is not None:
+            try:
+                _knock(wanted.address)
+                ray.init(address=wanted.address, **quiet)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise ConfigError(
+                    f"trainer.placement.address is {wanted.address!r}: no Ray cluster answers there "
+                    f"({str(error).splitlines()[0]}). Start one with `ray start --head`, or set it to null."
+                ) from error
+            return
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        memory = {} if wanted.object_store_mib is None else {"object_store_memory": wanted.object_store_mib * 2**20}
+        RaySession._held = _short_directory()
+        RaySession._mark = CLEANUP.register(environment=[f"{SESSION_VARIABLE}={RaySession._held.name}"])
+        atexit.register(RaySession._end)  # of a driver that ends without `close`
+        os.environ[SESSION_VARIABLE] = RaySession._held.name  # of all that Ray starts
+        try:
+            ray.init(
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, int(wanted.num_cpus + 0.999)),
+                include_dashboard=False,
+                _system_config=AT_ONCE,
+                _temp_dir=RaySession._held.name,
+                **memory,
+                **quiet,
+            )
+        except BaseException:
+            RaySession._end()
+            raise
+        finally:
+            del os.environ[SESSION_VARIABLE]
+        daemons = {pid: f"Ray's {name}" for pid, name in children(RaySession._held.name.encode()).items()}
+        RaySession._watch = StoppedWatch(daemons, wanted.call_timeout_s, "trainer.placement.call_timeout_s")
+
+
+def _short_directory() -> TemporaryDirectory:
+    """A new directory whose path leaves room for that of a socket, wherever TMPDIR points."""
+    is_short = len(tempfile.gettempdir()) + RAYS_OWN + len("/verl_123456789012") < LONGEST_SOCKET_PATH
+    return TemporaryDirectory("verl_", None if is_short else "/tmp")
+
+
+def _knock(address: str) -> None:
+    """Ray ends the whole process where nobody answers at an address: so somebody must.
+
+    Raises:
+        OSError: nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_TIMEOUT_S).close()
+
+
+@contextmanager
+def _sigterm_as_it_was():
+    """Ray takes SIGTERM for itself; the run has its own answer to it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _said(resources: dict[str, float]) -> str:
+    named = {name: count for name, count in resources.items() if name in ("CPU", "GPU")}
+    return ", ".join(f"{count:g} {name}" for name, count in named.items()) or "nothing"

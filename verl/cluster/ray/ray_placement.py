@@ -1,0 +1,140 @@
+"""`trainer.placement` for Ray: which cluster, which roles share a worker, and the resources of each worker."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from verl.cluster.local_worker_group import InlineWorkerGroup
+from verl.cluster.placement import ROLES, DivisibleHost, Placement, RoleGroups, undivided
+from verl.cluster.rpc import WorkerGroup
+from verl.component import BuildContext
+from verl.engines.sharding import Sharding
+
+MAIN = "main"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayPlacement(Placement):
+    """Roles in Ray actors: a worker of a pool holds every role of the pool.
+
+    Args:
+        address: of a Ray cluster: `auto` for the one that this machine is part of, or `HOST:PORT`; it is left running.
+            null starts one on this machine and ends it with the run.
+        pools: which roles live together, by a name for each pool. A role that is named nowhere is in the pool of the
+            actor, and one pool of all roles is the default. `rm` is a reward that is a model.
+        workers: of a pool, where it is not trainer.nnodes x trainer.n_gpus_per_node.
+        in_driver: roles that stay in the driver's own process.
+        num_cpus: logical CPUs of each worker.
+        num_gpus: of each worker, may be a fraction where pools share GPUs; null for 1 where trainer.device is a GPU.
+        strategy: of Ray's placement groups: PACK puts the workers of a pool on as few machines as it can, SPREAD on
+            as many, and the STRICT_ ones insist.
+        object_store_mib: shared memory for batches under way, of a cluster that is started here; null as Ray chooses.
+        start_timeout_s: how long room in the cluster is waited for.
+        call_timeout_s: when no worker has made progress with a call for so long, the one that stands still is named,
+            and all are ended.
+        max_restarts: of a run that lost a worker, from its last checkpoint; 0 for none.
+    """
+
+    address: str | None = None
+    pools: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    workers: dict[str, int] = field(default_factory=dict)
+    in_driver: tuple[str, ...] = ()
+    num_cpus: float = 1.0
+    num_gpus: float | None = None
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    object_store_mib: int | None = None
+    start_timeout_s: float = 120.0
+    call_timeout_s: float = 1800.0
+    max_restarts: int = 2
+    spans_machines: ClassVar[bool] = True
+
+    def faults(self) -> Iterator[str]:
+        if importlib.util.find_spec("ray") is None:
+            yield "address needs Ray, which is not installed. Run: pip install -r requirements-ray.txt"
+        named = [role for pool in self.pools.values() for role in pool] + list(self.in_driver)
+        for role in dict.fromkeys(named):
+            if role not in ROLES:
+                yield f"pools names the role {role!r}: there are {', '.join(ROLES)}."
+            elif named.count(role) > 1:
+                yield f"pools names the role {role!r} {named.count(role)} times, in_driver counted: a role lives once."
+        for pool, count in self.workers.items():
+            if pool not in self.pools and pool != MAIN:
+                yield f"workers names the pool {pool!r}: there are {', '.join(self.pools) or MAIN}."
+            if count < 1:
+                yield f"workers.{pool} is {count}: must be at least 1."
+        for name in ("object_store_mib", "num_gpus", "start_timeout_s", "call_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                yield f"{name} is {value}: must be above 0."
+        for name in ("num_cpus", "max_restarts"):
+            if getattr(self, name) < 0:
+                yield f"{name} is {getattr(self, name)}: must not be negative."
+        if self.address is not None and self.address.startswith("ray://"):
+            yield (
+                f"address is {self.address!r}: a driver outside the cluster is not supported, for it shares no memory "
+                "with it. Start the run on a machine of the cluster, with auto or HOST:PORT."
+            )
+        if self.address is not None and self.object_store_mib is not None:
+            yield f"object_store_mib is {self.object_store_mib}: the cluster at address has its own. Set it to null."
+
+    def faults_with(self, shardings: Mapping[str, Sharding], size: int) -> Iterator[str]:
+        roles = tuple(shardings)
+        for pool, members in self.groups(roles).items():
+            count = self.workers.get(pool, size)
+            field_name = f"workers.{pool}" if pool in self.workers else "pools"
+            if count > 1 and (whole := undivided(shardings, members)):
+                yield (
+                    f"{field_name}: the pool {pool} ({', '.join(whole)}) has {count} workers, and sharding=none is "
+                    "for one. Set sharding=ddp, or one worker."
+                )
+        here = [role for role in roles if role in self.in_driver]
+        if len(here) == len(roles):
+            yield f"in_driver names {', '.join(here)}: no role is left for Ray. Set trainer=local, or leave one out."
+
+    def holds_reward(self) -> bool:
+        return "rm" not in self.in_driver
+
+    def sizes(self, roles: Collection[str], size: int) -> dict[str, int]:
+        pool_of = {role: pool for pool, members in self.groups(roles).items() for role in members}
+        return {role: self.workers.get(pool_of[role], size) if role in pool_of else 1 for role in roles}
+
+    def groups(self, roles: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """Pool -> the roles of a run that live in it; those in the driver left out."""
+        home = next((name for name, members in self.pools.items() if "actor" in members), MAIN)
+        where = {role: name for name, members in self.pools.items() for role in members}
+        found: dict[str, list[str]] = {}
+        for role in roles:
+            if role not in self.in_driver:
+                found.setdefault(where.get(role, home), []).append(role)
+        return {name: tuple(members) for name, members in found.items()}
+
+    def start(self, host: DivisibleHost, context: BuildContext, size: int, max_threads: int) -> WorkerGroup:
+        from verl.cluster.ray.ray_init import RaySession, RaySettings
+        from verl.cluster.ray.ray_worker_group import RayRoleGroup, RayWorkerGroup
+
+        roles = host.worker_types()
+        pools = self.groups(roles)
+        sizes = {name: self.workers.get(name, size) for name in pools}
+        gpus = (1.0 if context.device.startswith("cuda") else 0.0) if self.num_gpus is None else self.num_gpus
+        total = sum(sizes.values())
+        waits = self.start_timeout_s, self.call_timeout_s
+        wanted = RaySettings(self.address, self.num_cpus * total, gpus * total, self.object_store_mib, *waits)
+        built: list[tuple[Collection[str], WorkerGroup]] = []
+        with ExitStack() as undo:
+            for name, members in pools.items():
+                threads = max(1, max_threads // total)
+                group = RayRoleGroup(
+                    name, sizes[name], self.num_cpus, gpus, threads, self.strategy, self.call_timeout_s
+                )
+                part = host.only(members, sizes[name])
+                cluster = RayWorkerGroup(RaySession(wanted), group, part, context)
+                undo.callback(cluster.close)
+                built.append((members, cluster))
+            if here := tuple(role for role in roles if role in self.in_driver):
+                built.append((here, InlineWorkerGroup(host.only(here, 1), context)))
+            undo.pop_all()
+        return RoleGroups(built)

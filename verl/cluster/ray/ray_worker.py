@@ -1,0 +1,107 @@
+"""What runs in a Ray actor: the roles of one process, and the calls to them. Imports no Ray itself.
+
+Calls come one after another in one thread; `progress`, `stack` and `end` come in a second one, and so are answered
+during a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from verl.cluster.launcher import versions
+from verl.cluster.serialization import Serialized, deserialize, serialize
+from verl.utils.progress import Progress, report, report_to
+
+
+class RayReply(NamedTuple):
+    """What became of a call; `error` is the traceback if it failed."""
+
+    parcel: Serialized | None
+    error: str | None = None
+
+
+class RoleWorker:
+    """One process of a group of roles.
+
+    Args:
+        log: a file for what this process prints, if its directory is there on this machine.
+    """
+
+    def __init__(self, log: str | None):
+        self._host: Any = None
+        self._thread: int | None = None
+        self._progress = Progress(num_slots=1)
+        report_to(self._progress)
+        if log is not None and Path(log).parent.is_dir():
+            with open(log, "wb") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+
+    def versions(self) -> dict[str, str]:
+        """What must be the same on every machine of a run."""
+        return versions()
+
+    def free_address(self, host: str) -> str:
+        """Where the processes of the group can meet, on this machine."""
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+            return f"tcp://{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
+
+    def start(self, payload: bytes, search_path: Sequence[str], env: Mapping[str, str], num_threads: int) -> RayReply:
+        """Build the roles: `payload` is the pickled (host description, build context)."""
+        import threading
+
+        import torch
+
+        self._thread = threading.get_ident()
+        report("building the roles")
+        try:
+            os.environ.update(env)
+            sys.path[:] = [*search_path, *(path for path in sys.path if path not in search_path)]
+            torch.set_num_threads(num_threads)
+            host, context = pickle.loads(payload)
+            self._host = host.build(context)
+        except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
+            return RayReply(None, traceback.format_exc())
+        return RayReply(serialize(None))
+
+    def call(self, role: str, method: str, args: Serialized, rows: Any = None, is_heard: bool = True) -> RayReply:
+        """Carry out a method of a role.
+
+        Args:
+            rows: indices of those of the batch that this process works on; None for all that it is sent.
+            is_heard: the result is sent back.
+        """
+        report(f"{role}.{method}")
+        try:
+            given = deserialize(args)
+            if rows is not None:
+                given = (given[0][rows], *given[1:])
+            result = self._host.call(role, method, given)
+            return RayReply(serialize(result if is_heard else None))
+        except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
+            return RayReply(None, traceback.format_exc())
+
+    def progress(self) -> tuple[int, str]:
+        """Pieces of work so far, and what is done now."""
+        return self._progress.count(0), self._progress.stage()
+
+    def stack(self) -> str:
+        """Where the call under way stands."""
+        frame = None if self._thread is None else sys._current_frames().get(self._thread)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "idle"
+
+    def end(self) -> None:
+        """Let go of the models and leave the group of processes."""
+        host, self._host = self._host, None
+        if host is not None:
+            with contextlib.suppress(BaseException):  # the process ends next
+                host.close()

@@ -1,0 +1,307 @@
+"""Message channel between the driver and a worker: pickles through a socket, tensor bytes through shared memory.
+
+    MessagePacker ──> Message ──ShmChannel.send──> socket: pickle, where the bytes lie ──> ShmChannel.receive ──> value
+                        └──bytes──> shared block ───────────────────────────────────────────> its tensors lie here
+
+Shared blocks are reused, since touching a page for the first time costs several times what copying it does. They are
+anonymous files passed on as open descriptors: nothing with a name is left behind, whoever is killed. The receiver says
+in its next message which blocks it has done with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import pickle
+import socket
+import tempfile
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.cluster.serialization import RowSelection, deserialize, serialize
+
+FREE_BLOCKS_KEPT = 12
+WASTE = 4  # a block is not used for what needs less than so small a part of it
+ALIGNMENT = 64  # bytes: where a tensor may begin
+
+
+@dataclass(eq=False)
+class ShmBlock:
+    """A piece of memory.
+
+    Attributes:
+        number: of no other block of this process.
+        descriptor: of the file that is shared; None for memory of this process alone.
+        holders: who must give it back before it is used again.
+    """
+
+    number: int
+    size: int
+    memory: mmap.mmap
+    descriptor: int | None
+    holders: int = 0
+
+
+class ShmBlockPool:
+    """Blocks of memory, handed out and used again.
+
+    Args:
+        shared: other processes are to read them.
+    """
+
+    def __init__(self, *, shared: bool):
+        self._shared = shared
+        self._lock = threading.RLock()  # a block may be given back by the garbage collector, in the midst of `take`
+        self._all: dict[int, ShmBlock] = {}  # the last one used at the end
+        self._made = 0
+
+    def take(self, size: int, holders: int = 1) -> ShmBlock:
+        """A block of at least so many bytes, with arbitrary content."""
+        with self._lock:
+            free = [block for block in self._all.values() if not block.holders]
+            fitting = [block for block in free if size <= block.size <= max(WASTE * size, mmap.PAGESIZE)]
+            if fitting:
+                block = self._all.pop(min(fitting, key=lambda block: block.size).number)
+            else:
+                for stale in free[: max(0, len(free) - FREE_BLOCKS_KEPT)]:
+                    self._end(self._all.pop(stale.number))
+                block = self._make(size + size // 4)
+            block.holders = holders
+            self._all[block.number] = block
+            return block
+
+    def give_back(self, number: int) -> None:
+        """One holder has done with a block."""
+        with self._lock:
+            if (block := self._all.get(number)) is not None:
+                block.holders -= 1
+
+    def numbers(self) -> set[int]:
+        """Of all blocks that there are."""
+        with self._lock:
+            return set(self._all)
+
+    def close(self) -> None:
+        """Let go of all of them; what somebody else still reads stays until he has done."""
+        with self._lock:
+            for block in self._all.values():
+                self._end(block)
+            self._all.clear()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor with arbitrary content, whose memory is used again once nobody has it any more."""
+        size = dtype.itemsize * int(np.prod(shape))
+        if size < mmap.PAGESIZE:
+            return torch.empty(shape, dtype=dtype)
+        block = self.take(size)
+        area = lease(block.memory, lambda number=block.number: self.give_back(number))[:size]
+        return torch.frombuffer(area, dtype=dtype).view(shape)
+
+    def _make(self, size: int) -> ShmBlock:
+        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._made += 1
+        if not self._shared:
+            return ShmBlock(self._made, size, mmap.mmap(-1, size), None)
+        descriptor = _nameless_file()
+        os.ftruncate(descriptor, size)
+        return ShmBlock(self._made, size, map_shm_block(descriptor, size), descriptor)
+
+    def _end(self, block: ShmBlock) -> None:
+        if block.descriptor is not None:
+            os.close(block.descriptor)
+            block.descriptor = None
+
+
+def lease(memory: mmap.mmap, on_end: Callable[[], object]) -> np.ndarray:
+    """The bytes of some memory; `on_end` is called when nothing that lies on them is left."""
+    area = np.frombuffer(memory, np.uint8)
+    weakref.finalize(area, on_end).atexit = False
+    return area
+
+
+def map_shm_block(descriptor: int, size: int) -> mmap.mmap:
+    """The memory of a file that is open."""
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # all pages at once, where the system can
+    return mmap.mmap(descriptor, size, flags=flags)
+
+
+def _nameless_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("verl", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:  # a system without: in its directory for temporary files
+        return os.dup(file.fileno())
+
+
+SMALL = 2**15  # bytes: tensors that are less together go through the socket
+
+
+@dataclass(frozen=True)
+class Message:
+    """A value that is ready to be sent, to as many as it was packed for.
+
+    Attributes:
+        head: see `Serialized`.
+        inline: the bytes of tensors, where they are few.
+        block, spans: where else they lie, and there from where to where.
+        room: memory that the receivers may write to.
+    """
+
+    head: bytes
+    inline: list[bytes]
+    block: ShmBlock | None = None
+    spans: tuple[tuple[int, int], ...] = ()
+    room: ShmBlock | None = None
+
+
+@dataclass(frozen=True)
+class _MessageHeader:
+    """What goes through the socket; an open file follows for each block that is new to the receiver."""
+
+    head: bytes
+    inline: list[bytes]
+    block: int | None
+    spans: tuple[tuple[int, int], ...]
+    room: int | None
+    new: tuple[tuple[int, int], ...]  # numbers and sizes
+    done_with: tuple[int, ...]  # blocks of the receiver's
+    gone: tuple[int, ...]  # blocks of the sender's
+
+
+class MessagePacker:
+    """Packs what one process sends, into blocks that its receivers share."""
+
+    def __init__(self):
+        self.blocks = ShmBlockPool(shared=True)
+
+    def pack(self, value: Any, receivers: int = 1, room: ShmBlock | None = None) -> Message:
+        """A letter to be sent to exactly so many; what it was made of may change from then on."""
+        head, buffers = serialize(value)
+        if sum(buffer.nbytes for buffer in buffers) < SMALL:
+            return Message(head, [_bytes(buffer) for buffer in buffers], room=room)
+        spans, end = [], 0
+        for buffer in buffers:
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            end = start + buffer.nbytes
+            spans.append((start, end))
+        block = self.blocks.take(end, receivers)
+        area = np.frombuffer(block.memory, np.uint8)
+        for buffer, (start, stop) in zip(buffers, spans, strict=True):
+            _write(buffer, area[start:stop])
+        return Message(head, [], block, tuple(spans), room)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.blocks.close()
+
+
+class ShmChannel:
+    """One end of a connection between two processes of this machine.
+
+    One thread sends, and one receives; they may be two.
+
+    Args:
+        post: packs what is sent here.
+    Attributes:
+        room: that came with the letter received last, to be let go of before the answer is sent; None if none did.
+    """
+
+    room: np.ndarray | None = None
+
+    def __init__(self, connection: Connection, post: MessagePacker):
+        self._connection, self._blocks = connection, post.blocks
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+        self._known: set[int] = set()  # blocks of ours that the other side has open
+        self._theirs: dict[int, mmap.mmap] = {}
+        self._done_with: deque[int] = deque()
+
+    def send(self, letter: Message) -> None:
+        """Send a letter.
+
+        Raises:
+            OSError: the other side is gone.
+        """
+        known = self._known
+        gone = tuple(known - self._blocks.numbers())
+        known.difference_update(gone)
+        block, room = (None if one is None else one.number for one in (letter.block, letter.room))
+        new = [one for one in (letter.block, letter.room) if one is not None and one.number not in known]
+        sizes = tuple((one.number, one.size) for one in new)
+        done_with = tuple(self._done_with.popleft() for _ in range(len(self._done_with)))
+        self._connection.send_bytes(
+            pickle.dumps(_MessageHeader(letter.head, letter.inline, block, letter.spans, room, sizes, done_with, gone))
+        )
+        for one in new:
+            if one.descriptor is None:
+                raise OSError("the memory of a letter was let go of: the run is being closed")
+            socket.send_fds(self._socket, [b"."], [one.descriptor])
+            known.add(one.number)
+
+    def receive(self) -> Any:
+        """The value of the next letter; its tensors may be kept as long as one likes.
+
+        Raises:
+            EOFError, OSError: the other side is gone.
+        """
+        envelope: _MessageHeader = pickle.loads(self._connection.recv_bytes())
+        for number in envelope.done_with:
+            self._blocks.give_back(number)
+        for number in envelope.gone:
+            self._theirs.pop(number, None)
+        for number, size in envelope.new:
+            self._theirs[number] = self._opened(size)
+        self.room = None if envelope.room is None else self._lease(envelope.room)
+        if envelope.block is None:
+            return deserialize((envelope.head, list(map(bytearray, envelope.inline))))
+        area = self._lease(envelope.block)
+        return deserialize((envelope.head, [area[start:end] for start, end in envelope.spans]))
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._socket.close()
+        self._connection.close()
+
+    def _lease(self, number: int) -> np.ndarray:
+        """One of the sender's blocks, which he is told of once nothing that lies on it is left."""
+        return lease(self._theirs[number], lambda: self._done_with.append(number))
+
+    def _opened(self, size: int) -> mmap.mmap:
+        """The memory of a file that comes next."""
+        _, files, _, _ = socket.recv_fds(self._socket, 1, 1)
+        if not files:
+            raise EOFError("the other side hung up in the midst of a letter")
+        try:
+            return map_shm_block(files[0], size)
+        finally:
+            for file in files:
+                os.close(file)
+
+
+def send_if_open(mailbox: ShmChannel, letter: Message) -> None:
+    """Send a letter, to somebody who may be gone: who listens to him will notice."""
+    with contextlib.suppress(OSError):
+        mailbox.send(letter)
+
+
+def _write(buffer: np.ndarray | RowSelection, into: np.ndarray) -> None:
+    if isinstance(buffer, RowSelection):
+        buffer.write(into)
+    else:
+        into[:] = buffer
+
+
+def _bytes(buffer: np.ndarray | RowSelection) -> bytes:
+    if isinstance(buffer, RowSelection):
+        into = np.empty(buffer.nbytes, np.uint8)
+        buffer.write(into)
+        return into.tobytes()
+    return buffer.tobytes()

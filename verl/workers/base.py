@@ -1,0 +1,235 @@
+"""Base of actor, critic and SFT worker: a model that trains, its optimizer, its micro-batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from verl.component import Description
+from verl.dispatch import on_all, on_each
+from verl.engines.engine import Packs, TrainingEngine
+from verl.engines.optimizer import AdamW
+from verl.engines.parallel_dims import Parallelism
+from verl.engines.sharding import Sharding
+from verl.models.hf_state_dict import HFStateDict, hf_state_dict, live_tensors, load_adapter, tokenizer_files
+from verl.models.lora import LoRA
+from verl.models.parallel_info import Autocast
+from verl.models.pretrained import ModelSource, quiet_transformers
+from verl.utils.seeding import RngState, derive_seed, rng_state, seed_everything, set_rng_state
+from verl.workers.load_state import (
+    CheckpointSelection,
+    RemoteRoleState,
+    RestoreSource,
+    RoleState,
+    load_optimizer,
+    load_weights,
+)
+from verl.workers.rank_checkpoint import RankCheckpointWriter, RankInfo, RankSaveOrder, RankSaveSettings, whole_on_first
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRole(Description):
+    """A role whose weights are updated.
+
+    Args:
+        model: where it starts from.
+        lora: train a low-rank adapter and leave the model frozen; null trains all weights.
+        optimizer: and the schedule of its learning rate.
+        micro_batch_tokens: tokens of one forward and backward pass, padding included. Bounds memory; changes no
+            result but by rounding.
+        autocast: `bfloat16` computes in it, forward and backward, generation included, while weights, gradients and
+            optimizer state stay in `model.dtype`; null computes in that.
+        packing: `auto` runs rows as one line of tokens, a prompt shared by several of them once, where the model can
+            and it leaves clearly fewer tokens; `off` pads. Changes no result but by rounding.
+        gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
+        sharding: of this role alone; null for that of the run.
+    """
+
+    model: ModelSource
+    optimizer: AdamW
+    lora: LoRA | None = None
+    micro_batch_tokens: int = 16384
+    autocast: Autocast = None
+    packing: Packs = "auto"
+    gradient_checkpointing: bool = False
+    sharding: Sharding | None = None
+
+    def faults(self) -> Iterator[str]:
+        if self.micro_batch_tokens < 1:
+            yield f"micro_batch_tokens is {self.micro_batch_tokens}: must be at least 1."
+        if self.lora is None and self.model.dtype in ("bfloat16", "float16"):
+            yield (
+                f"model.dtype is {self.model.dtype}: training all weights in it silently loses updates that are small "
+                "beside their weight. Set model.dtype=float32 and autocast=bfloat16, or train a lora adapter."
+            )
+
+    def load(
+        self,
+        kind: Literal["causal_lm", "backbone"],
+        device: str,
+        restore: RestoreSource | None,
+        component: str,
+        parallel: Parallelism,
+    ) -> Any:
+        """The model, from where the role starts or from a checkpoint, with its adapter if it trains one.
+
+        It is still to be divided: see `undivided`.
+        """
+        source = self.model if restore is None or self.lora is not None else restore.model(self.model, component)
+        model = undivided(source, kind, device, parallel, sliced=self.lora is None)
+        if self.lora is None:
+            return model
+        model = self.lora.apply(model, causal_lm=kind == "causal_lm")
+        if restore is not None:
+            load_adapter(model, restore.adapter(component))
+        return model
+
+    def engine(self, model: nn.Module, parallel: Parallelism, total_updates: int) -> TrainingEngine:
+        """The engine that trains `model` as this role says."""
+        if self.gradient_checkpointing:
+            enable: Any = model.gradient_checkpointing_enable
+            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return TrainingEngine(
+            model, parallel, self.micro_batch_tokens, self.optimizer, total_updates, self.autocast, self.packing
+        )
+
+
+def undivided(
+    source: ModelSource, kind: Literal["causal_lm", "backbone"], device: str, parallel: Parallelism, sliced: bool = True
+) -> Any:
+    """A model as `parallel.divide` wants it: without weights if it can read slices of them, or whole.
+
+    Args:
+        device: where it is whole if weights are not divided; main memory otherwise.
+        sliced: False for a model that has to have its weights at once, such as one under an adapter.
+    """
+    if not parallel.divides_weights:
+        return getattr(source, f"load_{kind}")(device)
+    model = source.load_skeleton(kind) if sliced else None
+    if model is None:
+        _log.info("every process loads the whole model before it keeps its part: its weights cannot be read in slices")
+        model = getattr(source, f"load_{kind}")("cpu")
+    return model
+
+
+class TrainedWorker:
+    """Base of the running roles that train.
+
+    Attributes:
+        engine: that trains the model.
+        tokenizer: saved beside the weights.
+        parts: writes what this process saves of its roles; set by the host.
+    """
+
+    def __init__(self, engine: TrainingEngine, tokenizer: Any):
+        self.engine, self.tokenizer = engine, tokenizer
+        self.parts: RankCheckpointWriter | None = None
+        self._tokenizer_files: dict[str, bytes] | None = None
+
+    @on_all
+    def save(self, directory: Path) -> None:
+        """Write a Hugging Face directory (with LoRA: a peft adapter directory) with the tokenizer; rank 0 writes."""
+        model: Any = self.engine.model
+        whole = self._whole_weights() if self.engine.parallel.divides_weights else None
+        if self.engine.parallel.rank == 0:
+            with quiet_transformers():
+                model.save_pretrained(directory, state_dict=whole)
+            self.tokenizer.save_pretrained(directory)
+
+    @on_all
+    def load(self, component: str, source: CheckpointSelection) -> None:
+        """Take weights, optimizer or both from a checkpoint into the live tensors, which stay where they are.
+
+        Raises:
+            ConfigError: it holds another model.
+        """
+        if source.weights:
+            load_weights(self.engine.model, component, source, self.engine.parallel)
+        if source.optimizer:
+            load_optimizer(self.engine, component, source)
+
+    @on_all
+    def state(self, copied: bool) -> RoleState | None:
+        """What a checkpoint holds of this role, on rank 0; None on the others, which hold the same.
+
+        Args:
+            copied: give copies in main memory, to be sent to another process, instead of the live tensors.
+        """
+        weights, optimizer = None, self.engine.optimizer_tensors()
+        if self.engine.parallel.divides_weights:
+            weights, optimizer = self._whole_weights(), whole_on_first(optimizer, self.engine.parallel)
+        if self.engine.parallel.rank != 0:
+            return None
+        form = hf_state_dict(self.engine.model, weights)
+        if copied and weights is None:
+            form = HFStateDict(_in_main_memory(form.tensors), form.file, form.files)
+            optimizer = _in_main_memory(optimizer)
+        return RoleState(form, optimizer, self.engine.updates, self.constant_files())
+
+    def constant_files(self) -> dict[str, bytes]:
+        """The tokenizer's."""
+        if self._tokenizer_files is None:
+            self._tokenizer_files = tokenizer_files(self.tokenizer)
+        return self._tokenizer_files
+
+    # What every process writes of a checkpoint; each of these is asked of one role of a process, for all of them.
+
+    @on_each
+    def look(self, directory: Path, nonce: str) -> RankInfo:
+        """See `RankCheckpointWriter.look`."""
+        return self._parts.look(directory, nonce)
+
+    @on_all
+    def remote_states(self) -> dict[str, RemoteRoleState]:
+        """See `RankCheckpointWriter.states`."""
+        return self._parts.states()
+
+    @on_all
+    def prepare_parts(self, setting: RankSaveSettings) -> None:
+        """See `RankCheckpointWriter.prepare`."""
+        self._parts.prepare(setting)
+
+    @on_each
+    def save_part(self, order: RankSaveOrder) -> bool:
+        """See `RankCheckpointWriter.save`."""
+        return self._parts.save(order)
+
+    @on_all
+    def wait_copied(self) -> None:
+        """See `RankCheckpointWriter.wait_copied`."""
+        self._parts.wait_copied()
+
+    @property
+    def _parts(self) -> RankCheckpointWriter:
+        assert self.parts is not None, "this role lives in no host"
+        return self.parts
+
+    @on_each
+    def rng_states(self) -> RngState:
+        """The state of the global random generators of the role's process."""
+        return rng_state()
+
+    @on_all
+    def set_rng_states(self, states: Sequence[RngState], seed: int) -> None:
+        """Go on from what `rng_states` gave, each rank from its own; a rank that has none is seeded anew."""
+        rank = self.engine.parallel.rank
+        if rank < len(states):
+            set_rng_state(*states[rank])
+        else:
+            seed_everything(derive_seed(seed, "rank", rank))
+
+    def _whole_weights(self) -> dict[str, Tensor]:
+        """On rank 0; all processes take part."""
+        self.engine.parallel.settle(self.engine.model)
+        return whole_on_first(live_tensors(self.engine.model), self.engine.parallel)
+
+
+def _in_main_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

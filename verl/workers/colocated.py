@@ -1,0 +1,183 @@
+"""Which roles share one process, and how that process builds them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from verl.algorithms.algorithm import Algorithm
+from verl.component import BuildContext, Description
+from verl.engines.parallel_dims import Parallelism
+from verl.engines.sharding import NoSharding, Sharding
+from verl.rewards.reward_model import RewardModel
+from verl.rollout.base import Rollout
+from verl.utils.seeding import derive_seed, seed_everything
+from verl.workers.actor import Actor, ActorWorker
+from verl.workers.base import TrainedRole, TrainedWorker
+from verl.workers.critic import Critic, CriticWorker
+from verl.workers.load_state import RestoreSource
+from verl.workers.rank_checkpoint import RankCheckpointWriter
+from verl.workers.reference import Reference, ReferenceWorker
+from verl.workers.reward import RewardWorker
+from verl.workers.sft import SFTWorker
+
+
+@dataclass
+class RoleProcess:
+    """The roles of one process.
+
+    Attributes:
+        parallels: this process among its siblings, once for each sharding; the first one has opened the group.
+        workers: role name -> the running role.
+        parts: writes what this process saves of its roles.
+    """
+
+    parallels: dict[Sharding, Parallelism] = field(default_factory=dict)
+    workers: dict[str, Any] = field(default_factory=dict)
+    parts: RankCheckpointWriter | None = None
+
+    def saves(self, trained: Mapping[str, TrainedWorker]) -> None:
+        """Let roles, by the name of their component, write their part of checkpoints."""
+        self.parts = RankCheckpointWriter(next(iter(self.parallels.values())), trained)
+        for worker in trained.values():
+            worker.parts = self.parts
+
+    def parallel(self, sharding: Sharding, context: BuildContext) -> Parallelism:
+        """This process among its siblings; roles that are divided alike share it."""
+        if sharding not in self.parallels:
+            self.parallels[sharding] = sharding.build(context)
+        return self.parallels[sharding]
+
+    def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
+        return getattr(self.workers[role], method)(*args)
+
+    def close(self) -> None:
+        """Let go of the models, end what they started, and leave the group of processes."""
+        if self.parts is not None:
+            self.parts.close()
+        for worker in self.workers.values():
+            if hasattr(worker, "close"):
+                worker.close()
+        self.workers.clear()
+        for parallel in reversed(self.parallels.values()):
+            parallel.close()
+        self.parallels.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLHost(Description):
+    """Actor, and critic and reference where they are wanted, side by side in each process.
+
+    Args:
+        sharding: of each role that has none of its own.
+        total_updates: optimizer steps of the whole run, for the schedules of the learning rates.
+        restore: the checkpoint that actor and critic go on from.
+        reward: a reward that is a model, to live here as the role `rm`; None where the driver has it.
+        chosen: the roles that live here; None for all.
+        is_alone: there is one process, so that nothing is divided.
+    """
+
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+    rollout: Rollout
+    algorithm: Algorithm
+    sharding: Sharding
+    total_updates: int
+    restore: RestoreSource | None = None
+    reward: RewardModel | None = None
+    chosen: tuple[str, ...] | None = None
+    is_alone: bool = False
+
+    def worker_types(self) -> dict[str, type]:
+        """Role name -> class of the running role, known before anything is built."""
+        types: dict[str, type] = {"actor": ActorWorker}
+        if self.critic is not None:
+            types["critic"] = CriticWorker
+        if self.reference is not None:
+            types["reference"] = ReferenceWorker
+        if self.reward is not None:
+            types["rm"] = RewardWorker
+        return {role: kind for role, kind in types.items() if self.chosen is None or role in self.chosen}
+
+    def shardings(self) -> dict[str, Sharding]:
+        """Role -> how it is divided."""
+        own = {"actor": self.actor.sharding}
+        own["critic"] = None if self.critic is None else self.critic.sharding
+        own["reference"] = None if self.reference is None else reference_sharding(self.reference, self.actor)
+        alone = NoSharding()
+        return {role: alone if self.is_alone else own.get(role) or self.sharding for role in self.worker_types()}
+
+    def only(self, roles: Collection[str], size: int) -> RLHost:
+        """Some of the roles, to live apart from the others in so many processes."""
+        return replace(self, chosen=tuple(roles), is_alone=size == 1)
+
+    def build(self, context: BuildContext) -> RoleProcess:
+        """Load every role. Each is seeded by its own name, so that what one draws never depends on another."""
+        host = RoleProcess()
+        try:
+            self._start_roles(host, with_tokenizer(context, self.actor))
+            host.saves({name: role for name, role in host.workers.items() if isinstance(role, TrainedWorker)})
+        except BaseException:
+            host.close()
+            raise
+        return host
+
+    def _start_roles(self, host: RoleProcess, context: BuildContext) -> None:
+        wanted, actor = self.worker_types(), None
+        parallels = {role: host.parallel(sharding, context) for role, sharding in self.shardings().items()}
+        if "actor" in wanted:
+            seed_everything(derive_seed(context.seed, "actor"))
+            actor = host.workers["actor"] = self.actor.start(
+                context, parallels["actor"], self.algorithm, self.rollout, self.total_updates, self.restore
+            )
+        if self.critic is not None and "critic" in wanted:
+            seed_everything(derive_seed(context.seed, "critic"))
+            host.workers["critic"] = self.critic.start(
+                context, parallels["critic"], self.algorithm, self.total_updates, self.restore
+            )
+        if self.reference is not None and "reference" in wanted:
+            host.workers["reference"] = self.reference.start(
+                context, parallels["reference"], self.actor, actor, self.rollout.temperature
+            )
+        if self.reward is not None and "rm" in wanted:
+            host.workers["rm"] = RewardWorker.start(self.reward, context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTHost(Description):
+    """The learner of supervised fine-tuning, alone in each process."""
+
+    learner: TrainedRole
+    sharding: Sharding
+    total_updates: int
+    restore: RestoreSource | None = None
+
+    def worker_types(self) -> dict[str, type]:
+        return {"learner": SFTWorker}
+
+    def shardings(self) -> dict[str, Sharding]:
+        """Role -> how it is divided."""
+        return {"learner": self.learner.sharding or self.sharding}
+
+    def build(self, context: BuildContext) -> RoleProcess:
+        """Load the model."""
+        host = RoleProcess()
+        parallel = host.parallel(self.shardings()["learner"], context)
+        seed_everything(derive_seed(context.seed, "learner"))
+        context = with_tokenizer(context, self.learner)
+        host.workers["learner"] = SFTWorker.start(self.learner, context, parallel, self.total_updates, self.restore)
+        host.saves({"actor": host.workers["learner"]})
+        return host
+
+
+def reference_sharding(reference: Reference, actor: Actor) -> Sharding | None:
+    """The reference's own; that of the actor where it is the actor with its adapter off."""
+    is_the_actor = reference.model is None and actor.lora is not None
+    return reference.sharding or (actor.sharding if is_the_actor else None)
+
+
+def with_tokenizer(context: BuildContext, role: TrainedRole) -> BuildContext:
+    """The context with the role's tokenizer, loaded unless it is there already."""
+    return context if context.tokenizer is not None else replace(context, tokenizer=role.model.load_tokenizer())

@@ -1,0 +1,237 @@
+"""A role's state for a checkpoint, and loading it: when the role is built, or into the live tensors of a running
+one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.checkpoint.core.checkpoint import open_checkpoint
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.export import plain_directory
+from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.read.lazy_tensors import DeviceMap, LazyTensor, lazy_tensors
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.engines.engine import TrainingEngine
+from verl.engines.parallel_dims import Parallelism
+from verl.errors import ConfigError
+from verl.models.heads import backbone_of, load_head
+from verl.models.hf_state_dict import (
+    ADAPTER_BIN,
+    ADAPTER_FILE,
+    HFStateDict,
+    hf_state_dict,
+    live_tensors,
+    load_adapter,
+    names_in_files,
+)
+from verl.models.pretrained import ModelSource, Pretrained
+from verl.resharding.dtensor import ReadableTensor, local, own_part
+from verl.utils.progress import report
+
+
+@dataclass(frozen=True)
+class RoleState:
+    """The state of a trained role: live tensors where the role lives in the driver's process, copies elsewhere.
+
+    Attributes:
+        model: weights and small files.
+        optimizer: its tensors, see `TrainingEngine.optimizer_tensors`.
+        updates: optimizer steps made; they are the position in the learning rate's schedule.
+        tokenizer: files that never change.
+    """
+
+    model: HFStateDict
+    optimizer: dict[str, Tensor]
+    updates: int
+    tokenizer: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RemoteRoleState:
+    """What is told of a trained role whose processes write their tensors themselves.
+
+    Attributes:
+        updates: see `RoleState`.
+        num_bytes: of its weights and its optimizer's state.
+    """
+
+    updates: int
+    num_bytes: int
+
+
+SavedRoleState = RoleState | RemoteRoleState
+"""What a save is given of a role."""
+
+
+@dataclass(frozen=True)
+class RestoreSource:
+    """The checkpoint that roles start from; travels to the processes where they live.
+
+    Args:
+        directory: of the published checkpoint.
+        verify: hash what is read.
+    """
+
+    directory: Path
+    verify: bool = True
+
+    def reader(self) -> CheckpointReader:
+        disk = FileSystem()
+        return CheckpointReader(open_checkpoint(disk, self.directory), disk, self.verify, writable=True)
+
+    def model(self, described: ModelSource, component: str) -> ModelSource:
+        """Where a role's weights are now, once every byte of them is what was written."""
+        path = str(self.plain(component))
+        if isinstance(described, Pretrained):
+            return replace(described, path=path, revision=None)
+        return Pretrained(path=path, dtype=described.dtype)
+
+    def plain(self, component: str) -> Path:
+        """A component as a directory that other libraries open, once every byte of it is what was written."""
+        reader = self.reader()
+        for entry in reader.files(component):
+            reader.check(entry.path)
+        return plain_directory(reader.published, component)
+
+    def adapter(self, component: str) -> Path:
+        """The weights of a component's adapter, in either form."""
+        directory = self.plain(component)
+        safe = directory / ADAPTER_FILE
+        return safe if safe.is_file() else directory / ADAPTER_BIN
+
+    def file(self, component: str, name: str) -> Path:
+        """A file of a component, once it is what was written."""
+        self.reader().read(f"{component}/{name}")
+        return self.directory / component / name
+
+    def optimizer(self, engine: TrainingEngine, role: str) -> None:
+        """Give an engine the optimizer's state, of which it reads what this process keeps, and its place in the
+        schedule."""
+        reader = self.reader()
+        prefix = f"{role}."
+        found = lazy_tensors(reader, "optimizer").items()
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in found if name.startswith(prefix)}
+        schedule = json.loads(bytes(reader.read("scheduler/state.json")))
+        engine.load_optimizer(tensors, schedule["updates"][role])
+
+
+@dataclass(frozen=True)
+class CheckpointSelection:
+    """What is taken from a checkpoint, every byte of which has been hashed; travels to the processes of the roles.
+
+    Attributes:
+        directory: of the checkpoint.
+        weights, optimizer: which of them.
+        mmap: copy from the mapped files, instead of reading them into memory first.
+        device_map: where tensors are put on their way; None is main memory, and so it is for what is divided.
+    """
+
+    directory: Path
+    weights: bool = True
+    optimizer: bool = True
+    mmap: bool = False
+    device_map: DeviceMap = None
+
+    def tensors(self, component: str) -> Mapping[str, Tensor]:
+        """Of a component by name; none where they lie in no safetensors file."""
+        manager = CheckpointManager(self.directory)
+        return manager.load(component, mmap=self.mmap, device_map=self.device_map, strict=False, verify=False)
+
+    def saved(self, component: str) -> dict[str, LazyTensor]:
+        """The same, to be read where they are indexed."""
+        reader = CheckpointReader(open_checkpoint(FileSystem(), self.directory), verify=False, writable=True)
+        return lazy_tensors(reader, component)
+
+
+def load_weights(model: Any, component: str, source: CheckpointSelection, parallel: Parallelism) -> None:
+    """Copy the weights of a component into a live model, a value head included; of a divided one, what is kept here.
+
+    Raises:
+        ConfigError: they are not those of this model.
+    """
+    if parallel.divides_weights:
+        parallel.settle(model)
+        _load_parts(model, component, source)
+        return
+    live, found = hf_state_dict(model).tensors, source.tensors(component)
+    if found and _are_own(live, model):
+        _refuse_other(component, live, found)
+        with torch.no_grad():
+            for name, tensor in live.items():
+                tensor.copy_(found[name])
+    elif hasattr(model, "peft_config"):
+        load_adapter(model, RestoreSource(source.directory, verify=False).adapter(component))
+    else:
+        _copy_whole(model, component, source)
+    load_head(model, source.directory / component)
+
+
+def _load_parts(model: Any, component: str, source: CheckpointSelection) -> None:
+    """Every process reads of each tensor what it keeps of it."""
+    live, names = live_tensors(model), names_in_files(model)
+    found: Mapping[str, ReadableTensor] = source.saved(component)
+    if not found and hasattr(model, "peft_config"):
+        found = torch.load(source.directory / component / ADAPTER_BIN, map_location="cpu", weights_only=True)
+    if not found or names is None:
+        has_head = backbone_of(model) is not model
+        loaded = _loaded(model, component, source).state_dict()
+        found = {f"backbone.{name}" if has_head else name: x for name, x in loaded.items()}
+        names = {name: name for name in live if name in found}
+    _refuse_other(component, {name: live[own] for name, own in names.items()}, found)
+    with torch.no_grad():
+        for name, own in names.items():
+            local(live[own]).copy_(own_part(live[own], found[name]))
+            report()
+    load_head(model, source.directory / component)
+
+
+def load_optimizer(engine: TrainingEngine, component: str, source: CheckpointSelection) -> None:
+    """Give an engine the moments of the optimizer and its place in the learning rate's schedule."""
+    assert engine.optimizer is not None
+    prefix, divided = f"{component}.", engine.parallel.divides_weights
+    found: Mapping[str, ReadableTensor] = source.saved("optimizer") if divided else source.tensors("optimizer")
+    schedule = json.loads((source.directory / "scheduler/state.json").read_text())
+    engine.optimizer.state.clear()
+    own = {name.removeprefix(prefix): found[name] for name in found if name.startswith(prefix)}
+    engine.load_optimizer(own, schedule["updates"][component])
+
+
+def _are_own(live: Mapping[str, Tensor], model: Any) -> bool:
+    """Whether the tensors under their names in the file are the model's, and not made for saving."""
+    places = {x.data_ptr() for x in model.state_dict().values()}
+    return all(x.data_ptr() in places for x in live.values())
+
+
+def _refuse_other(component: str, live: Mapping[str, Tensor], found: Mapping[str, ReadableTensor]) -> None:
+    faults = [f"{name} is not in the checkpoint" for name in live if name not in found]
+    faults += [f"{name} is not in the model" for name in found if name not in live]
+    faults += [
+        f"{name} is {list(found[name].shape)} there and {list(tensor.shape)} here"
+        for name, tensor in live.items()
+        if name in found and found[name].shape != tensor.shape
+    ]
+    if faults:
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise ConfigError(
+            f"path: its {component} is another model than the one that trains: {'; '.join(faults[:3])}{more}."
+        )
+
+
+def _copy_whole(model: Any, component: str, source: CheckpointSelection) -> None:
+    """By way of a second model, where the file knows the weights under other names or in another form."""
+    backbone_of(model).load_state_dict(_loaded(model, component, source).state_dict())
+
+
+def _loaded(model: Any, component: str, source: CheckpointSelection) -> Any:
+    """A second model, or backbone of one, in main memory."""
+    dtype: Any = str(next(model.parameters()).dtype).removeprefix("torch.")
+    described = Pretrained(path=str(RestoreSource(source.directory, verify=False).plain(component)), dtype=dtype)
+    return described.load_causal_lm("cpu") if backbone_of(model) is model else described.load_backbone("cpu")

@@ -1,0 +1,411 @@
+"""One rank's part of a checkpoint: its slices of the optimizer, and the whole model tensors that are assigned to it.
+
+slices (optimizer)   every element is written by one of its holders: shards where they lie, replicas divided
+whole (a model)      every tensor by one rank, which gathers it; files are numbered through all ranks
+
+driver ── order ──> every rank: gathers the whole tensors that it owns  ──> its host buffer ──> its writer process
+                                takes the slices that it holds          (while training goes on)
+
+`assign_slices` computes the same assignment on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.save.async_writer import WRITER_TIMEOUT_S, CheckpointWriter
+from verl.checkpoint.save.save_plan import IncrementalSettings, MultiWriterSave, sees_nonce, submit_failure
+from verl.checkpoint.save.save_request import SavedComponent, SaveRequest, TensorItem
+from verl.engines.parallel_dims import TENSOR, Parallelism
+from verl.models.hf_state_dict import (
+    ADAPTER_BIN,
+    as_torch_file,
+    live_tensors,
+    names_in_files,
+    saved_file,
+    saved_tensors,
+    small_files,
+)
+from verl.resharding.dtensor import layout_of, local
+from verl.resharding.execute import reshard
+from verl.resharding.layout import Box, Layout, Mesh, TensorLayout, volume
+from verl.resharding.plan import reshard_plan
+from verl.utils.progress import report
+from verl.workers.load_state import RemoteRoleState
+
+if TYPE_CHECKING:
+    from verl.workers.base import TrainedWorker
+
+
+FEWEST_CUT_SHARE = 4  # a copy that is more than this part of a fair share is cut among its holders
+
+
+@dataclass(frozen=True)
+class AssignedSlice:
+    """A slice that one process writes."""
+
+    name: str
+    rank: int
+    box: Box
+
+
+def assign_slices(layout: Layout) -> list[AssignedSlice]:
+    """Every element of every tensor once, written by a process that holds it, as evenly as their bytes allow."""
+    size, load = layout.mesh.size, [0] * layout.mesh.size
+    fair = sum(prod(x.shape) * x.itemsize for x in layout.tensors.values()) / size
+    found = []
+    for name, tensor in sorted(layout.tensors.items()):  # an optimizer that was loaded has its state in another order
+        holders: dict[Box, list[int]] = {}
+        for rank in range(size):
+            if (box := layout.holds(rank, name)) is not None:
+                holders.setdefault(box, []).append(rank)
+        for box, ranks in holders.items():
+            is_large = len(ranks) > 1 and volume(box) * tensor.itemsize * FEWEST_CUT_SHARE > fair
+            for part in _rows(box, len(ranks)) if is_large else [box]:
+                rank = min(ranks, key=lambda holder: (load[holder], holder))
+                ranks = [other for other in ranks if other != rank] if is_large else ranks
+                load[rank] += volume(part) * tensor.itemsize
+                found.append(AssignedSlice(name, rank, part))
+    return found
+
+
+def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
+    """Name -> the process that writes the whole tensor: the largest first, each to who has least."""
+    load, found = [0] * num_ranks, {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        found[name] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
+        load[found[name]] += sizes[name]
+    return {name: found[name] for name in sizes}
+
+
+def model_files(
+    sizes: Mapping[str, int], owner: Mapping[str, int], num_ranks: int, max_bytes: int
+) -> tuple[list[dict[str, list[str]]], bytes | None]:
+    """The files of a model that several processes write, as Hugging Face lays one out.
+
+    Args:
+        sizes: bytes of each tensor by its name in the files.
+        owner: the process that writes it.
+        max_bytes: of a file.
+    Returns:
+        Of each process, file -> names; and the index where there is more than one file.
+    """
+    cut = [list(_cut([name for name in sizes if owner[name] == rank], sizes, max_bytes)) for rank in range(num_ranks)]
+    count = sum(len(files) for files in cut)
+    if count <= 1:
+        return [dict(zip(["model.safetensors"], files)) for files in cut], None
+    numbers = iter(range(1, count + 1))
+    named = [{f"model-{next(numbers):05d}-of-{count:05d}.safetensors": names for names in files} for files in cut]
+    where = {name: file for files in named for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+    return named, json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _cut(names: Iterable[str], sizes: Mapping[str, int], max_bytes: int) -> Iterator[list[str]]:
+    now, filled = [], 0
+    for name in names:
+        if now and filled + sizes[name] > max_bytes:
+            yield now
+            now, filled = [], 0
+        now.append(name)
+        filled += sizes[name]
+    if now:
+        yield now
+
+
+def _rows(box: Box, count: int) -> Sequence[Box]:
+    """A box cut along its first axis into at most so many parts; whole where it has none to cut."""
+    if not box:
+        return [box]
+    (start, stop), rest = box[0], box[1:]
+    step = -(-(stop - start) // count)
+    return [((first, min(first + step, stop)), *rest) for first in range(start, stop, step)]
+
+
+def whole_on_first(tensors: Mapping[str, Tensor], parallel: Parallelism) -> dict[str, Tensor]:
+    """Copies in main memory on rank 0, nothing elsewhere; all processes take part."""
+    return whole_on_owners(tensors, dict.fromkeys(tensors, 0), parallel)
+
+
+def whole_on_owners(
+    tensors: Mapping[str, Tensor], owner: Mapping[str, int], parallel: Parallelism
+) -> dict[str, Tensor]:
+    """Copies in main memory of the tensors that this process owns; all processes take part.
+
+    Beside the copies, a process needs memory for a few tensors at a time. A tensor under two names, such as an output
+    head that is the embedding, is gathered once, and is one tensor again.
+
+    Args:
+        owner: of each tensor, under the first of its names.
+    """
+    names = first_names(tensors)
+    once = {name: tensors[name] for name in names.values()}
+    source = layout_of(once, parallel.mesh)
+    stages = Mesh((("pp", parallel.world_size),))  # a pipeline, each stage of which has some tensors whole
+    target = Layout(
+        stages,
+        {n: TensorLayout(t.shape, stage=owner[n], itemsize=t.itemsize) for n, t in source.tensors.items()},
+    )
+    own = {name for name in once if owner[name] == parallel.rank}
+    whole = {name: torch.empty(once[name].shape, dtype=once[name].dtype) for name in own if not once[name].numel()}
+    moves = reshard(
+        reshard_plan(source, target),
+        lambda name: local(once[name]).to(parallel.device),
+        parallel.rank,
+        dtypes={name: x.dtype for name, x in once.items()},
+        device=parallel.device,
+    )
+    for name, tensor in moves:
+        whole[name] = tensor.cpu()
+        report()
+    return {name: whole[first] for name, tensor in tensors.items() if (first := names[id(tensor)]) in own}
+
+
+def first_names(tensors: Mapping[str, Tensor]) -> dict[int, str]:
+    """Of each tensor, by its `id`, the first of its names."""
+    names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), name)
+    return names
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSaveSettings:
+    """What is the same for all saves of a run.
+
+    Attributes:
+        directory: of the checkpoints.
+        claim: of the driver on it.
+        disk_type: class of the driver's disk.
+        is_async: write while training goes on.
+        first_rank: added to the rank of a process: roles may live in several groups of processes.
+    """
+
+    directory: Path
+    run_id: str
+    claim: str
+    disk_type: type[FileSystem]
+    is_async: bool
+    use_safetensors: bool
+    max_shard_bytes: int
+    first_rank: int
+    increment: IncrementalSettings | None = None
+    writer_timeout_s: float = WRITER_TIMEOUT_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSaveOrder:
+    """One save.
+
+    Attributes:
+        staging: where the driver opened it.
+        nonce: that lies there.
+    """
+
+    setting: RankSaveSettings
+    step: int
+    staging: Path
+    nonce: str
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """A process that holds roles.
+
+    Attributes:
+        roles: that are trained here, as components of a checkpoint.
+        host: name of the machine.
+        sees: whether it sees the directory that the driver sees under this path.
+    """
+
+    roles: tuple[str, ...]
+    host: str
+    sees: bool
+
+
+class RankCheckpointWriter:
+    """Writes this process's part of checkpoints.
+
+    Args:
+        parallel: this process among its siblings, however they divide a role.
+        trained: component -> the role, all of them that are trained in this process.
+    """
+
+    def __init__(self, parallel: Parallelism, trained: Mapping[str, TrainedWorker]):
+        self._parallel, self._trained = parallel, dict(trained)
+        self._setting: RankSaveSettings | None = None
+        self._writer: CheckpointWriter | None = None
+
+    def look(self, directory: Path, nonce: str) -> RankInfo:
+        """Who lives here, and whether it sees what the driver has put there."""
+        return RankInfo(tuple(self._trained), socket.gethostname(), sees_nonce(FileSystem(), directory, nonce))
+
+    def states(self) -> dict[str, RemoteRoleState]:
+        """What the driver is told of the roles."""
+        return {
+            name: RemoteRoleState(worker.engine.updates, _num_bytes(worker)) for name, worker in self._trained.items()
+        }
+
+    def prepare(self, setting: RankSaveSettings) -> None:
+        """Have memory for saves allocated in the background."""
+        total = sum(_num_bytes(worker) for worker in self._trained.values())
+        self._kept(setting).reserve(int(1.1 * total / self._parallel.world_size) + 2**20)
+
+    def save(self, order: RankSaveOrder) -> bool:
+        """Take part in a save; all processes do, at the same step. What fails here is told in this part's report.
+
+        Returns:
+            Whether this process sees the staging directory; if not, nothing was done.
+        """
+        setting = order.setting
+        components = self._components(setting)  # with exchanges among the processes: before anything can fail alone
+        disk = setting.disk_type()
+        if not sees_nonce(disk, order.staging, order.nonce):
+            return False
+        name = f"rank_{setting.first_rank + self._parallel.rank}"
+        joint = MultiWriterSave(directory=order.staging, name=name)
+        try:
+            request = SaveRequest(step=order.step, components=components, joint=joint, increment=setting.increment)
+            if setting == self._setting or self._writer is None:
+                self._kept(setting).save(request)
+            else:  # aside, in another directory
+                with _writer_of(setting) as writer:
+                    writer.save(request)
+        except Exception as error:  # noqa: BLE001 - the save is lost, not the training
+            _log.exception("%s cannot save its part of step %d", name, order.step)
+            submit_failure(disk, order.staging, name, f"{type(error).__name__}: {error}")
+        self._tell()
+        return True
+
+    def wait_copied(self) -> None:
+        """Wait until weights and optimizer state may change."""
+        if self._writer is not None:
+            self._writer.wait_copied()
+
+    def close(self) -> None:
+        """Finish what is under way."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _kept(self, setting: RankSaveSettings) -> CheckpointWriter:
+        if self._writer is None:
+            self._setting, self._writer = setting, _writer_of(setting)
+        return self._writer
+
+    def _tell(self) -> None:
+        """The log of this process; the driver hears of it by the reports."""
+        for outcome in [] if self._writer is None else self._writer.poll(raises=False):
+            if outcome.error is not None:
+                _log.error("step %d: this part was not saved: %s", outcome.step, outcome.error)
+
+    def _components(self, setting: RankSaveSettings) -> dict[str, SavedComponent]:
+        self._settle()
+        optimizer: list[TensorItem] = []
+        components = {}
+        for name, worker in self._trained.items():
+            components[name] = self._model(worker, setting)
+            optimizer += _slices(f"{name}.", worker.engine.optimizer_tensors(), worker.engine.parallel)
+        components["optimizer"] = SavedComponent(tensors=optimizer, file=self._file(setting))
+        return components
+
+    def _settle(self) -> None:
+        for worker in self._trained.values():
+            worker.engine.parallel.settle(worker.engine.model)
+
+    def _file(self, setting: RankSaveSettings) -> str:
+        meshes = [worker.engine.parallel.mesh for worker in self._trained.values()]
+        mesh, rank = max(meshes, key=lambda mesh: mesh.extent(TENSOR)), self._parallel.rank
+        place = f"_tp_rank_{mesh.coordinate(rank, TENSOR)}_pp_rank_0" if mesh.extent(TENSOR) > 1 else ""
+        return f"optim_state_rank_{setting.first_rank + rank}{place}.safetensors"
+
+    def _model(self, worker: TrainedWorker, setting: RankSaveSettings) -> SavedComponent:
+        """The tensors of a model that this process writes, gathered, and on rank 0 what lies beside them."""
+        model, rank = worker.engine.model, self._parallel.rank
+        live, file = live_tensors(model), saved_file(model)
+        names = names_in_files(model) if setting.use_safetensors and file is None else None
+        owner, files, index = _division(live, names, self._parallel.world_size, setting.max_shard_bytes)
+        whole = whole_on_owners(live, owner, worker.engine.parallel)
+        tensors = saved_tensors(model, whole) if whole else {}
+        beside: dict[str, bytes] = {}
+        if rank == 0:
+            beside = small_files(model, whole) | ({"model.safetensors.index.json": index} if index else {})
+            if not setting.use_safetensors:
+                beside[ADAPTER_BIN if file else "pytorch_model.bin"] = as_torch_file(tensors)
+        if not setting.use_safetensors:
+            tensors = {}
+        constant = worker.constant_files() if rank == 0 else {}
+        return SavedComponent(
+            tensors=[TensorItem(name=name, tensor=x) for name, x in tensors.items()],
+            file=file,
+            metadata={"format": "pt"},
+            files=beside,
+            constant_files={name: data for name, data in constant.items() if name not in beside},
+            max_shard_bytes=setting.max_shard_bytes,
+            shards=None if files is None else files[rank],
+        )
+
+
+Files = list[dict[str, list[str]]] | None
+
+
+def _division(
+    live: Mapping[str, Tensor], names: Mapping[str, str] | None, num_ranks: int, max_bytes: int
+) -> tuple[dict[str, int], Files, bytes | None]:
+    """Who gathers each tensor of a model, under the first of its names, and the files of each process.
+
+    What is in no file of tensors, such as a value head, is rank 0's. So is a whole model whose tensors transformers
+    cuts or joins when it saves it.
+    """
+    owner = dict.fromkeys(live, 0)
+    if names is None:
+        return owner, None, None
+    sizes = {name: live[own].numel() * live[own].element_size() for name, own in names.items()}
+    writes = owners(sizes, num_ranks)
+    owner |= {names[name]: rank for name, rank in writes.items()}
+    files, index = model_files(sizes, writes, num_ranks, max_bytes)
+    return owner, files, index
+
+
+def _slices(prefix: str, tensors: Mapping[str, Tensor], parallel: Parallelism) -> list[TensorItem]:
+    """What this process writes of tensors that it holds in part, or as others do."""
+    items, layout = [], layout_of(tensors, parallel.mesh)
+    for share in assign_slices(layout):
+        if share.rank == parallel.rank:
+            x, held = tensors[share.name], layout.holds(parallel.rank, share.name)
+            assert held is not None
+            part = local(x)[_within(share.box, held)] if share.box else local(x)
+            start = tuple(first for first, _ in share.box)
+            items.append(TensorItem(name=prefix + share.name, tensor=part, shape=tuple(x.shape), start=start))
+    return items
+
+
+def _within(part: Box, held: Box) -> tuple[slice, ...]:
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, held, strict=True))
+
+
+def _num_bytes(worker: TrainedWorker) -> int:
+    live: dict[int, Any] = {id(x): x for x in live_tensors(worker.engine.model).values()}
+    moments = worker.engine.optimizer_tensors().values()
+    return sum(x.numel() * x.element_size() for x in (*live.values(), *moments))
+
+
+def _writer_of(setting: RankSaveSettings) -> CheckpointWriter:
+    store = CheckpointStore(setting.directory, setting.run_id, setting.disk_type(), setting.claim)
+    mode = "async" if setting.is_async else "sync"
+    return CheckpointWriter(store, mode=mode, timeout_s=setting.writer_timeout_s)

@@ -1,0 +1,96 @@
+"""The SFT worker: a causal language model trained by the likelihood of given text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from verl.component import BuildContext
+from verl.dispatch import by_rows_to_one
+from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
+from verl.engines.engine import TrainingEngine
+from verl.engines.parallel_dims import Parallelism
+from verl.model_paths.check import paths_for
+from verl.model_paths.micro_batch import MicroBatch
+from verl.models.heads import LMHead
+from verl.ops.loss_aggregation import LossTotals, aggregate
+from verl.protocol import DataProto
+from verl.workers.base import TrainedRole, TrainedWorker
+from verl.workers.first_batch_check import FirstBatchCheck
+from verl.workers.load_state import RestoreSource
+
+
+class SFTWorker(TrainedWorker):
+    """A causal language model under supervised fine-tuning.
+
+    Its batches hold `input_ids`, `attention_mask`, `position_ids`, `loss_mask` [B S], padded on the right.
+    """
+
+    def __init__(self, engine: TrainingEngine, tokenizer: Any):
+        super().__init__(engine, tokenizer)
+        self.head = LMHead(engine.model)
+        self.first_batch = FirstBatchCheck("actor.model", engine, self._score_in_parts, self._score_plainly)
+
+    @classmethod
+    def start(
+        cls,
+        role: TrainedRole,
+        context: BuildContext,
+        parallel: Parallelism,
+        total_updates: int,
+        restore: RestoreSource | None = None,
+    ) -> SFTWorker:
+        """Load the weights, those of a checkpoint if one is given, and attach the engine that trains them."""
+        model = role.load("causal_lm", context.device, restore, "actor", parallel)
+        paths_for(model, context.row_tokens or 1, "actor.model")
+        parallel.divide(model, role.autocast)
+        engine = role.engine(model, parallel, total_updates)
+        if restore is not None:
+            restore.optimizer(engine, "actor")
+        return cls(engine, context.tokenizer)
+
+    @by_rows_to_one
+    def update(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer step on the mean negative log-likelihood per token where `loss_mask` is on."""
+        rows = _as_continuation(batch)
+        self.first_batch.look(rows)
+        return self.engine.update(rows, self._loss)
+
+    @by_rows_to_one
+    def evaluate(self, batch: DataProto) -> dict[str, float]:
+        """Sums over the masked tokens: `nll` in nats, `correct` greedy predictions, and `tokens`."""
+        rows = _as_continuation(batch)
+        self.first_batch.look(rows)
+        found = self.engine.infer(rows, self._judge)
+        sums = {name: float(x.double().sum()) for name, x in found.items()}
+        return self.engine.parallel.sums({**sums, "tokens": float(rows.batch["response_mask"].sum())})
+
+    def _loss(self, model: nn.Module, micro: MicroBatch, totals: LossTotals) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs = token_log_probs(model, self.head, micro).log_probs
+        return aggregate(-log_probs, micro.tensors["response_mask"], "token-mean", totals), {}
+
+    def _score_in_parts(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        return {"log_probs": token_log_probs(model, self.head, micro, parts=3).log_probs}
+
+    def _score_plainly(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        return {"log_probs": plain_log_probs(model, micro)}
+
+    def _judge(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+        scores = token_log_probs(model, self.head, micro, rank=True)
+        return {"nll": -scores.log_probs, "correct": scores.is_likeliest.float()}
+
+
+def _as_continuation(batch: DataProto) -> DataProto:
+    """See a text as a prompt of one token and its continuation, so that one forward pass serves SFT and RL."""
+    x = batch.batch
+    return DataProto.from_dict(
+        {
+            "input_ids": x["input_ids"],
+            "attention_mask": x["attention_mask"],
+            "position_ids": x["position_ids"],
+            "responses": x["input_ids"][:, 1:],
+            "response_mask": x["loss_mask"][:, 1:],
+        },
+        meta_info=batch.meta_info,
+    )
