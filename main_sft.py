@@ -1,16 +1,16 @@
 """Train a language model on written answers; `python main_sft.py --help` tells what can be chosen."""
 
 from verl.component import BuildContext
-from verl.compose.check import check
-from verl.compose.entry import Job, entry_point
-from verl.compose.show import show
+from verl.compose.launch import LaunchedRun, entry_point
+from verl.compose.print_config import print_config
+from verl.compose.validate import validate
 from verl.compose.warm_start import resolve_warm_starts
 
 
 @entry_point("sft")
-def main(job: Job) -> None:
-    run = check(job.config, job.faults)  # every fault at once, before any weight is loaded
-    show(job.config, job.console)
+def main(job: LaunchedRun) -> None:
+    run = validate(job.config, job.faults)  # every fault at once, before any weight is loaded
+    print_config(job.config, job.console)
     job.record()
     run = resolve_warm_starts(run, job.console)  # the embedded starting weights are made on first use
     trainer = run.build(BuildContext(run_dir=job.run_dir, job=job.name))

@@ -106,8 +106,8 @@ def equal_columns(rows: int, rounds: int) -> dict[str, tuple[float, float]]:
 def strict_shares(steps: int) -> list[float]:
     """The share of each of some PPO steps (384 responses, actor and critic) that goes into strict checks."""
     from verl.component import BuildContext
-    from verl.compose.check import check
-    from verl.compose.composition import compose_root
+    from verl.compose.compose import compose_root
+    from verl.compose.validate import validate
     from verl.protocol import data_proto
 
     spent = 0.0
@@ -122,7 +122,7 @@ def strict_shares(steps: int) -> list[float]:
     overrides = ["actor=tiny_scratch", "tracker=none", "++trainer.strict_data_check=true"]
     shares = []
     with tempfile.TemporaryDirectory() as directory:
-        run = check(compose_root("ppo", overrides))
+        run = validate(compose_root("ppo", overrides))
         with run.build(BuildContext(run_dir=Path(directory))) as trainer:
             trainer.tracker.start("benchmark", {}, Path(directory), steps)
             data_proto.check_content = watched

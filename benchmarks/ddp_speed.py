@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from verl.component import BuildContext
-from verl.compose.check import check
-from verl.compose.composition import compose_root
+from verl.compose.compose import compose_root
+from verl.compose.validate import validate
 
 TARGET = 1.7
 
@@ -47,7 +47,7 @@ def started(directory: Path, small: bool, *options: str) -> Any:
     overrides += [f"++trainer.prompts_per_step={prompts}", "++trainer.group_size=4", "++trainer.eval_before=false"]
     overrides += [f"++rollout.max_new_tokens={new_tokens}", f"++rollout.min_new_tokens={new_tokens}"]
     overrides += ["++trainer.device=cpu", "tracker=none", *options]
-    run = check(compose_root("ppo", overrides))
+    run = validate(compose_root("ppo", overrides))
     return run.build(BuildContext(run_dir=directory))
 
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from verl.hybrid.actor import HybridActor
-from verl.hybrid.switch import measure_switch_overhead
+from verl.hybrid.benchmark import measure_switch_overhead
 from verl.models.tiny import TinyModel
 
 MODELS = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from verl.hybrid.actor import HybridActor
-from verl.hybrid.switch import measure_switch_overhead
+from verl.hybrid.benchmark import measure_switch_overhead
 from verl.models.tiny import TinyModel
 
 STEPS, PROMPTS, NEW_TOKENS = 30, 32, 6

@@ -175,13 +175,13 @@ def _start(command: list[str], directory: Path) -> None:
 
 def _fit(run: GoldenRun, overrides: list[str], directory: Path) -> None:
     from verl.component import BuildContext
-    from verl.compose.check import check
-    from verl.compose.composition import compose_root
+    from verl.compose.compose import compose_root
     from verl.compose.overrides import command_line
+    from verl.compose.validate import validate
 
     root = run.script.removeprefix("main_").removesuffix(".py")
     arguments, assigned = command_line(root, [o for o in overrides if not o.startswith("hydra.")])
-    described = check(compose_root(root, arguments), assigned.faults)
+    described = validate(compose_root(root, arguments), assigned.faults)
     with described.build(BuildContext(run_dir=directory / "run")) as trainer:
         trainer.fit()
 

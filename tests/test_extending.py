@@ -14,12 +14,12 @@ FILES = ["verl/algorithms/batch_mean.py", "conf/algorithm/batch_mean.yaml", "tes
 RUN = """
 import sys
 import pytest
-from verl.compose.check import check
-from verl.compose.composition import compose_root
+from verl.compose.validate import validate
+from verl.compose.compose import compose_root
 from verl.compose.overrides import command_line
 
 arguments, assigned = command_line("ppo", ["algorithm=batch_mean"])
-print(check(compose_root("ppo", arguments), assigned.faults).algorithm.advantage, flush=True)
+print(validate(compose_root("ppo", arguments), assigned.faults).algorithm.advantage, flush=True)
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/algorithms/test_batch_mean.py"]))
 """
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from verl import config
     from verl.cluster.placement import check_process_groups
     from verl.hybrid.actor import HybridActor
-    from verl.hybrid.switch import measure_switch_overhead
+    from verl.hybrid.benchmark import measure_switch_overhead
     from verl.trainer.library import Trainer
     from verl.trainer.pipeline import DataPipeline, RLTrainer
     from verl.utils.env_check import check_env
@@ -36,7 +36,7 @@ _HOMES = {
     "Trainer": "verl.trainer.library",
     "check_env": "verl.utils.env_check",
     "check_process_groups": "verl.cluster.placement",
-    "measure_switch_overhead": "verl.hybrid.switch",
+    "measure_switch_overhead": "verl.hybrid.benchmark",
 }
 
 

@@ -143,9 +143,9 @@ def test_a_question_that_cannot_be_answered_is_told_by_its_path(arguments, said,
 
 
 def test_the_default_reward_of_plain_weights_is_the_one_of_the_default_run(model32):
-    from verl.compose.saved_policy import locate, policy_run
+    from verl.compose.load_policy import locate_policy, policy_run
 
-    described = policy_run(locate(model32.path), "ppo")
+    described = policy_run(locate_policy(model32.path), "ppo")
     assert isinstance(described.reward, ExactMatch)
     assert described.critic is None
     assert described.checkpoint is None

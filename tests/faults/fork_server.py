@@ -184,7 +184,7 @@ def _import_everything() -> None:
     for name in [*(name for name in names if not NOT_LOADED & set(name.replace("_", ".").split("."))), *LAZY]:
         with contextlib.suppress(ImportError):  # of what is not installed; a child that needs it says so itself
             importlib.import_module(name)
-    from verl.compose.composition import compose_root
+    from verl.compose.compose import compose_root
 
     compose_root("ppo", ["actor.lora={rank:1}", "trainer.seed=1", "data=files"])  # the parser learns its grammar
 

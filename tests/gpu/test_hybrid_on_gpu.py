@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl.hybrid.actor import HybridActor
-from verl.hybrid.switch import measure_switch_overhead
+from verl.hybrid.benchmark import measure_switch_overhead
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

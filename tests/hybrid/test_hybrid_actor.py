@@ -14,8 +14,7 @@ from roles import start_actor
 import verl
 from verl.errors import ConfigError
 from verl.hybrid.actor import HybridActor
-from verl.hybrid.processes import sizes_of
-from verl.hybrid.settings import HybridConfig
+from verl.hybrid.parallel import HybridConfig, sizes_of
 from verl.models.pretrained import Pretrained
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout

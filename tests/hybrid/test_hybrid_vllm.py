@@ -13,7 +13,7 @@ from random_models import save_random_model
 
 from verl.errors import ConfigError
 from verl.hybrid.actor import HybridActor
-from verl.hybrid.switch import measure_switch_overhead
+from verl.hybrid.benchmark import measure_switch_overhead
 
 options = pytest.importorskip("verl.rollout.vllm.config", reason="this version has no rollout=vllm")
 pytest.importorskip("vllm", reason="vLLM is not installed")

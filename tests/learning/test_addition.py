@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from verl.component import BuildContext
-from verl.compose.check import check
-from verl.compose.composition import compose_root
-from verl.compose.paths import conf_dir, group_options
+from verl.compose.compose import compose_root
+from verl.compose.schema import conf_dir, group_options
+from verl.compose.validate import validate
 from verl.compose.warm_start import resolve_warm_starts
 from verl.ops.counter_rng import EVALUATION
 from verl.rollout.base import GenerationRequest
@@ -46,7 +46,7 @@ def started(overrides: list[str], cache: Path) -> PPORun:
     """The description of a run whose weights are there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VERL_CACHE", str(cache))
-        run = check(compose_root("ppo", [*overrides, *SETTINGS]))
+        run = validate(compose_root("ppo", [*overrides, *SETTINGS]))
         return resolve_warm_starts(run, Console(file=io.StringIO()))
 
 

@@ -6,9 +6,9 @@ import pytest
 from trainer.runs import Echo, Prompts, ppo_run, read_lines
 
 from verl.component import BuildContext
-from verl.compose.check import check
-from verl.compose.composition import compose_root
-from verl.compose.paths import conf_dir, group_options
+from verl.compose.compose import compose_root
+from verl.compose.schema import conf_dir, group_options
+from verl.compose.validate import validate
 from verl.models.tiny import TinyModel
 from verl.rollout.hf import HFRollout
 from verl.tracking.base import Trackers
@@ -26,7 +26,7 @@ def test_a_random_model_learns_to_repeat_the_letter_that_it_is_given(name, tmp_p
     needs = {"temperature": 1.0, "group_size": 24, "total_steps": 30, "mini_batches": 2}
     needs |= REMAX if name == "remax" else {}
     overrides = [f"algorithm={name}", f"algorithm.mini_batches={needs['mini_batches']}"]
-    algorithm = check(compose_root("ppo", overrides)).algorithm
+    algorithm = validate(compose_root("ppo", overrides)).algorithm
     run = ppo_run(
         TinyModel(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2),
         algorithm,

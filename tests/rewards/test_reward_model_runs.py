@@ -9,8 +9,8 @@ from rewards.rated import built, described, rollout
 from trainer.runs import ppo_run, read_lines
 
 from verl.component import BuildContext
-from verl.compose.check import check
-from verl.compose.composition import compose_root
+from verl.compose.compose import compose_root
+from verl.compose.validate import validate
 from verl.errors import ConfigError
 from verl.models.pretrained import Pretrained
 from verl.rewards.rules import ExactMatch
@@ -24,7 +24,7 @@ SMALL = [
 
 
 def trained(overrides, run_dir):
-    run = check(compose_root("ppo", [*SMALL, *overrides]))
+    run = validate(compose_root("ppo", [*SMALL, *overrides]))
     with run.build(BuildContext(run_dir=run_dir)) as trainer:
         assert trainer.fit().status == "finished"
         assert trainer.reward is not None
@@ -49,7 +49,7 @@ def test_a_run_takes_its_reward_from_a_model(family, form, tmp_path):
 def test_evaluation_does_not_change_what_scores_are_normalised_by(tmp_path):
     path = save_random_classifier(tmp_path / "judge", "llama")
     overrides = ["reward=model", f"reward.model.path={path}", "reward.normalize=running"]
-    run = check(compose_root("ppo", [*SMALL, *overrides]))
+    run = validate(compose_root("ppo", [*SMALL, *overrides]))
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         assert list(trainer.fit().evaluations) == [0, 2]
         assert trainer.reward.norm.count == 2 * 4 * 4
@@ -87,4 +87,4 @@ def test_faults_that_show_when_the_model_is_read_are_told_by_their_path(dir32, t
     with pytest.raises(ConfigError, match=r"^reward\.reads is chat"):
         run.build(BuildContext(run_dir=tmp_path / "run"))
     with pytest.raises(ConfigError, match=r"reward\.model\.path is .*a Qwen2ForCausalLM"):
-        check(compose_root("ppo", ["reward=model", f"reward.model.path={dir32}"]))
+        validate(compose_root("ppo", ["reward=model", f"reward.model.path={dir32}"]))

@@ -9,10 +9,10 @@ import pyarrow.parquet
 import pytest
 
 from verl.component import BuildContext
-from verl.compose.check import check
-from verl.compose.composition import compose_root
+from verl.compose.compose import compose_root
 from verl.compose.overrides import command_line
-from verl.compose.paths import conf_dir
+from verl.compose.schema import conf_dir
+from verl.compose.validate import validate
 from verl.rewards.math_rules import gsm8k_score
 
 
@@ -129,7 +129,7 @@ def test_the_recipe_trains_a_local_model_on_a_local_file(questions, dir32, tmp_p
             "tracker=none",
         ],
     )
-    run = check(compose_root("ppo", arguments), assigned.faults)
+    run = validate(compose_root("ppo", arguments), assigned.faults)
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         result = trainer.fit()
     assert (result.status, result.steps) == ("finished", 2)

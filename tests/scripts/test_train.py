@@ -11,10 +11,10 @@ import sys
 
 import pytest
 
-from verl.compose.check import check
-from verl.compose.composition import compose_root
+from verl.compose.compose import compose_root
 from verl.compose.overrides import command_line
-from verl.compose.paths import conf_dir
+from verl.compose.schema import conf_dir
+from verl.compose.validate import validate
 
 ROOT = conf_dir().parent
 spec = importlib.util.spec_from_file_location("train", ROOT / "scripts" / "train.py")
@@ -61,7 +61,7 @@ def test_every_flag_becomes_assignments_that_compose_and_pass_the_check(name, ca
     assert overrides
     arguments, assigned = command_line("ppo", [part for part in overrides if not part.startswith("hydra.")])
     assert (assigned.faults, assigned.notes) == ([], [])
-    check(compose_root("ppo", arguments))
+    validate(compose_root("ppo", arguments))
 
 
 def test_flags_become_assignments_in_our_spelling(capsys):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from verl.compose.check import check
-from verl.compose.composition import compose_root
+from verl.compose.compose import compose_root
+from verl.compose.validate import validate
 from verl.errors import ConfigError
 
 CORRECTION = "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"
@@ -24,4 +24,4 @@ CORRECTION = "algorithm.correction={_target_:verl.algorithms.importance_sampling
 )
 def test_it_is_refused_with_the_reason(overrides, says):
     with pytest.raises(ConfigError, match=says):
-        check(compose_root("ppo", ["trainer.rollout_ahead=1", *overrides]))
+        validate(compose_root("ppo", ["trainer.rollout_ahead=1", *overrides]))

@@ -13,9 +13,9 @@ import torch
 from random_models import save_random_model
 from trainer.saved_runs import course, fit
 
-from verl.compose.check import check
-from verl.compose.composition import compose_root
-from verl.compose.paths import conf_dir
+from verl.compose.compose import compose_root
+from verl.compose.schema import conf_dir
+from verl.compose.validate import validate
 from verl.models.model_stats import model_stats
 from verl.trainer import budget as budget_module
 from verl.trainer.budget import GIB, Budget, RoleBudget, budget_of, free_disk, free_memory, sft_budget_of
@@ -71,7 +71,7 @@ def test_it_agrees_with_what_an_update_takes(tmp_path):
     measured = json.loads(done.stdout.splitlines()[-1])
     roles = ["actor=pretrained", f"actor.model.path={large}", "critic=none", "algorithm=grpo", "reference=none"]
     sizes = ["trainer.prompts_per_step=4", "trainer.group_size=2", "data.max_prompt_length=80"]
-    run = check(compose_root("ppo", [*roles, *sizes, "rollout.max_new_tokens=16", "algorithm.kl.coef=0"]))
+    run = validate(compose_root("ppo", [*roles, *sizes, "rollout.max_new_tokens=16", "algorithm.kl.coef=0"]))
     actor = budget_of(run).roles[0]
     assert measured["loaded"] == pytest.approx(actor.weights, rel=0.15)
     assert measured["peak"] == pytest.approx(actor.resident + actor.gradients + actor.working, rel=0.3)
@@ -110,7 +110,9 @@ def test_an_estimate_that_fails_stops_no_run(model32, tmp_path, monkeypatch, cap
 
 def test_an_adapter_and_a_divided_model_take_less():
     def actor(*overrides: str) -> RoleBudget:
-        return budget_of(check(compose_root("ppo", ["actor=tiny_scratch", "critic=tiny_scratch", *overrides]))).roles[0]
+        return budget_of(
+            validate(compose_root("ppo", ["actor=tiny_scratch", "critic=tiny_scratch", *overrides]))
+        ).roles[0]
 
     whole, adapted = actor(), actor("actor.lora={_target_:verl.models.lora.LoRA,rank:4}")
     assert adapted.optimizer < whole.optimizer / 5
@@ -124,7 +126,7 @@ def test_an_adapter_and_a_divided_model_take_less():
 
 def test_processes_that_share_layers_work_on_the_same_rows():
     def budget(*choices):
-        return budget_of(check(compose_root("ppo", ["actor=tiny_scratch", "trainer.prompts_per_step=4", *choices])))
+        return budget_of(validate(compose_root("ppo", ["actor=tiny_scratch", "trainer.prompts_per_step=4", *choices])))
 
     one, rows, layers = budget(), *(budget(f"sharding={name}", "trainer.n_gpus_per_node=4") for name in ("ddp", "tp"))
     assert layers.roles[0].working == one.roles[0].working == 4 * rows.roles[0].working
@@ -134,14 +136,14 @@ def test_processes_that_share_layers_work_on_the_same_rows():
 def test_processes_of_a_mesh_share_the_memory_of_the_machine():
     tiny = "actor=tiny_scratch"
     mesh = ("trainer=mesh", "sharding=fsdp", "trainer.placement.devices=[cpu:0,cpu:1]")
-    assert budget_of(check(compose_root("ppo", [tiny, *mesh]))).processes == 2
+    assert budget_of(validate(compose_root("ppo", [tiny, *mesh]))).processes == 2
     ray = ("trainer=ray", "sharding=fsdp", "trainer.n_gpus_per_node=4", "trainer.nnodes=2")
-    assert budget_of(check(compose_root("ppo", [tiny, *ray]))).processes == 4  # on this machine
+    assert budget_of(validate(compose_root("ppo", [tiny, *ray]))).processes == 4  # on this machine
 
 
 def test_a_run_of_supervised_fine_tuning_has_a_budget_too():
     one, two = (
-        sft_budget_of(check(compose_root("sft", list(choices))))
+        sft_budget_of(validate(compose_root("sft", list(choices))))
         for choices in ((), ("sharding=fsdp", "trainer.n_gpus_per_node=2"))
     )
     assert list(one.phases()) == ["update actor"]
@@ -152,7 +154,7 @@ def test_a_run_of_supervised_fine_tuning_has_a_budget_too():
 
 def test_what_an_asynchronous_save_copies_counts_where_the_copy_lies():
     def budget(option: str) -> Budget:
-        return budget_of(check(compose_root("ppo", ["actor=tiny_scratch", "critic=tiny_scratch", option])))
+        return budget_of(validate(compose_root("ppo", ["actor=tiny_scratch", "critic=tiny_scratch", option])))
 
     beside, still = budget("checkpoint=async"), budget("checkpoint=sync")
     assert beside.copied == beside.saving > still.copied == 0
@@ -169,7 +171,7 @@ def test_what_an_asynchronous_save_copies_counts_where_the_copy_lies():
 
 def test_an_engine_beside_the_trainer_takes_its_cache_and_its_weights():
     overrides = ["actor=tiny_scratch", "critic=tiny_scratch", "rollout=vllm", "rollout.kv_cache_gib=2"]
-    budget = budget_of(check(compose_root("ppo", overrides)))
+    budget = budget_of(validate(compose_root("ppo", overrides)))
     assert budget.cache == 2 * GIB + budget.roles[0].weights
 
 

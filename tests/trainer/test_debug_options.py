@@ -11,8 +11,8 @@ from trainer.runs import GRPO_ALGORITHM, Prompts, ppo_run, read_lines
 from trainer.test_sft import sft_run
 
 from verl.component import BuildContext
-from verl.compose.check import check
-from verl.compose.composition import compose_root
+from verl.compose.compose import compose_root
+from verl.compose.validate import validate
 from verl.engines.sharding import DDP
 from verl.errors import ConfigError
 from verl.tracking.base import Trackers
@@ -23,7 +23,7 @@ JSONL = Trackers(jsonl=JsonLines())
 
 
 def settings_of(debug: str, root: str = "ppo"):
-    return check(compose_root(root, [f"debug={debug}"])).trainer
+    return validate(compose_root(root, [f"debug={debug}"])).trainer
 
 
 def in_small(model, debug: str, **changes):

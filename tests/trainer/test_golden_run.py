@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from verl.checkpoint.core.manifest import FORMAT_VERSION
 from verl.checkpoint.manager import CheckpointManager
 from verl.component import BuildContext
-from verl.compose.check import check
-from verl.compose.composition import compose_root
+from verl.compose.compose import compose_root
 from verl.compose.overrides import command_line
+from verl.compose.validate import validate
 from verl.trainer.comparing import steps_of
 
 RUNS = sorted(path.name for path in GOLDEN.glob("run_*"))
@@ -41,7 +41,7 @@ def test_a_golden_run_goes_on_to_the_recorded_metrics(name, tmp_path):
     shutil.copytree(GOLDEN / name, tmp_path, dirs_exist_ok=True)  # the working directory of this test
     expected = json.loads((tmp_path / "expected.json").read_text())
     arguments, assigned = command_line("ppo", [*expected["overrides"], "resume=latest"])
-    run = check(compose_root("ppo", arguments), assigned.faults)
+    run = validate(compose_root("ppo", arguments), assigned.faults)
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         result = trainer.fit()
     assert (result.status, result.checkpoints) == ("finished", ["global_step_3", "global_step_4"])

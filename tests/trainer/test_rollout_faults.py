@@ -6,8 +6,8 @@ import pytest
 from trainer.runs import GRPO_ALGORITHM, ppo_run
 
 from verl.component import BuildContext
-from verl.compose.check import check
-from verl.compose.composition import compose_root
+from verl.compose.compose import compose_root
+from verl.compose.validate import validate
 from verl.errors import ConfigError
 from verl.models.pretrained import Pretrained
 from verl.rollout.vllm.config import VLLMRollout
@@ -40,7 +40,7 @@ def lora(rank: int) -> str:
 )
 def test_an_engine_that_does_not_go_with_the_actor_is_refused_with_the_way_out(overrides, says):
     with pytest.raises(ConfigError, match=says):
-        check(compose_root("ppo", overrides))
+        validate(compose_root("ppo", overrides))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_an_engine_that_does_not_go_with_the_actor_is_refused_with_the_way_out(o
     ],
 )
 def test_what_goes_together_is_let_through(overrides):
-    check(compose_root("ppo", overrides))
+    validate(compose_root("ppo", overrides))
 
 
 def test_an_engine_that_is_not_installed_is_told_before_the_model_is_loaded(model32, tmp_path, monkeypatch):

@@ -125,7 +125,7 @@ def main_script(root: str) -> Path:
     Raises:
         ConfigError: there is none, as where only the package is installed.
     """
-    from verl.compose.paths import conf_dir
+    from verl.compose.schema import conf_dir
 
     script = conf_dir().parent / f"main_{root}.py"
     if not script.is_file():

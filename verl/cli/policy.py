@@ -15,7 +15,7 @@ from verl.storage.config import is_address
 from verl.utils.temporary_directory import TemporaryDirectory
 
 if TYPE_CHECKING:
-    from verl.compose.saved_policy import SavedPolicy
+    from verl.compose.load_policy import SavedPolicy
 
 PATH = typer.Argument(
     help="A checkpoint, a directory of them, a run, a Hugging Face directory, or latest; or s3://... in a store."
@@ -34,7 +34,7 @@ def evaluate(
 
     The step, the noise and the rows are those of the run, so the numbers are those that the run logged at that step.
     """
-    from verl.compose.saved_policy import root_of
+    from verl.compose.load_policy import root_of
 
     with _faults_told(), _located(path) as saved, _running(saved, root_of(saved), overrides or [], data) as trainer:
         if trainer.eval_data is None:
@@ -95,22 +95,22 @@ def _responses(trainer: Any, samples: int, greedy: bool) -> list[dict[str, Any]]
 @contextmanager
 def _located(path: str) -> Iterator[SavedPolicy]:
     """The policy that a path means; of an address, a copy that is fetched for as long as it is asked."""
-    from verl.compose.saved_policy import locate
+    from verl.compose.load_policy import locate_policy
 
     if not is_address(path):
-        yield locate(path)
+        yield locate_policy(path)
         return
     from verl.checkpoint.remote.resolve import bring
 
     with TemporaryDirectory("verl-fetched-") as directory:
-        yield locate(str(bring(path, Path(directory)).directory))
+        yield locate_policy(str(bring(path, Path(directory)).directory))
 
 
 @contextmanager
 def _running(saved: SavedPolicy, root: str, overrides: Sequence[str], data: Path | None) -> Iterator[Any]:
     """The trainer of a saved policy, which trains nothing and leaves nothing behind."""
     from verl.component import BuildContext
-    from verl.compose.saved_policy import policy_run
+    from verl.compose.load_policy import policy_run
 
     run = policy_run(saved, root, overrides, None if data is None else data.absolute())
     own_reward = root == "ppo" and not any(text.startswith("reward") for text in overrides)

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from verl.cli.topology_check import ASIDE, ROOT
 from verl.component import BuildContext, as_plain
-from verl.compose.check import check
-from verl.compose.entry import Job, entry_point
+from verl.compose.launch import LaunchedRun, entry_point
+from verl.compose.validate import validate
 from verl.compose.warm_start import resolve_warm_starts
 from verl.trainer.loop import Course, fit
 
 
-def leg(job: Job) -> None:
+def leg(job: LaunchedRun) -> None:
     """Go on from a checkpoint if there is one, save what was loaded, and train."""
-    run = check(job.config, job.faults)
+    run = validate(job.config, job.faults)
     job.record()
     run = resolve_warm_starts(run, job.console)
     trainer = run.build(BuildContext(run_dir=job.run_dir, job=job.name))

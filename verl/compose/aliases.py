@@ -1,4 +1,4 @@
-"""Other people's spellings of our keys, and what this version does not have, each with the sentence that says so.
+"""Aliases: other libraries' spellings of our configuration keys, and keys without an equivalent, each with a message.
 
 One name has one meaning here; this table is the only place where a second spelling is known. Each use is reported.
 """
@@ -114,7 +114,7 @@ OPTIONS = {"sharding=fsdp2": _FSDP2}
 
 
 @dataclass
-class Translated:
+class TranslatedOverride:
     """An assignment in our spelling: options of groups, values by path, a note for the user, a fault."""
 
     options: list[str] = field(default_factory=list)
@@ -123,7 +123,7 @@ class Translated:
     fault: str | None = None
 
 
-def translate(root: str, key: str, value: Any, chosen: set[str]) -> Translated | None:
+def translate(root: str, key: str, value: Any, chosen: set[str]) -> TranslatedOverride | None:
     """What `key=value` means here, or None where the key is no alias.
 
     Args:
@@ -132,7 +132,7 @@ def translate(root: str, key: str, value: Any, chosen: set[str]) -> Translated |
     """
     said = f"{key}={_text(value)}"
     if (sentence := OPTIONS.get(said)) or (key not in ALIASES and (sentence := _refused_prefix(key))):
-        return Translated(fault=f"{said} {sentence}")
+        return TranslatedOverride(fault=f"{said} {sentence}")
     alias = ALIASES.get(key)
     if alias is None:
         return None
@@ -140,14 +140,14 @@ def translate(root: str, key: str, value: Any, chosen: set[str]) -> Translated |
         return _renamed(alias, root, key, value, chosen)
     choice = alias.choices.get(_text(value).lower())
     if choice is None:
-        return Translated(fault=f"{said} {alias.refusal}")
-    return Translated(
+        return TranslatedOverride(fault=f"{said} {alias.refusal}")
+    return TranslatedOverride(
         options=[choice] if choice else [],
         note=f"{said} became {choice or 'nothing: the roles follow from the algorithm'}",
     )
 
 
-def _renamed(alias: Alias, root: str, key: str, value: Any, chosen: set[str]) -> Translated:
+def _renamed(alias: Alias, root: str, key: str, value: Any, chosen: set[str]) -> TranslatedOverride:
     assert alias.path is not None
     option = alias.option if alias.option and alias.option.split("=")[0] not in chosen else None
     option = option.format(files=FILES[root]) if option else None
@@ -156,7 +156,7 @@ def _renamed(alias: Alias, root: str, key: str, value: Any, chosen: set[str]) ->
         value = "null" if isinstance(value, str) else None
     became = " ".join(part for part in (option, f"{alias.path}={_text(value)}") if part)
     note = None if became == said else f"{said} became {became}"
-    return Translated(options=[option] if option else [], values=[(alias.path, value)], note=note)
+    return TranslatedOverride(options=[option] if option else [], values=[(alias.path, value)], note=note)
 
 
 def _refused_prefix(key: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Turns what a user assigns, on the command line or in a short file, into group options and values by path."""
+"""Overrides of the command line or a short file, as group options and values by path."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.compose.aliases import Translated, translate
-from verl.compose.composition import compose_root, readable, references_above
-from verl.compose.nearest import hint, nearest
-from verl.compose.paths import conf_dir, group_options
-from verl.compose.schema import CHOOSERS, VALUES, root_keys
+from verl.compose.aliases import TranslatedOverride, translate
+from verl.compose.compose import compose_root, readable, references_above
+from verl.compose.schema import CHOOSERS, VALUES, conf_dir, group_options, root_keys
+from verl.compose.suggestions import hint, nearest
 
 _ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)$", re.DOTALL)
 _PLAIN_OPTION = re.compile(r"^[\w,]*$")
@@ -23,7 +22,7 @@ _OTHER_SEARCH_PATH = ("--config-dir", "-cd", "--config-path", "-cp", "hydra.sear
 
 
 @dataclass
-class Assignments:
+class Overrides:
     """What was assigned, in our spelling.
 
     Attributes:
@@ -39,7 +38,7 @@ class Assignments:
     faults: list[str] = field(default_factory=list)
 
 
-def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool = True) -> Assignments:
+def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool = True) -> Overrides:
     """Sort `key=value` pairs into options and values, translating aliases and collecting what is refused.
 
     Args:
@@ -47,7 +46,7 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
         pairs: keys with their values.
         judge_options: whether to report unknown options here; off where groups come from further directories too.
     """
-    groups, keys, out = group_options(conf_dir()), root_keys(root), Assignments()
+    groups, keys, out = group_options(conf_dir()), root_keys(root), Overrides()
     chosen = {key for key, _ in pairs if key in keys}
     for key, value in pairs:
         if (translated := translate(root, key, value, chosen)) is not None:
@@ -74,7 +73,7 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
     return out
 
 
-def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Assignments]:
+def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overrides]:
     """The arguments for Hydra, and what was found in them.
 
     A plain `a.b=c` becomes `++a.b=c`: an unknown key then reaches our own check, which reports all faults at once with
@@ -97,7 +96,7 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Assign
     return [*passed, *for_hydra, *options, *(f"++{key}={value}" for key, value in assigned.values)], assigned
 
 
-def _with_copies(root: str, assigned: Assignments) -> list[tuple[str, Any]]:
+def _with_copies(root: str, assigned: Overrides) -> list[tuple[str, Any]]:
     """Before a value is set below a node that refers to another, such as `critic.model` to `${actor.model}`, set every
     key of that node to the one it refers to: the others then stay as they are, where Hydra would drop them."""
     if not any(path.count(".") > 1 for path, _ in assigned.values):
@@ -127,7 +126,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield path, value
 
 
-def _add(out: Assignments, alias: Translated, pairs: Sequence[tuple[str, Any]], root: str, said: str) -> None:
+def _add(out: Overrides, alias: TranslatedOverride, pairs: Sequence[tuple[str, Any]], root: str, said: str) -> None:
     """Add what an alias stands for; an option that contradicts what is chosen by name is a fault."""
     out.values += alias.values
     out.notes += [alias.note] if alias.note else []

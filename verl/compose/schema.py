@@ -1,17 +1,42 @@
-"""The root keys of a run, as dataclasses that make Hydra reject any other.
+"""The configuration directory, and the root keys of a run as dataclasses that make Hydra reject any other.
 
 With them an unknown root key in an experiment file, or a forgotten `# @package _global_`, is an error and not a silent
-extra node. Everything below the root is checked by `verl.compose.check` against the descriptions themselves.
+extra node. Everything below the root is validated against the components themselves, in `compose/validate.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
+
+import verl
+
+
+def conf_dir() -> Path:
+    """The directory of ppo.yaml and its groups: `conf/` beside the package in a checkout, `verl/conf/` in a wheel.
+
+    Raises:
+        FileNotFoundError: neither is there, so the installation is broken.
+    """
+    package = Path(verl.__file__).resolve().parent
+    candidates = (package.parent / "conf", package / "conf")
+    for directory in candidates:
+        if (directory / "ppo.yaml").is_file():
+            return directory
+    looked = " and ".join(str(directory) for directory in candidates)
+    raise FileNotFoundError(f"no ppo.yaml in {looked}: install verl again, its configuration is missing.")
+
+
+def group_options(directory: Path) -> dict[str, list[str]]:
+    """Every config group of a configuration directory with its options, Hydra's own groups left out."""
+    groups = sorted(item for item in directory.iterdir() if item.is_dir() and item.name != "hydra")
+    return {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in groups}
+
 
 VALUES = ("resume",)  # root keys that are values, not components chosen from a group
 CHOOSERS = ("experiment", "sweep", "debug")  # groups that write into the other nodes and have none of their own

@@ -1,4 +1,4 @@
-"""The end of a multirun: its jobs side by side."""
+"""The end of a multirun: a table of its jobs."""
 
 from __future__ import annotations
 

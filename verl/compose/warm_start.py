@@ -1,4 +1,4 @@
-"""Makes what `warm-start://NAME` stands for: the actor that main_sft.py trains with experiment=NAME, kept for reuse.
+"""Warm starts: `warm-start://NAME` is the actor that main_sft.py trains with experiment=NAME, made once and cached.
 
 run with warm-start://NAME -> conf/sft.yaml + experiment NAME -> key -> <cache>/warm_starts/NAME-key/actor
 """
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import verl
 from verl.component import BuildContext, Description, as_plain
-from verl.compose.check import check
-from verl.compose.composition import compose_root
-from verl.compose.nearest import hint, nearest
-from verl.compose.paths import conf_dir, group_options
+from verl.compose.compose import compose_root
+from verl.compose.schema import conf_dir, group_options
+from verl.compose.suggestions import hint, nearest
+from verl.compose.validate import validate
 from verl.errors import ConfigError
 from verl.models.pretrained import WARM_START
 from verl.utils.temporary_directory import TemporaryDirectory
@@ -74,7 +74,7 @@ def _actor_dir(name: str, console: Console, overrides: Sequence[str]) -> Path:
     known = group_options(conf_dir()).get("experiment", [])
     if name not in known:
         raise ConfigError(f"{WARM_START}{name}: there is no experiment {name}.{hint(nearest(name, known))}")
-    run = check(compose_root("sft", [f"experiment={name}", "tracker=none", "checkpoint=off", *overrides]))
+    run = validate(compose_root("sft", [f"experiment={name}", "tracker=none", "checkpoint=off", *overrides]))
     final = warm_start_dir(name, run)
     if (final / "actor" / "config.json").is_file():
         console.print(f"{WARM_START}{name} lies in {final}", soft_wrap=True)

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from verl.component import BuildContext
-from verl.compose.keywords import described
-from verl.compose.option import named_rollout
+from verl.compose.load_option import load_rollout
+from verl.compose.suggestions import described
 from verl.errors import ConfigError, RolloutError, WeightSyncError
-from verl.hybrid.call import Call, prompt_rows, read_call, settings_left_out
-from verl.hybrid.ends import naming_ends
-from verl.hybrid.lock import ActorLock
+from verl.hybrid.generation_config import GenerateCall, naming_ends, prompt_rows, read_call, settings_left_out
 from verl.hybrid.model_changes import (
+    ActorLock,
     ModelForm,
     is_quantized,
     own_weights_fault,
@@ -32,8 +31,7 @@ from verl.hybrid.model_changes import (
     unwrapped,
     with_code_of_its_own,
 )
-from verl.hybrid.processes import Company, company_of, own_device
-from verl.hybrid.settings import HybridConfig
+from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_parallelism, own_device
 from verl.model_paths.check import forget
 from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA
@@ -94,14 +92,16 @@ class HybridActor:
     ):
         self._hybrid_config = described(HybridConfig, "hybrid_config", hybrid_config)
         _refuse_no_actor(model)
-        company = company_of(self.hybrid_config, str(model.device))
+        company = hybrid_parallelism(self.hybrid_config, str(model.device))
         if company is not None:
             company.refuse_other_weights(model)
         self._start(model, tokenizer, rollout, lora, seed, company)
 
-    def _start(self, model: Any, tokenizer: Any, rollout: Any, lora: Any, seed: int, company: Company | None) -> None:
+    def _start(
+        self, model: Any, tokenizer: Any, rollout: Any, lora: Any, seed: int, company: HybridParallelism | None
+    ) -> None:
         self._lock = ActorLock()
-        self._rollout = named_rollout(rollout)
+        self._rollout = load_rollout(rollout)
         adapter = None if lora is None else described(LoRA, "lora", lora)
         with nullcontext() if company is None else company.drawing_alike():
             self._model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
@@ -136,7 +136,7 @@ class HybridActor:
         config = described(HybridConfig, "hybrid_config", hybrid_config)  # before weights are loaded
         chosen = described(Pretrained, "from_pretrained", {"path": str(name_or_path), **source})
         place = own_device() if device == "auto" else device
-        company, actor = company_of(config, place), cls.__new__(cls)
+        company, actor = hybrid_parallelism(config, place), cls.__new__(cls)
         actor._hybrid_config = config
         if company is None:
             model = chosen.load_causal_lm(place)
@@ -166,7 +166,7 @@ class HybridActor:
     @rollout.setter
     def rollout(self, rollout: str | Rollout) -> None:
         with self._held("rollout = ..."):
-            self._rollout, self._form = named_rollout(rollout), None
+            self._rollout, self._form = load_rollout(rollout), None
             self._end_engine()
 
     @property
@@ -421,7 +421,7 @@ class HybridActor:
             told = ", ".join(f"{name}={value}" for name, value in new.items())
             _log.warning("the generation configuration of the model has %s, which this actor does not do.", told)
 
-    def _synced_engine_for(self, call: Call) -> RolloutEngine:
+    def _synced_engine_for(self, call: GenerateCall) -> RolloutEngine:
         """The engine with the present weights.
 
         One that was proven before and is not now has missed a change that shows neither in a tensor's shape nor in the
@@ -449,7 +449,7 @@ class HybridActor:
         self._was_synced = True
         return engine
 
-    def _engine_for(self, call: Call) -> RolloutEngine:
+    def _engine_for(self, call: GenerateCall) -> RolloutEngine:
         """The engine, drawing as the call says; another one where responses end otherwise, or where it must know."""
         asked: Any = replace(self.rollout, **call.sampling)
         model = unwrapped(self.model)
@@ -524,7 +524,7 @@ def _refuse_no_actor(model: Any) -> None:
     check_interface("actor", unwrapped(model), "model")
 
 
-def _number(call: Call, seed: int | None, generator: torch.Generator | None) -> int:
+def _number(call: GenerateCall, seed: int | None, generator: torch.Generator | None) -> int:
     """What tells the noise of this call from that of others; greedy calls leave generators alone."""
     if seed is not None or call.greedy:
         return seed or 0

@@ -1,21 +1,62 @@
-"""What a rollout engine was built for and what was proven of a model, and whether the model is still that one.
+"""What a rollout engine was built for, what was proven of a model, and whether the model is still that one.
 
     before = ModelForm.of(model)    ...whatever the user does to it...    ModelForm.of(model).change_since(before)
 
-Weights are no part of it: engines read the present ones with every call.
+Weights are no part of it: engines read the present ones with every call. `ActorLock` admits one call at a time, since
+an actor's model has one state, and its engine one set of options.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from verl.errors import ActorBusy
 from verl.model_paths import packed_attention
+
+
+class ActorLock:
+    """Held by the thread that is in a call; calls within that call, of the same thread, go on."""
+
+    def __init__(self):
+        self._lock = threading.RLock()
+        self._holder: tuple[str, str, float] | None = None  # thread, call, since when
+
+    @contextmanager
+    def held(self, call: str, timeout_s: float) -> Iterator[None]:
+        """Within, no other thread is.
+
+        Raises:
+            ActorBusy: another thread was in a call all this time; names both calls.
+        """
+        began = time.monotonic()
+        if not self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            raise ActorBusy(self._told(call, began))
+        outer, self._holder = self._holder, (threading.current_thread().name, call, time.monotonic())
+        try:
+            yield
+        finally:
+            self._holder = outer
+            self._lock.release()
+
+    def _told(self, call: str, began: float) -> str:
+        now, by = time.monotonic(), "another thread"
+        if self._holder is not None:
+            thread, theirs, since = self._holder
+            by = f"thread {thread}, in actor.{theirs} for {now - since:.0f} s"
+        return (
+            f"actor.{call} of thread {threading.current_thread().name} has waited {now - began:.0f} s for {by}. An "
+            "actor does one call at a time: raise hybrid_config.busy_timeout_s, or give each thread its own actor."
+        )
+
 
 # Of a configuration, what changes no number, and is switched on and off by training scripts.
 _WITHOUT_EFFECT = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict"})

@@ -13,12 +13,12 @@ from typing import Any
 from verl.algorithms.algorithm import Algorithm
 from verl.checkpoint.config import Checkpointing
 from verl.component import Description, as_plain, field_types
-from verl.compose.check import check
-from verl.compose.keywords import described, key_faults
-from verl.compose.option import rollout_kind
+from verl.compose.build_trainer import build_trainer
+from verl.compose.from_yaml import ComposedConfig, compose_over_default, read_short_file
+from verl.compose.load_option import rollout_kind
 from verl.compose.overrides import flatten
-from verl.compose.short_file import Composed, compose_over_default, read_short_file
-from verl.compose.start import start
+from verl.compose.suggestions import described, key_faults
+from verl.compose.validate import validate
 from verl.data.base import PromptOptions
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
@@ -115,10 +115,10 @@ class Trainer(TrainerFace):
         below = _defaults(given, checkpoint_config is not None)
         above = _arguments(algorithm, rollout_config, checkpoint_config, train_config)
         composed = _compose(below, config, above, given, overrides)
-        run = hand_over(check(composed.config, composed.faults), carried_in(given))
+        run = hand_over(validate(composed.config, composed.faults), carried_in(given))
         _refuse_unused(run, ref_model, critic_model)
         _refuse_objects_elsewhere(run, given)
-        started = start(run, composed.config, overrides, rich.get_console(), tokenizer)
+        started = build_trainer(run, composed.config, overrides, rich.get_console(), tokenizer)
         self.config, self._closing = composed.config, started.closing
         self.run, self.run_dir, self.trainer = started.run, started.run_dir, started.trainer
 
@@ -188,7 +188,7 @@ def _compose(
     above: Mapping[str, Any],
     given: Mapping[str, Description],
     overrides: Sequence[str],
-) -> Composed:
+) -> ComposedConfig:
     short = read_short_file(config) if isinstance(config, (str, Path)) else dict(config or {})
     replacements = {key: as_plain(item) for key, item in given.items()}
     return compose_over_default("ppo", {**below, **dict(flatten(short)), **above}, overrides, replacements)

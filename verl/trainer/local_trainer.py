@@ -13,10 +13,10 @@ from typing import Any
 
 from verl.cluster.placement import DeviceMesh
 from verl.component import Description, as_plain
-from verl.compose.check import check
-from verl.compose.short_file import Composed, compose_over_default, read_short_file
-from verl.compose.show import show
-from verl.compose.start import start, without_data_files
+from verl.compose.build_trainer import build_trainer, without_data_files
+from verl.compose.from_yaml import ComposedConfig, compose_over_default, read_short_file
+from verl.compose.print_config import print_config
+from verl.compose.validate import validate
 from verl.data.base import PromptOptions
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError
@@ -66,10 +66,10 @@ class LocalPPOTrainer(TrainerFace):
         composed = _compose(short, given, overrides, device_mesh)
         for note in composed.notes:
             console.print(note, markup=False, soft_wrap=True)
-        run = hand_over(check(composed.config, composed.faults), carried_in(given))
+        run = hand_over(validate(composed.config, composed.faults), carried_in(given))
         _refuse_other_options(run.data, train_dataset)
-        show(composed.config, console)
-        started = start(run, composed.config, overrides, console)
+        print_config(composed.config, console)
+        started = build_trainer(run, composed.config, overrides, console)
         self.config, self._closing = composed.config, started.closing
         self.run, self.run_dir, self.trainer = started.run, started.run_dir, started.trainer
 
@@ -89,7 +89,7 @@ def _compose(
     given: Mapping[str, Description],
     overrides: Sequence[str],
     device_mesh: DeviceMesh | None,
-) -> Composed:
+) -> ComposedConfig:
     notes: list[str] = []
     if "data" in given:
         short, notes = without_data_files(short)

@@ -31,6 +31,7 @@ _BEFORE_0_3_0 = {  # below `verl.`
     "data.splits.PromptSource": "data.base.PromptSource",
     "data.splits.TextSource": "data.base.TextSource",
     "engines.optim.AdamW": "engines.optimizer.AdamW",
+    "hybrid.settings.HybridConfig": "hybrid.parallel.HybridConfig",
     "models.source.ModelSource": "models.pretrained.ModelSource",
     "remote.endpoint.Endpoint": "http_client.endpoint.Endpoint",
     "replay.settings.TieredReplay": "replay.config.TieredReplay",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from verl.compose.paths import conf_dir
+from verl.compose.schema import conf_dir
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError
 from verl.models.tiny import TinyModel

@@ -11,7 +11,7 @@ import pytest
 
 from verl.errors import ConfigError
 from verl.hybrid.actor import HybridActor
-from verl.hybrid.switch import measure_switch_overhead
+from verl.hybrid.benchmark import measure_switch_overhead
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/hybrid_switch.py"
 

@@ -9,9 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.component import Description
-from verl.compose.check import check
-from verl.compose.composition import compose_root, lay
+from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import command_line
+from verl.compose.validate import validate
 from verl.errors import ConfigError
 
 
@@ -51,14 +51,14 @@ def cart(**fields):
 
 def faults_of(config, *known) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        check(OmegaConf.create(config), list(known))
+        validate(OmegaConf.create(config), list(known))
     return caught.value.faults
 
 
 def ppo_faults(*arguments: str) -> list[str]:
     hydra_arguments, assigned = command_line("ppo", arguments)
     with pytest.raises(ConfigError) as caught:
-        check(compose_root("ppo", hydra_arguments), assigned.faults)
+        validate(compose_root("ppo", hydra_arguments), assigned.faults)
     return caught.value.faults
 
 
@@ -66,7 +66,7 @@ def test_a_sound_configuration_becomes_its_description():
     config = cart(back="${front}", load_kg=3)
     config["front"]["spokes"] = [1, 2]
     wheel = Wheel(radius_m=1.0, spokes=(1, 2))
-    assert check(OmegaConf.create(config)) == Cart(front=wheel, back=wheel, load_kg=3)
+    assert validate(OmegaConf.create(config)) == Cart(front=wheel, back=wheel, load_kg=3)
 
 
 def test_an_unknown_key_is_named_with_the_nearest_known_one():
@@ -202,6 +202,6 @@ def test_a_directory_that_is_no_model_is_told(tmp_path):
 @pytest.mark.parametrize("node", ["reward", "data", "tracker.console"])
 def test_a_component_of_another_kind_is_refused_where_it_stands(node):
     config = compose_root("ppo")
-    lay(config, [(node, {"_target_": "verl.algorithms.kl.NoKL"})])
+    apply_values(config, [(node, {"_target_": "verl.algorithms.kl.NoKL"})])
     with pytest.raises(ConfigError, match=f"{node} is NoKL.*: expected a component with _target_ of kind"):
-        check(config)
+        validate(config)

@@ -7,17 +7,16 @@ import io
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from verl.compose.check import check
-from verl.compose.composition import compose_root, lay
-from verl.compose.save import save
-from verl.compose.show import show
+from verl.compose.compose import apply_values, compose_root
+from verl.compose.print_config import print_config, save_config
+from verl.compose.validate import validate
 
 SECRET = "sk-abcdefgh12345678ijkl"
 
 
 def secretive():
     config = compose_root("ppo")
-    lay(
+    apply_values(
         config,
         [
             ("reward.api_key", "plainword99"),
@@ -29,7 +28,7 @@ def secretive():
 
 
 def test_saved_files_hold_no_secrets(tmp_path):
-    save(secretive(), ["++reward.api_key=plainword99", f"++reward.header=Bearer {SECRET}"], tmp_path)
+    save_config(secretive(), ["++reward.api_key=plainword99", f"++reward.header=Bearer {SECRET}"], tmp_path)
     text = (tmp_path / "config.yaml").read_text() + (tmp_path / "overrides.yaml").read_text()
     assert "plainword99" not in text
     assert SECRET not in text
@@ -38,13 +37,13 @@ def test_saved_files_hold_no_secrets(tmp_path):
 
 def test_a_saved_configuration_gives_the_same_run(tmp_path):
     config = compose_root("ppo", ["algorithm=grpo", "++trainer.seed=7"])
-    save(config, [], tmp_path)
-    assert check(OmegaConf.load(tmp_path / "config.yaml")) == check(config)
+    save_config(config, [], tmp_path)
+    assert validate(OmegaConf.load(tmp_path / "config.yaml")) == validate(config)
 
 
 def test_the_tree_shows_values_without_secrets():
     out = io.StringIO()
-    show(secretive(), Console(file=out, width=120))
+    print_config(secretive(), Console(file=out, width=120))
     text = out.getvalue()
     assert "plainword99" not in text
     assert SECRET not in text
@@ -55,6 +54,6 @@ def test_the_tree_shows_values_without_secrets():
 def test_square_brackets_in_values_are_shown_as_they_are():
     out = io.StringIO()
     config = compose_root("ppo")
-    lay(config, [("trainer.experiment_name", "[bold]x[/bold]")])
-    show(config, Console(file=out, width=120))
+    apply_values(config, [("trainer.experiment_name", "[bold]x[/bold]")])
+    print_config(config, Console(file=out, width=120))
     assert "[bold]x[/bold]" in out.getvalue()

@@ -10,11 +10,10 @@ import pytest
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from verl.compose.check import check
-from verl.compose.composition import compose_root
+from verl.compose.compose import compose_root
 from verl.compose.overrides import command_line
-from verl.compose.paths import conf_dir, group_options
-from verl.compose.schema import root_keys
+from verl.compose.schema import conf_dir, group_options, root_keys
+from verl.compose.validate import validate
 from verl.errors import ConfigError
 
 SFT_ONLY = {"data=arithmetic_sft", "data=sft_files", "trainer=sft", "experiment=arithmetic_sft"}
@@ -63,23 +62,23 @@ def test_option_composes_and_checks_in_ppo(option, users_files):
     assert assigned.faults == []
     if (client := CLIENTS.get(option)) and importlib.util.find_spec(client) is None:
         with pytest.raises(ConfigError, match=f"pip install {client}"):
-            check(compose_root("ppo", arguments))
+            validate(compose_root("ppo", arguments))
         return
-    assert type(check(compose_root("ppo", arguments))).__name__ == "PPORun"
+    assert type(validate(compose_root("ppo", arguments))).__name__ == "PPORun"
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if applies("sft", option)])
 def test_option_composes_and_checks_in_sft(option, users_files):
     arguments, assigned = command_line("sft", [option, *NEEDED.get(option, [])])
     assert assigned.faults == []
-    assert type(check(compose_root("sft", arguments))).__name__ == "SFTRun"
+    assert type(validate(compose_root("sft", arguments))).__name__ == "SFTRun"
 
 
 @pytest.mark.parametrize("experiment", group_options(conf_dir())["experiment"])
 @pytest.mark.parametrize("debug", group_options(conf_dir())["debug"])
 def test_debug_goes_with_every_experiment(experiment, debug, users_files):
     root, option = "sft" if f"experiment={experiment}" in SFT_ONLY else "ppo", f"experiment={experiment}"
-    check(compose_root(root, [option, f"debug={debug}", *NEEDED.get(option, [])]))
+    validate(compose_root(root, [option, f"debug={debug}", *NEEDED.get(option, [])]))
 
 
 @pytest.mark.parametrize("experiment", group_options(conf_dir())["experiment"])
@@ -104,7 +103,7 @@ def test_options_state_every_field_of_their_components():
     """A key that exists but is not in the file could only be found by reading code."""
     import dataclasses
 
-    from verl.compose.check import _import
+    from verl.compose.validate import _import
 
     def visit(node, path):
         if not isinstance(node, dict):

@@ -1,16 +1,18 @@
-"""Shows a composed configuration once, as a tree, without secrets."""
+"""Prints a composed configuration as a tree, and writes it beside the results of a run; both without secrets."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.compose.check import TARGET
-from verl.utils.redact import redact_tree
+from verl.compose.validate import TARGET
+from verl.utils.redact import redact, redact_tree
 
 
-def show(config: DictConfig, console: Any) -> None:
+def print_config(config: DictConfig, console: Any) -> None:
     """Print the resolved configuration.
 
     Args:
@@ -43,3 +45,11 @@ def _fields(node: dict[str, Any]) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def save_config(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
+    """Write `config.yaml`, references unresolved, and `overrides.yaml`, what was given on the command line."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    tree = redact_tree(OmegaConf.to_container(config, resolve=False))
+    (run_dir / "config.yaml").write_text(redact(OmegaConf.to_yaml(OmegaConf.create(tree))))
+    (run_dir / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create([redact(text) for text in overrides])))

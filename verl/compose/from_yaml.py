@@ -1,4 +1,4 @@
-"""Composes a run from a short file of a user's, laid over the default configuration."""
+"""Composes a run from a short YAML file of the user, laid over the default configuration."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from verl.compose.composition import compose_root, lay
+from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign, flatten
 from verl.errors import ConfigError
 from verl.utils.saved_targets import current_targets
 
 
 @dataclass
-class Composed:
+class ComposedConfig:
     """A composed root, with a note for each alias used, and faults for the check to report with its own."""
 
     config: DictConfig
@@ -33,7 +33,7 @@ def compose_over_default(
     short: Mapping[str, Any],
     overrides: Sequence[str] = (),
     replacements: Mapping[str, Mapping[str, Any]] | None = None,
-) -> Composed:
+) -> ComposedConfig:
     """The default configuration of a root, with `replacements`, then `short`, then `overrides` laid over it.
 
     Args:
@@ -45,8 +45,8 @@ def compose_over_default(
     pairs, faults = parse_overrides(overrides)
     assigned = assign(root, list({**dict(flatten(short)), **dict(pairs)}.items()))
     config = compose_root(root, assigned.options)
-    lay(config, [*(replacements or {}).items(), *assigned.values])
-    return Composed(config, assigned.notes, [*faults, *assigned.faults])
+    apply_values(config, [*(replacements or {}).items(), *assigned.values])
+    return ComposedConfig(config, assigned.notes, [*faults, *assigned.faults])
 
 
 def read_short_file(path: str | Path) -> dict[str, Any]:

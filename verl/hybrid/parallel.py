@@ -1,6 +1,7 @@
 """A HybridActor in several processes, which torchrun or the user has started.
 
-rank = group * tp_size + sibling        siblings share the layers and get the same rows; each group has rows of its own
+rank = group * tp_size + sibling        siblings share the layers and get the same prompts; gradients are added up
+                                        over the groups
 """
 
 from __future__ import annotations
@@ -11,21 +12,72 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from verl.component import BuildContext
+from verl import config
+from verl.component import BuildContext, Description
 from verl.engines.fsdp import units_of
 from verl.engines.parallel_dims import TENSOR, ShardedParallelism
 from verl.engines.tensor_parallel import heads_fault
 from verl.errors import ConfigError
-from verl.hybrid.settings import HybridConfig
 from verl.models.hf_state_dict import live_tensors
 from verl.resharding.dtensor import is_divided, local
 from verl.workers.rank_checkpoint import whole_on_first
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig(Description):
+    """Settings of a `HybridActor`.
+
+    Where all of the first three are left out, the actor is whole in its process and knows of no other.
+
+    Args:
+        tp_size: processes that share the layers, next to each other, and work on the same rows.
+        dp_size: groups of such processes, each with rows of its own; gradients are averaged over them. Null: as many as
+            the processes that there are make.
+        fsdp_sharding: divide weights, gradients and optimizer state over those groups too: FULL_SHARD, SHARD_GRAD_OP
+            (weights stay gathered from the forward to the backward pass), HYBRID_SHARD (within a machine, repeated on
+            each). Null or NO_SHARD: they are not.
+        contiguous: lay parameters that are views of other tensors out in memory anew, instead of refusing them.
+        auto_cache_clear: give back what generating has cached once it is done. The keys and values go in any case; on a
+            GPU this is the memory that torch keeps for later. Null follows `verl.config.auto_cache_clear`.
+        busy_timeout_s: how long a call waits while another thread is in one; then it is refused. 0 refuses at once.
+    """
+
+    tp_size: int = 1
+    dp_size: int | None = None
+    fsdp_sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] | None = None
+    contiguous: bool = False
+    auto_cache_clear: bool | None = None
+    busy_timeout_s: float = 600.0
+
+    def faults(self) -> Iterator[str]:
+        for name in ("tp_size", "dp_size"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                yield f"{name} is {size}: must be at least 1."
+        if not self.busy_timeout_s >= 0:
+            yield f"busy_timeout_s is {self.busy_timeout_s}: must be at least 0."
+
+    @property
+    def shards(self) -> bool:
+        """Whether weights are divided over the processes with other rows."""
+        return self.fsdp_sharding not in (None, "NO_SHARD")
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the actor is whole in its process."""
+        return self.tp_size == 1 and self.dp_size in (None, 1) and not self.shards
+
+    @property
+    def clears_cache(self) -> bool:
+        """Whether caches are given back, by this actor's setting or else by that of the process."""
+        return config.auto_cache_clear if self.auto_cache_clear is None else self.auto_cache_clear
+
 
 TIMEOUT_S = 600.0
 
@@ -61,7 +113,7 @@ def sizes_of(config: HybridConfig, processes: int) -> tuple[int, int, int]:
     return replicas, groups // replicas, tensors
 
 
-def company_of(config: HybridConfig, device: str) -> Company | None:
+def hybrid_parallelism(config: HybridConfig, device: str) -> HybridParallelism | None:
     """The processes that hold an actor together; None where it is whole in this one.
 
     Raises:
@@ -74,7 +126,7 @@ def company_of(config: HybridConfig, device: str) -> Company | None:
             "hybrid_config.fsdp_sharding is %s: there is 1 process, so it divides nothing", config.fsdp_sharding
         )
         return None
-    return Company(config, device)
+    return HybridParallelism(config, device)
 
 
 def own_device() -> str:
@@ -82,7 +134,7 @@ def own_device() -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
-class Company(ShardedParallelism):
+class HybridParallelism(ShardedParallelism):
     """The processes that hold one actor together. Opens their group where the user has not."""
 
     def __init__(self, config: HybridConfig, device: str):
@@ -218,7 +270,7 @@ def _completing(module: nn.Module, names: list[str], group: Any) -> Any:
         own = {name: module._parameters[name] for name in names}
         try:
             for name, parameter in own.items():
-                module._parameters[name] = _Completed.apply(parameter, group)  # type: ignore[assignment]
+                module._parameters[name] = _CompletedWeight.apply(parameter, group)  # type: ignore[assignment]
             return forward(*args, **kwargs)
         finally:
             module._parameters.update(own)
@@ -226,7 +278,7 @@ def _completing(module: nn.Module, names: list[str], group: Any) -> Any:
     return completed
 
 
-class _Completed(torch.autograd.Function):
+class _CompletedWeight(torch.autograd.Function):
     """A weight as it is, whose gradient is added up over a group."""
 
     @staticmethod

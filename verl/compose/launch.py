@@ -1,6 +1,10 @@
-"""What the main scripts share: the command line, the clean end of a run, and what a run is given to work with.
+"""Entry point of the main scripts: command line, torchrun, run directory, logging, and the clean end of a run.
 
-arguments -> aliases and checks of the command line -> Hydra -> Job -> main(job)
+arguments -> aliases and checks of the command line -> Hydra -> LaunchedRun -> main(run)
+
+    torchrun --nproc_per_node=2 main_ppo.py sharding=fsdp   is   main_ppo.py sharding=fsdp trainer.n_gpus_per_node=2
+
+The driver starts its workers itself: under torchrun the first process drives, and the others exit.
 """
 
 from __future__ import annotations
@@ -26,10 +30,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.compose import schema
-from verl.compose.overrides import command_line
-from verl.compose.paths import conf_dir
-from verl.compose.save import save
-from verl.compose.torchrun import take_over
+from verl.compose.overrides import Overrides, command_line
+from verl.compose.print_config import save_config
+from verl.compose.schema import conf_dir
 from verl.errors import CheckpointError, ConfigError
 from verl.tracking.logging_setup import setup_logging
 from verl.utils import torchrun
@@ -42,13 +45,42 @@ from verl.utils.signals import Terminated, orderly_termination
 if TYPE_CHECKING:
     from rich.console import Console
 
+
+COUNT = "trainer.n_gpus_per_node"
+
+
+def take_over(arguments: list[str], assigned: Overrides) -> None:
+    """Let the run have as many processes as torchrun has started, and forget the places that it gave them.
+
+    Args:
+        arguments: for Hydra; the number of processes is added to them.
+    Raises:
+        ConfigError: they are on several machines.
+    """
+    count, here = torchrun.counts()
+    if count > here:
+        raise ConfigError(
+            f"torchrun has started {count} processes on {count // here} machines: without Ray a run stays on one. "
+            f"Start it once, with python and trainer=ray {COUNT}={here} trainer.nnodes={count // here} (docs/ray.md)."
+        )
+    torchrun.forget()
+    wanted = [str(value) for key, value in assigned.values if key == COUNT]
+    if count == 1 or wanted[-1:] == [str(count)]:
+        return
+    if wanted:
+        assigned.faults.append(f"{COUNT} is {wanted[-1]}: torchrun has started {count} processes. Leave it out.")
+    else:
+        assigned.notes.append(f"torchrun has started {count} processes: {COUNT}={count}")
+        arguments.append(f"++{COUNT}={count}")
+
+
 INTERRUPTED, TERMINATED = 130, 143  # 128 and the number of the signal, as shells have it
 THREADS_TIMEOUT_S = 10.0  # of threads, once the run is over
 _SHOWS_ONLY = ("--cfg", "-c", "--info", "-i")  # Hydra flags that print and never reach the run's own check
 
 
 @dataclass
-class Job:
+class LaunchedRun:
     """One run as composed from the command line.
 
     Attributes:
@@ -71,18 +103,18 @@ class Job:
 
     def record(self) -> None:
         """Save the configuration beside the results, without secrets, and log to run.log from here on."""
-        save(self.config, self.overrides, self.run_dir)
+        save_config(self.config, self.overrides, self.run_dir)
         self.closing.callback(setup_logging(self.run_dir))
 
 
-def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None]]:
+def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[[], None]]:
     """Make `main(job)` a command: `root` names the configuration, `ppo` or `sft`.
 
     A fault in the configuration prints as a list and ends with status 2, Ctrl-C with 130, SIGTERM with 143, any other
     error with its traceback and 1; an `exit()` of a component is such an error, whatever status it asks for.
     """
 
-    def decorate(main: Callable[[Job], Any]) -> Callable[[], None]:
+    def decorate(main: Callable[[LaunchedRun], Any]) -> Callable[[], None]:
         @functools.wraps(main)
         def command() -> None:
             if torchrun.number() > 0:  # the first one drives
@@ -106,7 +138,7 @@ def entry_point(root: str) -> Callable[[Callable[[Job], Any]], Callable[[], None
     return decorate
 
 
-def _run_hydra(root: str, main: Callable[[Job], Any], faults: Sequence[str]) -> None:
+def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[str]) -> None:
     statuses: list[int] = []
 
     def task(config: DictConfig) -> None:
@@ -116,7 +148,7 @@ def _run_hydra(root: str, main: Callable[[Job], Any], faults: Sequence[str]) -> 
         run_dir = Path(running.runtime.output_dir)
         overrides: Any = OmegaConf.to_container(running.overrides.task, resolve=False)
         name = f"job_{running.job.num}" if running.mode == RunMode.MULTIRUN else ""
-        job = Job(config, run_dir, rich.get_console(), name, overrides, list(faults))
+        job = LaunchedRun(config, run_dir, rich.get_console(), name, overrides, list(faults))
         try:
             with _clean_end():
                 try:

@@ -1,4 +1,5 @@
-"""Finds a trained policy, in a checkpoint or as plain weights, and the run that evaluates it or samples from it.
+"""Finds a trained policy, in a checkpoint or as plain weights, and composes the run that evaluates it or samples from
+it.
 
 PATH ──> where its weights lie, and the configuration that trained it ──> overrides ──> a run without training
 """
@@ -15,10 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.export import plain_directory
 from verl.checkpoint.read.discovery import FORMAT, LATEST, POINTER, CheckpointDirectory
-from verl.compose.check import check
-from verl.compose.composition import compose_root, lay
+from verl.compose.compose import apply_values, compose_root
+from verl.compose.from_yaml import parse_overrides
 from verl.compose.overrides import assign
-from verl.compose.short_file import parse_overrides
+from verl.compose.validate import validate
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.models.pretrained import Pretrained
 from verl.trainer.resume import ResumePoint, find
@@ -81,7 +82,7 @@ class SavedPolicy:
         return str(self.actor) if self.point is None else f"{self.point.published.directory}, step {self.step}"
 
 
-def locate(path: str) -> SavedPolicy:
+def locate_policy(path: str) -> SavedPolicy:
     """The policy that a path means.
 
     Args:
@@ -126,12 +127,12 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
     pairs, faults = parse_overrides(overrides)
     assigned = assign(root, pairs)
     config = _base(saved, root)
-    lay(config, [*UNTRAINED.items(), *UNTRAINED_OF[root].items(), ("actor.model", _model(saved, config))])
-    lay(config, [(group, _option(root, group, text)) for group, text in map(_halves, assigned.options)])
+    apply_values(config, [*UNTRAINED.items(), *UNTRAINED_OF[root].items(), ("actor.model", _model(saved, config))])
+    apply_values(config, [(group, _option(root, group, text)) for group, text in map(_halves, assigned.options)])
     if file is not None:
-        lay(config, [("data", _data(config, root, file, dict(assigned.values)))])
-    lay(config, assigned.values)
-    return check(config, [*faults, *assigned.faults])
+        apply_values(config, [("data", _data(config, root, file, dict(assigned.values)))])
+    apply_values(config, assigned.values)
+    return validate(config, [*faults, *assigned.faults])
 
 
 def _verify(saved: SavedPolicy) -> None:

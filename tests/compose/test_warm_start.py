@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from verl.compose import warm_start
-from verl.compose.check import check
-from verl.compose.composition import compose_root
+from verl.compose.compose import compose_root
+from verl.compose.validate import validate
 from verl.compose.warm_start import resolve_warm_starts, warm_start_dir
 from verl.errors import ConfigError
 
@@ -24,7 +24,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_warm_start_is_made_once_for_actor_and_critic_and_found_again(cache):
-    run, out = check(compose_root("ppo")), io.StringIO()
+    run, out = validate(compose_root("ppo")), io.StringIO()
     resolved = resolve_warm_starts(run, Console(file=out, width=500), SHORT)
     (made,) = cache.iterdir()
     assert resolved.actor.model.path == resolved.critic.model.path == str(made / "actor")
@@ -41,19 +41,19 @@ def test_a_warm_start_is_made_once_for_actor_and_critic_and_found_again(cache):
 
 
 def test_a_run_without_warm_start_is_returned_as_it_is(cache):
-    run = check(compose_root("ppo", ["actor=llama1b"]))
+    run = validate(compose_root("ppo", ["actor=llama1b"]))
     assert resolve_warm_starts(run, Console(file=io.StringIO())) is run
     assert not cache.exists()
 
 
 def test_an_unknown_warm_start_names_the_nearest_experiment(cache):
-    run = check(compose_root("ppo", ["++actor.model.path=warm-start://aritmetic_sft"]))
+    run = validate(compose_root("ppo", ["++actor.model.path=warm-start://aritmetic_sft"]))
     with pytest.raises(ConfigError, match="Did you mean arithmetic_sft"):
         resolve_warm_starts(run, Console(file=io.StringIO()))
 
 
 def test_the_key_follows_the_fine_tuning_run_and_the_sources(cache, monkeypatch):
-    run = check(compose_root("sft"))
+    run = validate(compose_root("sft"))
     other = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, seed=1))
     assert warm_start_dir("x", run) == warm_start_dir("x", run)
     assert warm_start_dir("x", run) != warm_start_dir("x", other)
@@ -72,7 +72,7 @@ def test_the_slower_of_two_processes_takes_what_the_faster_one_made(tmp_path):
 
 
 def test_a_failed_fine_tuning_leaves_nothing_behind(cache):
-    run = check(compose_root("ppo"))
+    run = validate(compose_root("ppo"))
     too_big = [*SHORT, "++trainer.batch_size=65"]
     with pytest.raises(ConfigError, match="batch_size"):
         resolve_warm_starts(run, Console(file=io.StringIO()), too_big)

@@ -10,7 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.compose import schema
-from verl.compose.paths import conf_dir
+from verl.compose.schema import conf_dir
 
 
 def compose_root(root: str, overrides: Sequence[str] = ()) -> DictConfig:
@@ -41,7 +41,7 @@ def readable(choice: str) -> str:
     return f"{group}={','.join(quoted)}"
 
 
-def lay(config: DictConfig, values: Iterable[tuple[str, Any]]) -> None:
+def apply_values(config: DictConfig, values: Iterable[tuple[str, Any]]) -> None:
     """Set values by path, in order, in place; a node that refers to another becomes a copy of it first.
 
     A mapping with a `_target_` replaces the node, so that no key of the former component stays behind.

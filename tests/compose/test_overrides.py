@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from verl.compose.aliases import ALIASES
-from verl.compose.check import check
-from verl.compose.composition import compose_root, lay
+from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign, command_line, flatten
-from verl.compose.paths import conf_dir, group_options
+from verl.compose.schema import conf_dir, group_options
+from verl.compose.validate import validate
 from verl.errors import ConfigError
 
 
@@ -137,9 +137,9 @@ def test_every_alias_leads_to_a_key_or_option_that_exists():
         assert option in options[group], choice
 
     config = compose_root("ppo", ["actor=pretrained", "critic=own_model", "data=files", "reward=model"])
-    lay(config, [(alias.path, "value") for alias in ALIASES.values() if alias.path])
+    apply_values(config, [(alias.path, "value") for alias in ALIASES.values() if alias.path])
     with pytest.raises(ConfigError) as caught:
-        check(config)
+        validate(config)
     assert not [fault for fault in caught.value.faults if "not a known key" in fault]
 
 
@@ -157,7 +157,7 @@ def test_null_for_a_group_chooses_its_option_none_where_it_has_one():
 def test_a_key_below_a_reference_leaves_the_other_keys_and_the_referred_component_as_they_are(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     arguments, _ = command_line("ppo", [f"critic.model.path={tmp_path}", "trainer.seed=3"])
-    run = check(compose_root("ppo", arguments))
+    run = validate(compose_root("ppo", arguments))
     assert run.critic.model.path == str(tmp_path)
     assert run.actor.model.path != str(tmp_path)
     assert run.critic.model.attention == run.actor.model.attention

@@ -1,15 +1,16 @@
-"""A call of `generate` with the arguments of transformers, in terms of the rollout engines."""
+"""The arguments of `generate` (transformers' GenerationConfig) as a request to the rollout engines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl.compose.keywords import key_faults
+from verl.compose.suggestions import key_faults
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 
@@ -42,7 +43,7 @@ NOT_DONE_HERE: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Call:
+class GenerateCall:
     """What one call asks for.
 
     Attributes:
@@ -58,7 +59,7 @@ class Call:
     pad: int
 
 
-def read_call(given: Mapping[str, Any], model: Any, tokenizer: Any, prompt_width: int) -> Call:
+def read_call(given: Mapping[str, Any], model: Any, tokenizer: Any, prompt_width: int) -> GenerateCall:
     """The call that arguments make, over the model's generation configuration, over the defaults of transformers.
 
     Raises:
@@ -75,12 +76,12 @@ def read_call(given: Mapping[str, Any], model: Any, tokenizer: Any, prompt_width
     length = _new_tokens(asked, model, prompt_width)
     least = min(int(asked["min_new_tokens"] or 0), length)
     sampling = {"max_new_tokens": length, "min_new_tokens": least, **{k: v for k, v in cuts.items() if v is not None}}
-    return Call(
+    return GenerateCall(
         sampling, asked["num_return_sequences"], greedy, stops, _pad_id(asked["pad_token_id"], tokenizer, stops)
     )
 
 
-def prompt_rows(input_ids: Any, attention_mask: Tensor | None, call: Call) -> DataProto:
+def prompt_rows(input_ids: Any, attention_mask: Tensor | None, call: GenerateCall) -> DataProto:
     """Prompts [B P] as the engines take them, padded on the left.
 
     Without a mask, pad tokens are padding unless the pad token also ends a text, as in transformers.
@@ -170,3 +171,40 @@ def _ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(int(id_) for id_ in (value if isinstance(value, (list, tuple)) else [value]))
+
+
+@contextmanager
+def naming_ends(model: Any, tokenizer: Any, call: GenerateCall) -> Iterator[Any]:
+    """Within, the model and the tokenizer that is given name the stop and pad tokens of a call, and no others."""
+    config = model.generation_config
+    before = config.eos_token_id
+    config.eos_token_id = list(call.stops)
+    try:
+        yield CallTokenizer(tokenizer, call.pad)
+    finally:
+        config.eos_token_id = before
+
+
+class CallTokenizer:
+    """A tokenizer, or none, with the pad token of a call and no end of text of its own: the call names those."""
+
+    eos_token_id = None
+
+    def __init__(self, tokenizer: Any, pad: int):
+        self.tokenizer, self.pad_token_id = tokenizer, pad
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "tokenizer":  # not there yet, while a copy of this is being made
+            raise AttributeError(name)
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own()(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self._own())
+
+    def _own(self) -> Any:
+        if self.tokenizer is None:
+            raise ConfigError("tokenizer is missing: this rollout engine needs one. Give HybridActor(tokenizer=).")
+        return self.tokenizer

@@ -16,8 +16,8 @@ from omegaconf import open_dict
 from PIL import Image
 
 from verl.compose import schema
-from verl.compose.check import check
-from verl.compose.paths import conf_dir, group_options
+from verl.compose.schema import conf_dir, group_options
+from verl.compose.validate import validate
 from verl.tracking.sweep_table import outcomes, table, write
 
 ROOT = conf_dir().parent
@@ -64,7 +64,7 @@ def test_a_sweep_over_shardings_divides_over_two_processes_what_can_be_divided(s
     assert sharding in config.hydra.sweeper.params.sharding.split(",")
     with open_dict(config):
         del config.hydra
-    assert check(config).trainer.n_gpus_per_node == processes
+    assert validate(config).trainer.n_gpus_per_node == processes
 
 
 def compose_hydra(*overrides: str):

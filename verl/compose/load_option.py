@@ -1,4 +1,4 @@
-"""One option of a group as the description that it is, without the rest of a run."""
+"""Loads one option of a configuration group as a component, without the rest of a run."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
-from verl.compose.check import check
-from verl.compose.composition import compose_root
-from verl.compose.nearest import hint, nearest
-from verl.compose.paths import conf_dir, group_options
+from verl.compose.compose import compose_root
+from verl.compose.schema import conf_dir, group_options
+from verl.compose.suggestions import hint, nearest
+from verl.compose.validate import validate
 from verl.errors import ConfigError
 from verl.rollout.base import Rollout
 from verl.rollout.hf import HFRollout
 
 
-def option(root: str, group: str, name: str) -> Any:
+def load_option(root: str, group: str, name: str) -> Any:
     """The description behind `conf/<group>/<name>.yaml`, as the default run of a root would have it.
 
     Raises:
         ConfigError: it needs a value that nothing gives.
     """
     node: Any = OmegaConf.to_container(compose_root(root, [f"{group}={name}"])[group], resolve=True)
-    return check(node)
+    return validate(node)
 
 
-def named_rollout(rollout: str | Rollout) -> Rollout:
+def load_rollout(rollout: str | Rollout) -> Rollout:
     """The engine that a name means: an option of the group `rollout`, with its defaults.
 
     Raises:
@@ -37,7 +37,7 @@ def named_rollout(rollout: str | Rollout) -> Rollout:
     if rollout == "hf":
         return HFRollout()
     _refuse_unknown(rollout)
-    return option("ppo", "rollout", rollout)
+    return load_option("ppo", "rollout", rollout)
 
 
 def rollout_kind(name: str) -> type[Rollout]:

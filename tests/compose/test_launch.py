@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.compose.paths import conf_dir
+from verl.compose.schema import conf_dir
 
 ROOT = conf_dir().parent
 HELP = """
@@ -21,9 +21,9 @@ except SystemExit:
     pass
 heavy = {{"torch", "transformers", "numpy", "pyarrow", "wandb", "peft", "matplotlib"}} & set(sys.modules)
 print("HEAVY AFTER HELP", sorted(heavy))
-from verl.compose.check import check
-from verl.compose.composition import compose_root
-check(compose_root("ppo"))
+from verl.compose.validate import validate
+from verl.compose.compose import compose_root
+validate(compose_root("ppo"))
 heavy = {{"transformers", "pyarrow", "wandb", "peft", "matplotlib"}} & set(sys.modules)
 print("HEAVY AFTER CHECK", sorted(heavy))
 """
@@ -82,7 +82,8 @@ def test_cfg_job_prints_yaml_alone_on_standard_output(tmp_path):
 def test_an_interrupted_or_failed_run_ends_with_its_status_and_tells_no_secret(raised, status, said, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        f"from verl.compose.entry import entry_point\n@entry_point('sft')\ndef main(job):\n    raise {raised}\nmain()\n"
+        f"from verl.compose.launch import entry_point\n@entry_point('sft')\ndef main(job):\n    raise "
+        f"{raised}\nmain()\n"
     )
     done = run(tmp_path, str(script))
     assert done.returncode == status
@@ -94,7 +95,7 @@ def test_an_interrupted_or_failed_run_ends_with_its_status_and_tells_no_secret(r
 def test_a_thread_that_a_component_leaves_running_does_not_keep_the_process_alive(raised, status, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import atexit, threading, time\nimport verl.compose.entry as entry\nentry.THREADS_TIMEOUT_S = 0.2\n"
+        "import atexit, threading, time\nimport verl.compose.launch as entry\nentry.THREADS_TIMEOUT_S = 0.2\n"
         "@entry.entry_point('sft')\ndef main(job):\n    atexit.register(print, 'closed')\n"
         f"    threading.Thread(target=time.sleep, args=(600,), name='server').start()\n    {raised}\nmain()\n"
     )
@@ -111,7 +112,7 @@ def test_under_torchrun_one_process_drives_as_many_workers_as_it_has_started(tmp
     script = tmp_path / "script.py"
     script.write_text(
         "import os\n"
-        "from verl.compose.entry import entry_point\n"
+        "from verl.compose.launch import entry_point\n"
         "@entry_point('ppo')\n"
         "def main(job):\n"
         "    print('JOB', job.config.trainer.n_gpus_per_node, os.environ.get('RANK'), os.environ.get('WORLD_SIZE'))\n"
@@ -143,7 +144,7 @@ def test_what_torchrun_has_started_and_a_run_cannot_use_is_refused(of_all, here,
 def test_a_sweep_gives_each_job_its_values_and_directory(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "from verl.compose.entry import entry_point\n"
+        "from verl.compose.launch import entry_point\n"
         "@entry_point('sft')\n"
         "def main(job):\n"
         "    job.record()\n"

@@ -1,4 +1,4 @@
-"""From a composed configuration and objects of the user to a trainer that runs, with its directory and its log."""
+"""Builds a trainer with its run directory and log, from a composed configuration and objects of the user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from verl.component import BuildContext
-from verl.compose.save import save
+from verl.compose.print_config import save_config
 from verl.compose.warm_start import resolve_warm_starts
 from verl.tracking.logging_setup import setup_logging
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Started:
+class BuiltTrainer:
     """A run that was built.
 
     Attributes:
@@ -34,7 +34,9 @@ class Started:
     closing: ExitStack
 
 
-def start(run: Any, config: DictConfig, overrides: Sequence[str], console: Console, tokenizer: Any = None) -> Started:
+def build_trainer(
+    run: Any, config: DictConfig, overrides: Sequence[str], console: Console, tokenizer: Any = None
+) -> BuiltTrainer:
     """Record the configuration, log to the run's directory, and build the run.
 
     Args:
@@ -43,7 +45,7 @@ def start(run: Any, config: DictConfig, overrides: Sequence[str], console: Conso
         tokenizer: of the actor, if not the one that lies with its model.
     """
     run_dir = _run_dir(run)
-    save(config, list(overrides), run_dir)
+    save_config(config, list(overrides), run_dir)
     closing = ExitStack()
     closing.callback(setup_logging(run_dir))
     try:
@@ -53,7 +55,7 @@ def start(run: Any, config: DictConfig, overrides: Sequence[str], console: Conso
         closing.close()
         raise
     closing.callback(trainer.close)
-    return Started(run, run_dir, trainer, closing)
+    return BuiltTrainer(run, run_dir, trainer, closing)
 
 
 def without_data_files(short: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:

@@ -1,6 +1,6 @@
-"""Turns a composed configuration into the description of a run, or reports every fault in it at once.
+"""Validation of a composed configuration: builds the components of a run, or reports every fault at once.
 
-    composed nodes -> classes named by `_target_` -> descriptions, innermost first -> faults across components
+    composed nodes -> classes named by `_target_` -> components, innermost first -> faults across components
 
 Nothing heavy is imported for it and no weight is loaded.
 """
@@ -10,20 +10,110 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from verl.component import Description, _as_declared, field_types, type_fault
-from verl.compose.nearest import hint, nearest_path
-from verl.compose.plain import UNKNOWN, Plain, Unknown, join, read_plain
+from verl.compose.suggestions import hint, nearest_path
 from verl.errors import ConfigError
 from verl.utils.component_exits import as_component_exit, raised_by_code
+
+_DEPTH = 40  # deeper than any real configuration: a node that refers to its own parent has no end
+
+
+class UnresolvedValue:
+    """Stands for a value that already has a fault; whoever looks at it stops there."""
+
+    def __repr__(self) -> str:
+        return "<unknown>"
+
+
+UNRESOLVED = UnresolvedValue()
+
+
+@dataclass
+class PlainConfig:
+    """A configuration as nested dicts and lists.
+
+    Attributes:
+        tree: the resolved values; `UNRESOLVED` where one could not be read.
+        borrowed: path of each node that refers to another one, with the path of that other.
+        faults: one sentence for each value that could not be read.
+    """
+
+    tree: Any = None
+    borrowed: dict[str, str] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    def origin(self, path: str) -> str:
+        """Where the value at `path` is written: below a reference, the path in the node referred to."""
+        for _ in range(_DEPTH):
+            for start, target in self.borrowed.items():
+                if path == start or path.startswith(f"{start}."):
+                    path = target + path[len(start) :]
+                    break
+            else:
+                return path
+        return path
+
+
+def read_plain(config: DictConfig) -> PlainConfig:
+    """Resolve a configuration; faults are collected and the rest is read all the same."""
+    plain = PlainConfig()
+    plain.tree = _read(config, "", plain)
+    plain.faults = list(dict.fromkeys(plain.faults))
+    return plain
+
+
+def join(path: str, key: object) -> str:
+    """The path of `key` below `path`."""
+    return f"{path}.{key}" if path else str(key)
+
+
+def _read(node: Any, path: str, plain: PlainConfig) -> Any:
+    if path.count(".") > _DEPTH:
+        plain.faults.append(f"{path[:60]}...: this reference contains itself.")
+        return UNRESOLVED
+    if isinstance(node, DictConfig):
+        return dict(_items(node, list(node.keys()), path, plain))
+    if isinstance(node, ListConfig):
+        return [value for _, value in _items(node, range(len(node)), path, plain)]
+    return node
+
+
+def _items(node: Any, keys: Any, path: str, plain: PlainConfig) -> Iterator[tuple[Any, Any]]:
+    for key in keys:
+        below = join(path, key)
+        if OmegaConf.is_missing(node, key):
+            plain.faults.append(
+                f"{plain.origin(below)} is not set: it has no default, so give {plain.origin(below)}=..."
+            )
+            yield key, UNRESOLVED
+            continue
+        raw = node._get_node(key)
+        try:
+            value = node[key]
+        except (OmegaConfBaseException, RecursionError) as error:
+            reason = str(error).partition("\n")[0] or "it refers to itself"
+            plain.faults.append(f"{plain.origin(below)} is {_raw(raw)}: {reason}.")
+            yield key, UNRESOLVED
+            continue
+        if OmegaConf.is_interpolation(node, key) and OmegaConf.is_config(value) and value._get_full_key(None):
+            plain.borrowed[below] = value._get_full_key(None)
+        yield key, _read(value, below, plain)
+
+
+def _raw(node: Any) -> Any:
+    return node._value() if hasattr(node, "_value") else node
+
 
 TARGET = "_target_"
 
 
-def check(config: DictConfig | dict[str, Any], faults: Sequence[str] = ()) -> Any:
+def validate(config: DictConfig | dict[str, Any], faults: Sequence[str] = ()) -> Any:
     """The description that a configuration gives.
 
     Args:
@@ -35,7 +125,7 @@ def check(config: DictConfig | dict[str, Any], faults: Sequence[str] = ()) -> An
             themselves find wrong, alone and together.
     """
     plain = read_plain(config if isinstance(config, DictConfig) else OmegaConf.create(config))
-    checking = _Checking(plain)
+    checking = _Validation(plain)
     run = checking.value(plain.tree, "")
     found = list(dict.fromkeys([*faults, *plain.faults, *checking.faults]))
     if not found and not isinstance(run, Description):
@@ -45,10 +135,10 @@ def check(config: DictConfig | dict[str, Any], faults: Sequence[str] = ()) -> An
     return run
 
 
-class _Checking:
+class _Validation:
     """One walk over a configuration, from the leaves up."""
 
-    def __init__(self, plain: Plain):
+    def __init__(self, plain: PlainConfig):
         self.plain = plain
         self.faults: list[str] = []
 
@@ -58,10 +148,10 @@ class _Checking:
             return self._component(node, path)
         if isinstance(node, dict):
             read = {key: self.value(item, join(path, key)) for key, item in node.items()}
-            return UNKNOWN if any(item is UNKNOWN for item in read.values()) else read
+            return UNRESOLVED if any(item is UNRESOLVED for item in read.values()) else read
         if isinstance(node, list):
             items = [self.value(item, join(path, i)) for i, item in enumerate(node)]
-            return UNKNOWN if any(item is UNKNOWN for item in items) else items
+            return UNRESOLVED if any(item is UNRESOLVED for item in items) else items
         return node
 
     def _component(self, node: dict[str, Any], path: str) -> Any:
@@ -70,37 +160,37 @@ class _Checking:
         if kind is None:
             for key, item in given.items():
                 self.value(item, join(path, key))
-            return UNKNOWN
+            return UNRESOLVED
         types, before = field_types(kind), len(self.faults)
         values = {key: self.value(item, join(path, key)) for key, item in given.items() if key in types}
         self._unknown_keys(kind, [key for key in given if key not in types], path)
         for name in _required(kind):
             if name not in values:
                 self._fault(path, f"{name} is missing: {kind.__name__} needs it.")
-                values[name] = UNKNOWN
+                values[name] = UNRESOLVED
         for name, value in values.items():
-            if value is UNKNOWN:
+            if value is UNRESOLVED:
                 continue
             values[name] = _as_declared(value, types[name])
             if (expected := type_fault(values[name], types[name])) is not None:
                 self._fault(path, f"{name} is {_shown(value)}: expected {expected}.{_untargeted(value)}")
-                values[name] = UNKNOWN
+                values[name] = UNRESOLVED
         return self._made(kind, values, path, sound=len(self.faults) == before)
 
     def _made(self, kind: type[Description], values: dict[str, Any], path: str, *, sound: bool) -> Any:
-        if any(value is UNKNOWN for value in values.values()):
+        if any(value is UNRESOLVED for value in values.values()):
             self._report(_faults_of_the_rest(kind, values), path)
-            return UNKNOWN
+            return UNRESOLVED
         try:
             made = kind(**values)
         except ConfigError as error:
             self._report(error.faults, path)
-            return UNKNOWN
-        return made if sound else UNKNOWN
+            return UNRESOLVED
+        return made if sound else UNRESOLVED
 
     def _locate(self, target: Any, path: str) -> type[Description] | None:
         where = join(path, TARGET)
-        if target is UNKNOWN:
+        if target is UNRESOLVED:
             return None
         found = _import(target) if isinstance(target, str) else "expected the dotted path of a description's class"
         if isinstance(found, str):
@@ -169,15 +259,15 @@ def _untargeted(value: Any) -> str:
     )
 
 
-class _Stop(Exception):
+class _StopValidation(Exception):
     """A description looked at a value that already has a fault."""
 
 
-class _Unreadable(Unknown):
+class _UnreadableValue(UnresolvedValue):
     """In place of UNKNOWN while a description looks for further faults: any use of it stops the search."""
 
     def _stop(self, *_: Any) -> Any:
-        raise _Stop
+        raise _StopValidation
 
     __getattr__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __len__ = __iter__ = _stop
     __contains__ = __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __mod__ = _stop
@@ -191,10 +281,10 @@ def _faults_of_the_rest(kind: type[Description], values: dict[str, Any]) -> Iter
     for f in dataclasses.fields(kind):
         default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
         value = values.get(f.name, default)
-        object.__setattr__(partial, f.name, _Unreadable() if value is UNKNOWN else value)
+        object.__setattr__(partial, f.name, _UnreadableValue() if value is UNRESOLVED else value)
     try:
         yield from partial.faults()
-    except _Stop:
+    except _StopValidation:
         return
 
 

@@ -1,4 +1,4 @@
-"""What it costs to go from training to generating and back, against loading the weights anew."""
+"""The cost of switching from training to generating and back, compared with reloading the weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
-from verl.compose.nearest import hint, nearest
+from verl.compose.suggestions import hint, nearest
 from verl.errors import ConfigError
 from verl.hybrid.actor import HybridActor
 from verl.models.pretrained import Pretrained
@@ -67,7 +67,7 @@ class _Switch:
         self.actor, self.mode = actor, mode
 
     def __call__(self) -> tuple[float, int]:
-        actor, clock = self.actor, _Clock(self.actor)
+        actor, clock = self.actor, _SwitchTimer(self.actor)
         actor.train()
         settle(actor.device)
         with clock.running(self.mode != "generate_to_train"):
@@ -86,7 +86,7 @@ class _Reload:
         self.actor = actor
 
     def __call__(self) -> tuple[float, int]:
-        actor, clock = self.actor, _Clock(self.actor)
+        actor, clock = self.actor, _SwitchTimer(self.actor)
         dtype = str(next(actor.parameters()).dtype).removeprefix("torch.")
         with TemporaryDirectory("verl-reload-") as directory:
             with clock.running(True):
@@ -97,7 +97,7 @@ class _Reload:
         return clock.seconds, clock.bytes
 
 
-class _Clock:
+class _SwitchTimer:
     """Seconds, and bytes more than before, of what is done while it runs."""
 
     def __init__(self, actor: HybridActor):
