@@ -73,8 +73,8 @@ def verl_side(options: argparse.Namespace, turns: Turns) -> None:
     from verl.models.pretrained import Pretrained
     from verl.rewards.function import RewardFunction
     from verl.tracking.base import Trackers
-    from verl.trainer.ppo import PPORun
-    from verl.trainer.settings import PPOSettings
+    from verl.trainer.config import PPOSettings
+    from verl.trainer.ppo_config import PPORun
     from verl.workers.actor import Actor
 
     directory = Path(options.model)

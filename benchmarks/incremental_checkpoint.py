@@ -29,7 +29,7 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.delta import CodedSpan
 from verl.checkpoint.describe import CheckpointSummary, summaries
 from verl.checkpoint.manager import CheckpointManager
-from verl.trainer.library import Trainer
+from verl.trainer.api.trainer import Trainer
 
 AFTER = (1, 3, 10)  # steps after the base
 OF_DENSE = 0.6  # of the time

@@ -41,7 +41,7 @@ from verl.engines.sharding import FSDP, TPFSDP, Sharding
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import character_tokenizer
 from verl.protocol import DataProto
-from verl.trainer.joint import Parts
+from verl.trainer.state.distributed_save import RankWriters
 from verl.workers.actor import Actor
 from verl.workers.colocated import SFTHost
 from verl.workers.load_state import CheckpointSelection
@@ -74,7 +74,7 @@ class Crew:
         self.store = CheckpointStore(directory)
         self.store.claim_directory()
         self.writer = CheckpointWriter(self.store)
-        self.parts = Parts({"actor": self.learner}, Checkpointing())
+        self.parts = RankWriters({"actor": self.learner}, Checkpointing())
         fault = self.parts.look(self.store)
         assert fault is None, fault
         self.update()

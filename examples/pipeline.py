@@ -9,7 +9,7 @@ Takes seconds on a CPU and needs no network. With models of yours, write their n
 from __future__ import annotations
 
 from verl.models.tiny import TinyModel
-from verl.trainer.pipeline import DataPipeline, RLTrainer
+from verl.trainer.api.trainer import DataPipeline, RLTrainer
 
 LENGTH = 4
 

@@ -10,7 +10,7 @@ of yours, write model=NAME_OR_PATH; a loaded Hugging Face model with its tokeniz
 from __future__ import annotations
 
 from verl.models.tiny import TinyModel
-from verl.trainer.library import Trainer
+from verl.trainer.api.trainer import Trainer
 
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(10) for b in range(10)]
 LENGTH = 4

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from verl.models.pretrained import quiet_transformers
 from verl.models.tiny import character_tokenizer
-from verl.trainer.comparing import steps_of
+from verl.trainer.state.compare_runs import steps_of
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, KEPT = 4, 2

@@ -10,11 +10,10 @@ if TYPE_CHECKING:
     from verl.cluster.placement import check_process_groups
     from verl.hybrid.actor import HybridActor
     from verl.hybrid.benchmark import measure_switch_overhead
-    from verl.trainer.library import Trainer
-    from verl.trainer.pipeline import DataPipeline, RLTrainer
+    from verl.trainer.api.trainer import DataPipeline, RLTrainer, Trainer
     from verl.utils.env_check import check_env
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "DataPipeline",
     "DeviceMesh",
@@ -29,11 +28,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DataPipeline": "verl.trainer.pipeline",
+    "DataPipeline": "verl.trainer.api.trainer",
     "DeviceMesh": "verl.cluster.placement",
     "HybridActor": "verl.hybrid.actor",
-    "RLTrainer": "verl.trainer.pipeline",
-    "Trainer": "verl.trainer.library",
+    "RLTrainer": "verl.trainer.api.trainer",
+    "Trainer": "verl.trainer.api.trainer",
     "check_env": "verl.utils.env_check",
     "check_process_groups": "verl.cluster.placement",
     "measure_switch_overhead": "verl.hybrid.benchmark",

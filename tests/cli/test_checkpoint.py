@@ -242,7 +242,7 @@ def test_a_directory_that_may_not_be_read_is_one_line(directory):
     directory.chmod(0o755)
 
 
-COMPAT = [sys.executable, "-m", "verl.cli.checkpoint_compat"]
+COMPAT = [sys.executable, "-m", "verl.cli.checkpoint_report"]
 
 
 def test_compat_is_a_command_of_its_own(directory):

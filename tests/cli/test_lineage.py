@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from verl.checkpoint.config import Checkpointing
 from verl.cli.main import app
 from verl.component import BuildContext
-from verl.trainer.lineage import FILE, Lineage, read
-from verl.trainer.lineage_tree import forest, walk
+from verl.trainer.state.lineage import FILE, Lineage, forest, read_events, walk
 
 runner = CliRunner()
 
@@ -127,6 +126,6 @@ def test_half_a_line_of_a_killed_run_costs_no_other_line(tmp_path):
         file.write('{"event": "checkpo')
     Lineage(tmp_path, "b").add("run")
     Lineage(tmp_path, "b").add("end")
-    assert [(event["run_id"], event["event"]) for event in read(tmp_path)] == [
+    assert [(event["run_id"], event["event"]) for event in read_events(tmp_path)] == [
         *(("a", "run"), ("b", "run"), ("b", "end")),
     ]

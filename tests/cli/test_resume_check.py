@@ -7,9 +7,9 @@ import torch
 from cli.small_runs import small_run
 from typer.testing import CliRunner
 
-from verl.cli.legs import LegFailed, Legs, laid_over
 from verl.cli.main import app
-from verl.trainer.comparing import Closeness, first_step_apart
+from verl.cli.resume_check import RunFailed, RunLauncher, laid_over
+from verl.trainer.state.compare_runs import Tolerance, first_step_apart
 
 runner = CliRunner()
 
@@ -51,9 +51,9 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def test_a_run_that_stands_still_is_named_with_its_stage_and_ended(tmp_path):
-    legs = Legs(root="ppo", steps=1, directory=tmp_path, timeout_s=2.0)
+    legs = RunLauncher(root="ppo", steps=1, directory=tmp_path, timeout_s=2.0)
     told = r"the straight run made no progress for 2 s \(--timeout\) at: generating; it is stopped .*; it was ended"
-    with pytest.raises(LegFailed, match=told):
+    with pytest.raises(RunFailed, match=told):
         legs.run("straight", "straight", [], script=("-c", STOPPING))
 
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_checked_is_told_with_status_2(arguments, said, tmp_path)
 
 
 def test_closeness_is_of_bits_without_a_tolerance_and_of_size_with_one():
-    exact, near = Closeness(), Closeness(1e-3)
+    exact, near = Tolerance(), Tolerance(1e-3)
     assert exact.numbers(float("nan"), float("nan"))
     assert not exact.numbers(1.0, 1.0 + 1e-12)
     assert near.numbers(1000.0, 1000.5)
@@ -122,7 +122,7 @@ def test_closeness_is_of_bits_without_a_tolerance_and_of_size_with_one():
 
 def test_the_first_difference_of_steps_is_the_earliest_and_an_absent_metric_is_one():
     whole = {1: {"a": 1.0}, 2: {"a": 1.0, "b": 2.0}, 3: {"a": 1.0}}
-    exact = Closeness()
+    exact = Tolerance()
     assert first_step_apart(whole, {2: {"a": 1.0, "b": 2.0}}, exact) is None
     assert first_step_apart(whole, {3: {"a": 2.0}, 2: {"a": 1.0, "b": 3.0}}, exact) == (
         "step 2: b is 2.0 in the first run and 3.0 in the second"

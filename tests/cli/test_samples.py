@@ -13,8 +13,7 @@ from trainer.runs import GRPO_ALGORITHM, ppo_run
 from typer.testing import CliRunner
 
 from verl.cli.main import app
-from verl.cli.samples_page import page
-from verl.cli.samples_read import Sample, read_samples
+from verl.cli.samples import DumpedSample, page, read_samples
 from verl.component import BuildContext
 from verl.replay.config import TieredReplay
 from verl.tracking.base import Trackers
@@ -112,8 +111,10 @@ def shown(dumped: str) -> list[list[str]]:
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium, chromium-browser or google-chrome")
 def test_the_page_sorts_and_filters_in_a_browser_and_shows_responses_as_text(tmp_path):
-    samples = [Sample("buffer", step, f"p{step % 2}", f"r{step}", step / 10, 10 - step, step % 2) for step in range(9)]
-    html = page([*samples, Sample("eval", 9, NASTY, NASTY)], "run & more")
+    samples = [
+        DumpedSample("buffer", step, f"p{step % 2}", f"r{step}", step / 10, 10 - step, step % 2) for step in range(9)
+    ]
+    html = page([*samples, DumpedSample("eval", 9, NASTY, NASTY)], "run & more")
     whole = dom(html, tmp_path)
     assert [row[0] for row in shown(whole)] == [str(step) for step in range(10)]
     assert "<h1>run &amp; more</h1>" in whole
@@ -130,7 +131,7 @@ def test_the_page_sorts_and_filters_in_a_browser_and_shows_responses_as_text(tmp
 
 
 def test_a_page_takes_scores_that_json_does_not_know():
-    html = page([Sample("eval", 1, "p", "r", float("nan"), others={"reward_raw": float("-inf")})], "run")
+    html = page([DumpedSample("eval", 1, "p", "r", float("nan"), others={"reward_raw": float("-inf")})], "run")
     (row,) = json.loads(html.split('type="application/json">')[1].split("</script>")[0])
     assert (row["score"], row["others"]) == ("nan", {"reward_raw": "-inf"})
 

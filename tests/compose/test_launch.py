@@ -67,7 +67,7 @@ def test_what_cannot_be_composed_is_told_in_words_too(argument, tmp_path):
 def test_cfg_job_prints_yaml_alone_on_standard_output(tmp_path):
     done = run(tmp_path, str(ROOT / "main_ppo.py"), "trainer.backend=local", "actor=llama8b", "--cfg", "job")
     assert done.returncode == 0
-    assert done.stdout.startswith("_target_: verl.trainer.ppo.PPORun\n")
+    assert done.stdout.startswith("_target_: verl.trainer.ppo_config.PPORun\n")
     assert done.stderr == "trainer.backend=local became sharding=none\n"
     assert list(tmp_path.iterdir()) == []
 

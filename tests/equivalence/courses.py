@@ -13,7 +13,7 @@ from trainer.runs import weights
 
 from verl.component import BuildContext
 from verl.rollout.base import GenerationRequest
-from verl.trainer.ppo import PPORun
+from verl.trainer.ppo_config import PPORun
 
 
 @dataclass

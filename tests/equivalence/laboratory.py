@@ -19,7 +19,7 @@ import torch
 from equivalence.courses import Course, run_course
 from torch import Tensor, nn
 
-import verl.trainer.ppo as ppo
+import verl.trainer.ppo_lifecycle as ppo_lifecycle
 from verl.cluster.batch_partition import BatchPartition
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles, row_assignment
@@ -29,7 +29,7 @@ from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, Sharding
 from verl.resharding.dtensor import local
 from verl.rollout.vllm.state_dict import weights_of
-from verl.trainer.ppo import PPORun
+from verl.trainer.ppo_config import PPORun
 from verl.weight_verification.vllm_params import adapter_tensors
 from verl.workers.colocated import RLHost
 from verl.workers.load_state import RestoreSource, RoleState
@@ -77,17 +77,17 @@ class Bench:
     @on_all
     def course(self, run: PPORun, prompts: Sequence[Sequence[int]], directory: Path) -> Course | None:
         """`run_course`, among all processes."""
-        before, ppo.start_cluster = ppo.start_cluster, self._start
+        before, ppo_lifecycle.start_cluster = ppo_lifecycle.start_cluster, self._start
         try:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             return run_course(run, prompts, own)
         finally:
-            ppo.start_cluster = before
+            ppo_lifecycle.start_cluster = before
 
     @on_each
     def held(self, run: PPORun, prompts: Sequence[int], directory: Path) -> dict[str, int]:
         """Bytes of the actor in this process once it has been updated."""
-        before, ppo.start_cluster = ppo.start_cluster, self._start
+        before, ppo_lifecycle.start_cluster = ppo_lifecycle.start_cluster, self._start
         try:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             with run.build(BuildContext(run_dir=own)) as trainer:
@@ -96,7 +96,7 @@ class Bench:
                 tensors = {"weights": engine.parameters, "optimizer": engine.optimizer_tensors()}
                 return {kind: sum(local(x).nbytes for x in held.values()) for kind, held in tensors.items()}
         finally:
-            ppo.start_cluster = before
+            ppo_lifecycle.start_cluster = before
 
     @on_each
     def summed(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -110,7 +110,7 @@ class Bench:
     @on_all
     def sent(self, run: PPORun, prompts: Sequence[int], directory: Path) -> dict[str, Tensor]:
         """What an engine in a process of its own is given of an actor that has been updated, and is saved then."""
-        before, ppo.start_cluster = ppo.start_cluster, self._start
+        before, ppo_lifecycle.start_cluster = ppo_lifecycle.start_cluster, self._start
         try:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             with run.build(BuildContext(run_dir=own)) as trainer:
@@ -121,7 +121,7 @@ class Bench:
                 trainer.save(own)
                 return given
         finally:
-            ppo.start_cluster = before
+            ppo_lifecycle.start_cluster = before
 
     @on_all
     def loaded(self, run: PPORun, checkpoint: Path) -> dict[str, RoleState] | None:

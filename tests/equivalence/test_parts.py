@@ -18,8 +18,8 @@ from verl.checkpoint.read.verify import open_verified
 from verl.component import BuildContext, as_plain
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP
 from verl.models.lora import LoRA
-from verl.trainer.loop import Course
-from verl.trainer.reloading import load_checkpoint
+from verl.trainer.state.resume import load_checkpoint
+from verl.trainer.train_loop import TrainLoop
 
 pytestmark = pytest.mark.xdist_group("two processes")
 
@@ -34,8 +34,8 @@ def started(run, directory: Path):
     return run.build(BuildContext(run_dir=directory))
 
 
-def under_way(trainer) -> Course:
-    course = Course(trainer, as_plain(trainer.description))
+def under_way(trainer) -> TrainLoop:
+    course = TrainLoop(trainer, as_plain(trainer.description))
     course.open()
     return course
 

@@ -10,7 +10,7 @@ from trainer.runs import ppo_run, read_lines, weights, without_times
 from verl.component import BuildContext
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.trainer.ppo import PPORun
+from verl.trainer.ppo_config import PPORun
 
 
 def run_to_the_end(run: PPORun, directory: Path) -> tuple[list, dict, dict]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.checkpoint.read.discovery import CheckpointDirectory
-from verl.trainer.comparing import Closeness, first_part_apart, steps_of
+from verl.trainer.state.compare_runs import Tolerance, first_part_apart, steps_of
 
 # Draws from all three global generators, so that a state that was not restored shows in the next reward; and writes
 # down what it rates, a file for each process.
@@ -116,7 +116,7 @@ def steps_saved(directory: Path) -> list[int]:
 def _checkpoint_apart(whole: Path, cut: Path) -> str | None:
     twins = {published.step: published for published in CheckpointDirectory(whole / "checkpoints").complete()}
     for published in CheckpointDirectory(cut / "checkpoints").complete():
-        found = first_part_apart(twins[published.step], published, Closeness())
+        found = first_part_apart(twins[published.step], published, Tolerance())
         if found is not None:
             return f"{published.name}: {found}"
     return None
@@ -131,7 +131,7 @@ def _metric_apart(whole: Path, cut: Path, without: tuple[str, ...]) -> str | Non
                 if key.startswith(without):
                     continue
                 expected = twin.get(step, {}).get(key)
-                if expected is None or not Closeness().numbers(expected, value):
+                if expected is None or not Tolerance().numbers(expected, value):
                     return f"{file.parent.name}, step {step}: {key} is {value} and was {expected}"
     return None
 

@@ -12,7 +12,7 @@ import pytest
 from faults.courses import COURSES, first_difference, steps_saved, write_files
 from faults.fork_server import Cut, ForkServer
 
-from verl.trainer.comparing import steps_of
+from verl.trainer.state.compare_runs import steps_of
 
 pytestmark = pytest.mark.xdist_group("fork server")
 STEPS = 6  # three of an epoch; evaluated after 2, 4 and 6
@@ -22,7 +22,7 @@ CRITIC, ACTOR = "verl.workers.critic:CriticWorker.update", "verl.workers.actor:A
 MICRO_BATCH = "verl.workers.actor:ActorWorker._loss"
 EVALUATION = "verl.trainer.ppo:PPOTrainer._judge"  # greedily first, then with samples
 DATA = "verl.data.sampler:EpochSampler.next_batch"
-SAVE = "verl.trainer.saving:Saving.save"
+SAVE = "verl.trainer.state.checkpointing:CheckpointSaver.save"
 COPY, DRAIN = (
     "verl.checkpoint.save.async_writer:CheckpointWriter._copy",
     "verl.checkpoint.save.async_writer:CheckpointWriter.drain",

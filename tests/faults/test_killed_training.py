@@ -17,7 +17,7 @@ from cluster.processes_of import wait_until_gone
 
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.trainer.lineage import read
+from verl.trainer.state.lineage import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 12
@@ -81,7 +81,7 @@ def test_a_training_killed_at_random_moments_until_it_ends_has_the_digest_of_one
     last = started(model32, tmp_path, "last", f"checkpoint={mode}")
     assert last.wait(timeout=240) == 0, (tmp_path / "last.log").read_text()
     assert digest(tmp_path) == uninterrupted
-    events = read(tmp_path / "checkpoints")
+    events = read_events(tmp_path / "checkpoints")
     assert sum(event["event"] == "end" and event["status"] == "finished" for event in events) >= 1
 
 

@@ -13,14 +13,14 @@ from cluster.processes_of import workers_of
 from trainer.runs import GRPO_ALGORITHM
 from trainer.saved_runs import course as saved_course
 
-import verl.trainer.joint as joint
+import verl.trainer.state.distributed_save as joint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.verify import open_verified
 from verl.component import BuildContext, as_plain
 from verl.engines.sharding import FSDP
 from verl.errors import WorkerDied
-from verl.trainer.loop import Course
+from verl.trainer.train_loop import TrainLoop
 
 pytestmark = pytest.mark.xdist_group("two processes")
 
@@ -51,7 +51,7 @@ class Training:
     """A run of two processes, a step at a time, each of which is saved."""
 
     def __init__(self, trainer, directory: Path):
-        self.course, self.directory = Course(trainer, as_plain(trainer.description)), directory
+        self.course, self.directory = TrainLoop(trainer, as_plain(trainer.description)), directory
         self.messages: list[str] = []
         self.course.open()
         trainer.tracker.message = self.messages.append

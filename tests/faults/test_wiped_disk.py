@@ -18,7 +18,7 @@ from storage.s3_server import BUCKET
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.models.pretrained import Pretrained
-from verl.trainer.comparing import Closeness, first_step_apart, steps_of
+from verl.trainer.state.compare_runs import Tolerance, first_step_apart, steps_of
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, KILLED_FROM, HELD_AT = 10, 4, 6
@@ -94,7 +94,7 @@ def test_a_run_whose_disk_is_lost_goes_on_from_the_store(store, model32, tmp_pat
     assert lost.digest() == whole.digest()
     mine, theirs = (_numbers(directory) for directory in (lost.directory / "again", whole.directory / "run"))
     assert sorted(mine) == [*range(resumed + 1, STEPS + 1)]
-    assert first_step_apart(theirs, mine, Closeness()) is None
+    assert first_step_apart(theirs, mine, Tolerance()) is None
 
     shutil.rmtree(lost.directory)  # and another machine, with two processes
     lost.finish("elsewhere", *TWO, f"trainer.total_steps={STEPS + 2}")

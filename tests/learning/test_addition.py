@@ -20,7 +20,8 @@ from verl.compose.validate import validate
 from verl.compose.warm_start import resolve_warm_starts
 from verl.ops.counter_rng import EVALUATION
 from verl.rollout.base import GenerationRequest
-from verl.trainer.ppo import PPORun, PPOTrainer
+from verl.trainer.ppo import PPOTrainer
+from verl.trainer.ppo_config import PPORun
 
 PROBLEMS = 32
 SETTINGS = [

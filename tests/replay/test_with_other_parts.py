@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.trainer.comparing import steps_of
+from verl.trainer.state.compare_runs import steps_of
 
 ROOT = Path(__file__).resolve().parents[2]
 OLD_ROWS = ["replay=tiered", "replay.memory_mib=8", "replay.shard_mib=1", "algorithm.replay_fraction=0.5"]

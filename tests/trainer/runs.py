@@ -22,9 +22,9 @@ from verl.models.pretrained import ModelSource
 from verl.rewards.base import Reward, RewardDescription
 from verl.rollout.hf import HFRollout
 from verl.tracking.base import Trackers
-from verl.trainer.comparing import TIMES
-from verl.trainer.ppo import PPORun
-from verl.trainer.settings import PPOSettings
+from verl.trainer.config import PPOSettings
+from verl.trainer.ppo_config import PPORun
+from verl.trainer.state.compare_runs import TIMES
 from verl.workers.actor import Actor
 from verl.workers.critic import Critic
 from verl.workers.reference import Reference

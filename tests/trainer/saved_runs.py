@@ -17,7 +17,7 @@ from verl.component import BuildContext
 from verl.models.pretrained import ModelSource
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.trainer.loop import Result
+from verl.trainer.train_loop import TrainResult
 
 STEPS = 4
 
@@ -37,7 +37,7 @@ def course(
     return dataclasses.replace(run, checkpoint=Checkpointing(**saving | (save or {})), resume=resume)
 
 
-def fit(run: Any, directory: Path) -> Result:
+def fit(run: Any, directory: Path) -> TrainResult:
     with run.build(BuildContext(run_dir=directory)) as trainer:
         return trainer.fit()
 

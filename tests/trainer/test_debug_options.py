@@ -17,7 +17,7 @@ from verl.engines.sharding import DDP
 from verl.errors import ConfigError
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.trainer.profiling import Profile
+from verl.trainer.timers import Profile
 
 JSONL = Trackers(jsonl=JsonLines())
 

@@ -31,7 +31,7 @@ from verl.rewards.function import CallableReward, RewardFunction
 from verl.rollout.hf import HFRollout
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.trainer.settings import PPOSettings
+from verl.trainer.config import PPOSettings
 from verl.trainer.setup import ProcessState
 from verl.workers.actor import Actor
 from verl.workers.critic import Critic

@@ -20,8 +20,8 @@ from verl.models.pretrained import Pretrained
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
 from verl.tracking.logging_setup import setup_logging
-from verl.trainer.ppo import PPORun
-from verl.trainer.settings import SFTSettings
+from verl.trainer.config import SFTSettings
+from verl.trainer.ppo_config import PPORun
 from verl.trainer.sft import SFTRun
 from verl.workers.actor import Actor
 

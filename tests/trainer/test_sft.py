@@ -14,7 +14,7 @@ from verl.engines.sharding import NoSharding
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.tracking.base import Trackers
-from verl.trainer.settings import SFTSettings
+from verl.trainer.config import SFTSettings
 from verl.trainer.sft import SFTRun
 from verl.workers.actor import Actor
 

@@ -1,15 +1,16 @@
 """Checkpoints: saved asynchronously, committed by one rename, verified by hash, found by what they record.
 
-commit/    The commit protocol: who may write, what is staged, and how a checkpoint becomes visible
-config     The group `checkpoint`: when checkpoints are saved, where, how, and which of them are kept
-core/      The format of a checkpoint on disk: files, manifest, digests, deltas
-describe   Descriptions of checkpoints for the command line, as plain values: is each complete, what it holds
-export     Export of a checkpoint: a component as a Hugging Face directory, or all of it with every file whole
-manager    CheckpointManager: the user's access to one checkpoint, or to the newest of a directory
-read/      Finding, verifying and reading checkpoints. Nothing here writes
-remote/    Checkpoints in object storage, behind the local disk
-retention  Retention: which checkpoints of a directory are kept, pinned and tagged, and how the rest is removed
-save/      From live tensors to a committed checkpoint while training goes on
+commit/       The commit protocol: who may write, what is staged, and how a checkpoint becomes visible
+config        The group `checkpoint`: when checkpoints are saved, where, how, and which of them are kept
+core/         The format of a checkpoint on disk: files, manifest, digests, deltas
+describe      Descriptions of checkpoints for the command line, as plain values: is each complete, what it holds
+export        Export of a checkpoint: a component as a Hugging Face directory
+manager       CheckpointManager: the user's access to one checkpoint, or to the newest of a directory
+read/         Finding, verifying and reading checkpoints. Nothing here writes
+remote/       Checkpoints in object storage, behind the local disk
+resume_point  Which checkpoint `resume=` means: `latest`, a path, a run or an address in object storage
+retention     Retention: which checkpoints of a directory are kept, pinned and tagged
+save/         From live tensors to a committed checkpoint while training goes on
 """
 
 from __future__ import annotations

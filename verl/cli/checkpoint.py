@@ -1,24 +1,106 @@
-"""`verl checkpoint`: look at checkpoints. What changes a directory is in `checkpoint_upkeep.py`."""
+"""`verl checkpoint`: list, inspect, verify, compare, pin, clean, export, push and pull checkpoints."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, NoReturn
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
+from verl.checkpoint import retention as keeping
 from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.describe import CheckpointSummary, age_s, summaries, summary_of
+from verl.checkpoint.describe import CheckpointSummary, age_s, status_of, summaries, summary_of
+from verl.checkpoint.export import export as export_component
+from verl.checkpoint.export import materialize as write_out
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.compare import compare
 from verl.checkpoint.read.discovery import LATEST, ResolvedPath, newest_complete, resolve_path
 from verl.checkpoint.read.verify import Level
+from verl.checkpoint.remote.download import pull as pull_one
+from verl.checkpoint.remote.remote_store import RemoteStore
+from verl.checkpoint.remote.resolve import find_at
+from verl.checkpoint.remote.upload import CheckpointUpload
+from verl.checkpoint.retention import Retention, clean, plan
 from verl.cli.checkpoint_report import as_json, print_comparison, print_inspection
-from verl.cli.checkpoint_store import add_to, remote_summaries
-from verl.cli.output import FOUND, command, counted, duration, fail, parse_duration, print_json, print_table, size
-from verl.errors import BadCheckpoint, CheckpointTooNew
-from verl.storage.config import is_address
+from verl.cli.console import FOUND, command, counted, duration, fail, parse_duration, print_json, print_table, size
+from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, ConfigError
+from verl.storage.config import is_address, storage_at
+
+ADDRESS = "Checkpoints in object storage, such as s3://BUCKET/PREFIX, or one of them. Credentials: the environment."
+
+
+def remote_summaries(address: str, level: Level = "quick") -> list[CheckpointSummary]:
+    """What a tier holds, in order of publication; those that do not verify are told as they are.
+
+    Raises:
+        CheckpointNotFound: nothing is there.
+        StorageError: the store does not answer.
+    """
+    tier, named = find_at(address)
+    records = tier.records() if named is None else [named]
+    seen: set[str] = set()
+    told = []
+    for record in records:
+        try:
+            published = tier.verified(record, level)
+        except BadCheckpoint as error:
+            told.append(
+                CheckpointSummary(directory=tier.directory(record), status=status_of(error), faults=error.faults)
+            )
+            continue
+        added = [entry for entry in published.manifest.files if f"{entry.blake3}-{entry.size}" not in seen]
+        seen |= {f"{entry.blake3}-{entry.size}" for entry in published.manifest.files}
+        told.append(
+            CheckpointSummary(
+                directory=published.directory,
+                status="complete",
+                published=published,
+                state=tier.state(published),
+                added_bytes=sum(entry.size for entry in added),
+                is_newest=record == records[-1],
+            )
+        )
+    return told
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+
+    @command(app, "pull")
+    def pull(
+        address: Annotated[str, typer.Argument(metavar="ADDRESS", help=ADDRESS)],
+        directory: Annotated[Path, typer.Argument(metavar="DIR", help="Of checkpoints; made where it is not there.")],
+        all_: Annotated[bool, typer.Option("--all", help="Every checkpoint, not the newest whole one.")] = False,
+    ) -> None:
+        """Fetch a checkpoint from object storage; every byte is hashed on its way."""
+        tier, named = find_at(address)
+        records = tier.records() if all_ and named is None else [named or tier.newest().record]
+        for record in records:
+            published = pull_one(tier, record, CheckpointStore(directory))
+            typer.echo(f"{published.directory} is there: step {published.step}, {size(published.num_bytes)}")
+
+    @command(app, "push")
+    def push(
+        path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory of them.")],
+        address: Annotated[str, typer.Argument(metavar="ADDRESS", help=ADDRESS)],
+        all_: Annotated[bool, typer.Option("--all", help="Every complete checkpoint, not the newest one.")] = False,
+    ) -> None:
+        """Upload a checkpoint; what the store has is not sent again. A trainer that uploads is not disturbed."""
+        if not is_address(address):
+            raise ConfigError(f"ADDRESS is {address!r}: expected one such as s3://BUCKET/PREFIX.")
+        manager = CheckpointManager(path)
+        chosen = [one.published for one in manager.list()] if all_ else [manager.published]
+        if not chosen:
+            raise CheckpointNotFound(f"{path} holds no complete checkpoint")
+        with storage_at(address.rstrip("/")).connect() as store:
+            tier = RemoteStore(store)
+            pusher = CheckpointUpload(store, tier.log)
+            for published in chosen:
+                pushed = pusher.push(published)
+                typer.echo(f"{published.name} is in {store.address}: {size(pushed.sent_bytes)} were sent")
+
 
 app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Look at checkpoints, keep them, and take them out.")
 
@@ -188,3 +270,89 @@ def _row(summary: CheckpointSummary) -> list[object]:
 
 def _size(summary: CheckpointSummary) -> str:
     return size(summary.published.num_bytes) if summary.published else ""
+
+
+@command(app, "pin")
+def pin(
+    path: Path_,
+    reason: Annotated[str, typer.Option("--reason", help="Shown by ls.")] = "",
+) -> None:
+    """Keep a checkpoint whatever retention says, until it is unpinned."""
+    where = resolve_path(path)
+    store = CheckpointStore(where.directory)
+    name = store.newest().name if where.name in (None, LATEST) else where.name
+    keeping.pin(store, name, reason)
+    typer.echo(f"pinned {store.directory / name}")
+
+
+@command(app, "unpin")
+def unpin(path: Path_) -> None:
+    """Let retention decide again."""
+    try:
+        where = resolve_path(path)
+    except CheckpointNotFound:  # the checkpoint may be gone and its pin not
+        if is_address(path):
+            raise
+        given = Path(path).absolute()
+        where = ResolvedPath(given.parent, given.name)
+    store = CheckpointStore(where.directory)
+    name = store.newest().name if where.name in (None, LATEST) else where.name
+    keeping.unpin(store, name)
+    typer.echo(f"unpinned {store.directory / name}")
+
+
+@command(app, "gc")
+def collect(
+    path: Path_,
+    keep_last_n: Annotated[int | None, typer.Option(help="Keep this many of those published last; else all.")] = None,
+    keep_best: Annotated[str | None, typer.Option(help="Keep the best by this metric, too.")] = None,
+    best_mode: Annotated[Literal["max", "min"], typer.Option(help="Whether the best value is the largest.")] = "max",
+    keep_every: Annotated[int | None, typer.Option(help="Keep steps that are a multiple of this, too.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and change nothing.")] = False,
+    json: Json = False,
+) -> None:
+    """Remove what is not kept: checkpoints by retention, leftovers of dead processes, shared files no longer shared.
+
+    Pinned and tagged checkpoints and the two newest always stay. A trainer that is saving there is not disturbed.
+    """
+    where = resolve_path(path)
+    if where.name is not None:
+        raise ConfigError(f"PATH is {path}: it is one checkpoint. Give the directory, {where.directory}.")
+    store = CheckpointStore(where.directory)
+    rules = Retention(keep_last_n=keep_last_n, keep_best=keep_best, best_mode=best_mode, keep_every=keep_every)
+    cleaning = plan(store, rules) if dry_run else clean(store, rules)
+    if json:
+        print_json({"dry_run": dry_run, **dataclasses.asdict(cleaning)})
+        return
+    would, verb = ("would remove", "would free") if dry_run else ("removed", "freed")
+    for name in (*cleaning.removed, *cleaning.leftovers):
+        typer.echo(f"{would} {name}")
+    for name, reason in cleaning.kept.items():
+        typer.echo(f"kept {name}: {reason}")
+    typer.echo(f"{verb} {size(cleaning.freed_bytes)}")
+
+
+@command(app, "export")
+def export(
+    path: Path_,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that does not exist yet.")],
+    component: Annotated[str, typer.Option(help="Which model.")] = "actor",
+    pytorch_bin: Annotated[
+        bool, typer.Option("--pytorch-bin", help="Write pytorch_model.bin, a plain state dict, instead of safetensors.")
+    ] = False,
+) -> None:
+    """Write a model of a checkpoint as a plain Hugging Face directory; every byte is hashed on its way."""
+    manager = CheckpointManager(path)
+    names = export_component(manager, out, component, pytorch_bin)
+    typer.echo(f"{component} of {manager.name} is in {out}: {counted(len(names), 'file')}")
+
+
+@command(app, "materialize")
+def materialize(
+    path: Path_,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that does not exist yet.")],
+) -> None:
+    """Write an incremental checkpoint with every file whole, as it would have been saved; every byte is hashed."""
+    manager = CheckpointManager(path)
+    whole = write_out(manager.reader(), out)
+    typer.echo(f"{manager.name} is in {out}: {counted(len(whole.manifest.files), 'file')}, {size(whole.num_bytes)}")

@@ -1,19 +1,23 @@
-"""What `verl checkpoint inspect` and `diff` print."""
+"""The output of `verl checkpoint inspect` and `diff`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from packaging.version import Version
 
+import verl
 from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.format_versions import FORMATS, FormatFinding, findings, format_of, is_ahead, parse_version
 from verl.checkpoint.core.manifest import LogicalTensor
 from verl.checkpoint.describe import CheckpointSummary, components
 from verl.checkpoint.read.compare import CheckpointDifference
-from verl.cli.output import counted, fail, print_table, size
+from verl.checkpoint.read.discovery import CheckpointDirectory, resolve_path
+from verl.cli.console import FOUND, command, counted, fail, print_json, print_table, size
 
 FIRST_TENSORS = 8  # of a component, where not all are asked for
 LONGEST_LIST = 4
@@ -168,3 +172,57 @@ def _short(value: Any) -> str:
         return ", ".join(f"{key} {_short(item)}" for key, item in value.items())
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}..."
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@command(app, "verl-checkpoint-compat")
+def compat(
+    path: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoints, or one of them.")],
+    moving_from: Annotated[str, typer.Option("--from", metavar="VERSION", help="Of verl, that saved them: v0.1.0.")],
+    moving_to: Annotated[str, typer.Option("--to", metavar="VERSION", help="Of verl, that is to read them.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Tell which checkpoints another version of verl could not read, and why.
+
+    The exit status is 0 if all can be read, 1 if one would break, 2 if that cannot be told.
+    """
+    old, new = parse_version(moving_from, "--from"), parse_version(moving_to, "--to")
+    where = resolve_path(path)
+    directory = CheckpointDirectory(where.directory)
+    if where.name is None:
+        found = findings(directory.candidates(), old, new)
+    else:
+        name = directory.newest().name if where.name == "latest" else where.name
+        found = findings([where.directory / name], old, new)
+    broken = [finding for finding in found if finding.breaks]
+    if json:
+        print_json({"formats": [row._asdict() for row in FORMATS], "checkpoints": list(map(dataclasses.asdict, found))})
+    else:
+        _print(found, old, new)
+    raise typer.Exit(FOUND if broken else 0)
+
+
+def _print(found: list[FormatFinding], old: Version, new: Version) -> None:
+    print_table(
+        ["verl", "writes format", "reads from"], [["from " + row.verl, row.writes, row.reads_from] for row in FORMATS]
+    )
+    for version in (old, new):
+        row = format_of(version)
+        told = "has no checkpoints of this kind" if row is None else f"writes format {row.writes}"
+        later = f" or a later one; it promises to read what verl {verl.__version__} reads" if is_ahead(version) else ""
+        typer.echo(f"verl {version} {told}{later}")
+    typer.echo("")
+    rows = [
+        [f.name, f.format_version, f.verl_version, f"BREAKS: {f.breaks}" if f.breaks else "can be read", f.note]
+        for f in found
+    ]
+    if rows:
+        print_table(["checkpoint", "format", "by verl", f"with verl {new}", ""], rows)
+    broken = sum(finding.breaks is not None for finding in found)
+    typer.echo(f"\n{broken} of {counted(len(found), 'checkpoint')} would break")
+
+
+if __name__ == "__main__":
+    app(prog_name="verl-checkpoint-compat")

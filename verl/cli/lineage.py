@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from verl.trainer.lineage_tree import Run, SavedCheckpoint
+    from verl.trainer.state.lineage import LineageCheckpoint, LineageRun
 
 SHOWN = 6  # differences of a configuration, and checkpoints that are gone
 WIDTH = 400  # of a pipe or a file, which has none
@@ -23,7 +23,7 @@ def lineage(
     as_json: Annotated[bool, typer.Option("--json", help="Nested objects instead of a tree.")] = False,
 ) -> None:
     """Show the tree of runs and checkpoints in a directory and below it."""
-    from verl.trainer.lineage_tree import forest
+    from verl.trainer.state.lineage import forest
 
     if not directory.is_dir():
         typer.echo(f"{directory}: no such directory. Give the directory of checkpoints, or one above it.", err=True)
@@ -43,7 +43,7 @@ def lineage(
         console.print(_tree(root))
 
 
-def _tree(run: Run) -> Tree:
+def _tree(run: LineageRun) -> Tree:
     from rich.tree import Tree
 
     tree = Tree(_headline(run))
@@ -51,13 +51,13 @@ def _tree(run: Run) -> Tree:
     return tree
 
 
-def _fill(tree: Tree, run: Run) -> None:
+def _fill(tree: Tree, run: LineageRun) -> None:
     """The checkpoints of a run, and below each the runs that went on from it."""
     if run.parent is not None:
         tree.add(_text(_origin(run)))
     for line in _changes(run):
         tree.add(_text(line, "cyan"))
-    by_step: dict[int, list[Run]] = {}
+    by_step: dict[int, list[LineageRun]] = {}
     for child in run.children:
         assert child.parent is not None, "a child has a parent"
         by_step.setdefault(child.parent.step, []).append(child)
@@ -75,7 +75,7 @@ def _fill(tree: Tree, run: Run) -> None:
             _fill(tree.add(_headline(child)), child)
 
 
-def _headline(run: Run) -> Any:
+def _headline(run: LineageRun) -> Any:
     from rich.text import Text
 
     text = Text(f"run {run.run_id}  ", style="bold")
@@ -86,18 +86,18 @@ def _headline(run: Run) -> Any:
     return text
 
 
-def _code(run: Run) -> str:
+def _code(run: LineageRun) -> str:
     commit = run.code.get("commit")
     changed = " and changes" if run.code.get("modified") else ""
     return f"verl {run.code.get('verl', '?')}" + (f" at {commit[:10]}{changed}" if commit else "")
 
 
-def _origin(run: Run) -> str:
+def _origin(run: LineageRun) -> str:
     assert run.parent is not None, "only asked of runs with a parent"
     return f"from step {run.parent.step} of run {run.parent.run_id}, {run.parent.checkpoint}"
 
 
-def _changes(run: Run) -> list[str]:
+def _changes(run: LineageRun) -> list[str]:
     """What differs from the parent: configuration, then the content of data and models."""
     found = {} if run.parent is None else run.parent.differences
     lines = [f"{path}: {_value(before)} -> {_value(now)}" for path, (before, now) in list(found.items())[:SHOWN]]
@@ -115,11 +115,11 @@ def _value(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _names(gone: list[SavedCheckpoint]) -> str:
+def _names(gone: list[LineageCheckpoint]) -> str:
     return ", ".join(saved.name for saved in gone[:SHOWN]) + (" ..." if len(gone) > SHOWN else "")
 
 
-def _unless_there(saved: SavedCheckpoint) -> str:
+def _unless_there(saved: LineageCheckpoint) -> str:
     return "" if saved.state == "there" else f"  ({saved.state})"
 
 

@@ -8,11 +8,11 @@ import typer
 from typer.core import TyperGroup
 
 import verl
-from verl.cli import checkpoint_upkeep  # which adds its commands to those of checkpoint.py
+from verl.cli import checkpoint  # which adds its commands to those of checkpoint.py
+from verl.cli.console import one_line_errors
+from verl.cli.generate import evaluate, generate
 from verl.cli.lineage import lineage
 from verl.cli.models import print_families, print_kept, print_summary
-from verl.cli.output import one_line_errors
-from verl.cli.policy import evaluate, generate
 from verl.cli.resume_check import resume_check
 from verl.cli.samples import samples
 from verl.errors import ConfigError
@@ -31,7 +31,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="verl", cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-app.add_typer(checkpoint_upkeep.app)
+app.add_typer(checkpoint.app)
 app.command("resume-check")(resume_check)
 app.command()(lineage)
 app.command("eval")(evaluate)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from verl.cli.output import print_table
+from verl.cli.console import print_table
 from verl.errors import ConfigError
 from verl.model_paths import finding_cache
 from verl.model_paths.report import CachedFinding, cached_findings, decoding_of, scoring_of, status_of

@@ -5,26 +5,275 @@ interrupted  steps 1 .... k, saved, ended
 resumed                     k + 1 ........... N    in a new process, from that checkpoint
 
 Compared: the metrics of each step, and everything in the last checkpoints of `straight` and `resumed`.
+
+`--topology 1,2:fsdp,4:tp_fsdp,2:ray,1`: a run that goes on under one layout after another.
+
+leg 1   one process          step 1, saved ──┐
+leg 2   two, under fsdp   ┌── loaded ────────┘   saved again at once: the same tensors?   step 2, saved ──┐
+leg 3   ...               └─ ...
+
+What a leg loads must be what the leg before it saved, bit by bit, whoever wrote it. What it makes of it is the same to
+rounding, until rounding lets a response be another one; with a tolerance, that is compared too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl.cli.legs import LegFailed, Legs
-from verl.cli.topology_check import TopologyCheck, topologies
 from verl.errors import ConfigError
+from verl.utils.child_process import kill
+from verl.utils.progress import STARTER_VARIABLE, Progress, ProgressWatch
 from verl.utils.temporary_directory import TemporaryDirectory
 
 if TYPE_CHECKING:
     from verl.checkpoint.core.checkpoint import Checkpoint
+
+
+TAIL_LINES = 25
+LOOK_EVERY_S = 0.5
+END_TIMEOUT_S = 20.0  # of a run that was interrupted
+
+
+class RunFailed(Exception):
+    """A run of the check did not end as it should; carries the end of what it printed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLauncher:
+    """How the runs of a check are started.
+
+    Args:
+        root: `ppo` or `sft`.
+        steps: of the whole run.
+        directory: where the runs write.
+        overrides: of all runs, as on the command line of the main script.
+        timeout_s: of a run without progress, after which it is ended.
+        tell: takes a line of progress.
+    """
+
+    root: str
+    steps: int
+    directory: Path
+    overrides: Sequence[str] = ()
+    timeout_s: float = 1800.0
+    tell: Callable[[str], None] = field(default=lambda line: None)
+
+    def run(
+        self, name: str, saved_in: str, overrides: Sequence[str], script: Sequence[str] = (), **environment: str
+    ) -> Path:
+        """Run the main script, or another one that takes its overrides.
+
+        Args:
+            saved_in: name of the directory of checkpoints.
+        Returns:
+            The directory of the run.
+        Raises:
+            RunFailed: it ended early, or stood still.
+        """
+        run_dir, began = self.directory / name, time.monotonic()
+        mode = [] if any(text.startswith("checkpoint=") for text in self.overrides) else ["checkpoint=sync"]
+        settings = [
+            f"hydra.run.dir={run_dir}",
+            f"checkpoint.save_dir={self.directory / saved_in}_checkpoints",
+            "checkpoint.save_interval=null",
+            f"trainer.total_steps={self.steps}",
+            "trainer.save_final=false",
+            "tracker=none",
+            "tracker.jsonl={_target_:verl.tracking.jsonl.JsonLines}",
+        ]
+        settings = laid_over(laid_over([*mode, *self.overrides], settings), overrides)
+        command = [sys.executable, *(script or [str(main_script(self.root))]), *settings]
+        with tempfile.TemporaryFile() as output:
+            fault = self._fault(command, environment, output)
+            if fault is not None:
+                output.seek(0)
+                tail = "\n".join(output.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
+                raise RunFailed(f"the {name} run {fault}:\n{tail}")
+        self.tell(f"{name}: done in {time.monotonic() - began:.1f} s")
+        return run_dir
+
+    def _fault(self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> str | None:
+        """Run a command to its end; what was wrong with that."""
+        with contextlib.closing(Progress(num_slots=1)) as progress:
+            watch = ProgressWatch(progress, self.timeout_s, look_every_s=2 * LOOK_EVERY_S)
+            env = {**os.environ, **environment, STARTER_VARIABLE: str(progress.fd)}
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=env, pass_fds=[progress.fd]
+            )
+            try:
+                while True:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        code = process.wait(timeout=LOOK_EVERY_S)
+                        return None if code == 0 else f"ended with status {code}"
+                    if watch.is_overdue:
+                        return f"{watch.describe(process.pid, '--timeout')}; it was ended"
+            except KeyboardInterrupt:  # it has come there, too
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=END_TIMEOUT_S)
+                raise
+            finally:
+                kill(process)
+
+    def last(self, saved_in: str, strict: bool = True) -> Checkpoint:
+        """The newest checkpoint of some runs."""
+        from verl.checkpoint.read.discovery import CheckpointDirectory
+
+        return CheckpointDirectory(f"{self.directory / saved_in}_checkpoints").newest(strict)
+
+
+def laid_over(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
+    """Overrides, where a later one of the same key, or of a component above it, takes the place of an earlier one."""
+    keys = {text.partition("=")[0] for text in later}
+    kept = [text for text in overrides if not keys & {text.partition("=")[0], text.partition(".")[0]}]
+    return [*kept, *later]
+
+
+def main_script(root: str) -> Path:
+    """The script that trains.
+
+    Raises:
+        ConfigError: there is none, as where only the package is installed.
+    """
+    from verl.compose.schema import conf_dir
+
+    script = conf_dir().parent / f"main_{root}.py"
+    if not script.is_file():
+        raise ConfigError(f"--root is {root}: there is no {script}. Run this in a checkout, with --root ppo or sft.")
+    return script
+
+
+SHARDINGS = ("none", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp")
+LEG_SCRIPT = ("-m", "verl.cli.resume_worker")
+ASIDE, ROOT = "VERL_TOPOLOGY_ASIDE", "VERL_TOPOLOGY_ROOT"
+OF_EACH_PROCESS = ("rng",)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Processes, how weights are spread over them, and whether they are Ray's."""
+
+    processes: int
+    sharding: str
+    is_ray: bool
+
+    def __str__(self) -> str:
+        return f"{self.processes}:{self.sharding}{':ray' if self.is_ray else ''}"
+
+    @property
+    def overrides(self) -> list[str]:
+        """Of the main script."""
+        layout = [f"sharding={self.sharding}", f"trainer.n_gpus_per_node={self.processes}"]
+        return [*layout, "trainer=ray"] if self.is_ray else layout
+
+
+def topologies(text: str) -> tuple[Topology, ...]:
+    """Layouts, separated by commas: a number of processes, then a sharding, `ray`, or both.
+
+    >>> [str(one) for one in topologies("1,2:fsdp,4:tp_fsdp,2:ray,1")]
+    ['1:none', '2:fsdp', '4:tp_fsdp', '2:ddp:ray', '1:none']
+
+    Raises:
+        ConfigError: it says something else.
+    """
+    found = [_topology(entry.strip(), text) for entry in text.split(",")]
+    if len(found) < 2:
+        raise ConfigError(f"--topology is {text!r}: one layout is no chain. Give several, such as 1,2:fsdp,1.")
+    return tuple(found)
+
+
+def _topology(entry: str, text: str) -> Topology:
+    number, *words = entry.split(":")
+    shardings = [word for word in words if word in SHARDINGS]
+    unknown = [word for word in words if word not in (*SHARDINGS, "ray")]
+    if not number.isdigit() or int(number) < 1 or unknown or len(shardings) > 1:
+        raise ConfigError(
+            f"--topology is {text!r}: {entry!r} is no layout. Give a number of processes, then a sharding "
+            f"({', '.join(SHARDINGS)}), ray, or both: 2:fsdp, 2:ray, 4:tp_fsdp:ray."
+        )
+    count = int(number)
+    return Topology(count, shardings[0] if shardings else "none" if count == 1 else "ddp", "ray" in words)
+
+
+@dataclass(frozen=True)
+class TopologyCheck:
+    """One check.
+
+    Args:
+        legs: how its runs are started; as many steps as there are layouts.
+        chain: layouts, for one step each.
+        tolerance: of the steps and the end of the chain, beside what the first layout alone comes to; None runs that
+            not at all.
+    """
+
+    legs: RunLauncher
+    chain: Sequence[Topology]
+    tolerance: float | None
+
+    def differences(self) -> list[str]:
+        """Run the chain; tell the first tensor that a leg loaded otherwise than it was saved, none where there is none.
+
+        Raises:
+            RunFailed: a run ended early.
+        """
+        runs = []
+        for number, layout in enumerate(self.chain, start=1):
+            before = self.legs.last("chain") if number > 1 else None
+            stop = [f"trainer.stop_after={number}"] if number < len(self.chain) else []
+            resume = [] if before is None else ["resume=latest"]
+            runs.append(self._leg(f"leg_{number}", "chain", layout, [*stop, *resume]))
+            if before is not None and (lost := self._otherwise(before, f"leg_{number}_loaded")) is not None:
+                return [f"leg {number}, {layout}, loaded {before.name} otherwise than it was saved: {lost}"]
+        return [] if self.tolerance is None else self._from_straight(runs, self.tolerance)
+
+    def _from_straight(self, runs: Sequence[Path], tolerance: float) -> list[str]:
+        """The first metric and the first tensor that are not what the first layout alone comes to."""
+        from verl.trainer.state.compare_runs import Tolerance, first_part_apart, first_step_apart, steps_of
+
+        near = Tolerance(tolerance)
+        metrics = steps_of(self._leg("straight", "straight", self.chain[0], []))
+        apart = (first_step_apart(metrics, steps_of(run), near) for run in runs)
+        end = first_part_apart(self.legs.last("straight"), self.legs.last("chain"), near)
+        return [found for found in (next(filter(None, apart), None), end) if found is not None]
+
+    def compared(self) -> str:
+        """What was found equal, once nothing differs."""
+        tensors = sum(x.component not in OF_EACH_PROCESS for x in self.legs.last("chain").manifest.tensors)
+        chain = " -> ".join(map(str, self.chain))
+        loaded = f"{chain}: each layout loaded {tensors} tensors as the one before it saved them, bit by bit"
+        if self.tolerance is None:
+            return loaded
+        return f"{loaded}, and the steps and the end agree with {self.chain[0]} alone to within {self.tolerance:g}"
+
+    def _leg(self, name: str, saved_in: str, layout: Topology, overrides: Sequence[str]) -> Path:
+        settings = [*layout.overrides, "checkpoint.keep_last_n=null", *overrides]
+        aside = str(self.legs.directory / f"{name}_loaded_checkpoints")
+        return self.legs.run(name, saved_in, settings, LEG_SCRIPT, **{ASIDE: aside, ROOT: self.legs.root})
+
+    def _otherwise(self, saved: Any, loaded_in: str) -> str | None:
+        """What is not the same in a checkpoint and in the one that was saved as soon as it was loaded."""
+        from verl.checkpoint.read.reader import CheckpointReader
+        from verl.trainer.state.compare_runs import Tolerance, first_tensor_apart
+
+        loaded = self.legs.last(loaded_in)
+        digests = [CheckpointReader(one).digest(OF_EACH_PROCESS) for one in (saved, loaded)]
+        self.legs.tell(f"  digest {digests[0][:16]} saved, {digests[1][:16]} loaded")
+        if digests[0] == digests[1]:
+            return None
+        return first_tensor_apart(saved, loaded, Tolerance(without=OF_EACH_PROCESS)) or "the digests differ"
+
 
 TOLERANCE = 1e-3  # of a resume on other processes, whose sums are rounded otherwise
 
@@ -38,12 +287,12 @@ class ResumeCheck:
         stop_after: step after which the second run is stopped and resumed.
         resumed_with: further ones of the resumed run alone: another layout.
         plant: a tensor, as `component/name`, of which one bit is flipped between stopping and resuming.
-        tolerance: see `verl.trainer.comparing.Closeness`.
+        tolerance: see `verl.trainer.state.compare_runs.Tolerance`.
     Raises:
         ConfigError: it would compare nothing.
     """
 
-    legs: Legs
+    legs: RunLauncher
     stop_after: int
     resumed_with: Sequence[str] = ()
     plant: str | None = None
@@ -58,9 +307,9 @@ class ResumeCheck:
         is equal.
 
         Raises:
-            LegFailed: a run ended early.
+            RunFailed: a run ended early.
         """
-        from verl.trainer.comparing import Closeness, first_part_apart, first_step_apart, steps_of
+        from verl.trainer.state.compare_runs import Tolerance, first_part_apart, first_step_apart, steps_of
 
         straight = self.legs.run("straight", "straight", [])
         self.legs.run("interrupted", "stopped", [f"trainer.stop_after={self.stop_after}"])
@@ -69,7 +318,7 @@ class ResumeCheck:
             self._plant(self._last("stopped"))
             resume.append("checkpoint.verify=false")
         resumed = self.legs.run("resumed", "stopped", resume)
-        exact, near = Closeness(), Closeness(self.tolerance)
+        exact, near = Tolerance(), Tolerance(self.tolerance)
         if found := first_step_apart(steps_of(straight), steps_of(self.legs.directory / "interrupted"), exact):
             return [f"before the resume already, so this run does not repeat itself: {found}"]
         apart = first_step_apart(steps_of(straight), steps_of(resumed), near)
@@ -78,9 +327,9 @@ class ResumeCheck:
 
     def compared(self) -> str:
         """What was found equal, once nothing differs."""
-        from verl.trainer.comparing import Closeness, num_compared
+        from verl.trainer.state.compare_runs import Tolerance, num_compared
 
-        near = Closeness(self.tolerance)
+        near = Tolerance(self.tolerance)
         tensors = num_compared(self._last("straight"), near)
         how = (
             f"agree to within {self.tolerance:g} (another layout rounds otherwise)"
@@ -154,7 +403,7 @@ def resume_check(
             check: ResumeCheck | TopologyCheck
             if topology is not None:
                 chain = topologies(topology)
-                legs = Legs(
+                legs = RunLauncher(
                     root=root,
                     steps=len(chain),
                     directory=directory,
@@ -164,7 +413,7 @@ def resume_check(
                 )
                 check = TopologyCheck(legs, chain, tolerance)
             else:
-                legs = Legs(
+                legs = RunLauncher(
                     root=root,
                     steps=steps,
                     directory=directory,
@@ -181,7 +430,7 @@ def resume_check(
                 )
             found = check.differences()
             typer.echo("\n".join(f"DIFFERS: {line}" for line in found) if found else f"OK: {check.compared()}")
-    except (ConfigError, LegFailed) as error:
+    except (ConfigError, RunFailed) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(1 if found else 0)

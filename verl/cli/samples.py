@@ -1,20 +1,281 @@
-"""`verl samples`: browse the rollouts of a run, as a table, one prompt across steps, as JSON, or as a page."""
+"""`verl samples`: browse the rollouts of a run, as a table, one prompt across steps, as JSON, or as an HTML page.
+
+Rows come from the run's replay buffer and from the tables of samples that it dumped. What is selected in the page
+stands in the address after `#`, so that a view can be sent to somebody: `samples.html#sort=-score`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import html
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from verl.cli.output import one_line_errors, print_json, print_table
-from verl.cli.samples_page import page
-from verl.cli.samples_read import Sample, chosen, read_samples, within
+from verl.cli.console import one_line_errors, plain, print_json, print_table
 from verl.errors import ConfigError
+from verl.storage.config import is_address
+
+BUFFER = "buffer"
+
+
+@dataclass(frozen=True)
+class DumpedSample:
+    """One response.
+
+    Attributes:
+        source: `buffer`, or the table that it was dumped in, such as `eval`.
+        length: tokens of the response; None in a dump, which does not tell.
+        others: what else is known of it.
+    """
+
+    source: str
+    step: int
+    prompt: str
+    response: str
+    score: float | None = None
+    length: int | None = None
+    prompt_id: int | None = None
+    others: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_samples(run: str | Path) -> list[DumpedSample]:
+    """All of them, by step.
+
+    Args:
+        run: its directory, or a checkpoint with a replay buffer, on the disk or by its address in object storage.
+    Raises:
+        ConfigError: there is nothing to show.
+    """
+    if is_address(str(run)):
+        found = [sample for name, data in _stored_shards(str(run)) for sample in _of_shard(name, data)]
+        if not found:
+            raise ConfigError(f"{run} has no rows of a replay buffer. Runs keep them with replay=tiered.")
+        return sorted(found, key=lambda sample: sample.step)
+    path = Path(run)
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory. Give the directory of a run, or a checkpoint.")
+    import pyarrow as pa
+
+    found = [*_of_dumps(path / "samples")]
+    for directory in (path / "replay", path / "replay_buffer", path):
+        shards = sorted(file for file in directory.glob("rows_*.arrow") if not file.name.endswith(".index.arrow"))
+        found += [sample for shard in shards for sample in _of_shard(str(shard), pa.memory_map(str(shard)))]
+    if not found:
+        raise ConfigError(
+            f"{path} has neither samples/step_N.jsonl nor rows of a replay buffer. Runs dump samples with each "
+            "evaluation, and keep rows with replay=tiered."
+        )
+    return sorted(found, key=lambda sample: sample.step)
+
+
+def chosen(samples: Sequence[DumpedSample], tests: Sequence[Callable[[DumpedSample], bool]]) -> list[DumpedSample]:
+    """Those that pass every test."""
+    return [sample for sample in samples if all(test(sample) for test in tests)]
+
+
+def within(option: str, text: str, value_of: Callable[[DumpedSample], float | None]) -> Callable[[DumpedSample], bool]:
+    """A test from a range such as `0.5:1`, `0.5:`, `:1` or `1`; a row without the value does not pass.
+
+    Raises:
+        ConfigError: no range.
+    """
+    low, colon, high = text.partition(":")
+    try:
+        least = float(low) if low else float("-inf")
+        most = (float(high) if high else float("inf")) if colon else least
+    except ValueError:
+        raise ConfigError(f"{option} is {text!r}: expected a range such as 0.5:1, 0.5: or :1, or one number.") from None
+    return lambda sample: (value := value_of(sample)) is not None and least <= value <= most
+
+
+def _of_dumps(directory: Path) -> Iterator[DumpedSample]:
+    for file in sorted(directory.glob("step_*.jsonl")):
+        step = int(file.stem.removeprefix("step_"))
+        for line in file.read_text().splitlines():
+            row = json.loads(line)
+            source, score = row.pop("table", "samples"), row.pop("score", None)
+            texts = row.pop("prompt_text", ""), row.pop("response_text", "")
+            yield DumpedSample(source, step, *texts, score=None if score is None else float(score), others=row)
+
+
+def _stored_shards(address: str) -> Iterator[tuple[str, Any]]:
+    """The shards of a checkpoint in object storage, of which nothing else is fetched."""
+    import pyarrow as pa
+
+    from verl.checkpoint.manager import REPLAY_BUFFER, CheckpointManager
+
+    manager = CheckpointManager(address)
+    for entry in manager.files(REPLAY_BUFFER):
+        if entry.path.endswith(".arrow") and not entry.path.endswith(".index.arrow"):
+            yield f"{address}/{entry.path}", pa.py_buffer(manager.read(entry.path))
+
+
+def _of_shard(name: str, data: Any) -> Iterator[DumpedSample]:
+    """The rows of an Arrow file."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        opened = pa.ipc.open_file(data)
+    except pa.ArrowInvalid as error:
+        raise ConfigError(f"{name} is no whole shard of a replay buffer: {error}") from error
+    names = ["step", "score", "prompt_ids", "sample_ids", "policy_version", "advantage", "columns"]
+    for number in range(opened.num_record_batches):
+        batch = opened.get_batch(number)
+        lengths = pc.list_value_length(batch.column("responses")).to_pylist()
+        columns = (batch.column(name).to_pylist() for name in names)
+        for length, step, score, prompt, sample, version, advantage, others in zip(lengths, *columns, strict=True):
+            known = json.loads(others)
+            texts = str(known.pop("prompt_text", "")), str(known.pop("response_text", ""))
+            known.pop("score", None)
+            told = {"sample": sample, "policy_version": version, "advantage": advantage, **known}
+            yield DumpedSample(BUFFER, step, *texts, score=score, length=length, prompt_id=prompt, others=told)
+
+
+_STYLE = """
+body { font: 14px system-ui, sans-serif; margin: 1rem; color: #222; background: #fff }
+form { display: flex; flex-wrap: wrap; gap: .6rem; margin: .6rem 0; align-items: end }
+label { display: flex; flex-direction: column; font-size: 12px; color: #555 }
+input, select { font: inherit; padding: .2rem .4rem }
+input[type=number] { width: 6rem }
+table { border-collapse: collapse; width: 100% }
+th { position: sticky; top: 0; background: #f2f2f2; cursor: pointer; text-align: left; white-space: nowrap }
+th, td { padding: .3rem .5rem; border-bottom: 1px solid #ddd; vertical-align: top }
+td.number { text-align: right; font-variant-numeric: tabular-nums }
+td.text { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace; max-width: 40rem }
+td.prompt { cursor: pointer }
+@media (prefers-color-scheme: dark) {
+  body { color: #ddd; background: #181818 } th { background: #2a2a2a } th, td { border-color: #444 }
+}
+"""
+
+_SCRIPT = """
+const rows = JSON.parse(document.getElementById("rows").textContent);
+const columns = [
+  ["step", "step"], ["source", "source"], ["prompt_id", "prompt id"], ["score", "reward"], ["length", "tokens"],
+  ["prompt", "prompt"], ["response", "response"],
+];
+const ranges = ["step", "score", "length"];
+const MOST = 1000;  // rows drawn at a time
+const state = () => new URLSearchParams(location.hash.slice(1));
+
+function change(values) {
+  const next = state();
+  for (const [name, value] of Object.entries(values)) value === "" ? next.delete(name) : next.set(name, value);
+  location.hash = next.toString();
+  show();
+}
+
+function passes(row, asked) {
+  for (const name of ranges) {
+    const low = asked.get(name + "_min"), high = asked.get(name + "_max");
+    if (low === null && high === null) continue;
+    const value = row[name];
+    if (value === null || (low !== null && value < +low) || (high !== null && value > +high)) return false;
+  }
+  for (const name of ["prompt", "response"])
+    if (asked.get(name) !== null && !row[name].includes(asked.get(name))) return false;
+  if (asked.get("exact") !== null && row.prompt !== asked.get("exact")) return false;
+  return asked.get("source") === null || row.source === asked.get("source");
+}
+
+function compare(left, right, falls) {
+  const rank = (value) => value === null ? 2 : typeof value === "number" ? 0 : 1;  // what is no number comes after them
+  if (left === right || rank(left) !== rank(right)) return rank(left) - rank(right);
+  return (left < right ? -1 : 1) * (falls ? -1 : 1);
+}
+
+function cell(row, name) {
+  const td = document.createElement("td"), value = row[name];
+  td.textContent = value === null ? "" : typeof value === "number" ? +value.toPrecision(6) : value;
+  td.className = typeof value === "number" ? "number" : "text";
+  if (name === "prompt") {
+    td.classList.add("prompt");
+    td.title = "this prompt through all steps";
+    td.onclick = () => change({exact: row.prompt, sort: "step"});
+  }
+  if (name === "response") td.title = JSON.stringify(row.others, null, 1);
+  return td;
+}
+
+function show() {
+  const asked = state(), sort = asked.get("sort") || "step", falls = sort.startsWith("-");
+  const name = sort.replace("-", "");
+  const chosen = rows.filter((row) => passes(row, asked));
+  chosen.sort((left, right) => compare(left[name], right[name], falls));
+  const body = document.querySelector("tbody");
+  body.replaceChildren(...chosen.slice(0, MOST).map((row) => {
+    const tr = document.createElement("tr");
+    tr.append(...columns.map(([key]) => cell(row, key)));
+    return tr;
+  }));
+  const cut = chosen.length > MOST ? `, the first ${MOST} shown` : "";
+  const scores = chosen.map((row) => row.score).filter((score) => typeof score === "number");
+  const mean = scores.length ? `, mean reward ${(scores.reduce((a, b) => a + b, 0) / scores.length).toFixed(4)}` : "";
+  document.getElementById("count").textContent = `${chosen.length} of ${rows.length} rows${cut}${mean}`;
+  for (const input of document.querySelectorAll("form [name]")) input.value = asked.get(input.name) || "";
+  for (const th of document.querySelectorAll("th"))
+    th.setAttribute("aria-sort", th.dataset.key !== name ? "none" : falls ? "descending" : "ascending");
+}
+
+function build() {
+  const form = document.querySelector("form");
+  const field = (name, text, type) => {
+    const label = document.createElement("label"), input = document.createElement("input");
+    Object.assign(input, {name, type, step: "any"});
+    input.onchange = () => change({[name]: input.value});
+    label.append(text, input);
+    form.append(label);
+  };
+  for (const [name, text] of columns.filter(([key]) => ranges.includes(key)))
+    for (const end of ["min", "max"]) field(`${name}_${end}`, `${text} ${end}`, "number");
+  for (const name of ["prompt", "response"]) field(name, `${name} contains`, "text");
+  const label = document.createElement("label"), select = document.createElement("select");
+  select.name = "source";
+  for (const source of ["", ...new Set(rows.map((row) => row.source))]) select.add(new Option(source || "all", source));
+  select.onchange = () => change({source: select.value});
+  label.append("source", select);
+  const all = Object.assign(document.createElement("button"), {type: "button", textContent: "show all"});
+  all.onclick = () => { location.hash = ""; show(); };
+  form.append(label, all);
+  document.querySelector("thead tr").append(...columns.map(([key, text]) => {
+    const th = document.createElement("th");
+    th.textContent = text;
+    th.dataset.key = key;
+    th.onclick = () => change({sort: state().get("sort") === key ? "-" + key : key});
+    return th;
+  }));
+}
+
+build();
+show();
+window.addEventListener("hashchange", show);
+"""
+
+
+def page(samples: Sequence[DumpedSample], title: str) -> str:
+    """The page. What was drawn never becomes a part of its markup: it is data, and shown as text."""
+    data = json.dumps(plain([sample.as_json() for sample in samples]), allow_nan=False)
+    data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    told = html.escape(title)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{told}</title>\n'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n'
+        f'<body><h1>{told}</h1><form></form><p id="count"></p>\n'
+        "<table><thead><tr></tr></thead><tbody></tbody></table>\n"
+        f'<script id="rows" type="application/json">{data}</script>\n<script>{_SCRIPT}</script></body></html>\n'
+    )
+
 
 WIDTH = 60  # of a text in the table
-SORTS: dict[str, Callable[[Sample], float]] = {
+SORTS: dict[str, Callable[[DumpedSample], float]] = {
     "step": lambda sample: sample.step,
     "reward": lambda sample: float("-inf") if sample.score is None else sample.score,
     "length": lambda sample: -1 if sample.length is None else sample.length,
@@ -55,8 +316,8 @@ def samples(
 
 def _tests(
     reward: str | None, length: str | None, step: str | None, prompt: str | None, number: int | None, source: str | None
-) -> list[Callable[[Sample], bool]]:
-    tests: list[Callable[[Sample], bool]] = []
+) -> list[Callable[[DumpedSample], bool]]:
+    tests: list[Callable[[DumpedSample], bool]] = []
     if reward is not None:
         tests.append(within("--reward", reward, lambda sample: sample.score))
     if length is not None:
@@ -72,14 +333,14 @@ def _tests(
     return tests
 
 
-def _sorted(found: Sequence[Sample], sort: str) -> list[Sample]:
+def _sorted(found: Sequence[DumpedSample], sort: str) -> list[DumpedSample]:
     key = SORTS.get(sort.removeprefix("-"))
     if key is None:
         raise ConfigError(f"--sort is {sort!r}: expected {', '.join(SORTS)}, with - before it for the largest first.")
     return sorted(found, key=key, reverse=sort.startswith("-"))
 
 
-def _compare(found: Sequence[Sample]) -> None:
+def _compare(found: Sequence[DumpedSample]) -> None:
     """A line for each step of one prompt: how many responses, how good, how long, and the best of them."""
     prompts = list(dict.fromkeys(sample.prompt for sample in found))
     if len(prompts) != 1:
@@ -89,7 +350,7 @@ def _compare(found: Sequence[Sample]) -> None:
             "Choose one with --prompt TEXT or --prompt-id N."
         )
     typer.echo(f"prompt  {prompts[0]}")
-    by_step: dict[int, list[Sample]] = {}
+    by_step: dict[int, list[DumpedSample]] = {}
     for sample in found:
         by_step.setdefault(sample.step, []).append(sample)
     rows = []
@@ -103,7 +364,7 @@ def _compare(found: Sequence[Sample]) -> None:
     print_table(["step", "responses", "mean reward", "best", "mean tokens", "best response"], rows)
 
 
-def _cells(sample: Sample) -> list[str]:
+def _cells(sample: DumpedSample) -> list[str]:
     numbers = [sample.prompt_id, sample.score, sample.length]
     texts = [_short(sample.prompt), _short(sample.response)]
     return [str(sample.step), sample.source, *map(_number, numbers), *texts]

@@ -16,13 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.export import plain_directory
 from verl.checkpoint.read.discovery import FORMAT, LATEST, POINTER, CheckpointDirectory
+from verl.checkpoint.resume_point import ResumePoint, find
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.from_yaml import parse_overrides
 from verl.compose.overrides import assign
 from verl.compose.validate import validate
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.models.pretrained import Pretrained
-from verl.trainer.resume import ResumePoint, find
 from verl.workers.load_state import RestoreSource
 
 UNKNOWN_CONTEXT = 4096  # tokens of prompt and response, of a model that does not say how many it holds

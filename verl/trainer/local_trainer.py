@@ -20,13 +20,12 @@ from verl.compose.validate import validate
 from verl.data.base import PromptOptions
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError
-from verl.trainer.face import TrainerFace
-from verl.trainer.forms import described_data, described_reward
-from verl.trainer.given import GivenPrompts, carried_in, hand_over
+from verl.trainer.api.base import BaseTrainer
+from verl.trainer.api.from_objects import PromptsObject, carried_in, data_from_object, hand_over, reward_from_object
 from verl.utils.component_exits import component_exits
 
 
-class LocalPPOTrainer(TrainerFace):
+class LocalPPOTrainer(BaseTrainer):
     """Policy optimisation with every role in this process, or in processes that it starts itself (sharding=ddp).
 
     Works from a script without a `__main__` guard and from a notebook. Also a context manager.
@@ -78,9 +77,9 @@ def _given(train_dataset: Any, reward_fn: Callable | None) -> dict[str, Descript
     """What takes the place of configuration, by root key."""
     given: dict[str, Description] = {}
     if train_dataset is not None:
-        given["data"] = described_data(train_dataset)
+        given["data"] = data_from_object(train_dataset)
     if reward_fn is not None:
-        given["reward"] = described_reward(reward_fn, argument="reward_fn")
+        given["reward"] = reward_from_object(reward_fn, argument="reward_fn")
     return given
 
 
@@ -104,7 +103,7 @@ def _compose(
 
 
 def _refuse_other_options(described: Any, dataset: Any) -> None:
-    if not isinstance(described, GivenPrompts) or not isinstance(dataset, RLHFDataset):
+    if not isinstance(described, PromptsObject) or not isinstance(dataset, RLHFDataset):
         return
     faults = []
     for f in dataclasses.fields(PromptOptions):

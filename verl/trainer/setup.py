@@ -1,31 +1,39 @@
-"""What every trainer sets up before its first step, and puts back after its last: device, seeds, threads, roles."""
+"""Set-up and tear-down that all trainers share (device, seeds, threads, roles, restored state), and fault tolerance.
+
+A run that loses a worker restarts from its last checkpoint, a bounded number of times:
+
+fit ──> WorkerDied ──> the last checkpoint ──> new workers ──> fit
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from verl import config
 from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.resolve import tier_of
+from verl.checkpoint.resume_point import find
 from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
 from verl.cluster.placement import Placement
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain
 from verl.engines.sharding import Sharding
-from verl.errors import ConfigError
+from verl.errors import CheckpointNotFound, ConfigError, WorkerDied
 from verl.models.pretrained import ModelSource
-from verl.trainer.identity import identity_of
-from verl.trainer.joint import Parts
-from verl.trainer.resume import find, refuse_other_identity, tell_differences
-from verl.trainer.saving import Saving
-from verl.trainer.settings import LoopSettings
+from verl.trainer.config import LoopSettings
+from verl.trainer.state.checkpointing import CheckpointSaver
+from verl.trainer.state.distributed_save import RankWriters
+from verl.trainer.state.resume import refuse_other_identity, tell_differences
+from verl.trainer.state.training_identity import identity_of
+from verl.trainer.train_loop import TrainResult
 from verl.utils import torchrun
 from verl.utils.redact import redact_tree
 from verl.utils.seeding import derive_seed, seed_everything
@@ -93,7 +101,7 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
     return replace(context, device=device, seed=settings.seed, run_dir=run_dir)
 
 
-def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collection[str] = ()) -> Saving:
+def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collection[str] = ()) -> CheckpointSaver:
     """The checkpoints of a run, and the one that it goes on from if `resume` names one.
 
     Raises:
@@ -117,17 +125,19 @@ def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collect
             _log.info("Resuming from %s, step %d (%s).", point.published.directory, point.step, point.why)
             for line in tell_differences(point, redact_tree(config)):
                 _log.warning("differs from the resumed run: %s", line)
-    return Saving(chosen, directory, config, identity, loss_key, point, uses, tier)
+    return CheckpointSaver(chosen, directory, config, identity, loss_key, point, uses, tier)
 
 
-def restore_of(saving: Saving) -> RestoreSource | None:
+def restore_of(saving: CheckpointSaver) -> RestoreSource | None:
     """What roles need to go on from the checkpoint of a run; `find` has hashed all of it."""
     return None if saving.resumed is None else RestoreSource(saving.resumed.published.directory, verify=False)
 
 
-def parts_of(cluster: WorkerGroup, trained: Mapping[str, Any], settings: Checkpointing | None) -> Parts | None:
+def rank_writers_of(
+    cluster: WorkerGroup, trained: Mapping[str, Any], settings: Checkpointing | None
+) -> RankWriters | None:
     """The processes of roles as writers of checkpoints; None where the driver's own process holds the roles."""
-    return None if cluster.shares_memory or settings is None else Parts(trained, settings)
+    return None if cluster.shares_memory or settings is None else RankWriters(trained, settings)
 
 
 def start_cluster(
@@ -158,7 +168,7 @@ def start_cluster(
 
 
 @dataclass(frozen=True)
-class Divided:
+class RoleSharding:
     """A role as far as its division goes.
 
     Attributes:
@@ -175,7 +185,7 @@ class Divided:
     model_path: str = ""
 
 
-def sharding_faults(roles: Sequence[Divided], settings: LoopSettings, is_placed: bool = False) -> list[str]:
+def sharding_faults(roles: Sequence[RoleSharding], settings: LoopSettings, is_placed: bool = False) -> list[str]:
     """What is wrong between shardings, the number of processes, and the models; each fault is told once.
 
     Args:
@@ -199,3 +209,60 @@ def sharding_faults(roles: Sequence[Divided], settings: LoopSettings, is_placed:
         if found is not None and (fault := role.sharding.heads_fault(*found, role.count)) is not None:
             heads.setdefault(role.path, f"{role.path}.{fault} (heads of {role.model_path})")
     return list(heads.values())
+
+
+class Restartable(Protocol):
+    """What a recovery needs of a trainer.
+
+    Attributes:
+        restarts: why it was restarted, once for each time.
+    """
+
+    description: Any
+    saving: CheckpointSaver
+    restarts: list[str]
+
+    def restart(self, resume: str | None, why: str) -> None: ...
+
+
+def fit_through_losses(trainer: Restartable, fit: Callable[[], TrainResult], max_restarts: int) -> TrainResult:
+    """Train to the end, whatever workers are lost.
+
+    Raises:
+        WorkerDied: a worker was lost, and the run keeps no checkpoints or was restarted as often as it may be.
+    """
+    resume, why = None, None
+    while True:
+        try:
+            if why is not None:
+                trainer.restart(resume, why)  # may lose a worker too
+            return fit()
+        except WorkerDied as error:
+            if not max_restarts:
+                raise
+            if (reason := _hopeless(trainer, max_restarts)) is not None:
+                raise type(error)(error.rank, error.call, error.step, f"{error.detail}\n{reason}") from error
+            why = str(error).splitlines()[0].rstrip(":")
+            resume = _last_of(trainer.saving) or trainer.description.resume
+            where = "the beginning, for it had saved nothing yet" if resume is None else resume
+            number = len(trainer.restarts) + 1
+            _log.warning("Restart %d of at most %d, from %s: %s", number, max_restarts, where, why)
+
+
+def _hopeless(trainer: Restartable, max_restarts: int) -> str | None:
+    """Why the run cannot go on by itself."""
+    if trainer.saving.settings is None:
+        return "The run keeps no checkpoints, so it cannot go on by itself. Set checkpoint=async."
+    if len(trainer.restarts) >= max_restarts:
+        return f"The run was restarted {max_restarts} times before, and trainer.placement.max_restarts allows no more."
+    return None
+
+
+def _last_of(saving: CheckpointSaver) -> str | None:
+    """The checkpoint that this run published last; another run's in the same directory is none of its own."""
+    try:
+        complete = CheckpointDirectory(saving.directory).complete()
+    except CheckpointNotFound:
+        return None
+    own = [published for published in complete if published.manifest.run_id == saving.run_id]
+    return str(own[-1].directory) if own else None

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the likelihood of given completions, in the same loop as PPO."""
+"""Supervised fine-tuning: maximum likelihood of given completions, in the same loop as PPO."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.protocol import DataProto
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
-from verl.trainer import generators
-from verl.trainer.budget import tell_budget
-from verl.trainer.loop import Result, fit
-from verl.trainer.settings import SFTSettings
+from verl.trainer.config import SFTSettings
+from verl.trainer.memory_estimate import log_estimate
 from verl.trainer.setup import (
-    Divided,
     ProcessState,
-    parts_of,
+    RoleSharding,
     prepare_context,
     prepare_saving,
+    rank_writers_of,
     restore_of,
     sharding_faults,
     start_cluster,
 )
-from verl.trainer.stages import Stages
+from verl.trainer.state import train_state
+from verl.trainer.timers import StageTimers
+from verl.trainer.train_loop import TrainResult, fit
 from verl.utils.seeding import derive_seed
 from verl.workers.actor import Actor
 from verl.workers.colocated import SFTHost, with_tokenizer
@@ -60,7 +60,7 @@ class SFTRun(Description):
         own, count = self.actor.sharding, self.trainer.n_gpus_per_node * self.trainer.nnodes
         path = "sharding" if own is None else "actor.sharding"
         yield from sharding_faults(
-            [Divided(path, own or self.sharding, count, self.actor.model, "actor.model")], self.trainer
+            [RoleSharding(path, own or self.sharding, count, self.actor.model, "actor.model")], self.trainer
         )
         if (fault := self.actor.model.policy_fault()) is not None:
             yield f"actor.model.{fault}"
@@ -94,19 +94,19 @@ class SFTTrainer:
             self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
             self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
             self.tracker = run.tracker.build(context)
-            self.stages = Stages(self.tracker)
+            self.stages = StageTimers(self.tracker)
             self.saving = prepare_saving(run, context, "sft/loss")
             self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame)
-            tell_budget(run, context, self.saving.directory)
+            log_estimate(run, context, self.saving.directory)
             restore = restore_of(self.saving)
             host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps, restore=restore)
             context = replace(context, row_tokens=getattr(run.data, "max_length", None))
             self._cluster = start_cluster(host, run.trainer, context)
             self.learner = role_handles(self._cluster, host)["learner"]
-            self.saving.parts = parts_of(self._cluster, {"actor": self.learner}, run.checkpoint)
+            self.saving.parts = rank_writers_of(self._cluster, {"actor": self.learner}, run.checkpoint)
             if (point := self.saving.resumed) is not None:
                 self.sampler.load_state_dict(point.read_json("dataloader/state.json"))
-                generators.restore_ranks(point, self._cluster, self.learner, self.settings.seed)
+                train_state.restore_ranks(point, self._cluster, self.learner, self.settings.seed)
         except BaseException:
             self.close()
             raise
@@ -153,11 +153,11 @@ class SFTTrainer:
     def state(self) -> tuple[dict[str, SavedRoleState], dict[str, Any]]:
         """What a checkpoint holds: of the model, and of everything else that a later run needs to go on."""
         roles = self.saving.states_of({"actor": self.learner}, self._cluster.shares_memory)
-        ranks = generators.ranks_of(self._cluster, self.learner)
+        ranks = train_state.ranks_of(self._cluster, self.learner)
         return roles, {"sampler": self.sampler.state_dict(), "ranks": ranks}
 
-    def fit(self) -> Result:
-        """Train to the end; see `verl.trainer.loop.fit`."""
+    def fit(self) -> TrainResult:
+        """Train to the end; see `verl.trainer.train_loop.fit`."""
         return fit(self, as_plain(self.description))
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.compare import compare
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import verify
+from verl.checkpoint.resume_point import find
 from verl.checkpoint.retention import Retention, prune
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_plan import IncrementalSettings
@@ -35,7 +36,6 @@ from verl.errors import (
     ConfigError,
     NoSpaceForCheckpoint,
 )
-from verl.trainer.resume import find
 
 WEIGHTS = "actor/model.safetensors"
 DELTA, BASE = f"{WEIGHTS}.delta", f"{WEIGHTS}.base"

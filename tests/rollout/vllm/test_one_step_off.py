@@ -19,9 +19,9 @@ from verl.checkpoint.read.reader import CheckpointReader
 from verl.component import BuildContext
 from verl.rollout.vllm.client.client import VLLMClient
 from verl.rollout.vllm.config import VLLMRollout
-from verl.trainer.loop import Course
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.reloading import load_checkpoint
+from verl.trainer.state.resume import load_checkpoint
+from verl.trainer.train_loop import TrainLoop
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
@@ -68,7 +68,7 @@ def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_a
     trained_on = noted_updates(monkeypatch)
     run = ahead(save_family(tmp_path / "model", "qwen2"), tmp_path, total_steps=4)
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        course = Course(trainer, {})
+        course = TrainLoop(trainer, {})
         course.open()
         for _ in range(4):
             course.step()

@@ -1,0 +1,119 @@
+"""A run declared by its parts is the run that the same parts make step by step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_models import save_random_classifier
+
+from verl.errors import ConfigError
+from verl.models.pretrained import Pretrained
+from verl.rewards.rules import ExactMatch
+from verl.rewards.weighted_sum import WeightedSum
+from verl.trainer.api.from_objects import summed_rewards
+from verl.trainer.api.trainer import DataPipeline, RLTrainer, Trainer
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(3)]
+TRAINING = {
+    "lr": 3e-3,
+    "prompts_per_step": 3,
+    "total_steps": 2,
+    "eval_samples": 0,
+    "num_threads": 1,
+    "save_final": False,
+}
+ROLLOUT = {"max_new_tokens": 5, "n": 2}
+
+
+def digits(prompts, responses, answer):
+    return [sum(c.isdigit() for c in text) / 5 for text in responses]
+
+
+def declared(model, **changes) -> DataPipeline:
+    parts = {
+        "actors": [model],
+        "reward_models": [digits],
+        "data": ROWS,
+        "rollout_config": ROLLOUT,
+        "train_config": TRAINING,
+    }
+    return DataPipeline(**{**parts, "overrides": ["tracker=none"], **changes})
+
+
+def faults_of(*args, **kwargs) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        declared(*args, **kwargs)
+    return caught.value.faults
+
+
+def test_it_comes_to_what_the_trainer_comes_to_and_can_be_run_again(dir32):
+    trainer = RLTrainer(pipeline=declared(dir32))
+    results = [trainer.run() for _ in range(2)]
+    arguments = {"model": dir32, "reward_model": digits, "train_dataset": ROWS, "overrides": ["tracker=none"]}
+    with Trainer(**arguments, rollout_config=ROLLOUT, train_config=TRAINING) as stepped:
+        losses = [stepped.step() for _ in range(2)]
+    for result in results:
+        assert (result.status, result.steps) == ("finished", 2)
+        assert result.last_metrics["actor/loss"] == losses[-1]
+
+
+def test_a_critic_makes_it_ppo_unless_something_else_is_named(dir32):
+    assert declared(dir32).arguments["algorithm"] == "grpo"
+    assert declared(dir32, critics=[dir32]).arguments["algorithm"] == "ppo"
+    named = declared(dir32, train_config={**TRAINING, "algorithm": "rloo"})
+    assert named.arguments["algorithm"] == "rloo"
+    assert "critic/loss" in RLTrainer(declared(dir32, critics=[dir32], references=[dir32])).run().last_metrics
+
+
+def test_several_rewards_are_a_weighted_sum_each_logged_by_its_name(dir32, tmp_path):
+    path = save_random_classifier(tmp_path / "classifier", "qwen2")
+    model = Pretrained(path=str(path)).load_classifier("cpu")
+    rewards = [digits, {"reward": model, "weight": 0.5, "name": "style"}, {"reward": ExactMatch(), "weight": 2.0}]
+    last = RLTrainer(declared(dir32, reward_models=rewards)).run().last_metrics
+    total = last["reward/digits"] + 0.5 * last["reward/style"] + 2.0 * last["reward/exact_match"]
+    assert last["reward/mean"] == pytest.approx(total, abs=1e-6)
+
+
+def test_rewards_without_names_of_their_own_are_numbered():
+    summed = summed_rewards([lambda prompts, responses: [1.0], digits, digits])
+    assert isinstance(summed, WeightedSum)
+    assert summed.weights == {"reward_1": 1.0, "digits": 1.0, "reward_3": 1.0}
+
+
+def test_what_a_run_cannot_have_is_refused_in_words(dir32):
+    assert faults_of(dir32, actors=[dir32, dir32], critics=[dir32] * 2, data=None) == [
+        "actors has 2. One policy is trained per run. To compare several, make a pipeline for each.",
+        "critics has 2. A run has one value function, of one policy. Leave the others out.",
+        "data is missing: give rows with a `prompt`, an RLHFDataset, or a file.",
+    ]
+    assert faults_of(dir32, actors=[]) == ["actors is empty: give the policy to train."]
+    assert faults_of(dir32, actors="model")[0] == "actors is 'model': expected a list, such as ['model']."
+    assert faults_of(dir32, reward_models=[]) == ["reward_models is empty: give at least one reward."]
+    assert faults_of(dir32, reward_models=digits)[0].startswith("reward_models is <function digits")
+    assert "reward_models[1] is 3: expected a function" in faults_of(dir32, reward_models=[digits, 3])[0]
+    assert faults_of(dir32, reward_models=[{"reward": digits, "wieght": 1}]) == [
+        "reward_models[0].wieght is not a known key. Known: reward, weight, name."
+    ]
+    assert "weights.digits is nan" in faults_of(dir32, reward_models=[{"reward": digits, "weight": float("nan")}])[0]
+    with pytest.raises(ConfigError, match="pipeline is a dict: expected a DataPipeline"):
+        RLTrainer({"actors": []})
+
+
+def test_unknown_keys_are_told_when_it_is_run(dir32):
+    pipeline = declared(dir32, rollout_config={"max_tokens": 5})
+    with pytest.raises(
+        ConfigError, match=r"rollout_config\.max_tokens is not a known key\. Did you mean max_new_tokens\?"
+    ):
+        RLTrainer(pipeline).run()
+
+
+def test_nobody_has_to_switch_models(model32, tokenizer):
+    """A reward model in training mode and a policy in it give the numbers of models in evaluation mode."""
+    results = []
+    for mode in (True, False):
+        torch.manual_seed(0)
+        policy = model32.load_causal_lm("cpu").train(mode)
+        for parameter in policy.parameters():
+            parameter.requires_grad_(mode)
+        results.append(RLTrainer(declared(policy, tokenizer=tokenizer)).run().last_metrics["actor/loss"])
+    assert results[0] == results[1]

@@ -1,0 +1,528 @@
+"""Trainer: the loop of main_ppo.py one step at a time, with objects for configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from http_client.servers import serving
+from random_models import save_random_classifier
+from rollout.speaking import Speaker
+from trainer.runs import Arbitrary
+
+from verl.checkpoint.manager import CheckpointManager
+from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, RewardError
+from verl.models.pretrained import Pretrained
+from verl.rewards.normalization import RewardNormalization
+from verl.rewards.reward_model import RewardModel
+from verl.rewards.rules import ExactMatch
+from verl.trainer.api.trainer import Trainer
+from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.state import train_state
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3)]
+SMALL = {"lr": 3e-3, "prompts_per_step": 3, "total_steps": 4, "eval_samples": 0, "num_threads": 1, "eval_before": False}
+QUIET = ("tracker=none", "trainer.save_final=false")
+
+
+def digits(prompts, responses, answer):
+    return [sum(c.isdigit() for c in text) / 5 for text in responses]
+
+
+def letters(prompts, responses, answer):
+    return [sum(c.isalpha() for c in text) / 5 for text in responses]
+
+
+def trainer(model, **changes) -> Trainer:
+    arguments = {
+        "model": model,
+        "reward_model": Arbitrary(),
+        "train_dataset": ROWS,
+        "rollout_config": {"max_new_tokens": 5, "n": 2},
+        "overrides": QUIET,
+    }
+    train_config = {**SMALL, **changes.pop("train_config", {})}
+    return Trainer(**{**arguments, "train_config": train_config, **changes})
+
+
+def weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def actor_of(made: Trainer):
+    return made.trainer._cluster._host.workers["actor"]
+
+
+def moments_of(made: Trainer) -> list[torch.Tensor]:
+    return [x.clone() for _, x in sorted(actor_of(made).engine.optimizer_tensors().items())]
+
+
+def all_equal(left, right) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def faults_of(*args, **kwargs) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        trainer(*args, **kwargs)
+    return caught.value.faults
+
+
+# Steps
+
+
+def test_steps_one_by_one_are_the_steps_of_fit_and_train_the_very_model(model32, tokenizer):
+    ends = []
+    for _ in range(2):
+        model = model32.load_causal_lm("cpu")
+        places = [p.data_ptr() for p in model.parameters()]
+        with trainer(model, tokenizer=tokenizer) as made:
+            if not ends:
+                losses = [made.step() for _ in range(4)]
+                assert made.steps == 4
+                assert losses[-1] == made.metrics["actor/loss"]
+            else:
+                result = made.fit()
+                assert (result.status, result.steps) == ("finished", 4)
+                assert result.last_metrics["actor/loss"] == losses[-1]
+        assert [p.data_ptr() for p in model.parameters()] == places
+        ends.append(weights(model))
+    assert all_equal(*ends)
+    assert not all_equal(ends[0], weights(model32.load_causal_lm("cpu")))
+
+
+def test_fit_goes_on_from_the_steps_that_were_made_and_ends_the_run(dir32):
+    with trainer(dir32) as made:
+        made.step()
+        assert made.fit().steps == 4
+        assert CheckpointManager(made.save_checkpoint("after")).step == 4
+        with pytest.raises(ConfigError, match=r"this trainer has ended \(finished, step 4\)"):
+            made.step()
+
+
+def test_a_run_without_end_may_go_past_its_last_step(dir32):
+    with trainer(dir32, train_config={"total_steps": 1}) as made:
+        losses = [made.step() for _ in range(3)]
+        assert made.steps == 3
+        assert len(set(losses)) == 3
+
+
+def test_closing_writes_what_was_trained_and_says_how_far_it_came(dir32):
+    with trainer(dir32, overrides=["tracker=none"]) as made:
+        made.step()
+    summary = json.loads((made.run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("stopped", 1)
+    trained = Pretrained(path=str(made.run_dir / "actor")).load_causal_lm("cpu")
+    assert not all_equal(weights(trained), weights(Pretrained(path=str(dir32)).load_causal_lm("cpu")))
+    made.close()
+
+
+def test_an_error_ends_the_run_and_is_recorded(dir32):
+    def broken(prompts, responses, answer):
+        raise ValueError("no such thing")
+
+    with pytest.raises(RewardError, match="no such thing"), trainer(dir32, reward_model=broken) as made:
+        made.step()
+    summary = json.loads((made.run_dir / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "no such thing" in summary["error"]
+
+
+def test_evaluation_is_asked_for_and_needs_rows(dir32):
+    with trainer(dir32, eval_dataset=ROWS[:2]) as made:
+        assert "eval/accuracy" in made.evaluate()
+    with trainer(dir32) as made, pytest.raises(ConfigError, match="eval_dataset is missing"):
+        made.evaluate()
+
+
+# Checkpoints
+
+
+COURSES = {
+    "grpo": {},
+    "ppo with a critic": {"algorithm": "ppo"},
+    "an adapter": {"lora": {"rank": 2}},
+    "saved while training goes on": {"checkpoint_config": {"save_dir": "own", "save_interval": 1}},
+}
+
+
+@pytest.mark.parametrize("options", COURSES.values(), ids=COURSES.keys())
+def test_saved_loaded_and_continued_is_uninterrupted_bit_for_bit(options, dir32):
+    with trainer(dir32, **options) as whole:
+        first = [whole.step() for _ in range(2)]
+        saved = whole.save_checkpoint(save_dir="aside")
+        drawn = torch.rand(1)
+        last = [whole.step() for _ in range(2)]
+        end = weights(actor_of(whole).model)
+        whole.load_checkpoint(saved)  # back, in the same trainer
+        assert whole.steps == 2
+        assert torch.equal(torch.rand(1), drawn)
+        assert [whole.step() for _ in range(2)] == last
+        assert all_equal(weights(actor_of(whole).model), end)
+    with trainer(
+        dir32, **{**options, "checkpoint_config": None}
+    ) as other:  # and in another one, that went astray before
+        assert other.step() == first[0]
+        other.load_checkpoint("aside")
+        assert [other.step() for _ in range(2)] == last
+        assert all_equal(weights(actor_of(other).model), end)
+
+
+def test_a_tag_names_the_directory_and_the_run_directory_leads_to_it(dir32):
+    with trainer(dir32, checkpoint_config={"save_dir": "own", "save_interval": None}) as made:
+        made.step()
+        tagged = made.save_checkpoint(tag="loss_0.12_step_500")
+        assert tagged == Path("own/loss_0.12_step_500").absolute()
+        assert CheckpointManager(tagged).step == 1
+        made.step()
+        assert made.save_checkpoint(save_dir="own").name == "global_step_2"
+        made.load_checkpoint(tagged)
+        assert made.steps == 1
+        made.step()
+        made.load_checkpoint("latest")
+        assert made.steps == 2
+        with pytest.raises(ValueError, match="names? a directory|no name|letters"):
+            made.save_checkpoint(tag="../x")
+
+
+def test_without_settings_a_checkpoint_goes_where_a_run_of_that_name_would_look(dir32):
+    with trainer(dir32, train_config={"project_name": "mine", "experiment_name": "one"}) as made:
+        made.step()
+        assert made.save_checkpoint() == Path("checkpoints/mine/one/global_step_1").absolute()
+
+
+def test_the_actor_alone_leaves_optimizer_step_and_data_as_they_are(dir32):
+    with trainer(dir32) as first:
+        first.step()
+        first.step()
+        saved, end = first.save_checkpoint("aside"), weights(actor_of(first).model)
+    with trainer(dir32) as made:
+        made.load_checkpoint(saved, load_components=["actor"])
+        assert all_equal(weights(actor_of(made).model), end)
+        assert made.steps == 0
+        assert not actor_of(made).engine.optimizer_tensors()
+        assert actor_of(made).engine.updates == 0
+        assert made.trainer.sampler.state_dict()["position"] == 0
+        made.load_checkpoint(saved, load_components=["optimizer"])
+        assert actor_of(made).engine.updates == 2
+        assert actor_of(made).engine.optimizer_tensors()
+
+
+@pytest.mark.parametrize("options", [{"mmap": True}, {"device_map": "cpu"}, {"mmap": True, "device_map": {"": "cpu"}}])
+def test_the_way_that_bytes_take_changes_no_bit(options, dir32):
+    with trainer(dir32) as made:
+        made.step()
+        saved, end = made.save_checkpoint("aside"), weights(actor_of(made).model)
+        moments = {name: x.clone() for name, x in actor_of(made).engine.optimizer_tensors().items()}
+        made.step()
+        made.load_checkpoint(saved, **options)
+        assert all_equal(weights(actor_of(made).model), end)
+        assert all(torch.equal(x, moments[name]) for name, x in actor_of(made).engine.optimizer_tensors().items())
+
+
+def test_weights_for_older_tools_load_too(dir32):
+    config = {"save_dir": "own", "use_safetensors": False, "save_interval": None}
+    with trainer(dir32, checkpoint_config=config) as made:
+        made.step()
+        saved, end = made.save_checkpoint(), weights(actor_of(made).model)
+        assert (saved / "actor/pytorch_model.bin").is_file()
+        made.step()
+        made.load_checkpoint(saved)
+        assert all_equal(weights(actor_of(made).model), end)
+
+
+def test_a_damaged_checkpoint_is_refused_before_anything_changes(dir32):
+    with trainer(dir32, algorithm="ppo") as made:
+        made.step()
+        file = made.save_checkpoint("aside") / "critic/model.safetensors"
+        file.chmod(0o644)
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        made.step()
+        before = weights(actor_of(made).model)
+        with pytest.raises(CheckpointCorrupt, match="model.safetensors"):
+            made.load_checkpoint("aside/global_step_1")
+        assert all_equal(weights(actor_of(made).model), before)
+        assert made.steps == 2
+
+
+def test_what_cannot_be_loaded_is_refused_in_words(dir32, tmp_path):
+    with trainer(dir32) as made:
+        made.step()
+        saved = made.save_checkpoint("aside")
+        for options, told in (
+            ({"load_components": ["actr"]}, "load_components has 'actr': this trainer has actor, optimizer"),
+            ({"load_components": ["critic"]}, "load_components has 'critic'"),
+            ({"load_components": "actor"}, r"expected a list, such as \['actor'\]"),
+            ({"device_map": "cuda:99"}, "device_map is 'cuda:99': torch has no cuda:99 here"),
+        ):
+            with pytest.raises(ConfigError, match=told):
+                made.load_checkpoint(saved, **options)
+        with pytest.raises(CheckpointNotFound, match="there is no checkpoint in"):
+            made.load_checkpoint("latest")
+    with trainer(dir32, train_dataset=ROWS[:6]) as other:
+        with pytest.raises(ConfigError, match=r"data\.num_rows is 6: [\s\S]* give load_components="):
+            other.load_checkpoint(saved)
+        other.load_checkpoint(saved, load_components=["actor", "optimizer"])
+        assert other.step()
+    from random_models import save_random_model
+
+    wider = save_random_model(tmp_path / "wider", "qwen2", torch.float32, hidden_size=48)
+    with (
+        trainer(wider) as other,
+        pytest.raises(ConfigError, match=r"another model .* is \[\d+, 32\] there and \[\d+, 48\]"),
+    ):
+        other.load_checkpoint(saved, load_components=["actor"])
+
+
+# Another reward
+
+
+def test_a_reward_is_replaced_while_policy_optimizer_and_data_stay(dir32):
+    with trainer(dir32, reward_model=digits) as made:
+        made.step()
+        engine, place = actor_of(made).engine, made.trainer.sampler.state_dict()
+        before, moments = weights(engine.model), {n: x.clone() for n, x in engine.optimizer_tensors().items()}
+        made.reward_model = letters
+        assert all_equal(weights(engine.model), before)
+        assert all(torch.equal(x, moments[name]) for name, x in engine.optimizer_tensors().items())
+        assert (made.trainer.sampler.state_dict(), made.steps, engine.updates) == (place, 1, 1)
+        assert made.reward_model.rate(["1"], ["ab1"], answer=[""]) == [0.4]
+        made.step()
+        saved = made.save_checkpoint("aside")
+        assert CheckpointManager(saved).state["config"]["reward"]["name"] == "letters"
+        made.reward_model = digits
+        made.load_checkpoint(saved)  # a reward is no part of what makes a training the same
+        made.step()
+        with pytest.raises(ConfigError, match="reward_model is 5: expected a function of prompts and responses"):
+            made.reward_model = 5
+        made.step()
+
+
+def test_the_statistics_of_a_reward_are_saved_loaded_and_reset(dir32, tmp_path):
+    path = save_random_classifier(tmp_path / "classifier", "qwen2")
+    rated = RewardModel(model=Pretrained(path=str(path)), normalize="running")
+    with trainer(dir32, reward_model=rated) as made:
+        made.step()
+        learned = made.reward_model.state_dict()
+        saved = made.save_checkpoint("aside")
+        made.reset_reward_stats()
+        assert made.reward_model.state_dict() != learned
+        made.load_checkpoint(saved)
+        assert made.reward_model.state_dict() == learned
+
+
+def test_the_statistics_of_another_reward_are_not_taken_over(dir32, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(train_state._log, "warning", lambda text, *values: told.append(text % values))
+    path, other = (save_random_classifier(tmp_path / name, "qwen2", seed=seed) for seed, name in enumerate("ab"))
+    moved = Path(shutil.copytree(path, tmp_path / "moved"))
+
+    def rated(where, **asked):
+        return RewardModel(model=Pretrained(path=str(where)), normalize="running", **asked)
+
+    with trainer(dir32, reward_model=rated(path)) as made:
+        made.step()
+        learned, saved = made.reward_model.state_dict(), made.save_checkpoint("aside")
+        made.reward_model = rated(moved, micro_batch_tokens=512)
+        made.load_checkpoint(saved)
+        assert made.reward_model.state_dict() == learned
+        assert not told
+        made.reward_model = rated(other)
+        made.load_checkpoint(saved)
+        assert made.reward_model.state_dict()["count"] == 0
+    assert told == ["The reward is another one (reward.model.path): its statistics of scores begin anew."]
+
+
+def test_a_training_goes_on_from_an_increment_under_another_reward(dir32):
+    settings = {"save_dir": "own", "save_interval": 1, "incremental_save": True, "incremental_pays_below": 1.0}
+    rated = RewardNormalization(reward=ExactMatch())
+    with trainer(dir32, reward_model=rated, checkpoint_config=settings) as made:
+        made.step()
+        made.step()
+        saved = made.save_checkpoint(tag="before_the_swap")
+        assert CheckpointManager(saved).published.manifest.deltas
+        policy, learned = weights(actor_of(made).engine.model), made.reward_model.state_dict()
+        place, moments = made.trainer.sampler.state_dict(), moments_of(made)
+        made.step()
+        made.load_checkpoint(saved)
+        assert made.reward_model.state_dict() == learned
+        made.reward_model = RewardNormalization(reward=ExactMatch(correct=2.0, wrong=-1.0))
+        made.reset_reward_stats()
+        assert made.reward_model.state_dict()["norm"]["count"] == 0
+        assert all_equal(weights(actor_of(made).engine.model), policy)
+        assert all_equal(moments_of(made), moments)
+        assert (made.trainer.sampler.state_dict(), made.steps) == (place, 2)
+        made.step()
+        after = CheckpointManager(made.save_checkpoint(tag="after_the_swap"))
+        assert json.loads(after.read("scheduler/state.json"))["reward"] == made.reward_model.state_dict()
+        assert after.state["config"]["reward"]["reward"]["correct"] == 2.0
+        assert 0 < made.reward_model.state_dict()["norm"]["count"] < learned["norm"]["count"]
+
+
+def test_rewards_come_in_many_forms(dir32, tmp_path, tokenizer):
+    path = save_random_classifier(tmp_path / "classifier", "qwen2")
+    Path("mine.py").write_text("def rate(prompts, responses):\n    return [1.0 for _ in responses]\n")
+    classifier = Pretrained(path=str(path)).load_classifier("cpu")
+
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, input_ids, attention_mask):
+            return type("Answer", (), {"scores": attention_mask.sum(1).float() * self.weight})
+
+    with trainer(dir32, reward_model=str(path), eval_dataset=ROWS[:4]) as made:
+        by_path = made.evaluate()["eval/score"]
+        made.reward_model = classifier
+        assert made.evaluate()["eval/score"] == by_path
+        for reward, (least, most) in {
+            ExactMatch(): (0, 1), "mine.py:rate": (1, 1), Own(): (2, 20), digits: (0, 1), Arbitrary(): (0, 1)
+        }.items():  # fmt: skip
+            made.reward_model = reward
+            assert least <= made.evaluate()["eval/score"] <= most
+            made.step()
+
+
+def test_an_engine_that_needs_an_address_is_given_it_as_a_mapping_or_an_endpoint(dir32):
+    speaker = Speaker(dir32)
+    with serving(speaker.post, speaker.page) as server:
+        for endpoint in ({"base_url": server.url}, server.endpoint()):
+            engine = {"engine": "server", "endpoint": endpoint, "max_new_tokens": 4, "n": 2}
+            with trainer(dir32, rollout_config=engine) as made:
+                made.step()
+            assert made.metrics["sync/probe_gap_nats"] < 1e-4
+    assert faults_of(dir32, rollout_config={"engine": "server"})[0].startswith("rollout.endpoint.base_url is not set")
+
+
+# What is refused
+
+
+def test_unknown_keys_are_told_all_at_once_with_the_nearest_known_one(dir32):
+    found = faults_of(
+        dir32,
+        rollout_config={"max_new_token": 5},
+        checkpoint_config={"save_intervall": 5},
+        train_config={"totl_steps": 5, "learning_rate": 1},
+        data_config={"prompt_kee": "x"},
+    )
+    assert found[:3] == [
+        "rollout_config.max_new_token is not a known key. Did you mean max_new_tokens?",
+        "checkpoint_config.save_intervall is not a known key. Did you mean save_interval?",
+        "train_config.totl_steps is not a known key. Did you mean total_steps?",
+    ]
+    assert found[3].startswith("train_config.learning_rate is not a known key.")
+    assert found[4] == "data_config.prompt_kee is not a known key. Did you mean prompt_key?"
+
+
+def test_what_is_missing_is_told():
+    with pytest.raises(ConfigError) as caught:
+        Trainer()
+    assert [fault.split()[0] for fault in caught.value.faults] == ["model", "reward_model", "train_dataset"]
+
+
+def test_objects_that_do_not_fit_are_refused_in_words(dir32, model32, tokenizer):
+    loaded = model32.load_causal_lm("cpu")
+    assert "tokenizer is missing: model is a loaded Qwen2ForCausalLM" in faults_of(loaded)[0]
+    assert "which has no generate" in faults_of(model32.load_backbone("cpu"), tokenizer=tokenizer)[0]
+    assert "expected a Hugging Face model, or the path" in faults_of(5)[0]
+    assert faults_of("/nowhere/at/all")[0].startswith("model.path is '/nowhere/at/all': no such directory.")
+    assert "reward_model is 'none': " not in faults_of(dir32, reward_model=3.0)[0]
+    assert "expected a function of prompts and responses" in faults_of(dir32, reward_model=3.0)[0]
+    assert "Give one of its objects" in faults_of(dir32, reward_model=ExactMatch)[0]
+    assert "train_dataset is a int" in faults_of(dir32, train_dataset=3)[0]
+    assert "algorithm=grop: no such option" in faults_of(dir32, algorithm="grop")[0]
+    few = type(tokenizer).from_pretrained(dir32)
+    few.add_tokens(["<more>", "<still more>"])
+    assert "they do not belong together" in faults_of(loaded, tokenizer=few)[0]
+
+
+def test_a_model_that_nothing_would_use_is_refused(dir32):
+    assert "critic_model is given: the algorithm uses no values" in faults_of(dir32, critic_model=str(dir32))[0]
+    free = ["algorithm.kl.coef=0", *QUIET]
+    assert "ref_model is given: algorithm.kl.coef is 0" in faults_of(dir32, ref_model=str(dir32), overrides=free)[0]
+
+
+def test_a_loaded_model_stays_in_the_process_of_the_script(model32, tokenizer):
+    model = model32.load_causal_lm("cpu")
+    overrides = ["sharding=ddp", "trainer.n_gpus_per_node=2", *QUIET]
+    found = faults_of(model, tokenizer=tokenizer, overrides=overrides)
+    assert "sharding=ddp" in found[0]
+    assert "give a path instead" in found[0]
+
+
+def test_every_model_may_be_an_object_and_only_the_policy_changes(model32, tokenizer):
+    loaded = {name: model32.load_causal_lm("cpu") for name in ("model", "ref_model", "critic_model")}
+    before = {name: weights(model) for name, model in loaded.items()}
+    with trainer(**loaded, tokenizer=tokenizer, algorithm="ppo") as made:
+        made.step()
+        made.step()
+        critic = made.trainer._cluster._host.workers["critic"].engine.model.backbone
+        assert critic is loaded["critic_model"].base_model
+    assert not all_equal(weights(loaded["model"]), before["model"])
+    assert all_equal(weights(loaded["ref_model"]), before["ref_model"])
+
+
+def test_what_the_user_froze_stays_frozen(model32, tokenizer):
+    model = model32.load_causal_lm("cpu")
+    model.get_input_embeddings().requires_grad_(False)
+    before = [model.get_input_embeddings().weight.clone(), model.lm_head.weight.clone()]
+    with trainer(model, tokenizer=tokenizer) as made:
+        made.step()
+        made.step()
+    assert torch.equal(model.get_input_embeddings().weight, before[0])
+    assert not torch.equal(model.lm_head.weight, before[1])
+
+
+def test_a_policy_given_as_an_object_and_one_given_by_path_have_the_same_course(dir32, model32, tokenizer):
+    with trainer(dir32, algorithm="ppo") as by_path:
+        wanted = [by_path.step() for _ in range(2)]
+    with trainer(model32.load_causal_lm("cpu"), tokenizer=tokenizer, algorithm="ppo") as by_object:
+        assert [by_object.step() for _ in range(2)] == wanted
+
+
+def test_a_short_file_lies_below_the_arguments_and_overrides_above(dir32):
+    Path("short.yaml").write_text("trainer: {seed: 5, prompts_per_step: 2}\nrollout: {temperature: 0.5}\n")
+    settings = {**SMALL}
+    del settings["prompts_per_step"]
+    made = Trainer(
+        model=dir32, reward_model=digits, train_dataset=ROWS, config="short.yaml", train_config=settings,
+        rollout_config={"max_new_tokens": 5}, overrides=["trainer.total_steps=9", *QUIET],
+    )  # fmt: skip
+    with made:
+        run = made.run
+        assert (run.trainer.seed, run.trainer.prompts_per_step, run.rollout.temperature) == (5, 2, 0.5)
+        assert (run.trainer.total_steps, run.trainer.eval_before) == (9, False)
+
+
+# The trainer with a file
+
+
+def test_the_local_trainer_has_the_same_steps_and_checkpoints(dir32):
+    short = {**{f"trainer.{k}": v for k, v in SMALL.items() if k != "lr"}, "trainer.group_size": 2}
+    overrides = [f"{key}={str(value).lower()}" for key, value in short.items()]
+    overrides += ["actor=pretrained", f"actor.model.path={dir32}", "actor.optimizer.lr=3e-3", "algorithm=grpo"]
+    overrides += ["rollout.max_new_tokens=5", "data.max_prompt_length=16", *QUIET]
+    with LocalPPOTrainer(None, train_dataset=ROWS, reward_fn=digits, overrides=overrides) as local:
+        losses = [local.step() for _ in range(2)]
+        saved = local.save_checkpoint(tag="here")
+        more = local.step()
+        local.load_checkpoint(saved)
+        assert local.step() == more
+        local.reward_model = letters
+        assert local.fit().status == "finished"
+    with trainer(dir32, reward_model=digits) as library:
+        assert [library.step() for _ in range(2)] == losses
+
+
+def test_the_description_of_a_run_names_what_was_passed(model32, tokenizer):
+    with trainer(model32.load_causal_lm("cpu"), tokenizer=tokenizer, reward_model=digits) as made:
+        config = (made.run_dir / "config.yaml").read_text()
+    assert "kind: Qwen2ForCausalLM" in config
+    assert "name: digits" in config
+    assert dataclasses.asdict(made.run.data)["num_rows"] == len(ROWS)

@@ -1,0 +1,190 @@
+"""A run that ended early goes on to the same end; when and in which form it saves; what is watched across a resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM
+from trainer.saved_runs import STEPS, course, digest, fit, newest, numbers
+from trainer.test_sft import sft_run
+
+from verl.checkpoint.config import Checkpointing
+from verl.models.lora import LoRA
+from verl.monitoring.spike_detector import SpikeDetector
+from verl.trainer.state.checkpointing import CheckpointSaver
+from verl.trainer.state.lineage import ParentCheckpoint
+
+
+@pytest.fixture(scope="module")
+def whole(model32, tmp_path_factory) -> Path:
+    """An uninterrupted run with all its checkpoints."""
+    directory = tmp_path_factory.mktemp("whole")
+    assert fit(course(model32, directory), directory / "run").status == "finished"
+    return directory
+
+
+# When a run ends and goes on
+
+
+@pytest.mark.parametrize("way", ["time limit", "stop_after"])
+def test_a_run_that_ends_early_by_itself_is_saved_and_goes_on_to_the_same_end(way, whole, model32, tmp_path):
+    early = {"save": {"save_interval": None}}
+    if way == "time limit":
+        early["save"] |= {"time_limit_s": 100.0, "time_margin_s": 99.99}
+    result = fit(course(model32, tmp_path, **early, stop_after=2 if way == "stop_after" else None), tmp_path / "first")
+    ended_after = 2 if way == "stop_after" else 1
+    assert (result.status, result.steps) == ("stopped", ended_after)
+    assert result.checkpoints == [f"global_step_{ended_after}"]
+    assert "Stopping" not in result.status
+    result = fit(course(model32, tmp_path, resume="latest", save={"save_interval": None}), tmp_path / "second")
+    assert (result.status, result.steps, result.checkpoints) == ("finished", STEPS, ["global_step_4"])
+    assert digest(tmp_path) == digest(whole)
+    assert result.samples == sum(int(x["perf/samples"]) for x in numbers(whole / "run").values())
+
+
+def test_a_run_cut_at_the_boundary_of_an_epoch_begins_the_next_one(model32, tmp_path):
+    by_epochs = {
+        "total_steps": None,
+        "total_epochs": 2,
+        "prompts_per_step": 4,
+        "algorithm": PPO_ALGORITHM,
+    }  # two steps an epoch
+    fit(course(model32, tmp_path / "whole", **by_epochs), tmp_path / "whole/run")
+    resume = str(tmp_path / "whole/checkpoints/global_step_2")
+    state = json.loads(Path(resume, "dataloader/state.json").read_text())
+    assert (state["epoch"], state["position"]) == (1, 0)
+    fit(course(model32, tmp_path, resume=resume, **by_epochs), tmp_path / "run")
+    assert numbers(tmp_path / "run") == {k: v for k, v in numbers(tmp_path / "whole/run").items() if k > 2}
+    assert digest(tmp_path) == digest(tmp_path / "whole")
+
+
+def test_a_finished_run_has_nothing_left_to_do_and_says_so(whole, model32, tmp_path, caplog):
+    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
+    with caplog.at_level(logging.INFO):
+        result = fit(course(model32, tmp_path, resume="latest"), tmp_path / "second")
+    assert (result.status, result.steps, result.checkpoints) == ("finished", STEPS, [])
+    assert "Nothing is left to do: the checkpoint is of step 4, and the run has 4." in caplog.text
+
+
+def test_the_first_batch_that_is_repeated_stays_the_first_after_a_resume(model32, tmp_path):
+    again = {"repeat_first_batch": True}
+    fit(course(model32, tmp_path / "whole", **again), tmp_path / "whole/run")
+    resume = str(tmp_path / "whole/checkpoints/global_step_1")
+    fit(course(model32, tmp_path, resume=resume, **again), tmp_path / "run")
+    assert digest(tmp_path) == digest(tmp_path / "whole")
+
+
+# When a checkpoint is saved, and in which form
+
+
+def test_each_new_best_is_saved_and_no_other(model32, tmp_path):
+    best = {"save_interval": None, "save_best": "eval/score", "best_mode": "min"}
+    result = fit(course(model32, tmp_path, eval_interval=1, save=best, lr=0.05, total_steps=6), tmp_path / "run")
+    lowest, expected = float("inf"), []
+    for step in range(1, 7):
+        score = result.evaluations[step]["eval/score"]
+        if score < lowest or step == 6:
+            expected.append(f"global_step_{step}")
+        lowest = min(lowest, score)
+    assert result.checkpoints == expected
+    assert 1 < len(expected) < 6, "the scores of this run tell nothing"
+
+
+def test_saving_by_the_clock_saves_at_the_next_step(model32, tmp_path):
+    every = {"save_interval": None, "save_interval_s": 1e-6}
+    assert len(fit(course(model32, tmp_path / "a", save=every), tmp_path / "a/run").checkpoints) == STEPS
+    every["save_interval_s"] = 1e6
+    assert fit(course(model32, tmp_path / "b", save=every), tmp_path / "b/run").checkpoints == ["global_step_4"]
+
+
+@pytest.mark.parametrize("kind", ["lora", "critic"])
+def test_weights_saved_for_older_tools_resume_to_the_same_numbers(kind, model32, tmp_path):
+    def run(directory, **options):
+        chosen = course(model32, directory, PPO_ALGORITHM if kind == "critic" else GRPO_ALGORITHM, **options)
+        if kind == "critic":
+            return chosen
+        return dataclasses.replace(chosen, actor=dataclasses.replace(chosen.actor, lora=LoRA(rank=2)))
+
+    old = {"use_safetensors": False}
+    fit(run(tmp_path / "whole", save=old), tmp_path / "whole/run")
+    point = tmp_path / "whole/checkpoints/global_step_2"
+    file = point / "actor" / ("adapter_model.bin" if kind == "lora" else "pytorch_model.bin")
+    assert torch.load(file, weights_only=True)
+    assert not list((point / "actor").glob("*.safetensors"))
+    fit(run(tmp_path, resume=str(point), save=old), tmp_path / "run")
+    assert numbers(tmp_path / "run") == {k: v for k, v in numbers(tmp_path / "whole/run").items() if k > 2}
+    assert digest(tmp_path) == digest(tmp_path / "whole")
+
+
+# What is watched across a resume
+
+
+def saving_after(curve: list[float], differences: dict, tmp_path: Path) -> CheckpointSaver:
+    """A run that goes on after such losses."""
+    saving = CheckpointSaver(None, tmp_path, {}, {}, "actor/loss")
+
+    class Point:
+        step = len(curve)
+
+    saving.resumed, saving.parent = (
+        Point(),
+        ParentCheckpoint("r0", "checkpoints/global_step_9", len(curve), differences),
+    )
+    saving._before = curve
+    return saving
+
+
+def test_a_jump_of_the_first_losses_is_told_with_what_differs_and_a_smooth_curve_is_not(tmp_path):
+    curve = [1.0 + 0.01 * (i % 3) for i in range(30)]
+    saving = saving_after(curve, {"actor.optimizer.lr": [1e-3, 1.0]}, tmp_path)
+    said = [saving.note(31 + i, {"actor/loss": 3.0}) for i in range(5)]
+    assert said[:4] == [None] * 4
+    assert said[4].startswith("actor/loss was 1.01 +- 0.0083 before the resume and is 3 in the first 5 steps after it.")
+    assert said[4].endswith("what differs is the configuration: actor.optimizer.lr.")
+    smooth = saving_after(curve, {}, tmp_path)
+    assert [smooth.note(31 + i, {"actor/loss": 1.01}) for i in range(5)] == [None] * 5
+
+
+def test_a_resumed_run_watches_its_metrics_with_the_history_that_it_had(model32, whole, tmp_path):
+    state = json.loads((whole / "checkpoints/global_step_3/scheduler/state.json").read_text())["safety"]
+    losses = [abs(x["actor/loss"]) for step, x in numbers(whole / "run").items() if step <= 3]
+    assert state["bands"]["actor/loss"] == {"sizes": losses, "is_beyond": False}
+    run = course(model32, tmp_path, resume=str(whole / "checkpoints/global_step_3"))
+    fit(run, tmp_path / "run")
+    after = json.loads((newest(tmp_path).directory / "scheduler/state.json").read_text())["safety"]
+    assert len(after["bands"]["actor/loss"]["sizes"]) == 4
+
+
+def test_a_band_goes_on_where_another_one_was():
+    first, second = (SpikeDetector("loss", factor=10.0, history=3, window=5) for _ in range(2))
+    for value in (1.0, 1.1, 0.9, 50.0):
+        first.add(value)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.add(60.0) is None  # beyond already, and told
+    assert second.state_dict()["sizes"] == [1.0, 1.1, 0.9, 50.0, 60.0]
+
+
+# Supervised fine-tuning
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["all weights", "lora"])
+def test_supervised_fine_tuning_goes_on_from_the_middle_of_an_epoch(lora, dir32, tmp_path):
+    def run(directory, resume=None):
+        described = sft_run(dir32, tmp_path, lora=lora)
+        settings = dataclasses.replace(described.trainer, batch_size=2, total_epochs=1, save_final=False)
+        saving = Checkpointing(
+            save_dir=str(directory / "checkpoints"), save_interval=1, keep_last_n=None, save_async=False
+        )
+        return dataclasses.replace(described, trainer=settings, checkpoint=saving, resume=resume)
+
+    first = fit(run(tmp_path / "whole"), tmp_path / "whole/run")
+    second = fit(run(tmp_path, str(tmp_path / "whole/checkpoints/global_step_3")), tmp_path / "run")
+    assert (first.steps, second.steps) == (4, 4)
+    assert second.evaluations == first.evaluations
+    assert digest(tmp_path) == digest(tmp_path / "whole")

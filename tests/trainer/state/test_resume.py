@@ -1,0 +1,175 @@
+"""Which checkpoint `resume` means, what is done about a damaged one, what is refused, and what may differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from trainer.runs import PPO_ALGORITHM, Prompts
+from trainer.saved_runs import STEPS, course, digest, fit, newest, numbers
+
+from verl.checkpoint.resume_point import find
+from verl.errors import BadCheckpoint, ConfigError
+
+
+@pytest.fixture(scope="module")
+def whole(model32, tmp_path_factory) -> Path:
+    """An uninterrupted run with all its checkpoints."""
+    directory = tmp_path_factory.mktemp("whole")
+    assert fit(course(model32, directory), directory / "run").status == "finished"
+    return directory
+
+
+@pytest.fixture
+def copied(whole, tmp_path) -> Path:
+    """The same, to be changed, and in another place."""
+    shutil.copytree(whole, tmp_path / "copied", symlinks=True)
+    return tmp_path / "copied"
+
+
+# Which checkpoint is meant
+
+
+@pytest.mark.parametrize(
+    ("given", "step"),
+    [
+        ("checkpoints", 4),
+        ("checkpoints/", 4),
+        ("checkpoints/latest", 4),
+        ("checkpoints/latest/", 4),
+        ("checkpoints/global_step_2", 2),
+        ("checkpoints/global_step_2/", 2),
+        ("run", 4),
+        ("run/", 4),
+    ],
+)
+def test_a_path_may_be_relative_or_end_in_a_slash_and_name_a_checkpoint_its_parent_or_a_run(
+    given, step, whole, monkeypatch, tmp_path
+):
+    assert find(str(whole / given), tmp_path).step == step
+    monkeypatch.chdir(whole)
+    assert find(given, tmp_path).step == step
+    assert find("./" + given, tmp_path).step == step
+
+
+def test_a_run_means_its_own_checkpoints_and_not_those_of_a_later_run_in_the_same_directory(copied, model32):
+    (copied / "run/checkpoints.json").unlink()  # it names the place that this was copied from
+    first = str(copied / "checkpoints/global_step_1")
+    fit(course(model32, copied, resume=first, stop_after=2), copied / "second")
+    assert find("latest", copied / "checkpoints").step == 2  # published last
+    assert find(str(copied / "second"), copied).published.name == "global_step_2-2"
+
+
+def test_a_moved_directory_of_checkpoints_goes_on_where_it_lies(copied, whole, model32):
+    for step in (3, 4):
+        shutil.rmtree(copied / f"checkpoints/global_step_{step}")
+    result = fit(course(model32, copied, resume="latest"), copied / "second")
+    assert result.checkpoints == ["global_step_3", "global_step_4"]
+    assert digest(copied) == digest(whole)
+
+
+def test_latest_with_nothing_there_starts_fresh_and_says_so(model32, tmp_path, caplog):
+    result = fit(course(model32, tmp_path, resume="latest", stop_after=1), tmp_path / "run")
+    assert (result.status, result.steps) == ("stopped", 1)
+    assert f"resume=latest found no checkpoint in {tmp_path / 'checkpoints'}: starting fresh." in caplog.text
+
+
+def test_a_place_without_checkpoints_is_refused_in_words(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty'?: .*holds no complete checkpoint\. Give a checkpoint, its parent"):
+        find(str(tmp_path / "empty"), tmp_path)
+    with pytest.raises(ConfigError, match="no such directory. Give a checkpoint, its parent, a run, or latest"):
+        find(str(tmp_path / "absent"), tmp_path)
+
+
+# What is damaged
+
+
+def flip(file: Path) -> None:
+    """One bit, in the middle of the tensors."""
+    data = bytearray(file.read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", ["actor/model.safetensors", "optimizer/optim_state_rank_0.safetensors"])
+def test_a_flipped_bit_is_told_with_file_and_tensor_and_the_checkpoint_before_is_taken(
+    file, copied, whole, model32, caplog
+):
+    flip(copied / "checkpoints/global_step_4" / file)
+    with caplog.at_level(logging.INFO):
+        result = fit(course(model32, copied, resume="latest"), copied / "second")
+    said = next(record.getMessage() for record in caplog.records if record.levelno == logging.ERROR)
+    assert "NOT USING checkpoint" in said
+    assert f"global_step_4: {file}: bytes" in said
+    assert f"(in {file.partition('/')[0]}/" in said
+    assert "step 3 (resume=latest looked in" in caplog.text
+    assert (result.status, result.steps, result.checkpoints) == ("finished", 4, ["global_step_4-2"])
+    assert digest(copied) == digest(whole)
+
+
+def test_a_damaged_checkpoint_stops_where_strict_asks_for_it_or_where_it_is_named(copied, model32):
+    flip(copied / "checkpoints/global_step_4/actor/model.safetensors")
+    for resume, strict in (("latest", True), (str(copied / "checkpoints/global_step_4"), False)):
+        with pytest.raises(
+            BadCheckpoint, match=r"model\.safetensors: bytes .* are not those that were written \(in actor/"
+        ):
+            fit(course(model32, copied, resume=resume, save={"strict": strict}), copied / "second")
+
+
+def test_nothing_starts_fresh_over_checkpoints_that_are_all_damaged(copied, model32):
+    for step in range(1, STEPS + 1):
+        flip(copied / f"checkpoints/global_step_{step}/actor/model.safetensors")
+    with pytest.raises(ConfigError, match="finds damaged checkpoints in .* and no whole one"):
+        fit(course(model32, copied, resume="latest"), copied / "second")
+
+
+# What is refused, and what may differ
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        ({"data": Prompts(train=("1+1=", "2+2=", "3+3=", "4+4="))}, ["data.train"]),
+        (
+            {"algorithm": PPO_ALGORITHM},
+            ["algorithm.advantage._target_", "algorithm.kl._target_", "algorithm.mini_batches"],
+        ),
+    ],
+)
+def test_other_data_or_another_algorithm_is_refused_by_its_keys(options, keys, whole, model32, tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        fit(course(model32, tmp_path, resume=str(whole / "checkpoints"), **options), tmp_path / "run")
+    for key in keys:
+        assert any(fault.startswith(f"{key} is ") for fault in refused.value.faults), refused.value.faults
+    assert "was trained with" in str(refused.value)
+    assert "this would be another training. Set it back, or start without resume." in str(refused.value)
+
+
+def test_another_model_is_refused_even_under_the_same_path_and_the_same_one_under_another_is_not(
+    whole, model32, dir32, tmp_path
+):
+    shutil.copytree(dir32, tmp_path / "model")
+    moved = dataclasses.replace(model32, path=str(tmp_path / "model"))
+    resume = str(whole / "checkpoints/global_step_3")
+    assert fit(course(moved, tmp_path, resume=resume), tmp_path / "same").status == "finished"
+    flip(tmp_path / "model/model.safetensors")
+    with pytest.raises(ConfigError, match=r"actor\.model\.path is content \w{12}: .* trained with content \w{12}, so"):
+        fit(course(moved, tmp_path, resume=resume), tmp_path / "other")
+
+
+def test_a_changed_learning_rate_is_logged_recorded_and_used(whole, model32, tmp_path, caplog):
+    resume = str(whole / "checkpoints/global_step_2")
+    fit(course(model32, tmp_path, resume=resume, lr=1e-3), tmp_path / "run")
+    assert "differs from the resumed run: actor.optimizer.lr: 0.003 before, 0.001 now" in caplog.text
+    assert "differs from the resumed run: resume" not in caplog.text
+    state = json.loads((newest(tmp_path).directory / "trainer_state.json").read_text())
+    assert state["lineage"]["parent"]["step"] == 2
+    assert state["lineage"]["parent"]["differences"]["actor.optimizer.lr"] == [0.003, 0.001]
+    before, now = numbers(whole / "run")[3], numbers(tmp_path / "run")[3]
+    assert now["actor/lr"] == pytest.approx(before["actor/lr"] / 3)

@@ -1,0 +1,114 @@
+"""Each process goes on with its own random numbers after a resume; one that the checkpoint does not know is told of."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cluster.toy_roles import ToyPlace
+
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.resume_point import find
+from verl.checkpoint.save.async_writer import CheckpointWriter
+from verl.checkpoint.save.save_request import SaveRequest
+from verl.cluster.local_worker_group import LocalWorkerGroup
+from verl.cluster.rpc import role_handles
+from verl.component import BuildContext, Description
+from verl.dispatch import on_each
+from verl.engines.sharding import DDP, Sharding
+from verl.trainer.state import train_state
+from verl.utils.seeding import rng_state, seed_everything
+from verl.workers.base import TrainedWorker
+
+pytestmark = pytest.mark.xdist_group("cluster")
+
+
+class Dice(TrainedWorker):
+    """A trained role's process without a model."""
+
+    @on_each
+    def draw(self) -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiceHost(Description):
+    """Builds dice that fall differently on each rank."""
+
+    def worker_types(self) -> dict[str, type]:
+        return {"dice": Dice}
+
+    def shardings(self) -> dict[str, Sharding]:
+        return {"dice": DDP()}
+
+    def build(self, context: BuildContext) -> ToyPlace:
+        seed_everything(context.rank)
+        engine: Any = SimpleNamespace(parallel=SimpleNamespace(rank=context.rank))
+        return ToyPlace({"dice": Dice(engine, None)})
+
+
+def start(size: int) -> tuple[LocalWorkerGroup, Any]:
+    cluster = LocalWorkerGroup(DiceHost(), BuildContext(), size, num_threads=1)
+    return cluster, role_handles(cluster, DiceHost())["dice"]
+
+
+def test_ranks_draw_on_where_they_were_and_a_new_one_is_seeded_anew_and_told(tmp_path, caplog):
+    cluster, dice = start(2)
+    first = dice.draw().result()
+    assert first[0] != first[1]
+    ranks = train_state.ranks_of(cluster, dice)
+    expected = dice.draw().result()
+    save(tmp_path, ranks)
+    cluster.close()
+
+    point = find("latest", tmp_path)
+    assert point is not None
+    own = rng_state()[0]["torch"]
+    with caplog.at_level(logging.INFO):
+        cluster, dice = start(3)
+        train_state.restore_ranks(point, cluster, dice, seed=0)
+        drawn = dice.draw().result()
+        assert drawn[:2] == expected
+        assert drawn[2] not in expected
+        train_state.restore_ranks(point, cluster, dice, seed=0)
+        assert dice.draw().result() == drawn  # the new rank too: by seed, step and rank
+        cluster.close()
+    assert torch.equal(rng_state()[0]["torch"], own)  # the driver's are another matter
+    told = "The checkpoint has the random generators of 2 processes, and this run 3: those of rank 2 are seeded anew."
+    assert told in caplog.text
+
+
+def save(directory, ranks) -> None:
+    writer = CheckpointWriter(CheckpointStore(directory, "r"), mode="sync")
+    writer.save(SaveRequest(step=1, components={"rng": train_state.rng_component(ranks)}, state={"epoch": 0}))
+    writer.drain()
+    writer.close()
+
+
+def test_the_references_of_the_trainer_state_are_files_of_the_checkpoint(tmp_path):
+    save(tmp_path, [rng_state(), rng_state()])
+    references = train_state.rng_references(2)
+    assert list(references) == ["torch", "python", "numpy", "rank_0", "rank_1"]
+    for file in references.values():
+        assert (tmp_path / "global_step_1" / file).is_file()
+    assert json.loads((tmp_path / "global_step_1/rng/rank_1.json").read_text()).keys() == {"python", "numpy"}
+
+
+def test_the_driver_goes_on_with_its_own_state_alone(tmp_path):
+    seed_everything(1)
+    other = rng_state()
+    torch.rand(3)
+    save(tmp_path, [other])
+    expected = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    seed_everything(5)
+    point = find("latest", tmp_path)
+    assert point is not None
+    train_state.restore_driver(point)
+    assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == expected

@@ -1,0 +1,79 @@
+"""Which checkpoint a run goes on from when it has lost a worker."""
+
+from __future__ import annotations
+
+import pytest
+from trainer.saved_runs import course, fit
+
+from verl.component import BuildContext
+from verl.errors import WorkerDied
+from verl.trainer.setup import _last_of, fit_through_losses
+
+
+def test_a_run_goes_on_from_its_own_checkpoints_and_never_from_those_of_an_earlier_run(model32, tmp_path):
+    fit(course(model32, tmp_path, stop_after=3), tmp_path / "earlier")
+    with course(model32, tmp_path, stop_after=2).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        assert _last_of(trainer.saving) is None
+        assert trainer.fit().checkpoints
+        assert _last_of(trainer.saving) == str(tmp_path / "checkpoints/global_step_2-2")
+
+
+def test_a_trainer_is_built_anew_in_the_same_place_and_ends_as_if_nothing_had_been(model32, tmp_path):
+    lost = [WorkerDied(0, "actor.update", 3, "the process ended")]
+    with course(model32, tmp_path).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        step = trainer.step
+
+        def step_and_lose(batch, number):
+            if number == 3 and lost:
+                raise lost.pop()
+            return step(batch, number)
+
+        trainer.step = step_and_lose
+        fit_once = type(trainer).fit
+        result = fit_through_losses(trainer, lambda: _as_it_is(trainer, fit_once), max_restarts=1)
+    assert (result.status, result.steps) == ("finished", 4)
+    assert result.restarts == ["rank 0 failed in actor.update at step 3"]
+    assert result.checkpoints == ["global_step_3", "global_step_4"]
+
+
+def test_a_worker_that_is_lost_while_the_run_is_built_anew_costs_one_more_restart(model32, tmp_path, monkeypatch):
+    lost = [WorkerDied(0, "start", None, "the process ended"), WorkerDied(0, "actor.update", 3, "the process ended")]
+    with course(model32, tmp_path).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        step, start = trainer.step, type(trainer)._start_roles
+
+        def step_and_lose(batch, number):
+            if number == 3 and len(lost) == 2:
+                raise lost.pop()
+            return step(batch, number)
+
+        def start_and_lose(trainer, run, context):
+            if lost:
+                raise lost.pop()
+            start(trainer, run, context)
+
+        trainer.step = step_and_lose
+        monkeypatch.setattr(type(trainer), "_start_roles", start_and_lose)
+        fit_once = type(trainer).fit
+        result = fit_through_losses(trainer, lambda: _as_it_is(trainer, fit_once), max_restarts=2)
+    assert (result.status, result.steps, lost) == ("finished", 4, [])
+    assert result.restarts == ["rank 0 failed in actor.update at step 3", "rank 0 failed in start"]
+
+
+def test_without_restarts_the_loss_is_told_as_it_was(model32, tmp_path):
+    error = WorkerDied(0, "actor.update", 3, "the process ended")
+
+    def lose():
+        raise error
+
+    with course(model32, tmp_path).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        with pytest.raises(WorkerDied) as caught:
+            fit_through_losses(trainer, lose, max_restarts=0)
+        assert caught.value is error
+
+
+def _as_it_is(trainer, fit_once):
+    """One fit; after a loss the trainer's own step is back."""
+    try:
+        return fit_once(trainer)
+    finally:
+        vars(trainer).pop("step", None)

@@ -1,0 +1,156 @@
+"""Which checkpoint `resume=` means: `latest`, a path, a run or an address in object storage."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from verl.checkpoint.core.checkpoint import Checkpoint, read_state
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.manifest import MANIFEST
+from verl.checkpoint.read.discovery import LATEST, POINTER, CheckpointDirectory
+from verl.checkpoint.read.lazy_tensors import as_tensor
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.read.verify import Level, open_verified
+from verl.checkpoint.remote.resolve import CheckpointTier, bring, newest_of_tiers
+from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError, StorageError
+from verl.storage.config import Storage, is_address
+from verl.utils.saved_targets import current_targets
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A checkpoint to go on from.
+
+    Attributes:
+        published: the checkpoint.
+        state: its `trainer_state.json`.
+        why: what was looked for, and why this one.
+    """
+
+    published: Checkpoint
+    state: dict[str, Any]
+    why: str
+
+    @property
+    def step(self) -> int:
+        return self.published.step
+
+    def read_json(self, path: str) -> Any:
+        """A JSON file of the checkpoint, hashed while it is read."""
+        return current_targets(json.loads(bytes(CheckpointReader(self.published).read(path))))
+
+    def read_tensors(self, component: str) -> dict[str, Tensor]:
+        """The tensors of a component, hashed while they are read; none if the checkpoint has no such component."""
+        if not (self.published.directory / component).is_dir():
+            return {}
+        reader = CheckpointReader(self.published)
+        return {t.name: as_tensor(reader.tensor(component, t.name), t) for t in reader.tensors(component)}
+
+
+def find(
+    resume: str,
+    save_dir: Path,
+    strict: bool = False,
+    verify: bool = True,
+    tier: CheckpointTier | None = None,
+    storage: Storage | None = None,
+) -> ResumePoint | None:
+    """The checkpoint that `resume` means; None where `latest` finds none.
+
+    Every byte of it is read and hashed. Where a directory is searched and its newest checkpoint is damaged, that is
+    told with the file and the tensor, and the one before it is taken.
+
+    Args:
+        resume: `latest`, a checkpoint, a directory of checkpoints, the directory of a run, or an address of checkpoints
+            in object storage.
+        save_dir: where this run saves, and where `latest` looks.
+        strict: a damaged checkpoint is an error, instead of being passed over.
+        verify: false looks at names, sizes and headers alone.
+        tier: where `latest` looks too; what is newer there is fetched.
+        storage: how an address of the same kind is asked.
+    Raises:
+        ConfigError: there is no such directory, it holds no checkpoint, or all of them are damaged.
+        BadCheckpoint: it does not verify.
+    """
+    if is_address(resume):
+        return _fetched(resume, save_dir, storage)
+    if resume == LATEST:
+        try:
+            if tier is not None:
+                published = newest_of_tiers(save_dir, tier, _level(verify), strict)
+                return _point(published, f"resume=latest looked in {save_dir} and {tier.address}")
+            return _newest(save_dir, strict, verify, f"resume=latest looked in {save_dir}")
+        except CheckpointNotFound:
+            return None
+    path = Path(resume).expanduser().absolute()
+    if path.is_symlink():
+        path = path.resolve()
+    if not path.is_dir():
+        raise ConfigError(f"resume is {resume!r}: no such directory. Give a checkpoint, its parent, a run, or latest.")
+    if (path / MANIFEST).exists() or path.name.startswith("global_step_"):
+        return _point(open_verified(FileSystem(), path, _level(verify)), f"resume={resume} names it")
+    try:
+        if (path / POINTER).is_file():
+            pointer = json.loads((path / POINTER).read_text())
+            return _newest(Path(pointer["save_dir"]), strict, verify, f"resume={resume} is a run", pointer["run_id"])
+        return _newest(path, strict, verify, f"resume={resume} holds checkpoints")
+    except CheckpointNotFound as error:
+        raise ConfigError(f"resume is {resume!r}: {error}. Give a checkpoint, its parent, a run, or latest.") from error
+
+
+def _point(published: Checkpoint, why: str) -> ResumePoint:
+    return ResumePoint(published, read_state(FileSystem(), published), why)
+
+
+def _fetched(address: str, save_dir: Path, storage: Storage | None) -> ResumePoint:
+    """The checkpoint that an address leads to, hashed while it was fetched."""
+    try:
+        return _point(bring(address, save_dir, storage), f"fetched from {address}")
+    except (CheckpointNotFound, StorageError) as error:
+        raise ConfigError(f"resume is {address!r}: {error}") from error
+
+
+def _newest(directory: Path, strict: bool, verify: bool, what: str, run_id: str | None = None) -> ResumePoint:
+    looked_at = CheckpointDirectory(directory)
+    try:
+        looked_at.newest(strict)
+    except CheckpointNotFound:
+        if looked_at.candidates():
+            raise _all_damaged(directory) from None
+        raise
+    complete = looked_at.complete()
+    own = [published for published in complete if run_id in (None, published.manifest.run_id)]
+    if not own:
+        raise CheckpointNotFound(f"{directory} holds no complete checkpoint of run {run_id}")
+    for published in reversed(own):
+        try:
+            open_verified(FileSystem(), published.directory, _level(verify))
+            state = read_state(FileSystem(), published)
+        except BadCheckpoint as error:
+            if strict:
+                raise
+            _log.error("NOT USING checkpoint %s", error)
+        else:
+            after = "" if published is own[-1] else ", those after it being damaged"
+            return ResumePoint(published, state, f"{what}: the last published of {len(complete)} complete ones{after}")
+    raise _all_damaged(directory)
+
+
+def _all_damaged(directory: Path) -> ConfigError:
+    """No fresh start over what a person might still mend."""
+    return ConfigError(
+        f"resume finds damaged checkpoints in {directory} and no whole one; the log names what is wrong. Mend or "
+        "remove them, or start without resume."
+    )
+
+
+def _level(verify: bool) -> Level:
+    return "full" if verify else "quick"

@@ -1,0 +1,139 @@
+"""Console output of commands: tables, JSON, sizes, one line for an error, and the exit status.
+
+0   done; everything is as it should be
+1   the command ran and found something: damage, a difference, nothing to go on from
+2   it could not run: wrong arguments, a path where there is nothing, a file system that refuses
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import typer
+
+from verl.errors import BadCheckpoint, ConfigError, VerlError
+
+FOUND, FAILED = 1, 2
+F = TypeVar("F", bound=Callable[..., Any])
+_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
+
+
+def command(app: typer.Typer, name: str) -> Callable[[F], F]:
+    """Register a command; an error raised on purpose becomes one line and a status, never a traceback."""
+
+    def register(function: F) -> F:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with one_line_errors():
+                return function(*args, **kwargs)
+
+        app.command(name)(run)
+        return function
+
+    return register
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """A bad checkpoint is a finding; anything else means that the command could not run."""
+    try:
+        yield
+    except BadCheckpoint as error:
+        fail(str(error), FOUND)
+    except BrokenPipeError:
+        raise
+    except (VerlError, OSError) as error:
+        fail(str(error), FAILED)
+
+
+def fail(message: str, status: int = FAILED) -> NoReturn:
+    """Say what is wrong on standard error, on one line, and end."""
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(status)
+
+
+def print_json(value: Any) -> None:
+    """For scripts. Numbers that JSON does not know become texts."""
+    typer.echo(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = (), width: int = 10_000
+) -> None:
+    """Columns with a head; nothing is cut off.
+
+    Args:
+        right: columns of numbers.
+        width: characters beyond which a cell is folded, where the output is no terminal.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold" if sys.stdout.isatty() else "")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+    is_terminal = sys.stdout.isatty()
+    drawn = io.StringIO()
+    Console(file=drawn, force_terminal=is_terminal, width=None if is_terminal else width).print(table)
+    for line in drawn.getvalue().splitlines():
+        typer.echo(line.rstrip())
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for people."""
+    number, unit = float(num_bytes), "B"
+    for bigger in ("KiB", "MiB", "GiB", "TiB"):
+        if number < 1024:
+            break
+        number, unit = number / 1024, bigger
+    return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people, with the two largest units."""
+    rest, parts = int(seconds), []
+    for unit in ("d", "h", "m", "s"):
+        count, rest = divmod(rest, _UNITS_S[unit])
+        if count or (unit == "s" and not parts):
+            parts.append(f"{count}{unit}")
+    return " ".join(parts[:2])
+
+
+def parse_duration(text: str, where: str) -> float:
+    """`90`, `90s`, `30m`, `2h` or `1d` in seconds.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    found = _DURATION.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"{where} is {text!r}: it must be a time, such as 90s, 30m, 2h or 1d.")
+    return float(found[1]) * _UNITS_S[found[2]]
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def plain(value: Any) -> Any:
+    """What JSON knows: numbers that it does not become texts, and so does anything else."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

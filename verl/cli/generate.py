@@ -1,0 +1,145 @@
+"""`verl eval` and `verl generate`: evaluates a saved policy or samples from it. Nothing is trained or written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verl.errors import CheckpointError, ConfigError, RewardError, StorageError
+from verl.storage.config import is_address
+from verl.utils.temporary_directory import TemporaryDirectory
+
+if TYPE_CHECKING:
+    from verl.compose.load_policy import SavedPolicy
+
+PATH = typer.Argument(
+    help="A checkpoint, a directory of them, a run, a Hugging Face directory, or latest; or s3://... in a store."
+)
+OVERRIDES = typer.Argument(help="Of the configuration that trained it, such as reward=math or rollout.top_p=0.9.")
+DATA = typer.Option(exists=True, dir_okay=False, help="A parquet or JSONL file in place of the run's own data.")
+
+
+def evaluate(
+    path: Annotated[str, PATH],
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
+    data: Annotated[Path | None, DATA] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One object instead of a table.")] = False,
+) -> None:
+    """Evaluate a saved policy on the data that its run held out, with the run's own reward and way of sampling.
+
+    The step, the noise and the rows are those of the run, so the numbers are those that the run logged at that step.
+    """
+    from verl.compose.load_policy import root_of
+
+    with _faults_told(), _located(path) as saved, _running(saved, root_of(saved), overrides or [], data) as trainer:
+        if trainer.eval_data is None:
+            raise ConfigError("data has no rows that are held out. Give --data FILE, or data.eval_files=[...].")
+        metrics, rows = trainer.evaluate(saved.step), len(trainer.eval_data)
+    if as_json:
+        origin = path if is_address(path) else str(saved.origin)
+        source = {"actor": origin, "step": saved.step, "rows": rows}
+        typer.echo(json.dumps({**source, "metrics": metrics}, indent=2))
+        return
+    typer.echo(f"{f'{path}, step {saved.step}' if is_address(path) else saved.told}, on {rows} rows")
+    _print_table(metrics)
+
+
+def generate(
+    path: Annotated[str, PATH],
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="A text to continue. Repeatable.")] = None,
+    data: Annotated[Path | None, DATA] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Each --prompt is a message of a user.")] = False,
+    samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
+    greedy: Annotated[bool, typer.Option("--greedy", help="The likeliest token each time, and no noise.")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="A response is cut after so many.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Divides the logits.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One object a line: prompt, response, tokens.")] = False,
+) -> None:
+    """Print what a saved policy answers to prompts, to the rows of a file, or to the rows that its run held out."""
+    if prompt and data is not None:
+        raise typer.BadParameter("give --prompt or --data, not both", param_hint="--prompt")
+    given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    settings = [f"rollout.{key}={value}" for key, value in given.items() if value is not None]
+    with _faults_told(), TemporaryDirectory("verl-prompts-") as directory, _located(path) as saved:
+        if prompt:
+            data = Path(directory) / "prompts.jsonl"
+            asked = [[{"role": "user", "content": text}] if chat else text for text in prompt]
+            data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
+            settings.append("data.prompt_key=prompt")
+        unrated = ["reward=length"]  # any that costs nothing: no response is rated
+        with _running(saved, "ppo", [*unrated, *(overrides or []), *settings], data) as trainer:
+            rows = _responses(trainer, samples, greedy)
+    for row in rows:
+        typer.echo(json.dumps(row) if as_json else f"{row['prompt']}\n  -> {row['response']}")
+
+
+def _responses(trainer: Any, samples: int, greedy: bool) -> list[dict[str, Any]]:
+    from verl.ops.counter_rng import EVALUATION
+    from verl.rollout.base import GenerationRequest
+
+    if trainer.eval_data is None:
+        raise ConfigError("data has no rows that are held out. Give --prompt TEXT or --data FILE.")
+    batch = trainer.eval_data.collate(range(len(trainer.eval_data)))
+    rows = trainer.generate(batch, GenerationRequest(0, num_samples=samples, greedy=greedy, stream=EVALUATION))
+    lengths = rows["response_mask"].sum(dim=1).tolist()
+    texts = zip(rows["prompt_text"], rows["response_text"], lengths, strict=True)
+    return [{"prompt": prompt, "response": response, "tokens": tokens} for prompt, response, tokens in texts]
+
+
+@contextmanager
+def _located(path: str) -> Iterator[SavedPolicy]:
+    """The policy that a path means; of an address, a copy that is fetched for as long as it is asked."""
+    from verl.compose.load_policy import locate_policy
+
+    if not is_address(path):
+        yield locate_policy(path)
+        return
+    from verl.checkpoint.remote.resolve import bring
+
+    with TemporaryDirectory("verl-fetched-") as directory:
+        yield locate_policy(str(bring(path, Path(directory)).directory))
+
+
+@contextmanager
+def _running(saved: SavedPolicy, root: str, overrides: Sequence[str], data: Path | None) -> Iterator[Any]:
+    """The trainer of a saved policy, which trains nothing and leaves nothing behind."""
+    from verl.component import BuildContext
+    from verl.compose.load_policy import policy_run
+
+    run = policy_run(saved, root, overrides, None if data is None else data.absolute())
+    own_reward = root == "ppo" and not any(text.startswith("reward") for text in overrides)
+    with (
+        TemporaryDirectory("verl-policy-") as directory,
+        run.build(BuildContext(run_dir=Path(directory))) as trainer,
+    ):
+        if own_reward and saved.point is not None:
+            trainer.reward.load_state_dict(saved.point.read_json("scheduler/state.json").get("reward", {}))
+        yield trainer
+
+
+@contextmanager
+def _faults_told() -> Iterator[None]:
+    """What is wrong with the question, or with what was saved, is a message and status 2."""
+    try:
+        yield
+    except (ConfigError, CheckpointError, RewardError, StorageError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+
+
+def _print_table(metrics: dict[str, float]) -> None:
+    import rich
+    from rich.table import Table
+
+    from verl.tracking.base import short
+
+    table = Table("metric", "value")
+    for key, value in metrics.items():
+        table.add_row(key, short(value))
+    rich.get_console().print(table)

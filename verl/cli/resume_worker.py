@@ -1,0 +1,36 @@
+"""One leg of `verl resume-check --topology`: the main script, but what was loaded is saved aside before the first step.
+
+Started by `resume_check.py` alone, with the overrides of the main script.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from verl.cli.resume_check import ASIDE, ROOT
+from verl.component import BuildContext, as_plain
+from verl.compose.launch import LaunchedRun, entry_point
+from verl.compose.validate import validate
+from verl.compose.warm_start import resolve_warm_starts
+from verl.trainer.train_loop import TrainLoop, fit
+
+
+def leg(job: LaunchedRun) -> None:
+    """Go on from a checkpoint if there is one, save what was loaded, and train."""
+    run = validate(job.config, job.faults)
+    job.record()
+    run = resolve_warm_starts(run, job.console)
+    trainer = run.build(BuildContext(run_dir=job.run_dir, job=job.name))
+    try:
+        course = TrainLoop(trainer, as_plain(trainer.description))
+        course.open()
+        if trainer.saving.resumed is not None:
+            course.save(directory=Path(os.environ[ASIDE]))
+        fit(trainer, course.config, course)
+    finally:
+        trainer.close()
+
+
+if __name__ == "__main__":
+    entry_point(os.environ[ROOT])(leg)()

@@ -1,0 +1,192 @@
+"""Base of the trainers for scripts and notebooks: one step, all steps, checkpoints, another reward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from verl.checkpoint.read.lazy_tensors import DeviceMap
+from verl.component import as_plain
+from verl.errors import ConfigError
+from verl.rewards.base import RewardDescription
+from verl.trainer.api.from_objects import reward_from_object
+from verl.trainer.ppo import PPOTrainer
+from verl.trainer.ppo_config import PPORun
+from verl.trainer.setup import fit_through_losses
+from verl.trainer.state.resume import load_checkpoint
+from verl.trainer.state.training_identity import identity_of
+from verl.trainer.train_loop import TrainLoop, TrainResult, fit
+from verl.utils.component_exits import component_exits
+
+
+class BaseTrainer:
+    """Base of the trainers that a script makes. `close` it, or use it as a context manager.
+
+    Attributes:
+        run: the checked description of the run.
+        run_dir: where results are written.
+        trainer: the roles and the algorithm.
+    """
+
+    run: PPORun
+    run_dir: Path
+    trainer: PPOTrainer
+    _closing: ExitStack
+
+    @property
+    def steps(self) -> int:
+        """Made so far."""
+        return self._course.result.steps
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last step."""
+        return dict(self._course.result.last_metrics)
+
+    def step(self) -> float:
+        """One iteration: sample, rate, credit, update; logged, evaluated and saved where the settings say so.
+
+        Past the last step of the run it goes on with the learning rate of that.
+
+        Returns:
+            The actor's loss, or nan where the step trained nothing. `metrics` has the rest.
+        """
+        course = self._under_way()
+        try:
+            with component_exits():
+                course.step()
+        except BaseException as error:
+            course.failed(error)
+            course.end()
+            raise
+        return course.result.last_metrics.get("actor/loss", math.nan)
+
+    @component_exits()
+    def fit(self) -> TrainResult:
+        """Train to the end, from where the trainer is. On Ctrl-C what is finished is written first.
+
+        In Ray, a lost worker costs the steps since the last save: see `verl.trainer.setup`.
+        """
+        self._under_way()
+        return fit_through_losses(self.trainer, self._fit_once, self.trainer.max_restarts)
+
+    def _fit_once(self) -> TrainResult:
+        if self._course.is_over:  # a worker was lost, and the trainer is built anew
+            del self._course
+        course = self._under_way()
+        return fit(course.trainer, course.config, course)
+
+    @component_exits()
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of the present weights on the held-out rows.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        if self.trainer.eval_data is None:
+            raise ConfigError("eval_dataset is missing: there are no held-out rows. Give it, or data.eval_files.")
+        return self._opened().evaluate()
+
+    @component_exits()
+    def save_checkpoint(self, save_dir: str | Path | None = None, tag: str | None = None) -> Path:
+        """Save now, and wait until the checkpoint is published.
+
+        Args:
+            save_dir: directory of checkpoints, if not that of the run.
+            tag: the name of the checkpoint's directory, such as `loss_0.12_step_500`; otherwise `global_step_N`.
+        Returns:
+            The directory of the checkpoint.
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        course, saving = self._opened(), self.trainer.saving
+        saving.identity = saving.identity or identity_of(as_plain(self.trainer.description), self.trainer.tokenizer)
+        return course.save(tag, None if save_dir is None else Path(save_dir))
+
+    @component_exits()
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        mmap: bool = False,
+        load_components: Sequence[str] | None = None,
+        device_map: DeviceMap = None,
+    ) -> None:
+        """Go on from a checkpoint: into the live weights, nothing is built anew.
+
+        Args:
+            path: `latest`, a checkpoint, a directory of checkpoints, or the directory of a run.
+            mmap: copy from the mapped files, instead of reading them into memory first.
+            load_components: some of `actor`, `critic`, `optimizer`, `scheduler`, `dataloader`, `rng`; None is all of
+                them, and what follows is what would have followed the save, bit for bit.
+            device_map: where tensors are put on their way to the weights, such as `cuda:0`; main memory otherwise.
+        """
+        load_checkpoint(self._under_way(), path, load_components, mmap, device_map)
+
+    @property
+    def reward_model(self) -> Any:
+        """What rates the responses. Set another, in any form that the constructor takes, and training goes on with it;
+        the policy, its optimizer and the place in the data stay."""
+        return self.trainer.reward
+
+    @reward_model.setter
+    @component_exits()
+    def reward_model(self, reward: Any) -> None:
+        self.trainer.replace_reward(self._described_reward(reward))
+
+    def reset_reward_stats(self) -> None:
+        """Let the reward forget what it has learned of scores, such as their running mean."""
+        self.reward_model.reset_stats()
+
+    def close(self) -> None:
+        """Write what is finished, end what was started, and let go of the weights; may be called again."""
+        self._end()
+
+    @component_exits()
+    def _end(self, is_sound: bool = True) -> None:
+        with self._closing:
+            course = self.__dict__.get("_course")
+            if course is not None and course.is_open and not course.is_over:
+                is_all = course.result.steps >= self.trainer.num_steps
+                if is_sound:
+                    course.result.status = "finished" if is_all else "stopped"
+                course.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(is_sound=error is None)
+
+    @cached_property
+    def _course(self) -> TrainLoop:
+        trainer: Any = self.trainer
+        return TrainLoop(trainer, as_plain(trainer.description))
+
+    def _opened(self) -> TrainLoop:
+        """The course, which may have ended."""
+        self._course.open()
+        return self._course
+
+    def _under_way(self) -> TrainLoop:
+        """The course, opened.
+
+        Raises:
+            ConfigError: it has ended.
+        """
+        if self._course.is_over:
+            raise ConfigError(
+                f"this trainer has ended ({self._course.result.status}, step {self._course.result.steps}). Make "
+                "another one, and load_checkpoint to go on."
+            )
+        return self._opened()
+
+    def _described_reward(self, reward: Any) -> RewardDescription:
+        """The description of a reward in any form."""
+        return reward_from_object(reward)

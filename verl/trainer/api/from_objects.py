@@ -1,0 +1,366 @@
+"""Objects of the user in place of configuration: models, rewards and data, as components that carry the object.
+
+The object is no field: configuration and training identity name it by what can be written down.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from verl.component import BuildContext, Description
+from verl.data.base import DataSplits, PromptOptions, PromptSource
+from verl.data.files import PromptFiles
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.errors import ConfigError, faults_below
+from verl.models.interfaces import as_reward_model, check_interface
+from verl.models.pretrained import ModelSource, Pretrained, without_dropout
+from verl.rewards.base import Reward, RewardDescription
+from verl.rewards.function import RewardFunction
+from verl.rewards.reward_model import ModelReward, RewardModel, RewardTokenizer
+from verl.rewards.weighted_sum import TAKEN, WeightedSum
+
+MICRO_BATCH_TOKENS = 16384  # of a reward model that was passed as an object
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsObject(PromptOptions):
+    """Prompts passed as `train_dataset`, and as `eval_dataset` if those are rows too.
+
+    Args:
+        num_rows: of the data that were passed.
+        num_eval_rows: likewise; 0 where none were.
+        eval_files: paths whose rows are evaluated on; none for no evaluation.
+    """
+
+    num_rows: int
+    num_eval_rows: int = 0
+    eval_files: tuple[str, ...] = ()
+
+    def build(self, context: BuildContext) -> DataSplits:
+        train, held_out = carried_by(self)
+        options = PromptOptions(**{f.name: getattr(self, f.name) for f in dataclasses.fields(PromptOptions)})
+        if self.eval_files:
+            held_out = RLHFDataset(self.eval_files, context.tokenizer, options)
+        eval_data = None if held_out is None else _dataset(held_out, context.tokenizer, options)
+        return DataSplits(train=_dataset(train, context.tokenizer, options), eval=eval_data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardObject(RewardDescription):
+    """A function, a running reward, or a reward model of torch.
+
+    Args:
+        name: of the function, or of its class.
+    """
+
+    name: str
+
+    def build(self, context: BuildContext) -> Reward:
+        reward, tokenizer = carried_by(self)
+        if isinstance(reward, Reward):
+            return reward
+        if not _is_module(reward):
+            return RewardFunction.wrap(reward)
+        model = as_reward_model(reward.to(context.device), self.name, None, context.tokenizer.pad_token_id or 0)
+        _refuse_fewer_embeddings(self.name, reward, tokenizer or context.tokenizer)
+        form = "tokens" if tokenizer is None else "text"
+        return ModelReward(
+            model, RewardTokenizer(tokenizer or context.tokenizer, form, None, "error"), MICRO_BATCH_TOKENS
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelObject(ModelSource):
+    """A loaded Hugging Face model. As the actor it is the object itself that trains; other roles take copies of it.
+
+    Args:
+        argument: the name that it was passed by.
+        kind: its class.
+        num_parameters: in all.
+        context_length: in tokens, where its configuration tells.
+    """
+
+    argument: str
+    kind: str
+    num_parameters: int
+    context_length: int | None = None
+
+    @classmethod
+    def of(cls, argument: str, model: Any) -> ModelObject:
+        """The description of a model."""
+        config = model.config.get_text_config()
+        return cls(
+            argument=argument,
+            kind=type(model).__name__,
+            num_parameters=sum(p.numel() for p in model.parameters()),
+            context_length=getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None),
+            dtype=str(next(model.parameters()).dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        )
+
+    def load_causal_lm(self, device: str) -> Any:
+        model: Any = without_dropout(self._handed_out())
+        return model.to(device).eval()
+
+    def load_backbone(self, device: str) -> Any:
+        model = self._handed_out() if self.argument == "critic_model" else self._copied()
+        backbone: Any = model.base_model if hasattr(model, "lm_head") or hasattr(model, "score") else model
+        without_dropout(backbone)
+        return backbone.to(device).eval()
+
+    def load_config(self) -> Any:
+        """The configuration of the model."""
+        return carried_by(self)[0].config
+
+    def load_tokenizer(self) -> Any:
+        _, tokenizer = carried_by(self)
+        if tokenizer is None:
+            raise ConfigError(
+                f"tokenizer is missing: {self.argument} is a loaded {self.kind}, which brings none. Give tokenizer=."
+            )
+        return tokenizer
+
+    def max_positions(self) -> int | None:
+        return self.context_length
+
+    def _handed_out(self) -> Any:
+        """The object itself for the first who asks, a copy for each later one: the actor trains it, none else may."""
+        model, tokenizer = carried_by(self)
+        if getattr(self, "_is_taken", False):
+            return self._copied()
+        object.__setattr__(self, "_is_taken", True)
+        if tokenizer is not None:
+            _refuse_fewer_embeddings(self.argument, model, tokenizer)
+        return _trainable(model)
+
+    def _copied(self) -> Any:
+        model, _ = carried_by(self)
+        if any("lora_" in name for name, _ in model.named_parameters()):
+            raise ConfigError(
+                f"{self.argument} is a loaded model with an adapter in it by now, so no other role can start from it. "
+                "Give critic_model= or ref_model= a path."
+            )
+        return _trainable(copy.deepcopy(model))
+
+
+def carrying(described: Any, value: Any) -> Any:
+    """The same description with what it stands for."""
+    made = dataclasses.replace(described)
+    object.__setattr__(made, "_carried", value)
+    return made
+
+
+def carried_by(described: Any) -> Any:
+    """What `carrying` put there."""
+    found = getattr(described, "_carried", None)
+    if found is None:
+        raise ConfigError(
+            f"{type(described).__name__} stands for an object that a script passed, and this process has none. Run it "
+            "in the script's own process (sharding=none), or give a path instead of the object."
+        )
+    return found
+
+
+def carried_in(described: Any) -> dict[str, Any]:
+    """All that a description and those below it carry, by `key_of`."""
+    if not isinstance(described, (Description, dict)):
+        return {}
+    own = getattr(described, "_carried", None)
+    found = {} if own is None else {key_of(described): own}  # type: ignore[arg-type]
+    below = (
+        described.values()
+        if isinstance(described, dict)
+        else [getattr(described, f.name) for f in dataclasses.fields(described)]
+    )
+    for item in below:
+        found |= carried_in(item)
+    return found
+
+
+def hand_over(run: Any, values: Mapping[str, Any]) -> Any:
+    """A run whose descriptions of given objects carry them.
+
+    Args:
+        values: what `key_of` names -> what is carried.
+    """
+    if isinstance(run, (PromptsObject, RewardObject, ModelObject)) and (key := key_of(run)) in values:
+        return carrying(run, values[key])
+    if isinstance(run, Description):
+        old = {f.name: getattr(run, f.name) for f in dataclasses.fields(run)}
+        new = {name: hand_over(item, values) for name, item in old.items()}
+        changed = {name: item for name, item in new.items() if item is not old[name]}
+        return dataclasses.replace(run, **changed) if changed else run
+    if isinstance(run, dict):
+        return {name: hand_over(item, values) for name, item in run.items()}
+    return run
+
+
+def key_of(described: PromptsObject | RewardObject | ModelObject) -> str:
+    """The name of what a description carries."""
+    if isinstance(described, ModelObject):
+        return described.argument
+    return f"reward {described.name}" if isinstance(described, RewardObject) else "data"
+
+
+def _dataset(rows: RLHFDataset | Sequence[Mapping[str, Any]], tokenizer: Any, options: PromptOptions) -> RLHFDataset:
+    if not isinstance(rows, RLHFDataset):
+        return RLHFDataset.from_rows(rows, tokenizer, options)
+    theirs, ours = rows.collate([0]).meta_info["pad_token_id"], tokenizer.pad_token_id
+    if theirs != ours:
+        raise ConfigError(
+            f"train_dataset pads with token {theirs}, the actor's tokenizer with {ours}: use that tokenizer."
+        )
+    return rows
+
+
+def _trainable(model: Any) -> Any:
+    """The model, of which what the user froze stays frozen, unless that is all of it."""
+    return model if any(p.requires_grad for p in model.parameters()) else model.requires_grad_(True)
+
+
+def _is_module(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.nn.Module)
+
+
+def _refuse_fewer_embeddings(name: str, model: Any, tokenizer: Any) -> None:
+    """A token id without an embedding fails deep inside the model, on a GPU without a word of why."""
+    if not hasattr(model, "get_input_embeddings"):
+        return
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows < len(tokenizer):
+        raise ConfigError(
+            f"{name} knows {rows} tokens, and the tokenizer has {len(tokenizer)}: they do not belong together. Give "
+            "the tokenizer that the model was trained with."
+        )
+
+
+REWARDS = (
+    "a function of prompts and responses, `file.py:function`, a reward model (a module, or the path of one), or a "
+    "description such as ExactMatch()"
+)
+PART_KEYS = ("reward", "weight", "name")
+
+
+def model_from_object(argument: str, model: Any, tokenizer: Any = None) -> ModelSource:
+    """A model that is a path, a hub name, a description, or loaded.
+
+    Raises:
+        ConfigError: it is none of them, or lacks what its role needs.
+    """
+    if isinstance(model, ModelSource):
+        return model
+    if isinstance(model, (str, Path)):
+        with faults_below(argument):
+            return Pretrained(path=str(model))
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise ConfigError(
+            f"{argument} is a {type(model).__name__}: expected a Hugging Face model, or the path or hub name of one."
+        )
+    if argument != "critic_model":
+        check_interface("actor", model, argument)
+    with faults_below(argument):
+        return carrying(ModelObject.of(argument, model), (model, tokenizer))
+
+
+def reward_from_object(reward: Any, tokenizer: Any = None, argument: str = "reward_model") -> RewardDescription:
+    """A reward in any form.
+
+    Args:
+        tokenizer: of a reward model that is passed as a module; None is that of the policy.
+    Raises:
+        ConfigError: it is no reward.
+    """
+    if isinstance(reward, RewardDescription):
+        return reward
+    if isinstance(reward, (str, Path)):
+        with faults_below(argument):
+            if re.search(r":\w+$", str(reward)):
+                return RewardFunction(path=str(reward))
+            return RewardModel(model=Pretrained(path=str(reward)))
+    if isinstance(reward, type):
+        raise ConfigError(f"{argument} is the class {reward.__name__}: expected {REWARDS}. Give one of its objects.")
+    if not isinstance(reward, (Reward, nn.Module)) and not callable(reward):
+        raise ConfigError(f"{argument} is {reward!r}: expected {REWARDS}.")
+    name = getattr(reward, "__qualname__", type(reward).__name__)
+    return carrying(RewardObject(name=name), (reward, tokenizer))
+
+
+def summed_rewards(rewards: Sequence[Any]) -> RewardDescription:
+    """Several rewards as their weighted sum; one of weight 1 as itself.
+
+    Args:
+        rewards: each in any form, or `{"reward": ..., "weight": 0.5, "name": "style"}`. The weight is 1 unless given.
+    Raises:
+        ConfigError: there is none, or one of them is no reward.
+    """
+    parts: dict[str, RewardDescription] = {}
+    weights: dict[str, float] = {}
+    for index, item in enumerate(rewards):
+        part = dict(item) if isinstance(item, Mapping) else {"reward": item}
+        argument = f"reward_models[{index}]"
+        if unknown := [key for key in part if key not in PART_KEYS]:
+            raise ConfigError(f"{argument}.{unknown[0]} is not a known key. Known: {', '.join(PART_KEYS)}.")
+        if "reward" not in part:
+            raise ConfigError(f"{argument}.reward is missing: expected {REWARDS}.")
+        described = reward_from_object(part["reward"], argument=argument)
+        name = part.get("name") or _part_name(part["reward"], index, parts)
+        if isinstance(described, RewardObject):
+            described = carrying(dataclasses.replace(described, name=name), described._carried)  # type: ignore[attr-defined]
+        parts[name], weights[name] = described, part.get("weight", 1.0)
+    if not parts:
+        raise ConfigError("reward_models is empty: give at least one reward.")
+    if len(parts) == 1 and next(iter(weights.values())) == 1:
+        return next(iter(parts.values()))
+    with faults_below("reward_models"):
+        return WeightedSum(parts=dict(parts), weights=weights)
+
+
+def data_from_object(train: Any, held_out: Any = None, options: PromptOptions | None = None) -> PromptSource:
+    """Training data, and data to evaluate on: rows, a data set, a file, or a list of files.
+
+    Raises:
+        ConfigError: training data are files and the others rows, or there are none.
+    """
+    if isinstance(train, PromptSource):
+        return train
+    settings = dataclasses.asdict(options or PromptOptions())
+    eval_files = _files(held_out)
+    if (files := _files(train)) is not None:
+        if held_out is not None and eval_files is None:
+            raise ConfigError("eval_dataset has rows and train_dataset is a file: give both as rows, or both as files.")
+        with faults_below("train_dataset"):
+            return PromptFiles(train_files=files, eval_files=eval_files or (), **settings)
+    if isinstance(train, RLHFDataset):
+        settings |= dataclasses.asdict(train.options)
+    if not hasattr(train, "__len__") or isinstance(train, Mapping):
+        raise ConfigError(f"train_dataset is a {type(train).__name__}: expected rows, an RLHFDataset, or a file.")
+    rows = None if eval_files is not None else held_out
+    given = PromptsObject(
+        num_rows=len(train), num_eval_rows=0 if rows is None else len(rows), eval_files=eval_files or (), **settings
+    )
+    return carrying(given, (train, rows))
+
+
+def _files(data: Any) -> tuple[str, ...] | None:
+    """The paths that data are; None where they are no paths."""
+    if isinstance(data, (str, Path)):
+        return (str(data),)
+    if isinstance(data, (list, tuple)) and data and all(isinstance(item, (str, Path)) for item in data):
+        return tuple(map(str, data))
+    return None
+
+
+def _part_name(reward: Any, index: int, taken: Mapping[str, Any]) -> str:
+    kind = reward.rpartition(":")[2] if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(kind)).lower()
+    is_free = name.isidentifier() and name not in TAKEN and name not in taken
+    return name if is_free else f"reward_{index + 1}"

@@ -1,0 +1,150 @@
+"""Settings of a run that belong to no single component: how long, how often, how many, on which devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from verl.cluster.placement import Placement
+from verl.component import Description
+from verl.monitoring.config import Monitoring
+from verl.trainer.timers import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings(Description):
+    """What PPO and SFT share.
+
+    Args:
+        project_name, experiment_name: names of the run; part of its directory.
+        seed: everything random derives from it.
+        device: `auto` takes a GPU where there is one; or a torch device such as `cpu` or `cuda:1`.
+        num_threads: that torch may use on the CPU, over all processes; null leaves torch's choice.
+        n_gpus_per_node: processes on this machine, each with a GPU where there are GPUs; 1 with sharding=none.
+        nnodes: machines.
+        total_epochs: passes over the training data.
+        total_steps: training steps. Of the two, what is reached first ends the run; with neither it is one epoch.
+        stop_after: end after this step, saved, so that `resume=latest` goes on; all schedules are those of the whole
+            run. null: do not.
+        eval_before: evaluate the weights before the first step.
+        eval_interval: steps between evaluations; 0 for none but the last.
+        sample_rows: rows kept in each table of samples.
+        strict_data_check: check the content of every batch, as VERL_STRICT_DATA_CHECK=1 does.
+        save_final: write the weights at the end as Hugging Face directories.
+        repeat_first_batch: train on the first batch of the data again and again, to see whether it can be learned.
+        profile: steps to profile, or null.
+        safety: what to do about numbers that are not finite, and about spikes.
+    """
+
+    project_name: str = "verl"
+    experiment_name: str = "default"
+    seed: int = 0
+    device: str = "auto"
+    num_threads: int | None = None
+    n_gpus_per_node: int = 1
+    nnodes: int = 1
+    total_epochs: int | None = None
+    total_steps: int | None = None
+    stop_after: int | None = None
+    eval_before: bool = True
+    eval_interval: int = 0
+    sample_rows: int = 32
+    strict_data_check: bool = False
+    save_final: bool = True
+    repeat_first_batch: bool = False
+    profile: Profile | None = None
+    safety: Monitoring = field(default_factory=Monitoring)
+
+    def faults(self) -> Iterator[str]:
+        for name in ("n_gpus_per_node", "nnodes", "total_epochs", "total_steps", "stop_after", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                yield f"{name} is {value}: must be at least 1."
+        for name in ("eval_interval", "sample_rows", "seed"):
+            if getattr(self, name) < 0:
+                yield f"{name} is {getattr(self, name)}: must not be negative."
+        if (fault := _device_fault(self.device)) is not None:
+            yield f"device is {self.device!r}: {fault}. Set auto, cpu, cuda or cuda:N."
+        if self.device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", self.device):
+            yield f"device is {self.device!r}: expected auto, cpu, cuda or one GPU such as cuda:1."
+        if self.nnodes > 1 and not self.spans_machines:
+            yield f"nnodes is {self.nnodes}: without Ray a run stays on one machine. Set nnodes=1, or trainer=ray."
+
+    @property
+    def spans_machines(self) -> bool:
+        """Whether workers may be on other machines than the driver."""
+        return False
+
+    def num_steps(self, steps_per_epoch: int) -> int:
+        """Steps of the whole run."""
+        if self.total_epochs is None:
+            return steps_per_epoch if self.total_steps is None else self.total_steps
+        epochs = self.total_epochs * steps_per_epoch
+        return epochs if self.total_steps is None else min(epochs, self.total_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOSettings(LoopSettings):
+    """Settings of a policy-gradient run. See `LoopSettings` for the others.
+
+    Args:
+        prompts_per_step: different prompts of a step.
+        group_size: responses to each of them.
+        eval_samples: k of mean@k and best@k, drawn at the rollout's temperature; 0 evaluates greedily only.
+        success_score: a response with at least this score counts as right in `eval/accuracy`.
+        rollout_ahead: 1 draws the responses of the next step while this one trains, from weights that are one step
+            older: for engines with a process of their own, and with `algorithm.correction`. 0 draws them in turn.
+        placement: where the roles live; null for this process, or the processes that the sharding asks for.
+    """
+
+    prompts_per_step: int = 64
+    group_size: int = 8
+    rollout_ahead: int = 0
+    eval_samples: int = 0
+    success_score: float = 1.0
+    placement: Placement | None = None
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        for name in ("prompts_per_step", "group_size"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}: must be at least 1."
+        if self.rollout_ahead not in (0, 1):
+            yield f"rollout_ahead is {self.rollout_ahead}: must be 0, or 1 for one step ahead."
+        if self.rollout_ahead and self.repeat_first_batch:
+            yield "rollout_ahead is 1: with repeat_first_batch every batch is the first. Set rollout_ahead=0."
+        if self.eval_samples < 0:
+            yield f"eval_samples is {self.eval_samples}: must not be negative."
+
+    @property
+    def spans_machines(self) -> bool:
+        return self.placement is not None and self.placement.spans_machines
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTSettings(LoopSettings):
+    """Settings of supervised fine-tuning. See `LoopSettings` for the others.
+
+    Args:
+        batch_size: sequences of one optimizer step.
+    """
+
+    batch_size: int = 64
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        if self.batch_size < 1:
+            yield f"batch_size is {self.batch_size}: must be at least 1."
+
+
+def _device_fault(device: str) -> str | None:
+    """What torch has against a device's name, whether this machine has the device or not."""
+    try:
+        if device != "auto":
+            torch.device(device)
+    except RuntimeError as error:
+        return str(error).splitlines()[0].rstrip(".") or "no name of a device"
+    return None

@@ -1,0 +1,306 @@
+"""Memory estimate before any weight is loaded: memory by role and phase, disk space, floating-point operations.
+
+Estimates from configurations and counts: what a library takes for itself, and what an allocator leaves unused, comes on
+top. A warning here is worth heeding; silence is no promise.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.component import BuildContext
+from verl.engines.sharding import NoSharding, Sharding
+from verl.models.model_stats import ModelStats, model_stats
+from verl.trainer.config import LoopSettings, PPOSettings
+from verl.workers.base import TrainedRole
+
+_log = logging.getLogger(__name__)
+GIB = 2**30
+_PROCESS_BYTES = 450 * 2**20  # a Python with torch and transformers, on the CPU
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Bytes that one role takes in each process that holds it.
+
+    Attributes:
+        weights: with the copy in the type it computes in, if that is another.
+        gradients, optimizer: of what is trained; gradients only while it is updated.
+        working: activations of one micro-batch, while it is updated.
+        scoring: likewise while it only scores, one layer at a time.
+        gathered: weights of siblings that lie here while it is updated or scores.
+        generating: likewise while it generates.
+        is_offloaded: weights, gradients and optimizer state rest in main memory.
+        saved: in a checkpoint, of the whole role.
+    """
+
+    name: str
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    working: int = 0
+    scoring: int = 0
+    gathered: int = 0
+    generating: int = 0
+    is_offloaded: bool = False
+    saved: int = 0
+
+    @property
+    def resident(self) -> int:
+        """What stays from step to step."""
+        return self.weights + self.optimizer
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What a run takes.
+
+    Attributes:
+        roles: that live side by side in each process.
+        cache: keys and values while responses are drawn; of an engine beside the trainer its weights too. 0 where none
+            are drawn.
+        processes: that hold the roles, on this machine.
+        saving: bytes of one checkpoint.
+        kept: checkpoints on disk at a time.
+        flops: of one step, at most.
+        copied: bytes of main memory on this machine from which a checkpoint is written while training goes on.
+        on_host: what roles have is in main memory, for there is no GPU.
+    """
+
+    roles: tuple[RoleMemory, ...]
+    cache: int
+    processes: int
+    saving: int
+    kept: int
+    flops: int
+    copied: int = 0
+    on_host: bool = True
+
+    def phases(self) -> dict[str, int]:
+        """Phase -> bytes that a process needs in it, on its device."""
+        there = [role for role in self.roles if self.on_host or not role.is_offloaded]
+        resident = sum(role.resident for role in there) + (self.copied // self.processes if self.on_host else 0)
+        trained = [role for role in self.roles if role.gradients]
+        scoring = max((role.scoring + role.gathered for role in self.roles), default=0)
+        generating = max((role.generating for role in self.roles), default=0)
+        updates = {
+            f"update {role.name}": role.working + role.gathered + (role.gradients if role in there else 0)
+            for role in trained
+        }
+        drawn = {"generate": resident + generating + self.cache, "score": resident + scoring} if self.cache else {}
+        return {
+            **drawn,
+            **{name: resident + more for name, more in updates.items()},
+        }
+
+    @property
+    def host(self) -> int:
+        """Bytes of main memory on this machine that a run on GPUs takes beside them."""
+        offloaded = sum(role.resident + role.gradients for role in self.roles if role.is_offloaded)
+        return 0 if self.on_host else self.copied + offloaded * self.processes
+
+    @property
+    def peak(self) -> tuple[str, int]:
+        """The phase that needs most, and how much."""
+        return max(self.phases().items(), key=lambda entry: entry[1])
+
+    def warnings(self, memory: int | None, disk: int | None, host: int | None = None) -> Iterator[str]:
+        """What may not suffice.
+
+        Args:
+            memory: bytes that are free for one process on its device; None if unknown.
+            disk: bytes that are free where checkpoints go.
+            host: bytes of main memory that are free on this machine, where the device is another.
+        """
+        phase, needed = self.peak
+        if memory is not None and needed > memory:
+            yield (
+                f"Memory may not suffice: {phase} needs about {needed / GIB:.1f} GiB in each process, and "
+                f"{memory / GIB:.1f} GiB are free for it. Lower micro_batch_tokens, set gradient_checkpointing=true, "
+                "train a lora adapter, divide the model (sharding=fsdp), or take a smaller model."
+            )
+        if host is not None and self.host > host:
+            yield (
+                f"Main memory may not suffice: what is saved and offloaded needs about {self.host / GIB:.1f} GiB on "
+                f"this machine, and {host / GIB:.1f} GiB are free. Set checkpoint=sync, or sharding.cpu_offload=false."
+            )
+        if disk is not None and self.saving * self.kept > disk:
+            yield (
+                f"Disk may not suffice: {self.kept} checkpoints of {self.saving / GIB:.1f} GiB, and "
+                f"{disk / GIB:.1f} GiB are free. Lower checkpoint.keep_last_n, or set checkpoint.save_dir to a larger "
+                "disk."
+            )
+
+    def lines(self) -> Iterator[str]:
+        """The budget as a table in plain text."""
+        yield f"{'role':<14}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'working':>10}   GiB in each process"
+        for role in self.roles:
+            cells = (role.weights, role.gradients, role.optimizer, max(role.working, role.scoring))
+            yield f"{role.name:<14}" + "".join(
+                f"{x / GIB:>{w}.2f}" for x, w in zip(cells, (10, 11, 11, 10), strict=True)
+            )
+        yield "phase         " + ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in self.phases().items())
+        yield f"processes     {self.processes}, operations of a step at most {self.flops:.2e}"
+        yield f"checkpoint    {self.saving / GIB:.2f} GiB, {self.kept} at a time"
+
+
+def estimate_ppo(run: Any) -> MemoryEstimate:
+    """The budget of a policy-gradient run.
+
+    Args:
+        run: a `PPORun` whose models' configurations can be read.
+    """
+    settings, rollout = run.trainer, run.rollout
+    world = settings.n_gpus_per_node * settings.nnodes
+    shardings, placement = run.shardings(), settings.placement
+    counts = dict.fromkeys(shardings, world) if placement is None else placement.sizes(tuple(shardings), world)
+    alone = NoSharding()
+    divided = {role: (shardings[role] if counts[role] > 1 else alone, counts[role]) for role in shardings}
+    rows = settings.prompts_per_step * settings.group_size
+    width = getattr(run.data, "max_prompt_length", 0) + rollout.max_new_tokens
+    own = {role: -(-rows // _shares(*division)) for role, division in divided.items()}
+    actor = model_stats(run.actor.model.load_config(), run.actor.lora)
+    roles = [_trained("actor", run.actor, actor, own["actor"] * width, *divided["actor"])]
+    passes = 2 * rows * width * (3 * run.algorithm.epochs + 1)  # forward, and a backward of twice that
+    flops = actor.parameters * passes
+    if run.critic is not None and run.algorithm.needs_values:
+        critic = model_stats(run.critic.model.load_config(), run.critic.lora)
+        trained = _trained("critic", run.critic, critic, own["critic"] * width, *divided["critic"])
+        roles.append(replace(trained, generating=0))
+        flops += critic.parameters * passes
+    if run.reference is not None and run.algorithm.needs_reference and (run.reference.model or run.actor.lora is None):
+        source = run.reference.model or run.actor.model
+        sizes = model_stats(source.load_config())
+        itemsize = getattr(torch, source.dtype).itemsize
+        scoring = sizes.layer_elements * min(run.reference.micro_batch_tokens, own["reference"] * width) * itemsize
+        cost = divided["reference"][0].cost(divided["reference"][1], sizes, weight_bytes=itemsize, trains=False)
+        roles.append(RoleMemory("reference", cost.weights, scoring=scoring, gathered=cost.gathered))
+        flops += sizes.forward_flops(rows * width)
+    drawn = min(own["actor"], getattr(rollout, "max_rows", own["actor"]))
+    siblings = divided["actor"][1] // _shares(*divided["actor"])  # each has the keys and values of its own heads
+    cache = actor.cache_elements // siblings * drawn * width * _computed_in(run.actor)
+    if (space := getattr(rollout, "kv_cache_gib", None)) is not None:  # an engine with weights of its own
+        cache = int(space * GIB) + actor.parameters * _computed_in(run.actor)
+        roles[0] = replace(roles[0], generating=0)
+    saves = run.checkpoint
+    saved = sum(role.saved for role in roles) if saves is not None else 0
+    return MemoryEstimate(
+        roles=tuple(roles),
+        cache=cache,
+        processes=-(-max(counts.values()) // settings.nnodes),
+        saving=saved,
+        kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
+        flops=flops,
+        copied=saved // settings.nnodes if saves is not None and saves.save_async else 0,
+        on_host=_is_on_host(settings),
+    )
+
+
+def estimate_sft(run: Any) -> MemoryEstimate:
+    """The budget of a run of supervised fine-tuning.
+
+    Args:
+        run: an `SFTRun` whose model's configuration can be read.
+    """
+    settings, saves = run.trainer, run.checkpoint
+    world = settings.n_gpus_per_node * settings.nnodes
+    sharding = (run.actor.sharding or run.sharding) if world > 1 else NoSharding()
+    own = -(-settings.batch_size // _shares(sharding, world))
+    length = getattr(run.data, "max_length", None) or run.actor.micro_batch_tokens
+    sizes = model_stats(run.actor.model.load_config(), run.actor.lora)
+    role = replace(_trained("actor", run.actor, sizes, own * length, sharding, world), generating=0)
+    return MemoryEstimate(
+        roles=(role,),
+        cache=0,
+        processes=-(-world // settings.nnodes),
+        saving=role.saved if saves is not None else 0,
+        kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
+        flops=6 * sizes.parameters * settings.batch_size * length,
+        copied=role.saved // settings.nnodes if saves is not None and saves.save_async else 0,
+        on_host=_is_on_host(settings),
+    )
+
+
+def _is_on_host(settings: LoopSettings) -> bool:
+    return settings.device == "cpu" or not torch.cuda.is_available()
+
+
+def _shares(sharding: Sharding, count: int) -> int:
+    """Into how many the rows of a role are divided; processes that share layers work on the same ones."""
+    return max(sharding.parts(count)) + 1
+
+
+def free_memory(device: str, processes: int) -> int | None:
+    """Bytes that are free for each of so many processes on this machine; None where it cannot be told."""
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    free = free_main_memory()
+    return None if free is None else max(0, free // processes - _PROCESS_BYTES * (processes > 1))
+
+
+def free_disk(directory: Path) -> int:
+    """Bytes that are free where a directory is, or will be."""
+    while not directory.exists():
+        directory = directory.parent
+    return shutil.disk_usage(directory).free
+
+
+def _trained(
+    name: str, role: TrainedRole, sizes: ModelStats, tokens: int, sharding: Sharding, count: int
+) -> RoleMemory:
+    """Of an actor or critic that has so many tokens of a step in its process."""
+    tokens = min(tokens, role.micro_batch_tokens)
+    itemsize = getattr(torch, role.model.dtype).itemsize
+    cost = sharding.cost(count, sizes, tokens, itemsize, _computed_in(role))
+    return RoleMemory(
+        name=name,
+        weights=cost.weights,
+        gradients=cost.gradients,
+        optimizer=cost.optimizer,
+        gathered=cost.gathered,
+        generating=cost.generating,
+        is_offloaded=cost.is_offloaded,
+        working=sizes.activation_elements(tokens, role.gradient_checkpointing) * _computed_in(role),
+        scoring=sizes.layer_elements * tokens * _computed_in(role),
+        saved=3 * sizes.trained * itemsize,
+    )
+
+
+def _computed_in(role: TrainedRole) -> int:
+    """Bytes of a number in the type that a role computes in."""
+    return getattr(torch, role.autocast or role.model.dtype).itemsize
+
+
+def free_main_memory() -> int | None:
+    """Free main memory: what the kernel says, or what is left of the limit of this container."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        return min(free, int(limit) - int(used)) if limit != "max" else free
+    except (OSError, ValueError):
+        return free
+
+
+def log_estimate(run: Any, context: BuildContext, checkpoints: Path) -> None:
+    """Estimate what the run takes, before any weight is loaded, and warn where it may not suffice."""
+    try:
+        budget = estimate_ppo(run) if isinstance(run.trainer, PPOSettings) else estimate_sft(run)
+    except Exception as error:  # noqa: BLE001 - whatever is odd about a configuration, an estimate stops no run
+        _log.warning("What this run takes cannot be estimated: %s: %s", type(error).__name__, error)
+        return
+    assert context.run_dir is not None
+    (context.run_dir / "budget.txt").write_text("\n".join(budget.lines()) + "\n")
+    memory = free_memory(context.device, budget.processes)
+    for warning in budget.warnings(memory, free_disk(checkpoints), free_main_memory()):
+        _log.warning("%s", warning)

@@ -1,0 +1,136 @@
+"""One-step-off-policy rollout: generate batch k+1 while training on batch k.
+
+step k      take(k) ── begin(k+1) ── score, update ── collect(k+1) ── sync
+engine                 └────── draws k+1 with the weights before ──┘
+
+`LengthPredictor` estimates response lengths by prompt, so that processes that generate side by side end together. The
+estimate for a prompt is its last length; for one that was not seen yet, the mean of all others. Which process draws a
+response changes nothing about it, but a resumed run divides prompts as the first one would have: so the lengths are
+part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.algorithm import Algorithm
+from verl.protocol import DataProto
+from verl.rollout.base import GenerationRequest, Rollout
+
+log = logging.getLogger(__name__)
+
+
+class OneStepOffRollout:
+    """The one batch that is drawn ahead.
+
+    Weights may change only after `collect`, for the engine draws with those it has. What was drawn is part of a
+    checkpoint: it came from weights that no longer exist.
+
+    Args:
+        actor: the handle of a role whose engine draws beside training.
+    """
+
+    def __init__(self, actor: Any):
+        self._actor = actor
+        self._asked: tuple[DataProto, GenerationRequest] | None = None
+        self._drawn: DataProto | None = None
+        self._is_loaded = False  # what was drawn comes from a checkpoint
+
+    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
+        """Have the engine begin; returns at once."""
+        assert self._asked is None
+        assert self._drawn is None
+        self._actor.begin_generate(prompts, request).result()
+        self._asked = prompts, request
+
+    def collect(self) -> None:
+        """Wait for what was begun. May be called again, to no effect."""
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            self._drawn, self._is_loaded = self._actor.finish_generate(*asked).result(), False
+
+    def take(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """The responses to these prompts: drawn ahead, or drawn now where nothing was."""
+        self.collect()
+        drawn, self._drawn = self._drawn, None
+        if drawn is not None:
+            wanted = prompts.batch["prompt_ids"].repeat_interleave(request.num_samples)
+            if wanted.equal(drawn.batch["prompt_ids"]):
+                return drawn
+            assert self._is_loaded, "what was drawn ahead belongs to another batch"
+            log.warning("What the checkpoint holds as drawn ahead is of a batch of another size: it is drawn anew.")
+        return self._actor.generate(prompts, request).result()
+
+    def state(self) -> dict[str, Tensor]:
+        """What was drawn and not yet trained on; empty if nothing."""
+        self.collect()
+        return {} if self._drawn is None else dict(self._drawn.batch)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on with what a checkpoint holds, in place of what was begun or drawn here.
+
+        It is of use where the next batch has its prompts; after a change of the size of a batch it has not.
+        """
+        self.collect()
+        self._drawn, self._is_loaded = DataProto.from_dict(dict(tensors)) if tensors else None, True
+
+
+def ahead_faults(rollout: Rollout, algorithm: Algorithm) -> Iterator[str]:
+    """Why a run may not draw ahead."""
+    said = "trainer.rollout_ahead is 1"
+    if not rollout.runs_ahead:
+        yield (
+            f"{said}: {type(rollout).__name__} samples with the very tensors that train, so sampling would race the "
+            "optimizer. Set rollout=vllm, or trainer.rollout_ahead=0."
+        )
+    if algorithm.correction is None:
+        yield (
+            f"{said}: responses come from weights that are one step older, which only importance weights make up for. "
+            "Set algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}, or "
+            "trainer.rollout_ahead=0."
+        )
+    if algorithm.selection is not None:
+        yield f"{said}: algorithm.selection draws further batches within a step. Set trainer.rollout_ahead=0."
+    if algorithm.needs_greedy_baseline:
+        yield f"{said}: the greedy baseline would be that of other weights. Set trainer.rollout_ahead=0."
+
+
+MOST = 1 << 16  # prompts that are remembered, those seen last
+
+
+class LengthPredictor:
+    """Mean lengths of responses, in tokens, by the id of their prompt."""
+
+    def __init__(self):
+        self._means: dict[int, float] = {}
+
+    def note(self, rows: DataProto) -> None:
+        """Remember how long responses have become: `prompt_ids` [B], `response_mask` [B T]."""
+        ids, index = rows["prompt_ids"].unique(return_inverse=True)
+        lengths = rows["response_mask"].sum(dim=1).double()
+        means = torch.zeros(len(ids), dtype=torch.float64).scatter_reduce(0, index, lengths, "mean", include_self=False)
+        for prompt, mean in zip(ids.tolist(), means.tolist(), strict=True):
+            self._means.pop(prompt, None)
+            self._means[prompt] = mean
+        for prompt in list(self._means)[: max(0, len(self._means) - MOST)]:
+            del self._means[prompt]
+
+    def beside(self, prompts: DataProto, num_samples: int) -> DataProto:
+        """The prompts [B] with `expected_tokens` [B], of all responses to each."""
+        others = sum(self._means.values()) / max(1, len(self._means))
+        means = [self._means.get(prompt, others) for prompt in prompts["prompt_ids"].tolist()]
+        expected = (torch.tensor(means, dtype=torch.float64) * num_samples).round().long()
+        return prompts.union(DataProto.from_dict({"expected_tokens": expected}))
+
+    def state_dict(self) -> dict[str, list[Any]]:
+        """What is known, the prompt that was seen last at the end."""
+        return {"prompts": list(self._means), "means": list(self._means.values())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self._means = dict(zip(state["prompts"], state["means"], strict=True))

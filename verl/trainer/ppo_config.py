@@ -1,0 +1,209 @@
+"""PPORun: everything that a policy-gradient run is made of, and the checks across its components."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl.algorithms.algorithm import Algorithm
+from verl.checkpoint.config import Checkpointing
+from verl.component import BuildContext, Description
+from verl.data.base import PromptSource
+from verl.engines.sharding import Sharding
+from verl.replay.config import TieredReplay
+from verl.rewards.base import RewardDescription
+from verl.rollout.base import Rollout
+from verl.storage.config import Storage
+from verl.tracking.base import Trackers
+from verl.trainer.config import PPOSettings
+from verl.trainer.one_step_off import ahead_faults
+from verl.trainer.setup import (
+    RoleSharding,
+    sharding_faults,
+)
+from verl.workers.actor import Actor
+from verl.workers.base import TrainedRole
+from verl.workers.colocated import reference_sharding
+from verl.workers.critic import Critic
+from verl.workers.reference import Reference
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo import PPOTrainer
+
+
+def faults_between(run: Any) -> Iterator[str]:
+    """Each fault of a `verl.trainer.ppo_config.PPORun` by its full config path."""
+    settings, algorithm = run.trainer, run.algorithm
+    estimator = type(algorithm.advantage).__name__
+    if algorithm.needs_groups and settings.group_size < 2:
+        comparing = estimator if algorithm.advantage.needs_groups else type(algorithm.selection).__name__
+        yield (
+            f"trainer.group_size is {settings.group_size}: {comparing} compares a response with its siblings. "
+            "Set trainer.group_size >= 2, or algorithm=ppo."
+        )
+    if algorithm.needs_values and run.critic is None:
+        yield f"critic is null: {estimator} needs values. Set critic=tiny or another critic, or algorithm=grpo."
+    if algorithm.needs_reference and run.reference is None:
+        yield "reference is null: algorithm.kl needs one. Set reference=same_as_actor, or algorithm.kl.coef=0."
+    rows = settings.prompts_per_step * settings.group_size
+    if rows % algorithm.mini_batches:
+        fitting = [n for n in range(1, rows + 1) if rows % n == 0]
+        near = min(fitting, key=lambda n: abs(n - algorithm.mini_batches))
+        yield (
+            f"algorithm.mini_batches is {algorithm.mini_batches}: it does not divide the {rows} responses of a "
+            f"step (trainer.prompts_per_step {settings.prompts_per_step} x trainer.group_size "
+            f"{settings.group_size}); {near} would."
+        )
+    yield from _sharding_faults(run)
+    if settings.rollout_ahead:
+        yield from ahead_faults(run.rollout, algorithm)
+    yield from _rollout_faults(run)
+    yield from _replay_faults(run)
+    yield from _placement_faults(run)
+    yield from _context_faults(run)
+    yield from _model_faults(run)
+
+
+def _sharding_faults(run: Any) -> Iterator[str]:
+    shardings = run.shardings()
+    if run.reference is not None and run.reference.sharding is not None:
+        is_the_actor = run.reference.model is None and run.actor.lora is not None
+        if is_the_actor and "reference" in shardings and shardings["reference"] != shardings["actor"]:
+            yield (
+                "reference.sharding differs from that of the actor, and under actor.lora the reference is the "
+                "actor with its adapter off. Set reference.sharding=null, or give reference.model."
+            )
+    counts, roles = _processes(run, shardings), []
+    for role, sharding in shardings.items():
+        described = getattr(run, role, None)
+        path = "sharding" if getattr(described, "sharding", None) is None else f"{role}.sharding"
+        model = described.model if isinstance(described, TrainedRole) else None
+        roles.append(RoleSharding(path, sharding, counts[role], model, f"{role}.model"))
+    yield from sharding_faults(roles, run.trainer, run.trainer.placement is not None)
+
+
+def _processes(run: Any, shardings: Mapping[str, Sharding]) -> Mapping[str, int]:
+    """Of each role, how many hold it."""
+    placement, count = run.trainer.placement, run.trainer.n_gpus_per_node * run.trainer.nnodes
+    return dict.fromkeys(shardings, count) if placement is None else placement.sizes(tuple(shardings), count)
+
+
+def _rollout_faults(run: Any) -> Iterator[str]:
+    shardings, adapter = run.shardings(), run.actor.lora
+    is_divided = shardings["actor"].parameter_shards(_processes(run, shardings)["actor"]) > 1
+    yield from run.rollout.faults_beside(None if adapter is None else adapter.rank, is_divided)
+    limit_s = getattr(shardings["actor"], "timeout_s", float("inf"))
+    if is_divided and run.rollout.call_timeout_s >= limit_s:
+        yield (
+            f"rollout.call_timeout_s is {run.rollout.call_timeout_s:g}: while a process waits so long for its engine, "
+            f"its siblings give it up after sharding.timeout_s {limit_s:g}. Set rollout.call_timeout_s lower, or "
+            "sharding.timeout_s higher."
+        )
+
+
+def _replay_faults(run: Any) -> Iterator[str]:
+    if run.algorithm.replay_fraction and run.replay is None:
+        yield (
+            f"algorithm.replay_fraction is {run.algorithm.replay_fraction}: there is no replay buffer to take old rows "
+            "from. Set replay=tiered, or algorithm.replay_fraction=0."
+        )
+    limit, updates = run.algorithm.replay_max_staleness, run.updates_per_step
+    if run.algorithm.replay_fraction and limit is not None and limit < updates:
+        yield (
+            f"algorithm.replay_max_staleness is {limit}: a step makes {updates} optimizer steps (algorithm.epochs x "
+            "algorithm.mini_batches), so even the rows of the step before are too old, and none is ever reused. Set it "
+            f"to {updates} or a multiple, or null for any."
+        )
+
+
+def _placement_faults(run: Any) -> Iterator[str]:
+    placement, settings = run.trainer.placement, run.trainer
+    if placement is None:
+        return
+    size = settings.n_gpus_per_node * settings.nnodes
+    for fault in placement.faults_with(run.shardings(), size):
+        yield f"trainer.placement.{fault}"
+    if settings.profile is not None:
+        yield "trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Set trainer=local."
+
+
+def _context_faults(run: Any) -> Iterator[str]:
+    prompt, response = getattr(run.data, "max_prompt_length", None), run.rollout.max_new_tokens
+    for role in ("actor", "critic"):
+        described = getattr(run, role)
+        limit = None if described is None else described.model.max_positions()
+        if limit is None or prompt is None or prompt + response <= limit:
+            continue
+        yield (
+            f"data.max_prompt_length is {prompt}: with rollout.max_new_tokens {response} that makes "
+            f"{prompt + response} tokens, and {role}.model holds {limit}. Lower one of them."
+        )
+
+
+def _model_faults(run: Any) -> Iterator[str]:
+    """Models that are no decoders, by the path of each."""
+    for role in ("actor", "critic", "reference"):
+        model = getattr(getattr(run, role), "model", None)
+        if model is not None and (fault := model.policy_fault()) is not None:
+            yield f"{role}.model.{fault}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPORun(Description):
+    """Everything that one policy-gradient run is made of: the root of `conf/ppo.yaml`.
+
+    A role that the algorithm does not need (a critic for GRPO, a reference without KL) is not built.
+    """
+
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+    reward: RewardDescription
+    rollout: Rollout
+    sharding: Sharding
+    algorithm: Algorithm
+    data: PromptSource
+    trainer: PPOSettings
+    tracker: Trackers
+    checkpoint: Checkpointing | None = None
+    replay: TieredReplay | None = None
+    storage: Storage | None = None
+    resume: str | None = None
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong between components, each by its full config path."""
+        yield from faults_between(self)
+
+    def shardings(self) -> dict[str, Sharding]:
+        """Role -> how it is divided where it has several processes: its own sharding, or that of the run."""
+        own = {"actor": self.actor.sharding, "critic": self.critic and self.critic.sharding}
+        own["reference"] = self.reference and reference_sharding(self.reference, self.actor)
+        return {role: own.get(role) or self.sharding for role in self.roles}
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Names of the roles that the algorithm needs and that can live elsewhere."""
+        wanted = {
+            "actor": True,
+            "critic": self.critic is not None and self.algorithm.needs_values,
+            "reference": self.reference is not None and self.algorithm.needs_reference,
+            "rm": self.reward.is_model,
+        }
+        return tuple(role for role, is_needed in wanted.items() if is_needed)
+
+    @property
+    def reward_as_role(self) -> Any:
+        """The reward, if it is a role of its own; None where the driver has it."""
+        placement = self.trainer.placement
+        return self.reward if placement is not None and self.reward.is_model and placement.holds_reward() else None
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.algorithm.epochs * self.algorithm.mini_batches
+
+    def build(self, context: BuildContext) -> PPOTrainer:
+        """Load data and weights, and start the processes that the sharding asks for."""
+        from verl.trainer.ppo import PPOTrainer
+
+        return PPOTrainer(self, context)

@@ -1,0 +1,231 @@
+"""Building, restoring, saving and closing a policy-gradient run; `verl.trainer.ppo` is the algorithm on top of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from verl.algorithms.kl import AdaptiveKLController
+from verl.checkpoint.resume_point import ResumePoint
+from verl.cluster.rpc import role_handles
+from verl.component import BuildContext, as_plain
+from verl.data.sampler import EpochSampler, Mixture
+from verl.errors import ConfigError, faults_below
+from verl.models.interfaces import tokenizer_fault
+from verl.monitoring.nonfinite import NonFiniteGuard
+from verl.rewards.base import RewardDescription
+from verl.rollout.base import Rollout
+from verl.trainer.memory_estimate import log_estimate
+from verl.trainer.one_step_off import LengthPredictor, OneStepOffRollout
+from verl.trainer.replay_mixing import ReplayMixing
+from verl.trainer.setup import (
+    ProcessState,
+    fit_through_losses,
+    prepare_context,
+    prepare_saving,
+    rank_writers_of,
+    restore_of,
+    start_cluster,
+)
+from verl.trainer.state import train_state
+from verl.trainer.state.train_state import DRAWN_AHEAD, RewardStats
+from verl.trainer.timers import StageTimers
+from verl.trainer.train_loop import TrainResult, fit
+from verl.utils.seeding import derive_seed, seed_everything
+from verl.workers.colocated import RLHost, with_tokenizer
+from verl.workers.load_state import SavedRoleState
+from verl.workers.reward import RemoteRewardModel
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo_config import PPORun
+
+
+class PPOLifecycle:
+    """Everything of a running trainer but its step: roles, data, reward, tracker, checkpoints.
+
+    Attributes:
+        actor, critic, reference: handles to the roles, wherever they live; None where a role is not needed.
+        restarts: why it was built anew, once for each time.
+    """
+
+    def __init__(self, run: PPORun, context: BuildContext):
+        self.restarts: list[str] = []
+        self._context = context
+        self._build(run, context)
+
+    def _build(self, run: PPORun, context: BuildContext) -> None:
+        self.description, self.settings, self.algorithm = run, run.trainer, run.algorithm
+        self._state = ProcessState(run.trainer)
+        self._cluster = self.reward = self.reuse = None
+        self.reward_stats, self.lengths = RewardStats(run.reward), LengthPredictor()
+        self.saving: Any = None
+        try:
+            context = prepare_context(context, run.trainer)
+            with faults_below("actor.model"):
+                context = with_tokenizer(context, run.actor)
+            assert context.run_dir is not None
+            if run.trainer.placement is None:  # else the actor may live on another machine, or another device
+                run.rollout.check_here(context.device)
+            self.context = context
+            self.run_dir, self.tokenizer = context.run_dir, context.tokenizer
+            self._refuse_other_tokenizers(run)
+            with faults_below("data"):
+                splits = run.data.build(context)
+            self.train_data, self.eval_data = splits.train, splits.eval
+            self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
+            self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
+            if run.reward_as_role is None:
+                with faults_below("reward"):
+                    self.reward = run.reward.build(context)
+            self.tracker = run.tracker.build(context)
+            self.stages = StageTimers(self.tracker)
+            self.saving = prepare_saving(
+                run, context, "actor/loss", ("ref_log_probs",) if run.algorithm.needs_reference else ()
+            )
+            self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, self.tokenizer)
+            self.kl = run.algorithm.kl.build(context)
+            self.reuse = ReplayMixing(run, context, self.saving.directory)
+            log_estimate(run, context, self.saving.directory)
+            self._start_roles(run, context)
+            self.guard.numerics = self.actor.numerics().result()
+            seed_everything(derive_seed(self.settings.seed, "driver"))  # roles that are built here have drawn from it
+            if self.saving.resumed is not None:
+                self._go_on_from(self.saving.resumed)
+        except BaseException:
+            self.close()
+            raise
+
+    def _refuse_other_tokenizers(self, run: PPORun) -> None:
+        """The critic and the reference read the actor's token ids, so their tokenizer must be the actor's."""
+        needed = {
+            "critic.model": run.critic.model if run.critic and run.algorithm.needs_values else None,
+            "reference.model": run.reference.model if run.reference and run.algorithm.needs_reference else None,
+        }
+        others = {name: model for name, model in needed.items() if model is not None and model != run.actor.model}
+        faults = [tokenizer_fault(name, model, self.tokenizer) for name, model in others.items()]
+        if found := [fault for fault in faults if fault is not None]:
+            raise ConfigError(found)
+
+    def _make_sampler(self, size: int, mixture: Mixture | None) -> EpochSampler:
+        seed, name = derive_seed(self.settings.seed, "data order"), "trainer.prompts_per_step"
+        return EpochSampler(size, self.settings.prompts_per_step, seed, name, mixture=mixture)
+
+    def _start_roles(self, run: PPORun, context: BuildContext) -> None:
+        host = RLHost(
+            actor=run.actor,
+            critic=run.critic if run.algorithm.needs_values else None,
+            reference=run.reference if run.algorithm.needs_reference else None,
+            rollout=self._roomy(run.rollout),
+            algorithm=run.algorithm,
+            sharding=run.sharding,
+            total_updates=self.num_steps * run.updates_per_step,
+            restore=restore_of(self.saving),
+            reward=run.reward_as_role,
+        )
+        context = replace(context, row_tokens=self._row_tokens(run))
+        self._cluster = start_cluster(host, run.trainer, context, run.trainer.placement)
+        roles = role_handles(self._cluster, host)
+        self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
+        self.saving.parts = rank_writers_of(self._cluster, self.trained, run.checkpoint)
+        self.ahead = OneStepOffRollout(self.actor) if run.trainer.rollout_ahead else None
+        if run.reward_as_role is not None:
+            self.reward = RemoteRewardModel(roles["rm"], run.reward_as_role)
+
+    def _roomy(self, rollout: Rollout) -> Rollout:
+        """With room for every prompt of the data, as far as the data tell how long those are."""
+        longest = self._longest_prompt()
+        return rollout if longest is None else rollout.with_room_for(longest)
+
+    def _go_on_from(self, point: ResumePoint) -> None:
+        """Take over what the roles do not hold: the place in the data, KL control, statistics of rewards, old rows."""
+        self.load_data_position(point)
+        self.load_driver_state(point)
+        self.reuse.load(point)
+
+    def load_data_position(self, point: ResumePoint) -> None:
+        """Take over the place in the data, and what was drawn ahead for the batch that stands there."""
+        self.sampler.load_state_dict(point.read_json("dataloader/state.json"))
+        if self.ahead is not None:
+            self.ahead.load(point.read_tensors(DRAWN_AHEAD))
+
+    def load_driver_state(self, point: ResumePoint) -> None:
+        """Take over KL control, statistics of rewards, and how long responses are."""
+        state = point.read_json("scheduler/state.json")
+        if "lengths" in state:
+            self.lengths.load_state_dict(state["lengths"])
+        if isinstance(self.kl, AdaptiveKLController):
+            self.kl.load_state_dict(state["kl"])
+        self.reward_stats.load(self.reward, state)
+        train_state.restore_ranks(point, self._cluster, self.actor, self.settings.seed)
+
+    def save(self, directory: Path) -> list[Path]:
+        """Write `actor/`, and `critic/` if there is one, as Hugging Face directories below `directory`."""
+        paths = []
+        for name, role in (("actor", self.actor), ("critic", self.critic)):
+            if role is not None:
+                (directory / name).mkdir(parents=True, exist_ok=True)  # transformers only logs that it cannot write
+                role.save(directory / name).result()
+                paths.append(directory / name)
+        return paths
+
+    def state(self) -> tuple[dict[str, SavedRoleState], dict[str, Any]]:
+        """What a checkpoint holds: of the roles, and of everything else that a later run needs to go on."""
+        roles = self.saving.states_of(self.trained, self._cluster.shares_memory)
+        kl = self.kl.state_dict() if isinstance(self.kl, AdaptiveKLController) else {}
+        ranks = train_state.ranks_of(self._cluster, self.actor)
+        plain = {"sampler": self.sampler.state_dict(), "kl": kl, **self.reward_stats.state(self.reward)}
+        plain["lengths"] = self.lengths.state_dict()
+        drawn = {} if self.ahead is None else {DRAWN_AHEAD: self.ahead.state()}
+        return roles, {**plain, "ranks": ranks, **drawn, **self.reuse.state()}
+
+    @property
+    def trained(self) -> dict[str, Any]:
+        """The roles whose weights are updated, by name."""
+        named = {"actor": self.actor, "critic": self.critic}
+        return {name: role for name, role in named.items() if role is not None}
+
+    def replace_reward(self, described: RewardDescription) -> None:
+        """Rate by another reward from here on; policy, optimizer and place in the data stay."""
+        with faults_below("reward"):
+            reward = described.build(self.context)
+        self.reward.close()
+        self.reward, self.reward_stats = reward, RewardStats(described)
+        self.description = replace(self.description, reward=described)
+        self.saving.reconfigured(as_plain(self.description))
+
+    def fit(self) -> TrainResult:
+        """Train to the end; see `verl.trainer.train_loop.fit`. In Ray, a lost worker costs the steps since the last
+        save.
+        """
+        return fit_through_losses(self, lambda: fit(self, as_plain(self.description)), self.max_restarts)
+
+    @property
+    def max_restarts(self) -> int:
+        """How often a run that lost a worker goes on by itself."""
+        return 0 if self.settings.placement is None else self.settings.placement.max_restarts
+
+    def restart(self, resume: str | None, why: str) -> None:
+        """Build everything anew, to go on from a checkpoint, or from the beginning if `resume` is None."""
+        self.close()
+        self.restarts.append(why)
+        self._build(replace(self.description, resume=resume), self._context)
+
+    def close(self) -> None:
+        """End the workers, let go of the weights, and put back what the run changed in this process."""
+        if self.saving is not None:
+            self.saving.close()
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+        if self.reward is not None:
+            self.reward.close()
+        if self.reuse is not None:
+            self.reuse.close()
+        self._state.restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

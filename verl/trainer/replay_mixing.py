@@ -1,0 +1,181 @@
+"""Replay mixing: rows of earlier steps beside those of this one, and what this step leaves in the replay buffer.
+
+generate ─> mixed ────────────> score ─> weights ─> update ─> keep
+            + rows of the buffer          < 1 or > 1           new rows into the buffer
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.importance_sampling import reuse_weights
+from verl.checkpoint.resume_point import ResumePoint
+from verl.component import BuildContext
+from verl.protocol import DataProto
+from verl.replay.checkpoint_state import COMPONENT, ReplayState, directory_of, empty_state
+from verl.replay.config import TieredReplay
+from verl.replay.sampling import ReplayRequest
+from verl.storage.config import Storage
+
+if TYPE_CHECKING:
+    from verl.replay.buffer import TieredBuffer
+
+_log = logging.getLogger(__name__)
+
+
+class ReplayMixing:
+    """The replay buffer of a run; without one, rows pass as they are.
+
+    Args:
+        run: its description; `replay` says how rows are kept, `storage` where the coldest go.
+        checkpoints: the run's directory of them, whose rows in the storage are kept.
+    Attributes:
+        buffer: None without one.
+    """
+
+    def __init__(self, run: Any, context: BuildContext, checkpoints: Path):
+        self.settings: TieredReplay | None = run.replay
+        self.algorithm: Algorithm = run.algorithm
+        self._context, self._checkpoints = context, checkpoints
+        names = run.trainer.project_name, run.trainer.experiment_name, *([context.job] if context.job else [])
+        saves = run.checkpoint  # one that is in the store alone may need rows that no local one does
+        self._keeps_all = saves is not None and (saves.upload_interval is not None or saves.cold_storage is not None)
+        self._storage: Storage | None = None if run.storage is None else run.storage.below("/".join(names))
+        settings = self.settings
+        self.buffer: TieredBuffer | None = None if settings is None else self._made(settings)
+        self._rows = self._version = 0  # of the last step, from which the next one's are guessed
+
+    def expect(self, step: int) -> None:
+        """Begin to fetch what this step is likely to take."""
+        if self.buffer is not None and (wanted := self._wanted(step, self._rows, self._version)):
+            self.buffer.prefetch(wanted)
+
+    def mixed(self, rollout: DataProto, step: int) -> DataProto:
+        """Rewarded rows of this step, and behind them the rows of the buffer that it trains on too."""
+        if self.buffer is None:
+            return rollout
+        self._rows, self._version = len(rollout), int(rollout["policy_version"].max())
+        new = rollout.union(_marked(rollout, is_replayed=False))
+        if (wanted := self._wanted(step, self._rows, self._version)) is None:
+            return new
+        found = self.buffer.sample(wanted, rollout.meta_info.get("pad_token_id", 0))
+        return new if found is None else DataProto.concat([new, _like(found, new)])
+
+    def weights(self, batch: DataProto) -> tuple[Tensor | None, dict[str, float]]:
+        """How much each token counts, [B, T] or None for 1; see `reuse_weights`."""
+        weights, metrics = reuse_weights(batch, self.algorithm.correction)
+        if self.buffer is None:
+            return weights, metrics
+        is_old = batch["is_replayed"]
+        behind = (self._version - batch["policy_version"])[is_old].double()
+        told = {"replay/old_rows": float(is_old.sum())}
+        if len(behind):
+            told |= {"replay/staleness_mean": float(behind.mean()), "replay/staleness_max": float(behind.max())}
+        return weights, metrics | told
+
+    def new(self, batch: DataProto) -> DataProto:
+        """The rows that were drawn in this step."""
+        return batch if self.buffer is None else batch[~batch["is_replayed"]]
+
+    def keep(self, experience: DataProto, step: int, is_saving: bool) -> dict[str, float]:
+        """Put the rows of this step into the buffer; how many it has.
+
+        Args:
+            is_saving: a save is under way, which may need files that the buffer does not.
+        """
+        if self.buffer is None:
+            return {}
+        self.buffer.append(self.new(experience), step)
+        if not is_saving:
+            self.buffer.shelf.sweep()
+            self._release(self.buffer)
+        return self.buffer.stats()
+
+    def state(self) -> dict[str, ReplayState]:
+        """What a checkpoint holds of it."""
+        if self.buffer is None:
+            return {}
+        from verl.replay.checkpoint import buffer_state
+
+        return {COMPONENT: buffer_state(self.buffer)}
+
+    def load(self, point: ResumePoint) -> None:
+        """Go on with the rows of a checkpoint, in place of those that are here."""
+        saved = point.published.directory / COMPONENT
+        if self.settings is None:
+            if saved.is_dir():
+                _log.warning("The replay buffer of %s is left behind: replay=off keeps no rows.", point.published.name)
+            return
+        from verl.replay.checkpoint import restore_buffer
+
+        if self.buffer is not None:
+            self.buffer.close()
+        self.buffer = self._made(self.settings)
+        if not saved.is_dir():
+            _log.warning("The checkpoint %s has no replay buffer: it starts empty.", point.published.name)
+            return
+        restore_buffer(self.buffer, saved, verify=False)
+        _log.info("The replay buffer goes on with %d rows of %s.", len(self.buffer), point.published.name)
+
+    def close(self) -> None:
+        """End threads; files stay."""
+        if self.buffer is not None:
+            self.buffer.close()
+
+    def _made(self, settings: TieredReplay) -> TieredBuffer:
+        from verl.replay.buffer import TieredBuffer  # Arrow is loaded where there is a buffer, and else not
+        from verl.replay.remote_tier import RemoteTier
+
+        context = self._context
+        assert context.run_dir is not None
+        directory = directory_of(settings, context.run_dir)
+        empty_state(directory)
+        cold = None
+        if self._storage is not None:
+            cold = RemoteTier(
+                self._storage.connect(), directory / "cold", settings.fetch_timeout_s, settings.fetch_retry_s
+            )
+        return TieredBuffer(settings, directory, context.device, context.seed, cold)
+
+    def _wanted(self, step: int, num_rows: int, version: int) -> ReplayRequest | None:
+        share, algorithm = self.algorithm.replay_fraction, self.algorithm
+        count = round(num_rows * share / (1 - share))
+        if not count:
+            return None
+        return ReplayRequest(count, step, version, algorithm.replay_max_staleness, algorithm.needs_groups)
+
+    def _release(self, buffer: TieredBuffer) -> None:
+        """Delete from the store what nothing needs any more; where checkpoints go there too, nothing."""
+        if not buffer.released or buffer.cold is None or self._keeps_all:
+            buffer.released.clear()
+            return
+        from verl.replay.checkpoint import cold_names
+
+        needed = cold_names(self._checkpoints)
+        buffer.cold.delete(name for name in buffer.released if name not in needed)
+        buffer.released = [name for name in buffer.released if name in needed]
+
+
+def _marked(rows: DataProto, is_replayed: bool) -> DataProto:
+    return DataProto.from_dict({"is_replayed": torch.full((len(rows),), is_replayed)})
+
+
+def _like(found: DataProto, new: DataProto) -> DataProto:
+    """Rows of the buffer with the fields of this step's, in groups of their own."""
+    found = found.select([name for name in found.batch if name != "group_ids"]).union(
+        DataProto.from_dict({"group_ids": found["group_ids"] + 1 + int(new["group_ids"].max())})
+    )
+    columns = found.non_tensor_batch
+    empty = np.full(len(found), None, dtype=object)  # another reward may tell more of a row than the one before
+    same = DataProto.from_dict(
+        {name: found[name].to(new[name].device) for name in new.batch if name != "is_replayed"},
+        {name: columns.get(name, empty) for name in new.non_tensor_batch},
+    )
+    return same.union(_marked(same, is_replayed=True))

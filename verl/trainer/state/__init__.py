@@ -1,0 +1,10 @@
+"""What a run saves and how it resumes: train state, saving, resume, identity, lineage.
+
+checkpointing      Checkpointing while training: when a save is due, what is in it, what became of it
+compare_runs       Comparison of two runs: the metrics of each step, and everything in their last checkpoints
+distributed_save   Distributed save: every process of a role writes its own part, and the driver commits
+lineage            Lineage: which run came from which checkpoint of which run
+resume             Resuming: may this configuration continue a checkpoint, in what do the two differ
+train_state        Train state in a checkpoint: roles, data sampler
+training_identity  Training identity: model, tokenizer, data and algorithm, which a resume must not change
+"""

@@ -1,0 +1,439 @@
+"""Checkpointing while training: when a save is due, what is in it, what became of it, and its upload.
+
+after each step:  due? ──> state of roles, sampler, generators ──> CheckpointWriter ──> committed, pruned ──> uploaded
+before an update: the copy that is being made must be done
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.checkpoint.commit.store import TAG, CheckpointStore
+from verl.checkpoint.commit.upload_state import write_upload_target
+from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.read.discovery import POINTER, RESERVED
+from verl.checkpoint.remote.resolve import CheckpointTier
+from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings
+from verl.checkpoint.resume_point import ResumePoint
+from verl.checkpoint.save.async_writer import CheckpointWriter
+from verl.checkpoint.save.save_plan import SaveOutcome, SaveReport
+from verl.checkpoint.save.save_request import SaveRequest
+from verl.trainer.state import train_state
+from verl.trainer.state.distributed_save import RankWriters
+from verl.trainer.state.lineage import Lineage, ParentCheckpoint, code_version
+from verl.trainer.state.resume import parent_of
+from verl.trainer.state.train_state import TrainState
+from verl.utils.redact import redact_tree
+from verl.workers.load_state import RemoteRoleState, SavedRoleState
+
+
+class CheckpointUploads:
+    """The uploads of one run.
+
+    Args:
+        directory: of checkpoints, claimed by this run.
+        wait_s: most that `close` waits.
+        timeout_s: see `Uploader`.
+    Attributes:
+        waiting: checkpoints that the store is to get and had not confirmed when it was last heard of.
+    """
+
+    def __init__(self, tier: CheckpointTier, directory: Path, lineage: Lineage, wait_s: float, timeout_s: float):
+        self._tier, self._lineage, self._wait_s = tier, lineage, wait_s
+        self.waiting = 0
+        cold = tier.cold()
+        write_upload_target(FileSystem(), directory, cold)
+        claim = f"{lineage.run_id}-{secrets.token_hex(4)}"
+        setting = UploadSettings(directory=str(directory), storage=tier.storage, claim=claim, cold=cold)
+        self._uploader = Uploader(setting, timeout_s)
+
+    def published(self) -> None:
+        """There is a new checkpoint."""
+        self._uploader.look()
+
+    def hear(self) -> None:
+        """Record what arrived, and say what did not."""
+        self._record(self._uploader.heard())
+
+    def close(self, waits: bool) -> None:
+        """Have the rest uploaded, for as long as may be waited, and end the process. What is left goes up with the next
+        start of the run."""
+        if waits and not self._uploader.is_fenced:
+            _log.info("waiting up to %g s for uploads to %s", self._wait_s, self._tier.address)
+        self._record(self._uploader.close(self._wait_s if waits else 0.0))
+        if waits and not self._uploader.is_done:
+            _log.error(
+                "NOT ALL checkpoints are in %s: %s on the local disk, and the next start of this run goes on uploading",
+                self._tier.address,
+                f"{self.waiting} wait" if self.waiting else "the last ones are",
+            )
+
+    def _record(self, told: list[UploadEvent]) -> None:
+        for one in told:
+            self.waiting = one.waiting
+            if one.kind == "uploaded":
+                size_mib = one.sent_bytes / 2**20
+                _log.info("%s is in %s: %.1f MiB, %.1f s", one.name, self._tier.address, size_mib, one.took_s)
+                self._lineage.add("uploaded", checkpoint=one.name, address=self._tier.address)
+            elif one.kind == "fenced":
+                _log.error("NOTHING MORE IS UPLOADED: %s. Training goes on, and saves to the local disk.", one.error)
+            elif one.kind == "failed":
+                what = one.name or "a checkpoint"
+                _log.error(
+                    "%s is NOT in %s: %s. Training goes on; %d wait on the local disk.",
+                    what, self._tier.address, one.error, one.waiting,
+                )  # fmt: skip
+
+
+ASKED = "save"  # a file of this name in the run's directory asks for a checkpoint; it may hold a tag
+HISTORY = 200  # last values of the loss that a checkpoint keeps
+JUMP_STEPS, JUMP_FACTOR = 5, 4.0
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointSaver:
+    """The checkpoints of one run.
+
+    Args:
+        settings: None saves nothing.
+        directory: of the checkpoints.
+        config: the run's, as plain values.
+        identity: see `verl.trainer.state.training_identity`; may be left empty where nothing is saved.
+        loss_key: the metric that the loss curve is made of.
+        uses: fields that the algorithm needs and a frozen model gives, such as `ref_log_probs`.
+        tier: object storage that checkpoints are uploaded to.
+    Attributes:
+        run_id: of this run; a continued run has one of its own.
+        resumed: the checkpoint that the run goes on from, or None.
+        parts: the processes of the roles, where they write their own parts; None where the driver writes all.
+    """
+
+    parts: RankWriters | None = None
+
+    def __init__(
+        self,
+        settings: Checkpointing | None,
+        directory: Path,
+        config: Mapping[str, Any],
+        identity: Mapping[str, Any],
+        loss_key: str,
+        resumed: ResumePoint | None = None,
+        uses: Collection[str] = (),
+        tier: CheckpointTier | None = None,
+    ):
+        self.settings, self.directory, self.loss_key, self.uses = settings, directory, loss_key, uses
+        self.run_id = secrets.token_hex(4)
+        self._config, self.identity = redact_tree(dict(config)), dict(identity)
+        self._longest_step_s = 0.0
+        self._tier, self._uploads = tier, None
+        self._writer: CheckpointWriter | None = None
+        self._contents = TrainState(settings, self._config, uses)
+        self.lineage = Lineage(directory, self.run_id)
+        self.go_on_from(resumed)
+
+    def go_on_from(self, point: ResumePoint | None) -> None:
+        """Take over what a checkpoint tells of the run before it; None is the start of a run."""
+        self.resumed = point
+        self.parent: ParentCheckpoint | None = None if point is None else parent_of(point, self._config)
+        past = {} if point is None else point.state
+        self._history: deque[list[float]] = deque(past.get("loss_history", []), maxlen=HISTORY)
+        self._before = [loss for _, loss in self._history]
+        self._wall_before = float(past.get("wall_clock_s", 0.0))
+        self._best = past.get("best")
+        self._started = self._last_save = time.monotonic()
+        self._saved_step: int | None = None if point is None else point.step
+
+    def reconfigured(self, config: Mapping[str, Any]) -> None:
+        """Tell later checkpoints of a component that was replaced while the run goes on."""
+        self._config = redact_tree(dict(config))
+        self._contents = TrainState(self.settings, self._config, self.uses)
+
+    @cached_property
+    def _code(self) -> dict[str, Any]:
+        return code_version()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What trackers are told of where this run comes from."""
+        return {"run_id": self.run_id, "parent": None if self.parent is None else asdict(self.parent)}
+
+    def start(self, run_dir: Path) -> None:
+        """Claim the directory and record the run.
+
+        Raises:
+            CheckpointWriteFailed: the directory cannot be written.
+        """
+        if self.settings is None:
+            return
+        store = CheckpointStore(self.directory, self.run_id)
+        store.claim_directory()
+        mode = "async" if self.settings.save_async else "sync"
+        retention = self.settings.retention
+        self._writer = CheckpointWriter(
+            store,
+            mode=mode,
+            when_busy=self.settings.when_busy,
+            retention=retention,
+            timeout_s=self.settings.writer_timeout_s,
+        )
+        pointer = {"save_dir": str(self.directory), "run_id": self.run_id}
+        self._run_dir = run_dir
+        (run_dir / POINTER).write_text(json.dumps(pointer, indent=2) + "\n")
+        if self.parts is not None and (fault := self.parts.look(store)) is not None:
+            _log.warning(
+                "%s: the driver gathers and writes every checkpoint. Put checkpoint.save_dir where all machines see "
+                "it, and every process writes its own part.",
+                fault,
+            )
+            self.parts = None
+        facts = {"run_dir": str(run_dir), "code": self._code, "identity": self.identity}
+        self.lineage.add("run", **self.facts, **facts)
+        if self._tier is None:
+            write_upload_target(store.disk, self.directory, None)
+        else:
+            waits = self.settings.upload_wait_s, self.settings.upload_timeout_s
+            self._uploads = CheckpointUploads(self._tier, self.directory, self.lineage, *waits)
+
+    def due(self, step: int, took_s: float, is_last: bool, is_stopping: bool) -> str | None:
+        """Why a checkpoint is to be saved after this step, or None."""
+        self._longest_step_s = max(self._longest_step_s, took_s)
+        chosen = self.settings
+        if chosen is None or step == self._saved_step:
+            return None
+        if is_last:
+            return "the last step"
+        if is_stopping:
+            return "the run is ending"
+        if chosen.save_interval and step % chosen.save_interval == 0:
+            return f"every {chosen.save_interval} steps"
+        if chosen.save_interval_s and time.monotonic() - self._last_save >= chosen.save_interval_s:
+            return f"every {chosen.save_interval_s:g} s"
+        return None
+
+    def asked_for(self) -> tuple[bool, str | None]:
+        """Whether somebody has put a file `save` into the run's directory, and the tag that it holds, if any.
+
+        The file is taken away; a tag that is no name for a checkpoint is told, and the save goes without it.
+        """
+        if self._writer is None or not (file := self._run_dir / ASKED).exists():
+            return False, None
+        tag = file.read_text(errors="replace").strip()
+        file.unlink(missing_ok=True)
+        if not tag or (TAG.fullmatch(tag) and not tag.startswith("global_step_") and tag not in RESERVED):
+            return True, tag or None
+        _log.warning("%s asks for the tag %r: it names a directory; use letters, digits and . _ = + -", file, tag[:80])
+        return True, None
+
+    def is_better(self, metrics: Mapping[str, float]) -> bool:
+        """Whether an evaluation is the best so far in the metric that `save_best` names."""
+        name = None if self.settings is None else self.settings.save_best
+        value = None if name is None else metrics.get(name)
+        if value is None or not math.isfinite(value):
+            return False
+        sign = 1 if self.settings is not None and self.settings.best_mode == "max" else -1
+        if self._best is not None and sign * value <= sign * self._best:
+            return False
+        self._best = value
+        return True
+
+    def out_of_time(self) -> bool:
+        """Whether another step might not end within the time limit."""
+        if self.settings is None or self.settings.time_limit_s is None:
+            return False
+        left = self.settings.time_limit_s - (time.monotonic() - self._started)
+        return left < self.settings.time_margin_s + 1.5 * self._longest_step_s
+
+    def note(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """Add a step to the loss curve; a sentence where the first losses after a resume jump."""
+        if (loss := metrics.get(self.loss_key)) is not None:
+            self._history.append([step, loss])
+        if self.resumed is None or step != self.resumed.step + JUMP_STEPS:
+            return None
+        return self._jump([value for at, value in self._history if at > self.resumed.step])
+
+    def save(self, step: int, roles: Mapping[str, SavedRoleState], state: Mapping[str, Any], **facts: Any) -> None:
+        """Begin a save; see `poll` for what becomes of it.
+
+        Args:
+            roles: by name.
+            state: `sampler`, and whatever else is plain and not the roles': `kl`, `reward`.
+            facts: `tag`, `metrics`, and what `trainer_state.json` is to tell beside.
+        """
+        if self._writer is None:
+            return
+        self._saved_step, self._last_save = step, time.monotonic()
+        self._save(self._writer, self._request(self._contents, step, roles, state, facts), roles)
+
+    def save_aside(
+        self,
+        directory: Path,
+        step: int,
+        roles: Mapping[str, SavedRoleState],
+        state: Mapping[str, Any],
+        **facts: Any,
+    ) -> SaveReport:
+        """Save once in another directory, where nothing is pruned; see `save`.
+
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        contents = TrainState(self.settings or Checkpointing(), self._config, self.uses)
+        store = CheckpointStore(directory.absolute(), self.run_id)
+        store.claim_directory()
+        with CheckpointWriter(store, mode="sync") as writer:
+            self._save(writer, self._request(contents, step, roles, state, facts), roles)
+            (outcome,) = writer.drain()
+        assert outcome.report is not None, "a save that failed raises"
+        return outcome.report
+
+    def states_of(self, trained: Mapping[str, Any], shares_memory: bool) -> dict[str, SavedRoleState]:
+        """What a save is to be given of the roles: their state, or what is told of it where they write it themselves.
+
+        Args:
+            trained: component -> handle to the role.
+            shares_memory: the driver sees the roles' own tensors.
+        """
+        if self.parts is not None and self.is_on:
+            return dict(self.parts.states())
+        return {name: role.state(not shares_memory).result() for name, role in trained.items()}
+
+    def workers_lost(self, reason: str) -> None:
+        """Let saves end that wait for processes which are gone."""
+        if self.parts is not None:
+            self.parts.give_up(reason)
+
+    def _save(self, writer: CheckpointWriter, request: SaveRequest, roles: Mapping[str, SavedRoleState]) -> None:
+        remote = [role.num_bytes for role in roles.values() if isinstance(role, RemoteRoleState)]
+        if not remote:
+            writer.save(request)
+            return
+        assert self.parts is not None
+        self.parts.save(writer, request, sum(remote))
+
+    def _request(
+        self,
+        contents: TrainState,
+        step: int,
+        roles: Mapping[str, SavedRoleState],
+        state: Mapping[str, Any],
+        facts: dict[str, Any],
+    ) -> SaveRequest:
+        metrics = {k: v for k, v in facts.pop("metrics", {}).items() if isinstance(v, (int, float))}
+        components, links = contents.of(roles, state)
+        tag = facts.pop("tag", None)
+        return SaveRequest(
+            step=step,
+            tag=tag,
+            components=components,
+            links=links,
+            state=self._state(state, facts),
+            metrics=metrics,
+            increment=None if self.settings is None else self.settings.increment,
+        )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the run saves checkpoints, from its start to its end."""
+        return self._writer is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._writer is not None and self._writer.num_under_way > 0
+
+    @property
+    def is_async(self) -> bool:
+        """Whether saves are written while training goes on."""
+        return self._writer is not None and self._writer.mode == "async"
+
+    def prepare(self, roles: Mapping[str, SavedRoleState], state: Mapping[str, Any]) -> None:
+        """Have the memory for saves of this size allocated in the background; the first one then stalls no longer."""
+        assert self._writer is not None
+        if self.parts is not None:
+            self.parts.prepare(self._writer.store, self.is_async)
+        self._writer.prepare(SaveRequest(step=0, components=self._contents.of(roles, state)[0]))
+
+    def wait_copied(self) -> None:
+        """Wait until weights and optimizer state may change again."""
+        if self._writer is not None:
+            self._writer.wait_copied()
+        if self.parts is not None:
+            self.parts.wait_copied()
+
+    def poll(self) -> list[SaveOutcome]:
+        """What became of saves since the last call; one that failed is among them, with its error."""
+        return self._told([] if self._writer is None else self._writer.poll(raises=False))
+
+    def drain(self) -> list[SaveOutcome]:
+        """Wait for all saves under way; see `poll`."""
+        return self._told([] if self._writer is None else self._writer.drain(raises=False))
+
+    def close(self, status: str | None = None, step: int = 0) -> None:
+        """Finish what is under way and end the writer; may be called again."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+            if self._uploads is not None:
+                self._uploads.close(waits=status is not None)
+                self._uploads = None
+            if status is not None:
+                self.lineage.add("end", status=status, step=step)
+
+    def _told(self, outcomes: list[SaveOutcome]) -> list[SaveOutcome]:
+        for outcome in outcomes:
+            if outcome.report is not None:
+                self._contents.published()
+                name, pruned = outcome.report.name, list(outcome.report.pruned)
+                self.lineage.add("checkpoint", checkpoint=name, step=outcome.step, pruned=pruned)
+                if self._uploads is not None:
+                    self._uploads.published()
+        if self._uploads is not None:
+            self._uploads.hear()
+        return outcomes
+
+    def _state(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+        """What people read in `trainer_state.json`."""
+        return {
+            **facts,
+            "epoch": state["sampler"].get("epoch"),
+            "loss_history": [list(entry) for entry in self._history],
+            "best": self._best,
+            "wall_clock_s": round(self._wall_before + time.monotonic() - self._started, 3),
+            "rng_states": train_state.rng_references(len(state.get("ranks", ()))),
+            "lineage": self.facts,
+            "code": self._code,
+            "identity": self.identity,
+            "config": self._config,
+        }
+
+    def _jump(self, first: list[float]) -> str | None:
+        """Compare the first losses after a resume with the curve before it."""
+        before = self._before[-50:]
+        if len(before) < 10 or not first:
+            return None
+        values = torch.tensor(before, dtype=torch.float64)
+        mean, spread = float(values.mean()), float(values.std())
+        now = sum(first) / len(first)
+        if abs(now - mean) <= JUMP_FACTOR * spread + 1e-6 * abs(mean):
+            return None
+        verified = " and verified" if self.settings is None or self.settings.verify else ""
+        changed = ", ".join(sorted(self.parent.differences)) if self.parent is not None else ""
+        return (
+            f"{self.loss_key} was {mean:.4g} +- {spread:.2g} before the resume and is {now:.4g} in the first "
+            f"{len(first)} steps after it. Weights, optimizer, schedule, data order and random generators were "
+            f"restored{verified}; what differs is the configuration: {changed or 'nothing'}."
+        )

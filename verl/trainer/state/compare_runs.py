@@ -1,0 +1,181 @@
+"""Comparison of two runs: the metrics of each step, and everything in their last checkpoints.
+
+steps         every metric but times, in order of steps           the first that differs
+checkpoints   every logical tensor, then the plain state          the first that differs, with its first element
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.read.lazy_tensors import as_tensor
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.utils.saved_targets import current_targets
+
+TIMES = (
+    "time_s",
+    "perf/samples_per_s",
+    "sync/copy_s",
+    "sync/load_s",
+    "sync/proof_s",
+    "perf/peak_memory_mib",
+    "timing/",
+)  # and what begins so: never equal, and of no consequence
+STATES = ("dataloader/state.json", "scheduler/state.json", "rng/python.json", "rng/numpy.json")
+OF_ONE_LAYOUT = ("rng",)  # generators: roles in the driver's process draw from its own, roles elsewhere have theirs
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How near two values must be.
+
+    Args:
+        tolerance: 0 is bit by bit; else the largest difference relative to the larger number, and for a tensor
+            relative to its largest element.
+        without: components that are not compared.
+    """
+
+    tolerance: float = 0.0
+    without: tuple[str, ...] = ()
+
+    def numbers(self, a: Any, b: Any) -> bool:
+        """Whether two plain values are the same, or two numbers near enough."""
+        if type(a) is not type(b) or not isinstance(a, (int, float)) or isinstance(a, bool):
+            return type(a) is type(b) and a == b
+        both_nan = math.isnan(a) and math.isnan(b)
+        return a == b or both_nan or (self.tolerance > 0 and abs(a - b) <= self.tolerance * max(1.0, abs(a), abs(b)))
+
+    def elements(self, a: Tensor, b: Tensor) -> Tensor:
+        """Which elements of two tensors of one shape differ."""
+        if not self.tolerance:
+            return _bits(a) != _bits(b)
+        x, y = a.double(), b.double()
+        return ~((x - y).abs() <= self.tolerance * torch.maximum(x.abs(), y.abs()).amax())
+
+
+def steps_of(run_dir: Path) -> dict[int, dict[str, float]]:
+    """The metrics of each step that `metrics.jsonl` holds, evaluations among them, times left out."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        numbers = {key: float(x) for key, x in record.items() if key != "step" and not key.startswith(TIMES)}
+        steps.setdefault(record["step"], {}).update(numbers)
+    return steps
+
+
+def first_step_apart(
+    a: Mapping[int, Mapping[str, float]], b: Mapping[int, Mapping[str, float]], near: Tolerance
+) -> str | None:
+    """The first metric in which two runs differ, in the steps that `b` made; None where there is none."""
+    for step in sorted(b):
+        keys = dict.fromkeys([*a.get(step, {}), *b[step]])
+        for key in keys:
+            x, y = a.get(step, {}).get(key), b[step].get(key)
+            if x is None or y is None or not near.numbers(x, y):
+                return f"step {step}: {key} is {_told(x)} in the first run and {_told(y)} in the second"
+    return None
+
+
+def first_part_apart(a: Checkpoint, b: Checkpoint, near: Tolerance) -> str | None:
+    """The first tensor or plain value in which two checkpoints differ, every byte verified; None where there is none.
+
+    With a tolerance, the random generators are left out: another layout of processes draws otherwise.
+    """
+    first, second = CheckpointReader(a), CheckpointReader(b)
+    return next(itertools.chain(_tensors_apart(first, second, near), _states_apart(first, second, near)), None)
+
+
+def first_tensor_apart(a: Checkpoint, b: Checkpoint, near: Tolerance) -> str | None:
+    """The first tensor in which two checkpoints differ; None where there is none."""
+    return next(_tensors_apart(CheckpointReader(a), CheckpointReader(b), near), None)
+
+
+def num_compared(checkpoint: Checkpoint, near: Tolerance) -> int:
+    """How many tensors of a checkpoint are compared."""
+    return sum(not _left_out(tensor.component, near) for tensor in checkpoint.manifest.tensors)
+
+
+def _tensors_apart(first: CheckpointReader, second: CheckpointReader, near: Tolerance) -> Iterator[str]:
+    others = {tensor.full_name: tensor for tensor in second.published.manifest.tensors}
+    for tensor in first.published.manifest.tensors:
+        other = others.pop(tensor.full_name, None)
+        if _left_out(tensor.component, near):
+            continue
+        if other is None:
+            yield f"tensor {tensor.full_name} is in the first run's checkpoint alone"
+            continue
+        if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+            shapes = f"{tensor.dtype} {list(tensor.shape)} in the first run and {other.dtype} {list(other.shape)}"
+            yield f"tensor {tensor.full_name} is {shapes} in the second"
+            continue
+        x = as_tensor(first.tensor(tensor.component, tensor.name), tensor)
+        y = as_tensor(second.tensor(other.component, other.name), other)
+        if (difference := _difference(x, y, near)) is not None:
+            yield f"tensor {tensor.full_name}: {difference}"
+    for name, other in others.items():
+        if not _left_out(other.component, near):
+            yield f"tensor {name} is in the second run's checkpoint alone"
+
+
+def _difference(x: Tensor, y: Tensor, near: Tolerance) -> str | None:
+    apart = near.elements(x, y)
+    if not bool(apart.any()):
+        return None
+    place = torch.nonzero(apart)[0].tolist()
+    most = float((x.double() - y.double()).abs().max())
+    values = f"{x[tuple(place)].item()!r} in the first run and {y[tuple(place)].item()!r} in the second"
+    return f"{int(apart.sum())} of {x.numel()} elements differ, the first is {place}: {values}; at most by {most:.3g}"
+
+
+def _states_apart(first: CheckpointReader, second: CheckpointReader, near: Tolerance) -> Iterator[str]:
+    ranks = [_rank_files(reader) for reader in (first, second)]
+    if ranks[0] != ranks[1] and not _left_out("rng", near):
+        yield f"rng holds {len(ranks[0])} ranks' generators in the first run and {len(ranks[1])} in the second"
+        return
+    for file in (*STATES, *ranks[0]):
+        if not _left_out(file.partition("/")[0], near):
+            yield from _values_apart(_json(first, file), _json(second, file), near, file)
+
+
+def _rank_files(reader: CheckpointReader) -> list[str]:
+    return [entry.path for entry in reader.files("rng") if entry.path.startswith("rng/rank_")]
+
+
+def _values_apart(a: Any, b: Any, near: Tolerance, where: str) -> Iterator[str]:
+    if isinstance(a, dict) and isinstance(b, dict) and list(a) == list(b):
+        for key in a:
+            yield from _values_apart(a[key], b[key], near, f"{where}: {key}" if ": " not in where else f"{where}.{key}")
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            yield from _values_apart(x, y, near, f"{where}[{index}]")
+    elif not near.numbers(a, b):
+        yield f"{where} is {_told(a)} in the first run and {_told(b)} in the second"
+
+
+def _json(reader: CheckpointReader, file: str) -> Any:
+    return current_targets(json.loads(bytes(reader.read(file))))
+
+
+def _left_out(component: str, near: Tolerance) -> bool:
+    return component in near.without or (near.tolerance > 0 and component in OF_ONE_LAYOUT)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The bytes of each element, so that nan equals itself and 0.0 is not -0.0; [..., item size] for wide types."""
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return x if x.dtype == torch.bool else x.contiguous().view(whole)
+
+
+def _told(value: Any) -> str:
+    text = "absent" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

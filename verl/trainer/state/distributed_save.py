@@ -1,0 +1,188 @@
+"""Distributed save: every process of a role writes its own part, and the driver commits.
+
+look    at the start: does every process see the checkpoints' directory, and who lives with whom?
+save    staging opened ── order ──> every process     the driver's own writer waits for their reports, and publishes
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.commit.transaction import SaveTransaction
+from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.core.filesystem import remove_tree, write_errors
+from verl.checkpoint.save.async_writer import CheckpointWriter
+from verl.checkpoint.save.save_plan import MultiWriterSave, SaveOutcome, abandon_missing, open_report_directory
+from verl.checkpoint.save.save_request import SaveRequest
+from verl.checkpoint.save.writer_client import START_TIMEOUT_S
+from verl.errors import CheckpointError, CheckpointWriteFailed
+from verl.workers.load_state import RemoteRoleState
+from verl.workers.rank_checkpoint import RankInfo, RankSaveOrder, RankSaveSettings
+
+FILES_OF_A_PART = 4  # about; for the check of free inodes
+LOST_GRACE_S = 10.0  # what a lost worker copied before, its writer still writes
+LATE_FACTOR = 2.5  # of the time in which a worker's own writer is replaced, twice, where it stands still
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _RoleProcesses:
+    """Processes that hold the same roles."""
+
+    lead: Any  # a handle to one of these roles
+    berths: list[RankInfo]
+    first_rank: int
+
+    @property
+    def names(self) -> list[str]:
+        return [f"rank_{self.first_rank + rank}" for rank in range(len(self.berths))]
+
+
+class RankWriters:
+    """The processes of the trained roles, as writers of checkpoints.
+
+    Args:
+        trained: component -> handle to the role.
+    """
+
+    def __init__(self, trained: Mapping[str, Any], settings: Checkpointing):
+        self._trained, self._settings = dict(trained), settings
+        self._crews: list[_RoleProcesses] = []
+        self._under_way: list[MultiWriterSave] = []
+        self._is_copying = False
+
+    def look(self, store: CheckpointStore) -> str | None:
+        """Find out who lives with whom.
+
+        Returns:
+            Why the processes cannot write into the store, or None.
+        """
+        nonce = secrets.token_hex(16)
+        desk = store.directory / "staging" / f"look-{nonce[:12]}"
+        with write_errors("looking whether workers see the checkpoints"):
+            store.disk.make_directory(desk)
+            try:
+                open_report_directory(store.disk, desk, nonce)
+                berths = {name: role.look(desk, nonce).result() for name, role in self._trained.items()}
+            finally:
+                remove_tree(store.disk, desk)
+        self._crews, first_rank = [], 0
+        for name, found in berths.items():
+            if found[0].roles[0] == name:
+                self._crews.append(_RoleProcesses(self._trained[name], found, first_rank))
+                first_rank += len(found)
+        return self._blind([berth.sees for crew in self._crews for berth in crew.berths], store.directory)
+
+    def states(self) -> dict[str, RemoteRoleState]:
+        """What is told of each role."""
+        found = {name: state for crew in self._crews for name, state in crew.lead.remote_states().result().items()}
+        return {name: found[name] for name in self._trained}
+
+    def prepare(self, store: CheckpointStore, is_async: bool) -> None:
+        """Have every process allocate the memory for saves in the background."""
+        for crew in self._crews:
+            crew.lead.prepare_parts(self._setting(store, is_async, crew))
+
+    def save(self, writer: CheckpointWriter, request: SaveRequest, num_bytes: int) -> None:
+        """Begin a save. What becomes of it, `writer` tells; nothing of it is raised but the loss of a worker.
+
+        Args:
+            request: what the driver writes of it.
+            num_bytes: that the processes will write.
+        """
+        began, step, tag = time.perf_counter(), request.step, request.tag
+        if writer.when_busy == "skip" and writer.num_under_way > 1:
+            writer.note(SaveOutcome(step=step, tag=tag, was_skipped=True))
+            return
+        try:
+            staging, joint, nonce = self._begin(writer.store, step, tag, num_bytes)
+        except CheckpointError as error:
+            writer.note(SaveOutcome(step=step, tag=tag, error=error))
+            return
+        try:
+            fault = self._order(writer, step, joint, nonce)
+            if fault is not None:
+                raise CheckpointWriteFailed(fault)
+        except BaseException as error:
+            staging.abort()
+            if not isinstance(error, CheckpointWriteFailed):
+                raise
+            writer.note(SaveOutcome(step=step, tag=tag, error=error))
+            return
+        self._under_way = [*(one for one in self._under_way if one.directory.exists()), joint]
+        writer.save(replace(request, joint=joint), staging, began)
+
+    def wait_copied(self) -> None:
+        """Have every process wait until its copy is made, before whatever it is asked to do next."""
+        if self._is_copying:
+            self._is_copying = False
+            for crew in self._crews:
+                crew.lead.wait_copied()
+
+    def give_up(self, reason: str) -> None:
+        """Let saves end whose processes are gone."""
+        end = time.monotonic() + LOST_GRACE_S
+        while time.monotonic() < end and any(joint.directory.exists() for joint in self._under_way):
+            time.sleep(0.05)
+        for joint in self._under_way:
+            abandon_missing(CheckpointStore(joint.directory.parents[1]).disk, joint.directory, joint.others, reason)
+
+    def _begin(
+        self, store: CheckpointStore, step: int, tag: str | None, num_bytes: int
+    ) -> tuple[SaveTransaction, MultiWriterSave, str]:
+        others, nonce = [name for crew in self._crews for name in crew.names], secrets.token_hex(16)
+        staging = store.begin(step, tag, num_bytes, FILES_OF_A_PART * len(others), others)
+        try:
+            open_report_directory(store.disk, staging.directory, nonce)
+        except BaseException:
+            staging.abort()
+            raise
+        late_s = LATE_FACTOR * self._settings.writer_timeout_s + START_TIMEOUT_S
+        joint = MultiWriterSave(directory=staging.directory, name="main", others=tuple(others), late_s=late_s)
+        return staging, joint, nonce
+
+    def _order(self, writer: CheckpointWriter, step: int, joint: MultiWriterSave, nonce: str) -> str | None:
+        """Have every process take part. Returns why one cannot."""
+        self._is_copying = True
+        answers: list[Future[list[bool]]] = []
+        for crew in self._crews:
+            setting = self._setting(writer.store, writer.mode == "async", crew)
+            order = RankSaveOrder(setting=setting, step=step, staging=joint.directory, nonce=nonce)
+            answers.append(crew.lead.save_part(order))
+        return self._blind([sees for answer in answers for sees in answer.result()], writer.store.directory)
+
+    def _setting(self, store: CheckpointStore, is_async: bool, crew: _RoleProcesses) -> RankSaveSettings:
+        return RankSaveSettings(
+            directory=store.directory,
+            run_id=store.run_id,
+            claim=store.claim_directory(),
+            disk_type=type(store.disk),
+            is_async=is_async,
+            use_safetensors=self._settings.use_safetensors,
+            max_shard_bytes=int(self._settings.max_shard_gib * 2**30),
+            first_rank=crew.first_rank,
+            increment=self._settings.increment,
+            writer_timeout_s=self._settings.writer_timeout_s,
+        )
+
+    def _blind(self, see: Collection[bool], directory: Path) -> str | None:
+        """Who of all processes does not see a directory."""
+        blind = [who for who, sees in zip(self._who(), see, strict=True) if not sees]
+        if not blind:
+            return None
+        more = f" and {len(blind) - 3} more" if len(blind) > 3 else ""
+        return f"{', '.join(blind[:3])}{more} cannot see {directory} as the driver does"
+
+    def _who(self) -> Iterator[str]:
+        for crew in self._crews:
+            for name, berth in zip(crew.names, crew.berths, strict=True):
+                yield f"{name} ({', '.join(berth.roles)}) on {berth.host}"

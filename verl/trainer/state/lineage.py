@@ -1,0 +1,242 @@
+"""Lineage: which run came from which checkpoint of which run, recorded in `lineage.jsonl` beside the checkpoints.
+
+{"event": "run", "run_id": ..., "parent": {...} or null, "run_dir": ..., "code": ..., "config": ..., "data": ...}
+{"event": "checkpoint", "run_id": ..., "checkpoint": "global_step_100", "step": 100}
+{"event": "end", "run_id": ..., "status": "finished", "step": 300}
+
+lineage.jsonl files ──> events ──> runs ──> a tree whose children branch at a checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import verl
+from verl.checkpoint.core.checkpoint import open_checkpoint
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.errors import BadCheckpoint
+from verl.trainer.state.training_identity import DIGEST, differences
+from verl.utils.saved_targets import current_targets
+
+FILE = "lineage.jsonl"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ParentCheckpoint:
+    """The checkpoint that a run went on from.
+
+    Attributes:
+        run_id: of the run that saved it.
+        checkpoint: its directory.
+        step: training steps done.
+        differences: of the configuration, from the parent's to this run's, by path.
+    """
+
+    run_id: str
+    checkpoint: str
+    step: int
+    differences: dict[str, list[Any]]
+
+
+class Lineage:
+    """The record of one run.
+
+    Args:
+        directory: of the checkpoints.
+    """
+
+    def __init__(self, directory: Path, run_id: str):
+        self.file, self.run_id = directory / FILE, run_id
+
+    def add(self, event: str, **facts: Any) -> None:
+        """Append a line; a directory that cannot be written costs the record, not the run."""
+        line = {"event": event, "run_id": self.run_id, "time": _now(), **facts}
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("ab+") as file:
+                torn = file.seek(0, os.SEEK_END) > 0 and _last_byte(file) != b"\n"  # by a run that was killed
+                file.write((b"\n" if torn else b"") + json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            _log.warning("%s was not written: %s", self.file, error)
+
+
+def read_events(directory: Path) -> list[dict[str, Any]]:
+    """The events recorded in a directory and all below it, in order of time; half a line is passed over."""
+    events = []
+    for file in sorted(Path(directory).rglob(FILE)):
+        for line in file.read_text(errors="replace").splitlines():
+            try:
+                events.append({**current_targets(json.loads(line)), "directory": str(file.parent)})
+            except ValueError:
+                continue
+    return sorted(events, key=lambda event: event["time"])
+
+
+def code_version() -> dict[str, Any]:
+    """Version of verl and, where the code lies in a git repository, its commit and whether files differ from it."""
+    found: dict[str, Any] = {"verl": verl.__version__}
+    where = Path(verl.__file__).parent
+    try:
+        commit = _git(where, "rev-parse", "HEAD")
+        found |= {"commit": commit, "modified": bool(_git(where, "status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return found
+
+
+def _git(where: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", where, *arguments], capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def _last_byte(file: BinaryIO) -> bytes:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1)
+
+
+def _now() -> str:
+    seconds, rest = divmod(time.time_ns(), 10**9)
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{rest // 1000:06d}Z"
+
+
+RunStatus = Literal["there", "pruned", "damaged"]
+
+
+@dataclass
+class LineageCheckpoint:
+    """A checkpoint that a run published.
+
+    Attributes:
+        state: `there`; `pruned`, or its name is another run's by now; or `damaged`: it cannot be opened.
+    """
+
+    name: str
+    step: int
+    time: str
+    state: RunStatus
+
+
+@dataclass
+class LineageRun:
+    """One start of a training.
+
+    Attributes:
+        directory: of its checkpoints.
+        status: as it ended, or `running or killed`.
+        steps: made when it ended, or when it saved last.
+        parent: the checkpoint that it went on from, or None.
+        data_changes: data of the parent and of this run, by config path, where their content differs.
+        children: runs that went on from its checkpoints, in order of time.
+    """
+
+    run_id: str
+    directory: str
+    run_dir: str
+    began: str
+    code: dict[str, Any]
+    identity: dict[str, Any]
+    parent: ParentCheckpoint | None = None
+    status: str = "running or killed"
+    steps: int = 0
+    ended: str | None = None
+    checkpoints: list[LineageCheckpoint] = field(default_factory=list)
+    data_changes: dict[str, list[Any]] = field(default_factory=dict)
+    children: list[LineageRun] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Nested mappings, children within."""
+        return asdict(self)
+
+
+def forest(directory: Path) -> list[LineageRun]:
+    """The runs recorded in a directory and below it: those without a parent there, in order of time."""
+    runs = _runs(directory)
+    roots = []
+    for run in runs.values():
+        above = None if run.parent is None else runs.get(run.parent.run_id)
+        if above is None:
+            roots.append(run)
+            continue
+        above.children.append(run)
+        changed = differences(above.identity, run.identity)
+        run.data_changes = {path: values for path, values in changed.items() if any(map(_is_content, values))}
+    return roots
+
+
+def _runs(directory: Path) -> dict[str, LineageRun]:
+    runs: dict[str, LineageRun] = {}
+    for event in read_events(directory):
+        run_id, kind = event["run_id"], event["event"]
+        if kind == "run":
+            runs[run_id] = _begun(event)
+        elif run_id not in runs:
+            continue
+        elif kind == "checkpoint":
+            saved = LineageCheckpoint(event["checkpoint"], event["step"], event["time"], "there")
+            saved.state = _state(Path(event["directory"]) / saved.name, run_id)
+            runs[run_id].checkpoints.append(saved)
+            runs[run_id].steps = event["step"]
+        elif kind == "end":
+            runs[run_id].status, runs[run_id].steps, runs[run_id].ended = event["status"], event["step"], event["time"]
+    _add_unrecorded(runs)
+    return runs
+
+
+def _add_unrecorded(runs: dict[str, LineageRun]) -> None:
+    """Checkpoints that are there, of runs that were killed before they could write that down."""
+    for directory in {run.directory for run in runs.values()}:
+        for published in CheckpointDirectory(directory).complete():
+            run = runs.get(published.manifest.run_id)
+            if run is None or any(saved.name == published.name for saved in run.checkpoints):
+                continue
+            saved = LineageCheckpoint(published.name, published.step, published.manifest.saved_at, "there")
+            run.checkpoints.append(saved)
+            run.steps = max(run.steps, saved.step)
+
+
+def _begun(event: dict[str, Any]) -> LineageRun:
+    parent = None if event.get("parent") is None else ParentCheckpoint(**event["parent"])
+    steps = 0 if parent is None else parent.step
+    facts = {name: event.get(name) or {} for name in ("code", "identity")}
+    return LineageRun(
+        event["run_id"],
+        event["directory"],
+        event.get("run_dir", ""),
+        event["time"],
+        **facts,
+        parent=parent,
+        steps=steps,
+    )
+
+
+def _state(checkpoint: Path, run_id: str) -> RunStatus:
+    """Of a checkpoint by that name; another run may have saved under it since."""
+    if not checkpoint.is_dir():
+        return "pruned"
+    try:
+        return "there" if open_checkpoint(FileSystem(), checkpoint).manifest.run_id == run_id else "pruned"
+    except BadCheckpoint:
+        return "damaged"
+
+
+def _is_content(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return any(isinstance(item, dict) and DIGEST in item for item in values)
+
+
+def walk(runs: list[LineageRun]) -> Iterator[LineageRun]:
+    """Every run of some trees, parents first."""
+    for run in runs:
+        yield run
+        yield from walk(run.children)

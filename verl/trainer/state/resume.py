@@ -1,0 +1,167 @@
+"""Resuming: may this configuration continue a checkpoint, in what do the two differ, and loading into a running
+trainer.
+
+path ──> which checkpoint ──> hashed ──> actor, critic, optimizer ──> the live tensors of the roles
+                                     └─> scheduler, dataloader, rng, replay_buffer ──> the driver
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.checkpoint.read.lazy_tensors import DeviceMap
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.resume_point import ResumePoint, find
+from verl.component import as_plain
+from verl.errors import CheckpointNotFound, ConfigError
+from verl.trainer.state.lineage import ParentCheckpoint
+from verl.trainer.state.training_identity import DIGEST, differences, identity_of
+from verl.workers.load_state import CheckpointSelection
+
+if TYPE_CHECKING:
+    from verl.trainer.train_loop import TrainLoop
+
+
+def refuse_other_identity(point: ResumePoint, identity: Mapping[str, Any]) -> None:
+    """Raises:
+    ConfigError: model, tokenizer, data or algorithm are not those of the checkpoint; names every key.
+    """
+    found = differences(point.state.get("identity", {}), identity)
+    if found:
+        raise ConfigError(
+            [
+                f"{path} is {_shown(now)}: the checkpoint {point.published.name} was trained with {_shown(before)}, so "
+                "this would be another training. Set it back, or start without resume."
+                for path, (before, now) in found.items()
+            ]
+        )
+
+
+def tell_differences(point: ResumePoint, config: Mapping[str, Any]) -> list[str]:
+    """A line for each value that differs from the checkpoint's and may."""
+    found = _told(point.state.get("config", {}), config)
+    return [f"{path}: {_shown(before)} before, {_shown(now)} now" for path, (before, now) in found.items()]
+
+
+def _told(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Differences but that of `resume`, which says only where the checkpoint lies."""
+    return {path: values for path, values in differences(before, now).items() if path != "resume"}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping) and set(value) == {DIGEST}:
+        return f"content {value[DIGEST][:12]}"
+    return json.dumps(value) if not isinstance(value, str) else value
+
+
+COMPONENTS = ("actor", "critic", "optimizer", "scheduler", "dataloader", "rng", "replay_buffer")
+
+
+def load_checkpoint(
+    course: TrainLoop,
+    path: str | Path,
+    components: Sequence[str] | None = None,
+    mmap: bool = False,
+    device_map: DeviceMap = None,
+) -> ResumePoint:
+    """Take a checkpoint over into the trainer of a course.
+
+    Nothing is changed before every byte that is asked for has been hashed.
+
+    Args:
+        path: `latest`, a checkpoint, a directory of checkpoints, or the directory of a run.
+        components: some of `COMPONENTS`. `optimizer` brings the place in the learning rates' schedules; `scheduler` the
+            step, the KL control, the statistics of rewards and the lengths of responses; `dataloader` the place in the
+            data; `replay_buffer` the old rows, in place of those that are there. None is all that the trainer has, and
+            goes on as the saved run would have.
+    Raises:
+        ConfigError: there is no such component or device, or the checkpoint is of another model or, where all of it is
+            asked for, of another training.
+        CheckpointNotFound: there is no checkpoint.
+        BadCheckpoint: it is damaged.
+    """
+    trainer: Any = course.trainer
+    chosen = _chosen(trainer, components)
+    _refuse_devices(device_map)
+    course.settle()
+    point = find(str(path), trainer.saving.directory, verify=False)
+    if point is None:
+        raise CheckpointNotFound(f"path is {path!r}: there is no checkpoint in {trainer.saving.directory}")
+    if components is None and point.state.get("identity"):
+        own = trainer.saving.identity or identity_of(as_plain(trainer.description), trainer.tokenizer)
+        _refuse_other_training(point, own)
+    _verify(point, chosen)
+    course.begin(evaluates=False)
+    for name in trainer.trained:
+        source = CheckpointSelection(point.published.directory, name in chosen, "optimizer" in chosen, mmap, device_map)
+        getattr(trainer, name).load(name, source).result()
+    trainer.sync()
+    if "dataloader" in chosen:
+        trainer.load_data_position(point)
+    if "scheduler" in chosen:
+        trainer.load_driver_state(point)
+        course.go_on_from(point)
+    if "replay_buffer" in chosen:
+        trainer.reuse.load(point)
+    if "rng" in chosen:
+        course.restore_generators(point)
+    return point
+
+
+def _chosen(trainer: Any, components: Sequence[str] | None) -> list[str]:
+    reuse = getattr(trainer, "reuse", None)  # a trainer of supervised fine-tuning has none
+    is_own = {"critic": "critic" in trainer.trained, "replay_buffer": reuse is not None and reuse.buffer is not None}
+    own = [name for name in COMPONENTS if is_own.get(name, True)]
+    if components is None:
+        return own
+    if isinstance(components, str):
+        raise ConfigError(f"load_components is {components!r}: expected a list, such as [{components!r}].")
+    unknown = [name for name in components if name not in own]
+    if unknown:
+        raise ConfigError(f"load_components has {', '.join(map(repr, unknown))}: this trainer has {', '.join(own)}.")
+    return list(components)
+
+
+def _refuse_devices(device_map: DeviceMap) -> None:
+    named = list(device_map.values()) if isinstance(device_map, Mapping) else [device_map]
+    for device in named:
+        if device is None:
+            continue
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"device_map is {device_map!r}: torch has no {device} here ({reason}).") from error
+
+
+def _refuse_other_training(point: ResumePoint, own: Mapping[str, Any]) -> None:
+    try:
+        refuse_other_identity(point, own)
+    except ConfigError as error:
+        hint = "To take over weights alone, give load_components=['actor']."
+        raise ConfigError([*error.faults, f"path is {point.published.directory}: another training. {hint}"]) from error
+
+
+def _verify(point: ResumePoint, chosen: Sequence[str]) -> None:
+    reader = CheckpointReader(point.published)
+    for path in _files(reader, chosen):
+        reader.check(path)
+
+
+def _files(reader: CheckpointReader, chosen: Sequence[str]) -> Iterator[str]:
+    wanted = {*chosen, *(["scheduler"] if "optimizer" in chosen else [])}
+    for component in sorted(wanted):
+        for entry in reader.files(component):
+            yield entry.path
+
+
+def parent_of(point: ResumePoint, config: Mapping[str, Any]) -> ParentCheckpoint:
+    """The checkpoint as the origin of a run with a configuration."""
+    found = _told(point.state.get("config", {}), config)
+    manifest = point.published.manifest
+    return ParentCheckpoint(manifest.run_id, str(point.published.directory), point.step, found)

@@ -1,0 +1,111 @@
+"""Training identity: model, tokenizer, data and algorithm, which a resume must not change; how two configurations
+differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+IDENTITY = ("actor.model", "actor.lora", "critic.model", "critic.lora", "reference.model", "data", "algorithm")
+ABSENT = "(not set)"
+KIND = "._target_"
+# Settings that older checkpoints do not know, and what they did: the same as with these values.
+LATER = {"algorithm.replay_fraction": 0.0, "algorithm.replay_max_staleness": 16}
+# Of a reward, settings that decide how it is asked, and nothing about what it gives.
+OF_ASKING = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}
+OF_ASKING |= {"micro_batch_tokens", "endpoint", "sharding"}
+DIGEST = "blake3"  # the only key of what stands for the content of a file or directory
+
+
+def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """The parts of a configuration that a resume must leave alone, by path, and a digest of the tokenizer.
+
+    A path to a file or a directory of this machine is replaced by a digest of its content: the same data under another
+    name is the same data.
+    """
+    flat = dict(_flat(config))
+    parts = {path: value for path, value in flat.items() if _below(path, IDENTITY)}
+    return {path: content_of(value) for path, value in parts.items()} | {"tokenizer": tokenizer_digest(tokenizer)}
+
+
+def reward_identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reward rates by, by path: statistics of its scores mean nothing to another one.
+
+    Files of functions and models of this machine are replaced by digests of their content, as in `identity_of`.
+    """
+    own = {path: value for path, value in _flat(config) if OF_ASKING.isdisjoint(path.split("."))}
+    return {path: _rates_by(value) for path, value in own.items()}
+
+
+def _rates_by(value: Any) -> Any:
+    """The content of what rates, of `file.py:function` too."""
+    file, _, function = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    return [content_of(file), function] if file and Path(file).is_file() else content_of(value)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Path -> [value before, value now], where two configurations differ.
+
+    Of a component in whose place stands another one, or none, the `_target_` alone: their fields are not comparable.
+    """
+    old, new = dict(_flat(before)), dict(_flat(now))
+    for path, value in LATER.items():
+        if path in new and f"algorithm{KIND}" in old:
+            old.setdefault(path, value)
+    found = {
+        path: [old.get(path, ABSENT), new.get(path, ABSENT)]
+        for path in [*old, *(p for p in new if p not in old)]
+        if old.get(path, ABSENT) != new.get(path, ABSENT)
+    }
+    replaced = [path.removesuffix(KIND) for path in found if path.endswith(KIND)]
+    outermost = [path for path in replaced if not any(path.startswith(f"{other}.") for other in replaced)]
+    kinds = {f"{path}{KIND}" for path in outermost}
+    return {path: values for path, values in found.items() if path in kinds or not _below(path, tuple(outermost))}
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Of vocabulary, special tokens and chat template."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    template = getattr(tokenizer, "chat_template", None)
+    return _digest(json.dumps([vocabulary, special, template], sort_keys=True).encode())
+
+
+def content_of(value: Any) -> Any:
+    """A path as the digest of what lies there; anything else as it is."""
+    if isinstance(value, (list, tuple)):
+        return [content_of(item) for item in value]
+    if not isinstance(value, str) or "\0" in value or len(value) > 4096:
+        return value
+    path = Path(value).expanduser()
+    if path.is_file():
+        return {DIGEST: _file_digest(path)}
+    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
+        names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+        return {DIGEST: _digest("".join(f"{name} {_file_digest(path / name)}\n" for name in names).encode())}
+    return value
+
+
+def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping) and node and set(node) != {DIGEST}:
+        for key, value in node.items():
+            yield from _flat(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, list(node) if isinstance(node, tuple) else node
+
+
+def _below(path: str, roots: tuple[str, ...]) -> bool:
+    return any(path == root or path.startswith(f"{root}.") for root in roots)
+
+
+def _digest(data: bytes) -> str:
+    return blake3(data).hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    return blake3().update_mmap(path).hexdigest()

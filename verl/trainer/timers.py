@@ -1,0 +1,126 @@
+"""Timers of a step's stages, and torch's profiler for a few steps, as a table and a trace in the run directory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.component import Description
+from verl.tracking.base import TrackerSet
+from verl.utils.progress import report
+
+
+class StageNote:
+    """What a stage has to say of what it did."""
+
+    text = ""
+
+    def say(self, text: str) -> None:
+        self.text = text
+
+
+class StageTimers:
+    """Times the stages of a step and reports each as it ends: `[gen] 1.24s  384 responses, 1536 tokens`."""
+
+    def __init__(self, tracker: TrackerSet):
+        self.tracker = tracker
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[StageNote]:
+        """Time what is done inside; the same name again within a step adds up."""
+        report(name)
+        note, start = StageNote(), time.perf_counter()
+        yield note
+        took = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + took
+        self.tracker.stage(name, took, note.text)
+
+    def take(self) -> dict[str, float]:
+        """The seconds of each stage since the last call, as metrics."""
+        taken, self.seconds = self.seconds, {}
+        return {f"timing/{name}_s": seconds for name, seconds in taken.items()}
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(Description):
+    """Profile some steps of a run that holds its roles in this process (sharding=none); it slows those steps down.
+
+    Writes `profile/table.txt`, the operators that took most time, and `profile/trace.json`, to be opened in
+    chrome://tracing or ui.perfetto.dev, when the last of the steps has ended.
+
+    Args:
+        first_step: the first step profiled; the first of a run is not typical.
+        num_steps: profiled.
+        num_rows: of the table.
+        memory: also what each operator allocates.
+        shapes: tell calls of an operator with different shapes apart.
+    """
+
+    first_step: int = 2
+    num_steps: int = 2
+    num_rows: int = 40
+    memory: bool = False
+    shapes: bool = False
+
+    def faults(self) -> Iterator[str]:
+        for name in ("first_step", "num_steps", "num_rows"):
+            if getattr(self, name) < 1:
+                yield f"{name} is {getattr(self, name)}: must be at least 1."
+
+
+class Profiler:
+    """The running form of `Profile`; with None it does nothing."""
+
+    def __init__(self, settings: Profile | None, run_dir: Path):
+        self.settings, self.directory = settings, run_dir / "profile"
+        self._running: Any = None
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around one training step."""
+        settings = self.settings
+        if settings is not None and step == settings.first_step:
+            self._start(settings)
+        try:
+            yield
+        except BaseException:
+            self._end()
+            raise
+        if settings is not None and step == settings.first_step + settings.num_steps - 1:
+            self._end()
+
+    def close(self) -> None:
+        """End what is under way: the run was shorter than the steps to profile."""
+        self._end()
+
+    def _start(self, settings: Profile) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        self._running = profile(activities=activities, record_shapes=settings.shapes, profile_memory=settings.memory)
+        self._running.__enter__()
+
+    def _end(self) -> None:
+        running, self._running = self._running, None
+        if running is None or self.settings is None:
+            return
+        running.__exit__(None, None, None)
+        import torch
+
+        by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        averages = running.key_averages(group_by_input_shape=self.settings.shapes)
+        self.directory.mkdir(exist_ok=True)
+        table = averages.table(sort_by=by, row_limit=self.settings.num_rows, max_name_column_width=60)
+        (self.directory / "table.txt").write_text(table + "\n")
+        running.export_chrome_trace(str(self.directory / "trace.json"))
+        _log.info("The profile is in %s: table.txt, and trace.json for ui.perfetto.dev.", self.directory)

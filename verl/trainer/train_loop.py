@@ -1,0 +1,434 @@
+"""The training loop around every trainer: data order, evaluation, progress, saving, and an orderly end.
+
+evaluate ── [ step ── log ── evaluate every eval_interval steps ── checkpoint if due ] × num_steps ── save ── close
+              ^ one batch of the sampler's order
+
+`fit` goes all the way; a `TrainLoop` can also be gone step by step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from verl.checkpoint.resume_point import ResumePoint
+from verl.checkpoint.save.save_plan import SaveOutcome
+from verl.data.base import Dataset
+from verl.data.sampler import EpochSampler
+from verl.errors import CheckpointFenced, WorkerError
+from verl.monitoring.nonfinite import NonFiniteGuard, StepSkipped
+from verl.protocol import DataProto
+from verl.tracking.base import TrackerSet
+from verl.trainer.config import LoopSettings
+from verl.trainer.state import train_state
+from verl.trainer.state.checkpointing import CheckpointSaver
+from verl.trainer.timers import Profiler, StageTimers
+from verl.utils.component_exits import component_exits
+from verl.utils.memory import forget_peak, peak_memory
+from verl.utils.redact import redact
+from verl.utils.signals import StopRequest, interruption
+from verl.workers.load_state import SavedRoleState
+
+_log = logging.getLogger(__name__)
+
+
+class LoopTrainer(Protocol):
+    """What the loop needs of a trainer."""
+
+    settings: LoopSettings
+    tracker: TrackerSet
+    stages: StageTimers
+    guard: NonFiniteGuard
+    train_data: Dataset
+    eval_data: Dataset | None
+    sampler: EpochSampler
+    num_steps: int
+    run_dir: Path
+    description: Any  # the run's description, written beside the results
+    saving: CheckpointSaver
+    restarts: list[str]
+
+    def step(self, batch: DataProto, step: int) -> dict[str, float]:
+        """One training step, number `step` from 1; returns its metrics."""
+        ...
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of the weights after `step` steps."""
+        ...
+
+    def state(self) -> tuple[dict[str, SavedRoleState], dict[str, Any]]:
+        """What a checkpoint holds: of the roles by name, and the rest; see `TrainState.of`."""
+        ...
+
+    def save(self, directory: Path) -> list[Path]:
+        """Write the weights below `directory`; returns the directories written."""
+        ...
+
+
+@dataclass
+class TrainResult:
+    """What a run came to.
+
+    Attributes:
+        status: `finished`, `stopped` by `stop_after` or before a time limit, `interrupted` or `failed`.
+        steps: made in full.
+        samples: rows that those steps trained on.
+        evaluations: step -> metrics; step 0 is before training.
+        wall_s: from the first evaluation to the last.
+        train_s: of that, spent in training steps.
+        saved: directories of weights.
+        checkpoints: names of those that were saved.
+        saves: what each of them cost: `stall_s` of the step, `total_s` until it was durable, `bytes`.
+        error: what a failed run failed of.
+        restarts: which worker was lost, once for each time that the run went on from a checkpoint by itself.
+    """
+
+    run_dir: Path
+    status: str = "failed"
+    steps: int = 0
+    samples: int = 0
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    last_metrics: dict[str, float] = field(default_factory=dict)
+    wall_s: float = 0.0
+    train_s: float = 0.0
+    saved: list[Path] = field(default_factory=list)
+    checkpoints: list[str] = field(default_factory=list)
+    saves: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+    restarts: list[str] = field(default_factory=list)
+
+    def write(self) -> None:
+        """Write `summary.json` into the run's directory."""
+        plain = {**vars(self), "run_dir": str(self.run_dir), "saved": [str(path) for path in self.saved]}
+        file = self.run_dir / "summary.json"
+        unfinished = file.with_name("summary.json.unfinished")
+        try:
+            unfinished.write_text(json.dumps(plain, indent=2) + "\n")
+            unfinished.replace(file)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+
+def fit(trainer: LoopTrainer, config: dict[str, Any], course: TrainLoop | None = None) -> TrainResult:
+    """Train to the end, from the start, from the checkpoint that the trainer goes on from, or from where a course is.
+
+    On SIGTERM and on Ctrl-C the step under way is finished and saved, and `Terminated` or KeyboardInterrupt goes on
+    its way; on a second one at once, so that the checkpoint before that step is the last.
+    """
+    course = TrainLoop(trainer, config) if course is None else course
+    result = course.result
+    course.open()
+    stop = StopRequest()
+    forget_peak()
+    try:
+        with component_exits(), stop.listening():
+            course.run(stop)
+        if stop:
+            raise interruption(stop.signal)
+        result.status = "finished" if result.steps == trainer.num_steps else "stopped"
+    except BaseException as error:
+        course.failed(error)
+        raise
+    finally:
+        course.end()
+    return result
+
+
+def _result_so_far(trainer: LoopTrainer) -> TrainResult:
+    """What was done before: nothing, or what the checkpoint tells."""
+    result, point = TrainResult(run_dir=trainer.run_dir, restarts=list(trainer.restarts)), trainer.saving.resumed
+    if point is not None:
+        done = point.state.get("progress", {})
+        result.steps, result.samples = point.step, done.get("samples", 0)
+        result.wall_s, result.train_s = point.state.get("wall_clock_s", 0.0), done.get("train_s", 0.0)
+        result.evaluations = {int(step): metrics for step, metrics in done.get("evaluations", {}).items()}
+    return result
+
+
+def _begin(trainer: LoopTrainer, result: TrainResult) -> None:
+    point = trainer.saving.resumed
+    if point is not None:
+        train_state.restore_driver(point)
+        trainer.guard.load_state_dict(point.read_json("scheduler/state.json").get("safety", {}))
+        if trainer.settings.repeat_first_batch:
+            trainer.sampler.rewind()
+        if point.step >= trainer.num_steps:
+            trainer.tracker.message(
+                f"Nothing is left to do: the checkpoint is of step {point.step}, and the run has {trainer.num_steps}."
+            )
+    elif trainer.settings.eval_before:
+        _evaluate(trainer, 0, result)
+
+
+class TrainLoop:
+    """A run on its way, one step at a time: open ── [ step ] × any number ── end.
+
+    Args:
+        config: of the run, as plain values, for the trackers.
+    Attributes:
+        result: what the run has come to so far.
+        is_open, is_over: whether trackers and checkpoints are started, and ended.
+    """
+
+    def __init__(self, trainer: LoopTrainer, config: dict[str, Any]):
+        self.trainer, self.config = trainer, config
+        self.result = _result_so_far(trainer)
+        self.profiler = Profiler(trainer.settings.profile, trainer.run_dir)
+        self.is_open = self.is_over = self._is_begun = self._is_prepared = False
+        self._rows: Tensor | None = None
+        self._started = time.perf_counter()
+
+    def open(self) -> None:
+        """Start the trackers; may be called again."""
+        if self.is_open:
+            return
+        trainer, saving = self.trainer, self.trainer.saving
+        name = f"{trainer.settings.project_name}/{trainer.settings.experiment_name}"
+        self._started = time.perf_counter()
+        if saving.resumed is not None:
+            trainer.tracker.resume(saving.resumed.state.get("trackers", {}))
+        trainer.tracker.start(name, {**self.config, "lineage": saving.facts}, trainer.run_dir, trainer.num_steps)
+        self.is_open = True
+
+    def begin(self, evaluates: bool = True) -> None:
+        """Claim the checkpoints' directory, and restore what a checkpoint left or evaluate the first weights; once.
+
+        Args:
+            evaluates: false where other weights are about to be loaded.
+        """
+        if self._is_begun:
+            return
+        self._is_begun = True
+        self.trainer.saving.start(self.trainer.run_dir)
+        if evaluates or self.trainer.saving.resumed is not None:
+            _begin(self.trainer, self.result)
+
+    def run(self, stop: StopRequest) -> None:
+        """Step to the end of the run, or until it is to stop."""
+        self.begin()
+        while self.result.steps < self.trainer.num_steps:
+            if self.step(stop):
+                return
+
+    def step(self, stop: StopRequest | None = None) -> bool:
+        """One step, logged, evaluated and saved where that is due; whether the run is to stop after it."""
+        self.begin()
+        trainer, result, settings = self.trainer, self.result, self.trainer.settings
+        step = result.steps + 1
+        started = time.perf_counter()
+        if self._rows is None or not settings.repeat_first_batch:
+            self._rows = trainer.sampler.next_batch()
+        with self.profiler.step(step):
+            metrics = _step(trainer, trainer.train_data.collate(self._rows), step)
+            took = time.perf_counter() - started
+        metrics |= {
+            **trainer.stages.take(),
+            "timing/step_s": took,
+            "perf/samples_per_s": metrics["perf/samples"] / took,
+            "perf/peak_memory_mib": max(peak_memory().values()) / 2**20,
+        }
+        trainer.tracker.log(metrics, step)
+        result.steps, result.last_metrics = step, metrics
+        result.samples += int(metrics["perf/samples"])
+        result.train_s += took
+        is_last = step == trainer.num_steps
+        if not self._is_prepared and not is_last and trainer.saving.is_async:  # now the optimizer has its state
+            trainer.saving.prepare(*trainer.state())
+        self._is_prepared = True
+        evaluated: dict[str, float] = {}
+        if is_last or (settings.eval_interval and step % settings.eval_interval == 0):
+            evaluated = _evaluate(trainer, step, result)
+        if (sentence := trainer.saving.note(step, metrics)) is not None:
+            trainer.tracker.message(sentence)
+        reason = None if is_last else _reason_to_stop(trainer, step)
+        is_stopping = bool(stop) or reason is not None
+        _checkpoint(trainer, result, {**metrics, **evaluated}, took, is_last, is_stopping)
+        if reason is not None:
+            trainer.tracker.message(f"Stopping after step {step}: {reason}.")
+        return is_stopping
+
+    def save(self, tag: str | None = None, directory: Path | None = None) -> Path:
+        """Save now, and wait until the checkpoint is published.
+
+        Args:
+            directory: of checkpoints, if not the run's own.
+        Returns:
+            The checkpoint.
+        Raises:
+            CheckpointError: it could not be saved.
+        """
+        self.begin()
+        self.settle()
+        trainer, saving = self.trainer, self.trainer.saving
+        is_own = directory is None or directory.absolute() == saving.directory
+        with trainer.stages.stage("save") as note:
+            roles, state, facts = _to_save(trainer, self.result, self.result.last_metrics)
+            facts |= {"metrics": self.result.last_metrics, "tag": tag, "why": "asked for"}
+            note.say(f"step {self.result.steps}, asked for")
+            if not is_own or not saving.is_on:
+                report = saving.save_aside(directory or saving.directory, self.result.steps, roles, state, **facts)
+                return report.directory
+            saving.save(self.result.steps, roles, state, **facts)
+            outcomes = saving.drain()
+        trainer.stages.take()
+        _hear(trainer, self.result, outcomes, is_end=True)
+        return saving.directory / self.result.checkpoints[-1]
+
+    def settle(self) -> None:
+        """Wait for the saves under way, and hear what became of them."""
+        _hear(self.trainer, self.result, self.trainer.saving.drain(), is_end=False)
+
+    def evaluate(self) -> dict[str, float]:
+        """The metrics of the present weights on the held-out rows, logged."""
+        self.begin()
+        return _evaluate(self.trainer, self.result.steps, self.result)
+
+    def go_on_from(self, point: ResumePoint) -> None:
+        """Take over the place in the run, and what the guard has seen."""
+        self.trainer.saving.go_on_from(point)
+        self.trainer.guard.load_state_dict(point.read_json("scheduler/state.json").get("safety", {}))
+        before, self.result = self.result, _result_so_far(self.trainer)
+        self.result.checkpoints, self._rows = before.checkpoints, None
+        self._started = time.perf_counter()
+
+    def restore_generators(self, point: ResumePoint) -> None:
+        """Let the random generators of this process go on from where a checkpoint was made."""
+        train_state.restore_driver(point)
+
+    def failed(self, error: BaseException) -> None:
+        """Note what ends the run early."""
+        result = self.result
+        if isinstance(error, KeyboardInterrupt):
+            result.status = "interrupted"
+            self.trainer.tracker.message(f"Interrupted after step {result.steps}.")
+        elif isinstance(error, Exception):
+            result.error = redact(f"{type(error).__name__}: {error}")
+            if isinstance(error, WorkerError):
+                self.trainer.saving.workers_lost(result.error)
+            _log.exception("The run failed after step %d.", result.steps)
+
+    def end(self) -> None:
+        """Write the weights and the summary, and close trackers and checkpoints; may be called again."""
+        if self.is_over:
+            return
+        self.is_over = True
+        try:
+            self.profiler.close()
+        finally:
+            self.result.wall_s += time.perf_counter() - self._started
+            _finish(self.trainer, self.result)
+
+
+def _reason_to_stop(trainer: LoopTrainer, step: int) -> str | None:
+    """Why the run ends before its last step, other than by a signal."""
+    if step == trainer.settings.stop_after:
+        return "trainer.stop_after says so"
+    return "another one might not end within the time limit" if trainer.saving.out_of_time() else None
+
+
+def _checkpoint(
+    trainer: LoopTrainer,
+    result: TrainResult,
+    metrics: dict[str, float],
+    took_s: float,
+    is_last: bool,
+    is_stopping: bool,
+) -> None:
+    """Save if it is time to, and hear what became of earlier saves."""
+    saving, step = trainer.saving, result.steps
+    why = saving.due(step, took_s, is_last, is_stopping)
+    if saving.is_better(metrics) and why is None:
+        why = "the best so far"
+    is_asked, tag = saving.asked_for()
+    if is_asked:
+        why = "somebody asked for it"
+    if why is not None:
+        with trainer.stages.stage("save") as note:
+            roles, state, facts = _to_save(trainer, result, metrics)
+            saving.save(step, roles, state, metrics=metrics, tag=tag, why=why, **facts)
+            note.say(f"step {step}, {why}")
+        trainer.stages.take()
+    is_end = is_last or is_stopping
+    _hear(trainer, result, saving.drain() if is_end else saving.poll(), is_end)
+
+
+def _to_save(
+    trainer: LoopTrainer, result: TrainResult, metrics: dict[str, float]
+) -> tuple[dict[str, SavedRoleState], dict[str, Any], dict[str, Any]]:
+    """What a checkpoint holds of the roles, of everything else, and what is told beside it."""
+    roles, state = trainer.state()
+    rate = metrics.get("actor/lr", metrics.get("sft/lr"))
+    progress = {
+        "samples": result.samples,
+        "train_s": result.train_s,
+        "evaluations": result.evaluations,
+    }
+    state["safety"] = trainer.guard.state_dict()
+    return roles, state, {"learning_rate": rate, "progress": progress, "trackers": trainer.tracker.identity()}
+
+
+def _hear(trainer: LoopTrainer, result: TrainResult, outcomes: list[SaveOutcome], is_end: bool) -> None:
+    """Tell what became of saves. One that failed costs itself, not the training, unless it was to be the last word."""
+    for outcome in outcomes:
+        if outcome.was_skipped:
+            trainer.tracker.message(f"Step {outcome.step} was not saved: two earlier checkpoints are being written.")
+        elif isinstance(outcome.error, CheckpointFenced):  # whatever this run did from here on would be lost
+            raise outcome.error
+        elif outcome.error is not None:
+            _log.error("The checkpoint of step %d was NOT SAVED: %s", outcome.step, outcome.error)
+            trainer.tracker.message(f"The checkpoint of step {outcome.step} was not saved: {outcome.error}")
+            if is_end:
+                raise outcome.error
+        elif outcome.report is not None:
+            result.checkpoints.append(outcome.report.name)
+            cost = {"stall_s": outcome.stall_s, "total_s": outcome.total_s, "bytes": outcome.report.num_bytes}
+            result.saves.append({"step": outcome.step, **cost})
+            _log.info("checkpoint %s is published, %.2f s after it began", outcome.report.name, outcome.total_s)
+
+
+def _step(trainer: LoopTrainer, batch: DataProto, step: int) -> dict[str, float]:
+    trainer.guard.step = step
+    try:
+        metrics = trainer.step(batch, step)
+    except StepSkipped:
+        metrics = {"perf/samples": 0.0}
+    return metrics | trainer.guard.take()
+
+
+def _evaluate(trainer: LoopTrainer, step: int, result: TrainResult) -> dict[str, float]:
+    if trainer.eval_data is None:
+        return {}
+    with trainer.stages.stage("eval") as note:
+        metrics = trainer.evaluate(step)
+        note.say(f"the weights after {step} steps")
+    if metrics:
+        result.evaluations[step] = metrics
+        trainer.tracker.evaluation(metrics, step)
+    trainer.stages.take()
+    return metrics
+
+
+def _finish(trainer: LoopTrainer, result: TrainResult) -> None:
+    """Write the weights and the summary, and close the trackers, each even if what comes before it fails."""
+    with ExitStack() as ending:
+        ending.callback(lambda: trainer.tracker.close(result.status))
+        ending.callback(lambda: trainer.saving.close(result.status, result.steps))
+        ending.callback(result.write)
+        if result.status != "failed" and result.steps and trainer.settings.save_final:
+            status, result.status = result.status, "failed"  # unless the weights are written
+            _save(trainer, result)
+            result.status = status
+
+
+def _save(trainer: LoopTrainer, result: TrainResult) -> None:
+    with trainer.stages.stage("save") as note:
+        result.saved = trainer.save(trainer.run_dir)
+        note.say(", ".join(str(path) for path in result.saved))
