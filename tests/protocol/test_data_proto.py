@@ -49,7 +49,7 @@ def test_what_is_no_field_is_refused_with_its_kind_and_its_producer(value, found
     with pytest.raises(DataProtoValidationError, match=f"(?s)`token_level_scores`.*Found: .*{found}") as caught:
         reward_returning(value)
     line = reward_returning.__code__.co_firstlineno
-    assert str(caught.value).endswith(f"Source: reward_returning() at line {line} in test_protocol.py")
+    assert str(caught.value).endswith(f"Source: reward_returning() at line {line} in test_data_proto.py")
 
 
 def test_a_field_is_a_tensor_or_a_column_and_a_column_has_rows():

@@ -65,7 +65,7 @@ class ModuleReward(torch.nn.Module):
 def test_the_function_that_called_from_dict_is_named_by_name_line_and_file():
     with pytest.raises(DataProtoValidationError) as caught:
         reward_fn()
-    assert str(caught.value).endswith(f"Source: reward_fn() at line {line_of('def reward_fn')} in test_source.py")
+    assert str(caught.value).endswith(f"Source: reward_fn() at line {line_of('def reward_fn')} in test_provenance.py")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_the_function_that_called_from_dict_is_named_by_name_line_and_file():
 )
 def test_every_kind_of_callable_is_traced_to_its_definition(producer, expected):
     text, _, rest = expected.partition("{")
-    assert str(source_of(producer)) == f"{text}{line_of(rest.rstrip('}'))} in test_source.py"
+    assert str(source_of(producer)) == f"{text}{line_of(rest.rstrip('}'))} in test_provenance.py"
 
 
 @pytest.mark.parametrize("producer", [sum, len, torch.zeros, torch.add, dict, functools.partial(print), {}.get])

@@ -81,7 +81,7 @@ def test_a_broken_rule_names_field_rule_row_and_producer(name, place, value, at_
     assert text.startswith(f"Field `{at_fault}` ")
     assert expected in text
     assert f"First offending row: {row}\n" in text
-    assert text.endswith(f"Source: producer_fn() at line {producer_fn.__code__.co_firstlineno} in test_content.py")
+    assert text.endswith(f"Source: producer_fn() at line {producer_fn.__code__.co_firstlineno} in test_validation.py")
 
 
 def test_the_value_its_place_and_the_number_of_offences_are_told():
