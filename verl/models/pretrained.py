@@ -1,6 +1,4 @@
-"""Any Hugging Face model, from a directory or from the hub; the base of all model components; safetensors read in
-slices.
-"""
+"""Any Hugging Face model, from a directory or from the hub; the base of all model components; slices of safetensors."""
 
 from __future__ import annotations
 
@@ -11,13 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
-
 from verl.component import Description
 from verl.errors import ConfigError
 from verl.resharding.layout import Box
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
