@@ -7,7 +7,7 @@ from trainer.saved_runs import course, fit
 
 from verl.component import BuildContext
 from verl.errors import WorkerDied
-from verl.trainer.setup import _last_of, fit_through_losses
+from verl.trainer.setup import _last_of, fit_with_restarts
 
 
 def test_a_run_goes_on_from_its_own_checkpoints_and_never_from_those_of_an_earlier_run(model32, tmp_path):
@@ -30,7 +30,7 @@ def test_a_trainer_is_built_anew_in_the_same_place_and_ends_as_if_nothing_had_be
 
         trainer.step = step_and_lose
         fit_once = type(trainer).fit
-        result = fit_through_losses(trainer, lambda: _as_it_is(trainer, fit_once), max_restarts=1)
+        result = fit_with_restarts(trainer, lambda: _as_it_is(trainer, fit_once), max_restarts=1)
     assert (result.status, result.steps) == ("finished", 4)
     assert result.restarts == ["rank 0 failed in actor.update at step 3"]
     assert result.checkpoints == ["global_step_3", "global_step_4"]
@@ -54,7 +54,7 @@ def test_a_worker_that_is_lost_while_the_run_is_built_anew_costs_one_more_restar
         trainer.step = step_and_lose
         monkeypatch.setattr(type(trainer), "_start_roles", start_and_lose)
         fit_once = type(trainer).fit
-        result = fit_through_losses(trainer, lambda: _as_it_is(trainer, fit_once), max_restarts=2)
+        result = fit_with_restarts(trainer, lambda: _as_it_is(trainer, fit_once), max_restarts=2)
     assert (result.status, result.steps, lost) == ("finished", 4, [])
     assert result.restarts == ["rank 0 failed in actor.update at step 3", "rank 0 failed in start"]
 
@@ -67,7 +67,7 @@ def test_without_restarts_the_loss_is_told_as_it_was(model32, tmp_path):
 
     with course(model32, tmp_path).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         with pytest.raises(WorkerDied) as caught:
-            fit_through_losses(trainer, lose, max_restarts=0)
+            fit_with_restarts(trainer, lose, max_restarts=0)
         assert caught.value is error
 
 

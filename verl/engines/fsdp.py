@@ -2,7 +2,7 @@
 
 forward   gather block ──> run ──> free it        backward   gather block ──> gradients ──> reduce-scatter
 
-`fill` loads into a sharded model that was made without weights what this process holds of each of them.
+`fill` reads this rank's slice of every weight into a sharded model that was built without weights.
 """
 
 from __future__ import annotations

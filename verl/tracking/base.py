@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,7 @@ class Trackers(Description):
 
     Args:
         console, jsonl, tensorboard, wandb, curves: description of one tracker each.
+        more: further trackers, by names of their own.
     """
 
     console: TrackerDescription | None = None
@@ -99,11 +100,15 @@ class Trackers(Description):
     tensorboard: TrackerDescription | None = None
     wandb: TrackerDescription | None = None
     curves: TrackerDescription | None = None
+    more: dict[str, TrackerDescription] = field(default_factory=dict)
+
+    def faults(self) -> Iterator[str]:
+        for name in self.more.keys() & {one.name for one in fields(self)}:
+            yield f"more has the name {name!r}, which is a tracker of its own: choose another."
 
     def build(self, context: BuildContext) -> TrackerSet:
-        # The console starts last and closes last: it shows what the others have to say.
-        names = ("jsonl", "tensorboard", "wandb", "curves", "console")
-        described = {name: getattr(self, name) for name in names}
+        described = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "more"} | self.more
+        described["console"] = described.pop("console")  # starts last and closes last: it shows what the others say
         return TrackerSet({name: kind.build(context) for name, kind in described.items() if kind is not None})
 
 

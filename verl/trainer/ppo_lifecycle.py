@@ -21,7 +21,7 @@ from verl.trainer.one_step_off import LengthPredictor, OneStepOffRollout
 from verl.trainer.replay_mixing import ReplayMixing
 from verl.trainer.setup import (
     ProcessState,
-    fit_through_losses,
+    fit_with_restarts,
     prepare_context,
     prepare_saving,
     rank_writers_of,
@@ -209,7 +209,7 @@ class PPOLifecycle:
         """Train to the end; see `verl.trainer.train_loop.fit`. In Ray, a lost worker costs the steps since the last
         save.
         """
-        return fit_through_losses(self, lambda: fit(self, as_plain(self.description)), self.max_restarts)
+        return fit_with_restarts(self, lambda: fit(self, as_plain(self.description)), self.max_restarts)
 
     @property
     def max_restarts(self) -> int:

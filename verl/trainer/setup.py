@@ -1,6 +1,7 @@
 """Set-up and tear-down that all trainers share (device, seeds, threads, roles, restored state), and fault tolerance.
 
-A run that loses a worker restarts from its last checkpoint, a bounded number of times:
+With `trainer=ray` a run that loses a worker, or one of whose workers hangs, restarts from its last checkpoint, at most
+`trainer.placement.max_restarts` times; otherwise it ends with `WorkerDied` or `WorkerHung`:
 
 fit ──> WorkerDied ──> the last checkpoint ──> new workers ──> fit
 """
@@ -225,7 +226,7 @@ class Restartable(Protocol):
     def restart(self, resume: str | None, why: str) -> None: ...
 
 
-def fit_through_losses(trainer: Restartable, fit: Callable[[], TrainResult], max_restarts: int) -> TrainResult:
+def fit_with_restarts(trainer: Restartable, fit: Callable[[], TrainResult], max_restarts: int) -> TrainResult:
     """Train to the end, whatever workers are lost.
 
     Raises:

@@ -50,7 +50,7 @@ class Actor(TrainedRole):
         """
         model = self.load("causal_lm", context.device, restore, "actor", parallel)
         paths_for(model, context.row_tokens or rollout.max_new_tokens, "actor.model")
-        parallel.divide(model, self.autocast)
+        parallel.shard_model(model, self.autocast)
         engine = self.engine(model, parallel, total_updates)
         if restore is not None:
             restore.optimizer(engine, "actor")

@@ -2,8 +2,8 @@
 rename.
 
 1  space checked, staging directory made         CheckpointStore.begin
-2  files written, hashed and synced              Participant, in any number of threads and processes
-3  reports joined, sizes and tiling checked      Staging.commit, from here on
+2  files written, hashed and synced              RankWriter, in any number of threads and processes
+3  reports joined, sizes and tiling checked      SaveTransaction.commit, from here on
 4  lock; claim still ours?                       a fenced trainer ends here
 5  trainer_state.json, manifest.json, COMMIT     each written aside, synced, renamed; directories synced, leaves first
 6  rename to global_step_N; both parents synced  only now is it saved

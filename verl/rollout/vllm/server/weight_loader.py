@@ -3,9 +3,9 @@
     q_proj, k_proj, v_proj ──> rows of qkv_proj ──┬── a parameter that is there (on a GPU, embeddings, norms): copied
     gate_proj, up_proj     ──> rows of gate_up    └── packed for the CPU: packed anew from the chunk, where they adjoin
 
-A layer that is packed gives its former memory back before it takes new, and the holes that this leaves go back to the
-system after each landing. Layers are known by the names of their classes, as in the proof of a sync, which reads all of
-them after each landing.
+A packed layer frees its old buffer before it allocates the new one, and free memory goes back to the system after each
+load. Layers are known by the names of their classes, as in weight verification, which reads all of them after each
+load; for a layer of another class `UnsupportedLayer` is raised, and `WorkerExtension` has vLLM reload the weights.
 """
 
 from __future__ import annotations
