@@ -74,7 +74,7 @@ class ReadableTensor(Protocol):
 
 
 def own_part(x: Tensor, whole: ReadableTensor) -> Tensor:
-    """The slice of `whole` that this rank holds if `whole` is sharded like `x`: `local(x).copy_(own_part(x, whole))`."""
+    """This rank's slice of `whole`, sharded like `x`: `local(x).copy_(own_part(x, whole))` loads it."""
     box = own_box(x) if x.numel() else ()
     if box is None:
         return torch.empty(local(x).shape, dtype=whole.dtype)
