@@ -36,7 +36,7 @@ class BatchPartition:
     """
 
     def __init__(self, batch: DataProto, parts: int):
-        self.rows: list[Tensor] = _last.rows(batch, parts)
+        self.rows: list[Tensor] = _partition_cache.rows(batch, parts)
 
     def split_rows(self, batch: DataProto) -> list[DataProto]:
         return [batch[rows] for rows in self.rows]
@@ -86,7 +86,7 @@ class _PartitionCache:
         return known[parts]
 
 
-_last = _PartitionCache()
+_partition_cache = _PartitionCache()
 
 
 SMALL = 2**16  # bytes: answers below it are joined by the driver

@@ -70,7 +70,7 @@ class InlineWorkerGroup:
         self._host.close()
 
 
-GRACE_S = 0.3  # an error waits so long to be told: a sibling's death, where that is the cause, is told first
+GRACE_S = 0.3  # delay before an error is reported, so that a sibling's death that caused it is reported first
 
 
 class LocalWorkerGroup:

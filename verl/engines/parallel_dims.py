@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.component import BuildContext
-from verl.engines.fsdp import fill, gathered, settle, shard_fully
+from verl.engines.fsdp import gathered, load_own_slices, settle, shard_fully
 from verl.engines.tensor_parallel import shard_over
 from verl.models.heads import backbone_of
 from verl.models.parallel_info import Autocast, ParallelInfo
@@ -225,7 +225,7 @@ class ShardedParallelism(DataParallelism):
             )
         if (files := getattr(core, "weight_files", None)) is not None:
             resting = torch.device("cpu") if self.offload else self.device
-            fill(core, files, self.device, resting)
+            load_own_slices(core, files, self.device, resting)
             del core.weight_files
         if not self.fully:
             model.to(self.device)

@@ -107,7 +107,8 @@ class Trackers(Description):
             yield f"more has the name {name!r}, which is a tracker of its own: choose another."
 
     def build(self, context: BuildContext) -> TrackerSet:
-        described = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "more"} | self.more
+        described = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "more"}
+        described |= {f"more.{name}": one for name, one in self.more.items()}  # as the configuration says it
         described["console"] = described.pop("console")  # starts last and closes last: it shows what the others say
         return TrackerSet({name: kind.build(context) for name, kind in described.items() if kind is not None})
 

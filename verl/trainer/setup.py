@@ -3,7 +3,7 @@
 With `trainer=ray` a run that loses a worker, or one of whose workers hangs, restarts from its last checkpoint, at most
 `trainer.placement.max_restarts` times; otherwise it ends with `WorkerDied` or `WorkerHung`:
 
-fit ──> WorkerDied ──> the last checkpoint ──> new workers ──> fit
+fit ──> WorkerDied (WorkerHung included) ──> the last checkpoint ──> new workers ──> fit
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class SaveTransaction:
         manifest = self._with_state(manifest, sequence, checksum, state)
         data = manifest.to_bytes()
         write_by_rename(self._disk, self.directory / MANIFEST, data)
-        write_by_rename(self._disk, self.directory / COMMIT, commit_line(data))
+        write_by_rename(self._disk, self.directory / COMMIT, commit_line(data))  # still below staging/: not visible yet
         return self._rename(manifest)
 
     def _rename(self, manifest: Manifest) -> Checkpoint:

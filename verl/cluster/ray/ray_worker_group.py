@@ -47,7 +47,7 @@ from verl.errors import VerlError, WorkerDied, WorkerError, WorkerHung
 from verl.utils.child_process import excerpt
 from verl.utils.progress import Progress, ProgressWatch, report, state_of
 
-GRACE_S = 0.5  # an error waits so long to be told: a sibling's death, where that is the cause, is told first
+GRACE_S = 0.5  # delay before an error is reported, so that a sibling's death that caused it is reported first
 STACK_TIMEOUT_S = 5.0
 LOOK_EVERY_S = 5.0
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
@@ -104,14 +104,14 @@ class RayLauncher:
         """
         size = self._group.size
         self._actors = [self._hire(rank) for rank in range(size)]
-        here = self._gather("start", [actor.versions.remote() for actor in self._actors], START_TIMEOUT_S)
+        here = self._await_replies("start", [actor.versions.remote() for actor in self._actors], START_TIMEOUT_S)
         refuse_mixed_versions(here, "trainer.placement.address")
-        places = self._gather("start", [actor.place.remote() for actor in self._actors], START_TIMEOUT_S)
+        places = self._await_replies("start", [actor.place.remote() for actor in self._actors], START_TIMEOUT_S)
         nodes, self.pids = [place.address for place in places], [place.pid for place in places]
         self.shares_store = {place.node for place in places} == {ray.get_runtime_context().get_node_id()}
         is_one_machine = len(set(nodes)) == 1
         meeting = "127.0.0.1" if is_one_machine else nodes[0]
-        (address,) = self._gather("start", [self._actors[0].free_address.remote(meeting)], START_TIMEOUT_S)
+        (address,) = self._await_replies("start", [self._actors[0].free_address.remote(meeting)], START_TIMEOUT_S)
         search_path, refs = tuple(map(os.path.abspath, sys.path)), []
         device = "cuda:0" if context.device.startswith("cuda") else context.device  # Ray shows each the GPU it gives it
         for rank, actor in enumerate(self._actors):
@@ -168,10 +168,10 @@ class RayLauncher:
         Raises:
             WorkerError: one of them raised; WorkerDied where one has ended, WorkerHung where one is silent.
         """
-        told: list[RayReply] = self._gather(name, refs, timeout_s, step, lambda one: one[1] is not None)
+        told: list[RayReply] = self._await_replies(name, refs, timeout_s, step, lambda one: one[1] is not None)
         return [deserialize(parcel) for parcel, _ in told]
 
-    def _gather(
+    def _await_replies(
         self,
         name: str,
         refs: Sequence[Any],
@@ -415,6 +415,9 @@ class RayWorkerGroup:
                 result = pending.result(dict(enumerate(answers)), self._joined.empty)
             except WorkerError as failure:
                 self._fail(failure)
+            except (RayError, OSError) as error:
+                broken = f"the connection to Ray broke ({type(error).__name__}: {error})"
+                self._fail(WorkerDied(0, pending.name, pending.step, broken))
             except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future
                 if self._taken(pending):
                     pending.future.set_exception(error)

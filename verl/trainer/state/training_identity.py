@@ -17,8 +17,8 @@ from blake3 import blake3
 IDENTITY = ("actor.model", "actor.lora", "critic.model", "critic.lora", "reference.model", "data", "algorithm")
 ABSENT = "(not set)"
 KIND = "._target_"
-# Settings that older checkpoints do not know, and what they did: the same as with these values.
-LATER = {"algorithm.replay_fraction": 0.0, "algorithm.replay_max_staleness": 16}
+# Settings added later; a checkpoint without them behaves as if they had these values.
+DEFAULTS_OF_OLDER_CHECKPOINTS = {"algorithm.replay_fraction": 0.0, "algorithm.replay_max_staleness": 16}
 # Of a reward, settings that decide how it is asked, and nothing about what it gives.
 REWARD_TRANSPORT_KEYS = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}
 REWARD_TRANSPORT_KEYS |= {"micro_batch_tokens", "endpoint", "sharding"}
@@ -57,7 +57,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     Of a component in whose place stands another one, or none, the `_target_` alone: their fields are not comparable.
     """
     old, new = dict(_flat(before)), dict(_flat(now))
-    for path, value in LATER.items():
+    for path, value in DEFAULTS_OF_OLDER_CHECKPOINTS.items():
         if path in new and f"algorithm{KIND}" in old:
             old.setdefault(path, value)
     found = {
