@@ -8,7 +8,7 @@ launch         Entry point of the main scripts: command line, torchrun, run dire
 load_option    Loads one option of a configuration group as a component, without the rest of a run
 load_policy    Finds a trained policy, in a checkpoint or as plain weights
 overrides      Overrides of the command line or a short file, as group options and values by path
-print_config   Prints a composed configuration as a tree, and writes it beside the results of a run
+print_config   Prints in what a configuration differs from the defaults, and writes it beside the results of a run
 schema         The configuration directory
 suggestions    Suggestions for mistyped names
 sweep          The end of a multirun: a table of its jobs

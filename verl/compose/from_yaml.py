@@ -21,11 +21,16 @@ from verl.utils.saved_targets import current_targets
 
 @dataclass
 class ComposedConfig:
-    """A composed root, with a note for each alias used, and faults for the check to report with its own."""
+    """A composed root, with a note for each alias used, and faults for the check to report with its own.
+
+    Attributes:
+        options: `group=option` choices that it was composed of, beside those of the default.
+    """
 
     config: DictConfig
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
 
 
 def compose_over_default(
@@ -33,6 +38,7 @@ def compose_over_default(
     short: Mapping[str, Any],
     overrides: Sequence[str] = (),
     replacements: Mapping[str, Mapping[str, Any]] | None = None,
+    preferences: Mapping[str, Any] | None = None,
 ) -> ComposedConfig:
     """The default configuration of a root, with `replacements`, then `short`, then `overrides` laid over it.
 
@@ -41,12 +47,19 @@ def compose_over_default(
         short: nested mappings; a text under the name of a group chooses its option.
         overrides: as on the command line, `group=option` or `path.to.key=value`.
         replacements: whole components by root key.
+        preferences: values of the caller's in place of the default ones, by path; where there is no such node, as with
+            `tracker=none`, they have no effect.
     """
     pairs, faults = parse_overrides(overrides)
     assigned = assign(root, list({**dict(flatten(short)), **dict(pairs)}.items()))
     config = compose_root(root, assigned.options)
-    apply_values(config, [*(replacements or {}).items(), *assigned.values])
-    return ComposedConfig(config, assigned.notes, [*faults, *assigned.faults])
+    preferred = [(path, value) for path, value in (preferences or {}).items() if _has_parent(config, path)]
+    apply_values(config, [*preferred, *(replacements or {}).items(), *assigned.values])
+    return ComposedConfig(config, assigned.notes, [*faults, *assigned.faults], assigned.options)
+
+
+def _has_parent(config: DictConfig, path: str) -> bool:
+    return OmegaConf.select(config, path.rpartition(".")[0]) is not None
 
 
 def read_short_file(path: str | Path) -> dict[str, Any]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,10 +32,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.compose import schema
 from verl.compose.overrides import Overrides, command_line
-from verl.compose.print_config import save_config
+from verl.compose.print_config import print_start, remove_refused, save_config
 from verl.compose.schema import conf_dir
-from verl.errors import CheckpointError, ConfigError
-from verl.tracking.logging_setup import setup_logging
+from verl.errors import CheckpointError, ConfigError, VerlError, WorkerError
+from verl.tracking.console import set_command, shown_path
+from verl.tracking.logging_setup import IN_RUN_LOG, setup_logging
 from verl.utils import torchrun
 from verl.utils.component_exits import component_exits
 from verl.utils.kernel_cache import set_kernel_cache
@@ -85,6 +87,7 @@ class LaunchedRun:
 
     Attributes:
         config: the composed root.
+        root, choices: `ppo` or `sft`, and the option of every group.
         overrides: what was assigned on the command line.
         faults: found on the command line, to be reported with those of the check.
         run_dir: where the run writes.
@@ -94,24 +97,38 @@ class LaunchedRun:
     """
 
     config: DictConfig
+    root: str
+    choices: Mapping[str, str | None]
     run_dir: Path
     console: Console
     name: str = ""
     overrides: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     closing: ExitStack = field(default_factory=ExitStack)
+    is_recorded: bool = False
+    is_new: bool = False
 
     def record(self) -> None:
-        """Save the configuration beside the results, without secrets, and log to run.log from here on."""
+        """Print what differs from the defaults and where the run writes, save the configuration there, without secrets,
+        and log to run.log from here on. A run that is refused later leaves nothing of it."""
+        print_start(self.config, self.root, self.choices, self.run_dir, self.console)
+        self.is_recorded = True
+        self.is_new = not self.run_dir.exists() or not any(self.run_dir.iterdir())
         save_config(self.config, self.overrides, self.run_dir)
         self.closing.callback(setup_logging(self.run_dir))
+
+    def withdraw(self) -> None:
+        """Remove what `record` and a refused build have written, where nothing else is there."""
+        if self.is_new:
+            remove_refused(self.run_dir)
 
 
 def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[[], None]]:
     """Make `main(job)` a command: `root` names the configuration, `ppo` or `sft`.
 
     A fault in the configuration prints as a list and ends with status 2, Ctrl-C with 130, SIGTERM with 143, any other
-    error with its traceback and 1; an `exit()` of a component is such an error, whatever status it asks for.
+    error with what it says and 1; an `exit()` of a component is such an error, whatever status it asks for. One
+    traceback follows where the message alone does not lead to the line; run.log has all of them.
     """
 
     def decorate(main: Callable[[LaunchedRun], Any]) -> Callable[[], None]:
@@ -124,7 +141,10 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
                 set_kernel_cache()
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # a user's own modules lie where the user stands
-                arguments, assigned = command_line(root, sys.argv[1:])
+                script, given, count = sys.argv[0], sys.argv[1:], torchrun.counts()[0]
+                arguments, assigned = command_line(root, given)
+                starter = ["torchrun", f"--nproc_per_node={count}"] if count > 1 else ["python"]
+                set_command([*starter, script, *given])
                 take_over(arguments, assigned)
                 for note in assigned.notes:
                     _tell(note)
@@ -147,13 +167,21 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         running = HydraConfig.get()
         run_dir = Path(running.runtime.output_dir)
         overrides: Any = OmegaConf.to_container(running.overrides.task, resolve=False)
-        name = f"job_{running.job.num}" if running.mode == RunMode.MULTIRUN else ""
-        job = LaunchedRun(config, run_dir, rich.get_console(), name, overrides, list(faults))
+        is_sweep = running.mode == RunMode.MULTIRUN
+        name = f"job_{running.job.num}" if is_sweep else ""
+        choices: Any = OmegaConf.to_container(running.runtime.choices)
+        job = LaunchedRun(config, root, choices, run_dir, rich.get_console(), name, overrides, list(faults))
+        if is_sweep:
+            set_command(["python", sys.argv[0], *overrides])
         try:
-            with _clean_end():
+            with _clean_end(run_dir):
                 try:
                     with job.closing, component_exits(directly=False):
-                        main(job)
+                        _with_log(main, job)
+                except ConfigError:
+                    if not is_sweep:  # whose table names every job
+                        job.withdraw()
+                    raise
                 finally:
                     _remove_if_empty(run_dir)
         except SystemExit as end:
@@ -191,8 +219,19 @@ def _without_threads() -> Iterator[None]:
             os._exit(status)
 
 
+def _with_log(main: Callable[[LaunchedRun], Any], job: LaunchedRun) -> None:
+    """Run `main`, with the traceback of whatever ends it in run.log."""
+    try:
+        main(job)
+    except Exception as error:
+        if job.is_recorded and not getattr(error, IN_RUN_LOG, False):
+            told = {"console": False}  # `_clean_end` says it, once
+            logging.getLogger(__name__).error("The run has ended.", exc_info=True, extra=told)
+        raise
+
+
 @contextmanager
-def _clean_end() -> Iterator[None]:
+def _clean_end(run_dir: Path | None = None) -> Iterator[None]:
     """Turn what ends a run early into a message and an exit status."""
     try:
         yield
@@ -211,9 +250,46 @@ def _clean_end() -> Iterator[None]:
     except KeyboardInterrupt:
         _tell("interrupted")
         sys.exit(INTERRUPTED)
-    except Exception:  # noqa: BLE001 - the end of the program: all that is left is to tell, without secrets
-        _tell(traceback.format_exc())
+    except Exception as error:  # noqa: BLE001 - the end of the program: all that is left is to tell, without secrets
+        log = None if run_dir is None else run_dir / "run.log"
+        _tell(ending_words(error, log if log is not None and log.is_file() else None))
         sys.exit(1)
+
+
+def ending_words(error: BaseException, log: Path | None = None) -> str:
+    """What ended a run: a sentence, and one traceback where it leads to a line of code.
+
+    An error that verl raises on purpose says all in its message, unless code of the user's is its cause.
+
+    Args:
+        log: where the whole chain of tracebacks is.
+    """
+    cause = error
+    while (below := cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)) is not None:
+        cause = below
+    sentence, _, detail = str(error).strip().partition("\n")
+    if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the worker's own
+        last = next(line for line in reversed(detail.splitlines()) if line.strip())
+        return f"{sentence} {last.strip()}\n\n{detail[detail.rindex(_TRACEBACK) :]}{_in_log(log)}"
+    if isinstance(error, VerlError) and (isinstance(cause, (VerlError, OSError)) or not _is_of_code(cause)):
+        return f"{error}{_in_log(log)}"
+    named = str(error) if isinstance(error, VerlError) else f"{type(error).__name__}: {error}"
+    trace = "".join(traceback.format_exception(cause, chain=False))
+    return f"{named}\n\n{trace.rstrip()}{_in_log(log)}"
+
+
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+def _is_of_code(error: BaseException) -> bool:
+    """Whether its last frame is in code of the user's: neither of this package nor of an installed one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = str(Path(__file__).resolve().parents[1])
+    return bool(frames) and not frames[-1].filename.startswith(own) and "site-packages" not in frames[-1].filename
+
+
+def _in_log(log: Path | None) -> str:
+    return "" if log is None else f"\n(all tracebacks are in {shown_path(log)})"
 
 
 def _tell(text: str) -> None:

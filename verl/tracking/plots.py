@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.component import BuildContext
 from verl.tracking.base import Tracker, TrackerDescription
@@ -49,6 +49,8 @@ class Curves(TrackerDescription):
         panels: title of each panel and the metric keys it shows, `*` for anything; a panel without data is left out.
             A key belongs to the first panel that names it.
     """
+
+    package: ClassVar[str] = "matplotlib"
 
     panels: dict[str, list[str]] = field(default_factory=lambda: {title: list(keys) for title, keys in PANELS.items()})
 
