@@ -300,6 +300,7 @@ def _tell(text: str) -> None:
 def _remove_if_empty(run_dir: Path) -> None:
     """Hydra makes the run's directory first; a run that was refused leaves none behind, nor empty parents."""
     directory, here = run_dir.resolve(), Path.cwd()
-    while here in directory.parents and directory.is_dir() and not any(directory.iterdir()):
-        directory.rmdir()
+    while here in directory.parents and not (directory.is_dir() and any(directory.iterdir())):
+        if directory.is_dir():
+            directory.rmdir()
         directory = directory.parent
