@@ -359,6 +359,21 @@ def end_cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(0, width - len(_CUT))] + _CUT
 
 
+def fitting_columns(widths: Sequence[int], width: int, drop: Sequence[int]) -> list[int]:
+    """The columns of a table that stand side by side in `width` characters.
+
+    Args:
+        widths: of each column, with what stands between it and the next.
+        drop: columns that may be left out, in the order in which they are.
+    """
+    kept = list(range(len(widths)))
+    for index in drop:
+        if sum(widths[i] for i in kept) <= width:
+            break
+        kept.remove(index)
+    return kept
+
+
 def visible(text: str) -> str:
     """Control characters, which a model may well produce, as escapes; line breaks and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
