@@ -12,7 +12,9 @@ import functools
 import io
 import json
 import math
+import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -20,6 +22,7 @@ from typing import Any, NoReturn, TypeVar
 import typer
 
 from verl.errors import BadCheckpoint, ConfigError, VerlError
+from verl.tracking.console import fitting_columns
 
 FOUND, FAILED = 1, 2
 F = TypeVar("F", bound=Callable[..., Any])
@@ -66,29 +69,53 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 
+def output_width() -> int | None:
+    """Characters of a line of the terminal, or what COLUMNS says; None for a pipe or a file, which has no width."""
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return shutil.get_terminal_size().columns
+    return None
+
+
 def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = (), width: int = 10_000
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    right: Sequence[str] = (),
+    width: int = 10_000,
+    drop: Sequence[str] = (),
 ) -> None:
     """Columns with a head; nothing is cut off.
 
     Args:
         right: columns of numbers.
-        width: characters beyond which a cell is folded, where the output is no terminal.
+        width: characters beyond which a cell is folded, where the output has no width of its own.
+        drop: columns that are left out, and named, where the output is too narrow for all, the first ones first; with
+            them no cell is folded.
     """
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    is_terminal = sys.stdout.isatty()
+    width = output_width() or width
+    if drop:
+        cells = [[columns[i], *(str("" if row[i] is None else row[i]) for row in rows)] for i in range(len(columns))]
+        order = [columns.index(column) for column in drop]
+        kept = fitting_columns([max(map(cell_len, column)) + 2 for column in cells], width + 2, order)
+        left_out = [column for index, column in enumerate(columns) if index not in kept]
+        columns, rows = [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
+        width = 10_000
     table = Table(box=None, pad_edge=False, header_style="bold" if sys.stdout.isatty() else "")
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
-    is_terminal = sys.stdout.isatty()
     drawn = io.StringIO()
-    Console(file=drawn, force_terminal=is_terminal, width=None if is_terminal else width).print(table)
+    Console(file=drawn, force_terminal=is_terminal, width=width).print(table)
     for line in drawn.getvalue().splitlines():
         typer.echo(line.rstrip())
+    if drop and left_out:
+        typer.echo(f"not shown, for want of width: {', '.join(left_out)}")
 
 
 def size(num_bytes: int) -> str:

@@ -293,7 +293,7 @@ def _next_commands(result: Mapping[str, Any], place: str, run_dir: Path, command
     has_weights = bool(result.get("saved")) or bool(result.get("checkpoints"))
     can_go_on = not is_over and bool(command) and (bool(result.get("checkpoints")) or result["steps"] == 0)
     resumed = [] if not result.get("checkpoints") else [f"resume={place}"]
-    again = shlex.join([*(word for word in command if not _is_resume(word)), *resumed])
+    again = shlex.join([*(word for word in command if not _is_of_this_run(word)), *resumed])
     found = [
         (can_go_on, again),
         (result["status"] == "failed", f"less {shlex.quote(os.path.join(place, 'run.log'))}"),
@@ -305,8 +305,9 @@ def _next_commands(result: Mapping[str, Any], place: str, run_dir: Path, command
     return [line for is_of_use, line in found if is_of_use][:3]
 
 
-def _is_resume(word: str) -> bool:
-    return word.lstrip("+").startswith("resume=")
+def _is_of_this_run(word: str) -> bool:
+    """Whether the run that goes on is not to have this assignment."""
+    return word.lstrip("+").startswith(("resume=", "trainer.stop_after=", "hydra.run.dir="))
 
 
 def _label(key: str) -> str:
