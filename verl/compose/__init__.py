@@ -2,6 +2,7 @@
 
 aliases        Aliases: other libraries' spellings of our configuration keys, and keys without an equivalent
 build_trainer  Builds a trainer with its run directory and log
+command_line   Reads the arguments of the main scripts: flags, assignments, and values in Hydra's grammar
 compose        Composes a root configuration outside of `hydra.main`, and lays values over it
 from_yaml      Composes a run from a short YAML file of the user, laid over the default configuration
 launch         Entry point of the main scripts: command line, torchrun, run directory, logging

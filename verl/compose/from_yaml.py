@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from verl.compose.command_line import parse_overrides
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign, flatten
 from verl.errors import ConfigError
@@ -78,19 +77,3 @@ def read_short_file(path: str | Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"config_path is {str(path)!r}: expected keys with values, found a {type(tree).__name__}.")
     return tree
-
-
-def parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
-    """Overrides as keys with Python values, and the faults of those that are none."""
-    parser, pairs, faults = OverridesParser.create(), [], []
-    for text in overrides:
-        try:
-            parsed = parser.parse_override(text)
-        except HydraException as error:
-            faults.append(f"overrides: {text!r} is not of the form key=value ({str(error).splitlines()[0]}).")
-            continue
-        if parsed.is_sweep_override() or parsed.is_delete():
-            faults.append(f"overrides: {text!r} sweeps or deletes; give one value.")
-        else:
-            pairs.append((parsed.key_or_group, parsed.value()))
-    return pairs, faults

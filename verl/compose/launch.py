@@ -31,7 +31,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.compose import schema
-from verl.compose.overrides import Overrides, command_line
+from verl.compose.command_line import SHOWS_ONLY, command_line, composition_faults
+from verl.compose.overrides import Overrides
 from verl.compose.print_config import print_start, remove_refused, save_config
 from verl.compose.schema import conf_dir
 from verl.errors import CheckpointError, ConfigError, VerlError, WorkerError
@@ -78,7 +79,6 @@ def take_over(arguments: list[str], assigned: Overrides) -> None:
 
 INTERRUPTED, TERMINATED = 130, 143  # 128 and the number of the signal, as shells have it
 THREADS_TIMEOUT_S = 10.0  # of threads, once the run is over
-_SHOWS_ONLY = ("--cfg", "-c", "--info", "-i")  # Hydra flags that print and never reach the run's own check
 
 
 @dataclass
@@ -148,7 +148,7 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
                 take_over(arguments, assigned)
                 for note in assigned.notes:
                     _tell(note)
-                if assigned.faults and any(a.partition("=")[0] in _SHOWS_ONLY for a in arguments):
+                if assigned.faults and any(a.partition("=")[0] in SHOWS_ONLY for a in arguments):
                     raise ConfigError(assigned.faults)
                 sys.argv[1:] = arguments
                 _run_hydra(root, main, assigned.faults)
@@ -178,6 +178,8 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
                 try:
                     with job.closing, component_exits(directly=False):
                         _with_log(main, job)
+                except OmegaConfBaseException as error:
+                    raise ConfigError(list(composition_faults(root, error))) from error
                 except ConfigError:
                     if not is_sweep:  # whose table names every job
                         job.withdraw()
@@ -191,7 +193,10 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
             _tell(f"Job {running.job.num} of the sweep ended with status {statuses[-1]}; the others go on.")
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us as they are, and `_clean_end` words them
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=root)(task)()
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=root)(task)()
+    except (HydraException, OmegaConfBaseException) as error:  # it cannot be composed at all
+        raise ConfigError([*faults, *composition_faults(root, error)]) from error
     if any(statuses):
         sys.exit(max(statuses))
 
@@ -236,9 +241,6 @@ def _clean_end(run_dir: Path | None = None) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        _tell(str(error))
-        sys.exit(2)
-    except (HydraException, OmegaConfBaseException) as error:  # it cannot be composed at all
         _tell(str(error))
         sys.exit(2)
     except Terminated:

@@ -98,6 +98,7 @@ def _items(node: Any, keys: Any, path: str, plain: PlainConfig) -> Iterator[tupl
             value = node[key]
         except (OmegaConfBaseException, RecursionError) as error:
             reason = str(error).partition("\n")[0] or "it refers to itself"
+            reason = reason.partition("raised while resolving interpolation: ")[2].strip('"') or reason
             plain.faults.append(f"{plain.origin(below)} is {_raw(raw)}: {reason}.")
             yield key, UNRESOLVED
             continue
