@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +30,16 @@ def torch_state() -> Iterator[None]:
         yield
     torch.use_deterministic_algorithms(is_deterministic, warn_only=is_warning)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def answer_to_interruption() -> Iterator[None]:
+    """No test leaves this process without its answer to Ctrl-C."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    left = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+    assert left is before, f"SIGINT is answered by {left} after this test"
 
 
 @pytest.fixture(autouse=True)

@@ -176,6 +176,19 @@ def test_a_worker_that_is_stopped_is_named_and_not_the_sibling_that_failed_for_i
         cluster.close()
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_worker_that_hangs_is_named_and_not_the_sibling_that_waited_for_it_in_an_exchange(size):
+    cluster, toy = start(size)
+    try:
+        with pytest.raises(WorkerHung, match=r"rank 1 failed in toy\.exchange_without") as caught:
+            toy.exchange_without(1, 2.0).result(timeout=60)
+        assert "it did not come to an exchange in which rank" in str(caught.value)
+        assert "in exchange_without" in str(caught.value)
+        assert "waited for it, and stands at" in str(caught.value)
+    finally:
+        cluster.close()
+
+
 def test_workers_that_are_stopped_end_with_a_driver_that_is_killed_and_leave_nothing(tmp_path, own_tmp):
     script = tmp_path / "script.py"
     script.write_text(driver(2) + "import time\ntime.sleep(600)\n")

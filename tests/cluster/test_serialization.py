@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from verl.cluster.serialization import deserialize, serialize
+from verl.cluster.serialization import RowSubset, deserialize, serialize
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 
@@ -51,6 +53,21 @@ def test_the_bytes_of_tensors_are_in_the_buffers_where_they_lay_and_where_they_a
     arrived = np.array(buffer)
     found = deserialize((parcel.head, [arrived]))
     assert found["advantages"].data_ptr() == arrived.ctypes.data
+
+
+def test_nothing_that_was_sent_stays_in_memory_until_the_cyclic_collector_runs():
+    sent = batch()
+    tensor, rows = weakref.ref(sent["advantages"]), torch.tensor([2, 0])
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        serialize(sent)
+        serialize(RowSubset(sent, rows))
+        del sent
+        assert tensor() is None
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def test_a_part_of_a_tensor_weighs_as_much_as_the_part():

@@ -7,10 +7,12 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from verl.component import BuildContext, Description
 from verl.dispatch import by_rows, by_rows_to_one, on_all
@@ -82,6 +84,17 @@ class Toy:
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(seconds)
         raise ConnectionError("a sibling took too long")
+
+    @on_all
+    def exchange_without(self, rank: int, seconds: float) -> None:
+        """All add a number over gloo, but one rank hangs elsewhere before."""
+        limit = timedelta(seconds=seconds)
+        where = os.environ["VERL_RENDEZVOUS"]
+        dist.init_process_group("gloo", where, limit, self.world_size, self.rank)
+        dist.all_reduce(torch.ones(1))
+        if self.rank == rank:
+            time.sleep(600)
+        dist.all_reduce(torch.ones(1))
 
     @by_rows
     def back(self, batch: DataProto) -> DataProto:

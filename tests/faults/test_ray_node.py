@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
 
 import pytest
 import ray
@@ -17,6 +22,7 @@ from verl.cluster.ray.ray_worker_group import RayRoleGroup, RayWorkerGroup
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext
 from verl.errors import WorkerDied
+from verl.utils.orphan_cleanup import kill_marked
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.exhaustive]
 
@@ -68,3 +74,40 @@ def test_a_machine_that_leaves_is_named_and_the_cluster_is_left_as_it_was():
         assert all(node.any_processes_alive() for node in machines.list_all_nodes())
     finally:
         machines.shutdown()
+
+
+def test_a_cluster_that_asks_for_the_token_of_an_earlier_local_run_is_joined(tmp_path):
+    """`ray start` asks for a token once one lies there, as it does after any local run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    home, mark = tmp_path / "home", f"VERL_TEST_CLUSTER={port}"
+    (home / ".ray").mkdir(parents=True)
+    (home / ".ray/auth_token").write_text("0123456789abcdef0123456789abcdef")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"HOME": str(home), "VERL_TEST_CLUSTER": str(port), "RAY_USAGE_STATS_ENABLED": "0"}
+    place = tempfile.mkdtemp(prefix="r", dir="/tmp")  # a short one, for its sockets
+    begin = ["start", "--head", f"--port={port}", "--num-cpus=1", "--include-dashboard=false", f"--temp-dir={place}"]
+    script = "from ray.scripts.scripts import main; main()"
+    join = (
+        "import sys, ray\nfrom verl.cluster.ray.ray_init import RaySession, RaySettings\n"
+        "session = RaySession(RaySettings(sys.argv[1], 1, 0, None, 60.0))\n"
+        "print('machines', len(ray.nodes()))\nsession.close()"
+    )
+    try:
+        more = ["--object-store-memory=80000000", "--disable-usage-stats"]
+        subprocess.run([sys.executable, "-c", script, *begin, *more], env=environment, check=True, capture_output=True)
+        command = [sys.executable, "-c", join, f"127.0.0.1:{port}"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert "machines 1" in done.stdout, done.stderr
+        other = tmp_path / "other"
+        (other / ".ray").mkdir(parents=True)
+        for token, said in ((None, "it was shown no token"), ("f" * 32, "the cluster's must be the same")):
+            if token is not None:
+                (other / ".ray/auth_token").write_text(token)
+            done = subprocess.run(command, env=environment | {"HOME": str(other)}, capture_output=True, text=True)
+            assert "a Ray cluster could not be joined there" in done.stderr
+            assert said in done.stderr
+    finally:
+        kill_marked(mark)
+        shutil.rmtree(place, ignore_errors=True)

@@ -148,7 +148,13 @@ def test_processes_of_a_mesh_share_the_memory_of_the_machine():
     tiny = "actor=tiny_scratch"
     mesh = ("trainer=mesh", "sharding=fsdp", "trainer.placement.devices=[cpu:0,cpu:1]")
     assert estimate_ppo(validate(compose_root("ppo", [tiny, *mesh]))).processes == 2
-    ray = ("trainer=ray", "sharding=fsdp", "trainer.n_gpus_per_node=4", "trainer.nnodes=2")
+    ray = (
+        "trainer=ray",
+        "sharding=fsdp",
+        "trainer.n_gpus_per_node=4",
+        "trainer.nnodes=2",
+        "trainer.placement.address=auto",
+    )
     assert estimate_ppo(validate(compose_root("ppo", [tiny, *ray]))).processes == 4  # on this machine
 
 

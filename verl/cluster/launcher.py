@@ -105,6 +105,18 @@ class Launcher:
 
     def silence(self, ranks: Sequence[int], call: str, step: int | None, timeout_s: float) -> WorkerHung:
         """Who of those that do not answer is to blame: first a process that does not react at all."""
+        stacks = self.stacks(ranks)
+        waited = f"no answer within {timeout_s:g} s, and "
+        if silent := [rank for rank in ranks if not stacks[rank]]:
+            rank = next((rank for rank in silent if self.is_stopped(rank)), silent[0])
+            stage = f"; its last progress was at: {found}" if (found := self.progress.stage(rank)) else ""
+            at_all = f"the process does not react at all{self._state(rank)}{stage}"
+            return WorkerHung(rank, call, step, waited + at_all)
+        where = [f"rank {rank} stands at:\n{stacks[rank]}" for rank in ranks]
+        return WorkerHung(ranks[0], call, step, "\n".join([f"{waited}no progress meanwhile", *where]))
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Where the threads of processes stand, by rank; empty of one that does not react."""
         said = {rank: log_size(self._logs[rank].fileno()) for rank in ranks}
         for rank in ranks:
             self._processes[rank].send_signal(signal.SIGUSR2)
@@ -113,14 +125,7 @@ class Launcher:
         while silent and deadline.left_s:
             time.sleep(0.1)
             silent = [rank for rank in silent if log_size(self._logs[rank].fileno()) == said[rank]]
-        waited = f"no answer within {timeout_s:g} s, and "
-        if silent:
-            rank = next((rank for rank in silent if self.is_stopped(rank)), silent[0])
-            stage = f"; its last progress was at: {found}" if (found := self.progress.stage(rank)) else ""
-            at_all = f"the process does not react at all{self._state(rank)}{stage}"
-            return WorkerHung(rank, call, step, waited + at_all)
-        where = [f"rank {rank} stands at:\n{self._text(rank, said[rank])}" for rank in ranks]
-        return WorkerHung(ranks[0], call, step, "\n".join([f"{waited}no progress meanwhile", *where]))
+        return {rank: self._text(rank, said[rank]) for rank in ranks}
 
     def stopped(self, ranks: Sequence[int], time_of: StoppedTime) -> float:
         """Seconds that one of these processes has been stopped."""

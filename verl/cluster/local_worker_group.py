@@ -27,7 +27,14 @@ from typing import Any
 
 from verl.cluster.batch_partition import OutputLayout, OutputShapes, SharedOutput
 from verl.cluster.launcher import BUILD_TIMEOUT_S, END_TIMEOUT_S, STACK_TIMEOUT_S, Launcher, refuse_mixed_versions
-from verl.cluster.rpc import ColocatedRoles, PendingCall, RowAssignment, row_assignment
+from verl.cluster.rpc import (
+    ColocatedRoles,
+    PendingCall,
+    RowAssignment,
+    gave_up_on_sibling,
+    missed_exchange,
+    row_assignment,
+)
 from verl.cluster.serialization import RowSubset
 from verl.cluster.shm_channel import Message, MessagePacker, ShmBlock, ShmBlockPool, ShmChannel, lease, send_if_open
 from verl.cluster.worker import READY, WorkerCall, WorkerReply, WorkerStart
@@ -99,6 +106,7 @@ class LocalWorkerGroup:
         self._lock = threading.Lock()
         self._pending: dict[int, PendingCall] = {}
         self._answers: dict[int, dict[int, Any]] = {}  # by call and rank
+        self._raised: set[tuple[int, int]] = set()  # calls and ranks
         self._next_number = 0
         self._failure: VerlError | None = None
         self._outbox: SimpleQueue[list[Message] | None] = SimpleQueue()
@@ -218,19 +226,29 @@ class LocalWorkerGroup:
             if answer.error is None:
                 self._take(answer, rank, pending)
             else:
+                with self._lock:
+                    self._raised.add((answer.number, rank))
                 time.sleep(GRACE_S)
                 self._fail(self._failure_of(rank, pending, answer))
 
     def _failure_of(self, rank: int, pending: PendingCall, answer: WorkerReply) -> WorkerError:
-        """The error of a worker; where a sibling that it needs has been stopped, that of the sibling."""
+        """The error of a worker; if it waited in vain for a sibling that is stopped or hangs, that of the sibling."""
+        error = answer.error or ""
         with self._lock:
             answered = self._answers.get(answer.number, {})
-            others = [other for other in range(self.world_size) if other != rank and other not in answered]
+            others = [
+                other
+                for other in range(self.world_size)
+                if other != rank and other not in answered and (answer.number, other) not in self._raised
+            ]
         stopped = next((other for other in others if self._crew.is_stopped(other)), None)
-        if stopped is None:
-            return WorkerError(rank, pending.name, pending.step, answer.error or "")
-        detail = f"the process is stopped (SIGSTOP or SIGTSTP), and rank {rank} failed for it:\n{answer.error}"
-        return WorkerHung(stopped, pending.name, pending.step, detail)
+        if stopped is not None:
+            detail = f"the process is stopped (SIGSTOP or SIGTSTP), and rank {rank} failed for it:\n{error}"
+            return WorkerHung(stopped, pending.name, pending.step, detail)
+        if gave_up_on_sibling(error):
+            blamed, detail = missed_exchange(rank, error, self._crew.stacks(others))
+            return WorkerHung(blamed, pending.name, pending.step, detail)
+        return WorkerError(rank, pending.name, pending.step, error)
 
     def _take(self, answer: WorkerReply, rank: int, pending: PendingCall) -> None:
         with self._lock:

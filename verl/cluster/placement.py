@@ -36,12 +36,15 @@ class Placement(Description):
     """Base of what `trainer.placement` may be.
 
     Attributes:
-        spans_machines: workers may be on other machines than the driver.
         max_restarts: of a run that lost a worker.
     """
 
-    spans_machines: ClassVar[bool] = False
     max_restarts: ClassVar[int] = 0
+
+    @property
+    def spans_machines(self) -> bool:
+        """Whether workers may be on other machines than the driver."""
+        return False
 
     def faults_with(self, shardings: Mapping[str, Sharding], size: int) -> Iterator[str]:
         """Yield what is wrong between this and a run, opening with the field.

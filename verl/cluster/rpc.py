@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -100,6 +101,54 @@ class RowAssignment:
 def row_assignment(shardings: Mapping[str, Sharding], world_size: int) -> dict[str, RowAssignment]:
     """Of each role."""
     return {role: RowAssignment(sharding.parts(world_size)) for role, sharding in shardings.items()}
+
+
+# What an exchange among processes says when one of them does not come to it, in the text of gloo, NCCL and TCPStore.
+_GAVE_UP = re.compile(
+    r"timed? ?out|timeout|watchdog|connection (closed|reset|refused|was aborted)|broken pipe|closed by peer|"
+    r"remote process exited|unhandled system error",
+    re.IGNORECASE,
+)
+_INNER_FRAMES = 5  # below which torch.distributed calls nothing of anybody else's
+_EXCHANGE = re.compile(r"torch/distributed/|torch\.distributed\.|/gloo/|NCCL|ProcessGroup|c10d")
+
+
+def gave_up_on_sibling(error: str) -> bool:
+    """Whether the traceback of a worker is that of an exchange which another process did not come to, or left."""
+    last = error.rpartition("Traceback (most recent call last)")[2]
+    return bool(_EXCHANGE.search(last) and _GAVE_UP.search(last))
+
+
+def missed_exchange(rank: int, error: str, stacks: Mapping[int, str]) -> tuple[int, str]:
+    """Who is to blame that a worker gave up on an exchange: the first that does not wait in one as well.
+
+    Args:
+        rank: that gave up, with its traceback in `error`.
+        stacks: where those stand that have not answered, by rank.
+    Returns:
+        The rank to blame, and what to say of it.
+    """
+    for other, stack in stacks.items():
+        if not _waits_in_exchange(stack):
+            where = f"and stands at:\n{stack.rstrip()}" if stack else "and does not react at all"
+            missed = f"it did not come to an exchange in which rank {rank} waited for it, {where}"
+            return other, f"{missed}\nRank {rank} failed for it:\n{error}"
+    waiting = f" Ranks {', '.join(map(str, stacks))} wait in one too." if stacks else ""
+    return rank, f"an exchange with the other processes was not completed.{waiting}\n{error}"
+
+
+def _waits_in_exchange(stack: str) -> bool:
+    """Whether a thread of a process is within torch.distributed, as far as its innermost frames tell.
+
+    Args:
+        stack: of one thread, innermost frame last, or of several by faulthandler, innermost frame first.
+    """
+    for thread in re.split(r"^(?:Current t|T)hread .*$", stack, flags=re.MULTILINE):
+        frames = re.findall(r'^  File "(.+)", line \d+,? in (.+)$', thread, flags=re.MULTILINE)
+        inner = frames[:_INNER_FRAMES] if "most recent call first" in stack else frames[-_INNER_FRAMES:]
+        if any("torch/distributed/" in file or name == "_engine_run_backward" for file, name in inner):
+            return True  # a backward pass exchanges in threads that Python does not show
+    return False
 
 
 @dataclass(eq=False)

@@ -62,10 +62,9 @@ class Serialized(NamedTuple):
 
 def serialize(value: Any) -> Serialized:
     """A value as a pickle and the memory of its tensors, which is not copied: it must not change until it is sent."""
-    head = io.BytesIO()
-    wrapper = _BatchPickler(head)
-    wrapper.dump(value)
-    return Serialized(head.getvalue(), wrapper.buffers)
+    head, kept = io.BytesIO(), _KeptBuffers()
+    _BatchPickler(head, kept).dump(value)
+    return Serialized(head.getvalue(), kept.buffers)
 
 
 def deserialize(parcel: Serialized | tuple[bytes, Sequence[Any]]) -> Any:
@@ -74,16 +73,27 @@ def deserialize(parcel: Serialized | tuple[bytes, Sequence[Any]]) -> Any:
     return pickle.loads(head, buffers=buffers)
 
 
-class _BatchPickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO):
-        self.buffers: list[Any] = []
-        self._to_take: dict[int, tuple[pickle.PickleBuffer, RowSelection]] = {}  # by what stands for them in the pickle
-        super().__init__(file, protocol=5, buffer_callback=self._keep)
+class _KeptBuffers:
+    """What a pickle leaves out.
 
-    def _keep(self, buffer: pickle.PickleBuffer) -> bool:
-        _, taken = self._to_take.get(id(buffer), (None, None))
-        self.buffers.append(np.frombuffer(buffer.raw(), np.uint8) if taken is None else taken)
+    It knows nothing of the pickler: a pickler that held its own method would be a reference cycle, and every batch that
+    was sent would stay in memory until the cyclic collector runs.
+    """
+
+    def __init__(self):
+        self.buffers: list[Any] = []
+        self.selections: dict[int, tuple[pickle.PickleBuffer, RowSelection]] = {}  # by id of what stands for them
+
+    def keep(self, buffer: pickle.PickleBuffer) -> bool:
+        _, selection = self.selections.get(id(buffer), (None, None))
+        self.buffers.append(np.frombuffer(buffer.raw(), np.uint8) if selection is None else selection)
         return False
+
+
+class _BatchPickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, kept: _KeptBuffers):
+        self._selections = kept.selections
+        super().__init__(file, protocol=5, buffer_callback=kept.keep)
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is DataProto:  # whose own pickle is safe from writers, by a copy where it arrives
@@ -94,7 +104,7 @@ class _BatchPickler(pickle.Pickler):
             if not obj.nbytes:
                 return _empty, ((len(obj.rows), *obj.tensor.shape[1:]), obj.tensor.dtype)
             stands_for_it = pickle.PickleBuffer(bytearray())
-            self._to_take[id(stands_for_it)] = stands_for_it, obj
+            self._selections[id(stands_for_it)] = stands_for_it, obj
             return _tensor, (stands_for_it, obj.tensor.dtype, (len(obj.rows), *obj.tensor.shape[1:]))
         if not isinstance(obj, Tensor) or obj.layout != torch.strided or obj.is_quantized or obj.is_nested:
             return NotImplemented

@@ -64,7 +64,8 @@ def take_over(arguments: list[str], assigned: Overrides) -> None:
     if count > here:
         raise ConfigError(
             f"torchrun has started {count} processes on {count // here} machines: without Ray a run stays on one. "
-            f"Start it once, with python and trainer=ray {COUNT}={here} trainer.nnodes={count // here} (docs/ray.md)."
+            "Join the machines with `ray start` (docs/ray.md), then start the run on one of them, with python and "
+            f"trainer=ray trainer.placement.address=auto {COUNT}={here} trainer.nnodes={count // here}."
         )
     torchrun.forget()
     wanted = [str(value) for key, value in assigned.values if key == COUNT]

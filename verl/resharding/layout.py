@@ -1,7 +1,4 @@
-"""Layouts: which rank holds which slice of which tensor. Arithmetic on shapes: no tensor, no process, no torch.
-
-Everything here is arithmetic on shapes: no tensor, no process, no torch.
-"""
+"""Layouts: which rank holds which slice of which tensor. Arithmetic on shapes: no tensor, no process, no torch."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -71,7 +72,8 @@ class LoopSettings(Description):
         if self.device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", self.device):
             yield f"device is {self.device!r}: expected auto, cpu, cuda or one GPU such as cuda:1."
         if self.nnodes > 1 and not self.spans_machines:
-            yield f"nnodes is {self.nnodes}: without Ray a run stays on one machine. Set nnodes=1, or trainer=ray."
+            alone = "nothing joins this run with other machines"
+            yield f"nnodes is {self.nnodes}: {alone}. Set nnodes=1{self.machines_advice}."
 
     def faults_here(self) -> Iterator[str]:
         device = self.device
@@ -83,6 +85,8 @@ class LoopSettings(Description):
     def spans_machines(self) -> bool:
         """Whether workers may be on other machines than the driver."""
         return False
+
+    machines_advice: ClassVar[str] = ""
 
     def num_steps(self, steps_per_epoch: int) -> int:
         """Steps of the whole run."""
@@ -124,6 +128,11 @@ class PPOSettings(LoopSettings):
             yield "rollout_ahead is 1: with repeat_first_batch every batch is the first. Set rollout_ahead=0."
         if self.eval_samples < 0:
             yield f"eval_samples is {self.eval_samples}: must not be negative."
+
+    machines_advice: ClassVar[str] = (
+        ", or join machines with Ray: `ray start --head` on one, `ray start --address=HEAD:6379` on the others, "
+        "and trainer=ray trainer.placement.address=auto on the first (docs/ray.md)"
+    )
 
     @property
     def spans_machines(self) -> bool:

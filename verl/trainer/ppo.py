@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,10 +35,6 @@ from verl.rollout.base import GenerationRequest
 from verl.trainer.ppo_lifecycle import PPOLifecycle
 from verl.utils.seeding import derive_seed
 
-if TYPE_CHECKING:
-    from verl.trainer.ppo_config import PPORun
-
-
 PROMPT_FIELDS = ["prompts", "prompt_mask", "prompt_ids", "group_ids"]
 DRIVER_FIELDS = [*PROMPT_FIELDS, "is_replayed", "is_on_policy"]  # that no role reads in an update
 SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
@@ -46,17 +42,6 @@ SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "
 
 class PPOTrainer(PPOLifecycle):
     """The running trainer. `close` it, or use it as a context manager."""
-
-    def _longest_prompt(self) -> int | None:
-        """Tokens of the longest prompt of the data, as far as the data tell."""
-        longest = [getattr(data, "longest", None) for data in (self.train_data, self.eval_data) if data is not None]
-        known = [tokens for tokens in longest if tokens is not None]
-        return max(known) if len(known) == len(longest) else None
-
-    def _row_tokens(self, run: PPORun) -> int | None:
-        """Tokens of the longest row that the run can have."""
-        longest = self._longest_prompt() or getattr(run.data, "max_prompt_length", None)
-        return None if longest is None else longest + run.rollout.max_new_tokens
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One iteration on a batch of prompts [B P]; returns its metrics."""
@@ -168,7 +153,7 @@ class PPOTrainer(PPOLifecycle):
         return metrics
 
     def sync(self) -> dict[str, float]:
-        """The sampler follows the trained weights, and proves it."""
+        """Give the trained weights to the rollout engine, and verify that it holds them."""
         if self.ahead is not None:
             with self.stages.stage("gen"):  # what is left of it
                 self.ahead.collect()

@@ -116,7 +116,7 @@ class PPOLifecycle:
             actor=run.actor,
             critic=run.critic if run.algorithm.needs_values else None,
             reference=run.reference if run.algorithm.needs_reference else None,
-            rollout=self._roomy(run.rollout),
+            rollout=self._with_room_for_prompts(run.rollout),
             algorithm=run.algorithm,
             sharding=run.sharding,
             total_updates=self.num_steps * run.updates_per_step,
@@ -132,7 +132,18 @@ class PPOLifecycle:
         if run.reward_as_role is not None:
             self.reward = RemoteRewardModel(roles["rm"], run.reward_as_role)
 
-    def _roomy(self, rollout: Rollout) -> Rollout:
+    def _longest_prompt(self) -> int | None:
+        """Tokens of the longest prompt of the data, as far as the data tell."""
+        longest = [getattr(data, "longest", None) for data in (self.train_data, self.eval_data) if data is not None]
+        known = [tokens for tokens in longest if tokens is not None]
+        return max(known) if len(known) == len(longest) else None
+
+    def _row_tokens(self, run: PPORun) -> int | None:
+        """Tokens of the longest row that the run can have."""
+        longest = self._longest_prompt() or getattr(run.data, "max_prompt_length", None)
+        return None if longest is None else longest + run.rollout.max_new_tokens
+
+    def _with_room_for_prompts(self, rollout: Rollout) -> Rollout:
         """With room for every prompt of the data, as far as the data tell how long those are."""
         longest = self._longest_prompt()
         return rollout if longest is None else rollout.with_room_for(longest)

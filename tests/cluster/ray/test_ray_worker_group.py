@@ -50,6 +50,17 @@ def test_a_worker_that_is_stopped_is_named_and_not_the_sibling_that_failed_for_i
         cluster.close()
 
 
+def test_a_worker_that_hangs_is_named_and_not_the_sibling_that_waited_for_it_in_an_exchange():
+    cluster, toy = start(2)
+    try:
+        with pytest.raises(WorkerHung, match=r"rank 1 failed in toy\.exchange_without") as caught:
+            toy.exchange_without(1, 2.0).result(timeout=60)
+        assert "it did not come to an exchange in which rank 0 waited for it, and stands at" in str(caught.value)
+        assert "in exchange_without" in str(caught.value)
+    finally:
+        cluster.close()
+
+
 def test_an_exit_of_a_role_is_its_error_and_names_the_line():
     cluster, toy = start(2)
     try:

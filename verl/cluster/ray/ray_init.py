@@ -6,6 +6,7 @@ Everything that is started here is ended here; a cluster that was there before i
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import signal
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from verl.errors import ConfigError, VerlError
@@ -121,11 +122,19 @@ class RaySession:
         if wanted.address is not None:
             try:
                 _knock(wanted.address)
-                ray.init(address=wanted.address, **quiet)
-            except (OSError, RuntimeError, ValueError) as error:
+            except OSError as error:
                 raise ConfigError(
                     f"trainer.placement.address is {wanted.address!r}: no Ray cluster answers there "
-                    f"({str(error).splitlines()[0]}). Start one with `ray start --head`, or set it to null."
+                    f"({error}). Start one with `ray start --head`, or set it to null."
+                ) from error
+            has_token = _show_token()
+            try:
+                ray.init(address=wanted.address, **quiet)
+            except (OSError, RuntimeError, ValueError, RayError) as error:
+                raise ConfigError(
+                    f"trainer.placement.address is {wanted.address!r}: a Ray cluster could not be joined there "
+                    f"({str(error).splitlines()[0]}; {_said_of_token(has_token)}). Start one with "
+                    "`ray start --head`, or set it to null."
                 ) from error
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -151,6 +160,33 @@ class RaySession:
             del os.environ[SESSION_VARIABLE]
         daemons = {pid: f"Ray's {name}" for pid, name in children(RaySession._held.name.encode()).items()}
         RaySession._watch = StoppedWatch(daemons, wanted.call_timeout_s, "trainer.placement.call_timeout_s")
+
+
+def _show_token() -> bool:
+    """Have Ray show its token, if this user has one, to a cluster that is joined.
+
+    A cluster that `ray start` makes asks for the token if its user has one, and every local `ray.init` writes one.
+    `ray.init(address=...)` shows it only with RAY_AUTH_MODE=token; a cluster that asks for none does not mind.
+
+    Returns:
+        Whether it is shown.
+    """
+    if "RAY_AUTH_MODE" not in os.environ:
+        with contextlib.suppress(ImportError):  # a Ray without tokens
+            from ray._raylet import AuthenticationTokenLoader, Config
+
+            if AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+                os.environ["RAY_AUTH_MODE"] = "token"
+                Config.initialize("")  # it was read when Ray was imported
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+
+
+def _said_of_token(has_token: bool) -> str:
+    if has_token:
+        return (
+            "it was shown the token of this user, ~/.ray/auth_token or RAY_AUTH_TOKEN: the cluster's must be the same"
+        )
+    return "it was shown no token: if it asks for one, put that into RAY_AUTH_TOKEN and set RAY_AUTH_MODE=token"
 
 
 def _short_directory() -> TemporaryDirectory:

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from verl.cluster.local_worker_group import InlineWorkerGroup
 from verl.cluster.placement import ROLES, DivisibleHost, Placement, RoleGroups, undivided
@@ -15,6 +15,7 @@ from verl.component import BuildContext
 from verl.engines.sharding import Sharding
 
 MAIN = "main"
+LEAST_OBJECT_STORE_MIB = 75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,10 @@ class RayPlacement(Placement):
     start_timeout_s: float = 120.0
     call_timeout_s: float = 1800.0
     max_restarts: int = 2
-    spans_machines: ClassVar[bool] = True
+
+    @property
+    def spans_machines(self) -> bool:  # a Ray that is started with the run knows this machine alone
+        return self.address is not None
 
     def faults(self) -> Iterator[str]:
         if importlib.util.find_spec("ray") is None:
@@ -70,6 +74,8 @@ class RayPlacement(Placement):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 yield f"{name} is {value}: must be above 0."
+        if self.object_store_mib is not None and 0 < self.object_store_mib < LEAST_OBJECT_STORE_MIB:
+            yield f"object_store_mib is {self.object_store_mib}: Ray needs at least {LEAST_OBJECT_STORE_MIB}."
         for name in ("num_cpus", "max_restarts"):
             if getattr(self, name) < 0:
                 yield f"{name} is {getattr(self, name)}: must not be negative."

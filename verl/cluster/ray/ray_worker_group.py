@@ -31,7 +31,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.cluster.launcher import BUILD_TIMEOUT_S, END_TIMEOUT_S, START_TIMEOUT_S, refuse_mixed_versions
 from verl.cluster.ray.ray_init import RaySession
 from verl.cluster.ray.ray_worker import RayReply, RoleWorker
-from verl.cluster.rpc import ColocatedRoles, Deadline, PendingCall, row_assignment
+from verl.cluster.rpc import (
+    ColocatedRoles,
+    Deadline,
+    PendingCall,
+    gave_up_on_sibling,
+    missed_exchange,
+    row_assignment,
+)
 from verl.cluster.serialization import Serialized, deserialize, serialize
 from verl.cluster.shm_channel import ShmBlockPool
 from verl.component import BuildContext
@@ -188,7 +195,7 @@ class RayLauncher:
                     found[rank] = self._get(ref, rank, name, step)
                     if failed is not None and failed(found[rank]):
                         self._look_for_the_dead(refs, waiting, name, step)
-                        self._look_for_the_stopped(ranks, rank, name, step, found[rank][1])
+                        self._look_for_the_hung(refs, waiting, rank, name, step, found[rank][1])
                         raise WorkerError(rank, name, step, found[rank][1])
         return [found[rank] for rank in range(len(refs))]
 
@@ -230,8 +237,12 @@ class RayLauncher:
                     told[rank] = ray.get(ref)
         return told
 
-    def _look_for_the_stopped(self, ranks: list[int], failed: int, name: str, step: int | None, error: str) -> None:
-        """An error may be that of a worker that has waited for one that does nothing."""
+    def _look_for_the_hung(
+        self, refs: Sequence[Any], waiting: Sequence[Any], failed: int, name: str, step: int | None, error: str
+    ) -> None:
+        """An error may be that of a worker that has waited for one which does nothing, or hangs elsewhere."""
+        _, unanswered = ray.wait(list(waiting), num_returns=len(waiting), timeout=0) if waiting else ([], [])
+        ranks = [refs.index(ref) for ref in unanswered]
         silent = sorted(set(ranks) - self._told_progress(ranks).keys()) if ranks else []
         if silent:
             rank = silent[0]
@@ -239,6 +250,18 @@ class RayLauncher:
             raise WorkerHung(
                 rank, name, step, f"the process does nothing{state}. Rank {failed} failed for it:\n{error}"
             )
+        if gave_up_on_sibling(error):
+            blamed, detail = missed_exchange(failed, error, self._stacks(ranks))
+            raise WorkerHung(blamed, name, step, detail)
+
+    def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Where workers stand, by rank; empty of one that does not react."""
+        asked = {rank: self._actors[rank].stack.options(concurrency_group="watch").remote() for rank in ranks}
+        stacks, end = dict.fromkeys(ranks, ""), Deadline(STACK_TIMEOUT_S)
+        for rank, ref in asked.items():
+            with contextlib.suppress(RayError, GetTimeoutError):
+                stacks[rank] = ray.get(ref, timeout=end.left_s)
+        return stacks
 
     def _state(self, rank: int) -> str:
         """What the system says of a worker on this machine."""
@@ -247,12 +270,9 @@ class RayLauncher:
 
     def _silence(self, ranks: list[int], name: str, step: int | None, timeout_s: float) -> WorkerHung:
         """Who does not answer: first a process that does not even say where it stands."""
-        asked = {rank: self._actors[rank].stack.options(concurrency_group="watch").remote() for rank in ranks}
-        stacks, end = {}, Deadline(STACK_TIMEOUT_S)
-        for rank, ref in asked.items():
-            try:
-                stacks[rank] = ray.get(ref, timeout=end.left_s)
-            except (RayError, GetTimeoutError):
+        stacks = self._stacks(ranks)
+        for rank in ranks:
+            if not stacks[rank]:
                 at_all = f"no answer within {timeout_s:g} s, and the process does not react at all{self._state(rank)}"
                 return WorkerHung(rank, name, step, f"{at_all}\n{self._tail(rank)}")
         where = "\n".join(f"rank {rank} stands at:\n{stack}" for rank, stack in stacks.items())
