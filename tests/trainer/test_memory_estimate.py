@@ -253,7 +253,8 @@ def test_every_process_that_holds_a_role_is_counted():
     assert apart_["update critic"] < here["update critic"]  # the actor is elsewhere
     pools = ("trainer=ray", "+trainer.placement.pools={a:[actor,reference],b:[critic]}")
     assert of_ppo(*pools)[1].processes == 2
-    ray = of_ppo("trainer=ray", "sharding=fsdp", "trainer.n_gpus_per_node=4", "trainer.nnodes=2")[1]
+    joined = ("trainer.nnodes=2", "trainer.placement.address=auto")
+    ray = of_ppo("trainer=ray", "sharding=fsdp", "trainer.n_gpus_per_node=4", *joined)[1]
     assert "processes     4 on each of 2 machines" in "\n".join(ray.lines())
 
 
