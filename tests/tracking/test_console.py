@@ -55,7 +55,7 @@ def test_a_pipe_gets_plain_lines():
     assert lines[1] == "[gen] 1.24s  384 responses, 1536 tokens"
     assert lines[2] == "step 1/2  reward 0.812  kl 0.00312  eta 0:00"
     assert lines[4] == "step 2/2  reward 0.812  kl 0.00312"
-    assert lines[5:] == ["evaluation 2/2  greedy_accuracy 0.914", "run finished"]
+    assert lines[5:] == ["eval 2/2  greedy_accuracy 0.914", "run finished"]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])

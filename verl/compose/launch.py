@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -277,18 +278,28 @@ def ending_words(error: BaseException, log: Path | None = None) -> str:
     if isinstance(error, VerlError) and (isinstance(cause, (VerlError, OSError)) or not _is_of_code(cause)):
         return f"{error}{_in_log(log)}"
     named = str(error) if isinstance(error, VerlError) else f"{type(error).__name__}: {error}"
-    trace = "".join(traceback.format_exception(cause, chain=False))
+    trace = "".join(traceback.format_exception(type(cause), cause, _from_users_code(cause), chain=False))
     return f"{named}\n\n{trace.rstrip()}{_in_log(log)}"
 
 
 _TRACEBACK = "Traceback (most recent call last):"
 
 
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+
+
 def _is_of_code(error: BaseException) -> bool:
     """Whether its last frame is in code of the user's: neither of this package nor of an installed one."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = str(Path(__file__).resolve().parents[1])
-    return bool(frames) and not frames[-1].filename.startswith(own) and "site-packages" not in frames[-1].filename
+    return bool(frames) and not frames[-1].filename.startswith(_PACKAGE) and "site-packages" not in frames[-1].filename
+
+
+def _from_users_code(error: BaseException) -> TracebackType | None:
+    """Its traceback from the first frame that is not this package's, where the last one is the user's."""
+    trace = error.__traceback__
+    while _is_of_code(error) and trace is not None and trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        trace = trace.tb_next
+    return trace
 
 
 def _in_log(log: Path | None) -> str:

@@ -124,7 +124,7 @@ class ConsoleTracker(Tracker):
         self._print(line, wraps=False)
         stages, self._stages = self._stages, {}
         of_step = {name: seconds for name, seconds in stages.items() if f"timing/{name}_s" in metrics}
-        if of_step and not self._settings.stage_lines:
+        if len(of_step) > 1 and not self._settings.stage_lines:
             self._print(stages_line(of_step, self._width), "dim", wraps=False)
         if self._progress:
             self._progress.update(self._task, completed=step, left=left)
@@ -133,7 +133,7 @@ class ConsoleTracker(Tracker):
         if not self._durations_s:
             self._last = time.monotonic()  # the evaluation before the first step is no part of it
         cells = [f"{_label(key)} {short(value, _DIGITS)}" for key, value in metrics.items()]
-        for line in _filled([f"evaluation {self._count(step, '')}", *cells], self._width):
+        for line in _filled([self._count(step, "eval "), *cells], self._width):
             self._print(line, "green")
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
@@ -207,13 +207,13 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def step_line(count: str, metrics: Mapping[str, float], left: str, width: int) -> str:
-    """One line of at most `width` characters; metrics that do not fit are left out, the last ones first."""
+    """One line of at most `width` characters; what does not fit is left out, the time left first."""
     cells = [f"{_label(key)} {short(value, _DIGITS)}" for key, value in metrics.items() if key != _STEP_S]
     ends = [f"{metrics[_STEP_S]:.2f}s"] if _STEP_S in metrics else []
-    ends += [left] if left else []
     while cells and len("  ".join([count, *cells, *ends])) > width:
         cells.pop()
-    return "  ".join([count, *cells, *ends])
+    line = "  ".join([count, *cells, *ends])
+    return f"{line}  {left}" if left and len(f"{line}  {left}") <= width else line
 
 
 def stages_line(seconds: Mapping[str, float], width: int) -> str:
