@@ -2,16 +2,15 @@
 
 from verl.component import BuildContext
 from verl.compose.launch import LaunchedRun, entry_point
-from verl.compose.print_config import print_config
-from verl.compose.validate import validate
+from verl.compose.validate import refuse_here, validate
 from verl.compose.warm_start import resolve_warm_starts
 
 
 @entry_point("ppo")
 def main(job: LaunchedRun) -> None:
     run = validate(job.config, job.faults)  # every fault at once, before any weight is loaded
-    print_config(job.config, job.console)
-    job.record()
+    refuse_here(run)  # what this machine lacks for it
+    job.record()  # says what differs from the defaults, saves the configuration, and logs to run.log
     run = resolve_warm_starts(run, job.console)  # the embedded starting weights are made on first use
     trainer = run.build(BuildContext(run_dir=job.run_dir, job=job.name))
     try:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def run(script: str, directory: Path, *overrides: str) -> dict:
     """Run an entry point into a directory and return its summary."""
-    command = [script, f"hydra.run.dir={directory}", "tracker.console.stage_lines=false", *overrides]
+    command = [script, f"hydra.run.dir={directory}", *overrides]
     print(f"\n$ python {' '.join(command)}", flush=True)
     status = subprocess.run([sys.executable, *command], cwd=ROOT).returncode
     if status != 0:

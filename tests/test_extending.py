@@ -16,7 +16,7 @@ import sys
 import pytest
 from verl.compose.validate import validate
 from verl.compose.compose import compose_root
-from verl.compose.overrides import command_line
+from verl.compose.command_line import command_line
 
 arguments, assigned = command_line("ppo", ["algorithm=batch_mean"])
 print(validate(compose_root("ppo", arguments), assigned.faults).algorithm.advantage, flush=True)

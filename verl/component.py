@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import json
 import types
 import typing
@@ -70,6 +71,11 @@ class Description:
         """Yield one sentence per fault, opening with the field: `lam is 1.5: must lie in [0, 1].`"""
         yield from ()
 
+    def faults_here(self) -> Iterator[str]:
+        """Yield what it needs and this machine lacks (a package, a device, a directory), each opening with the field.
+        Asked before anything is trained or written; `faults` must hold on any machine."""
+        yield from ()
+
     def build(self, context: BuildContext) -> Any:
         """Make the running thing in the process that owns the device."""
         return self
@@ -78,6 +84,17 @@ class Description:
         """A short hash of what this is: equal for equal fields, in any process, on any machine."""
         text = json.dumps(as_plain(self), sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def package_fault(package: str, setting: str) -> str | None:
+    """What to say where a package is not installed that a component needs.
+
+    Args:
+        setting: that leaves the component out.
+    """
+    if importlib.util.find_spec(package) is not None:
+        return None
+    return f"needs the package {package}, which is not installed. Run: pip install {package}, or set {setting}."
 
 
 def as_plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from golden_run import as_of_format, flip_bit, golden_run, script
+from trainer.saved_runs import course, fit
 from typer.testing import CliRunner
 
 from verl.checkpoint.commit.store import CheckpointStore
@@ -28,6 +29,14 @@ def run(*arguments: object) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(model32, tmp_path_factory) -> Path:
+    """Checkpoints of a real run."""
+    directory = tmp_path_factory.mktemp("trained")
+    fit(course(model32, directory, stop_after=2), directory / "run")
+    return directory / "checkpoints"
 
 
 @pytest.fixture
@@ -76,14 +85,45 @@ def test_inspect_shows_parts_tensors_and_what_the_trainer_recorded(directory):
     for line in (
         "step        200, epoch 2",
         "actor                   5  3.8 KiB       11       760  BF16",
-        "optimizer  model.embed_tokens.weight.exp_avg               F32   [12, 8]       2",
-        "actor      ... and 3 more (--tensors)",
+        "actor      ... and 7 more (--tensors)",
         "  loss_history       4 entries, the last one step 200, loss 0.375",
         "  lineage",
         "    parent_checkpoint  null",
     ):
         assert line in told.splitlines()
     assert run("inspect", directory, "--tensors", "--component", "actor")[1].count("BF16 ") == 11
+
+
+def test_ls_drops_columns_where_it_is_narrow_and_folds_no_name(directory, monkeypatch):
+    for width in (30, 60, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        head, *lines = run("ls", directory)[1].splitlines()
+        assert all(name in "\n".join(lines) for name in ("global_step_100", "global_step_200"))
+        assert len(lines) == 3  # two checkpoints, and what was left out
+        assert lines[-1].startswith("not shown, for want of width: ")
+        assert "state" in head
+        assert width < 60 or all(len(line) <= width for line in (head, *lines[:-1]))
+
+
+def test_the_outline_of_a_checkpoint_of_a_run_is_a_page_and_all_of_it_is_there_when_asked(trained):
+    status, told, _ = run("inspect", trained)
+    assert status == 0
+    assert len(told.splitlines()) <= 80
+    assert "algorithm.advantage._target_" not in told
+    whole = run("inspect", trained, "--state")[1]
+    assert "algorithm.advantage._target_" in whole
+    assert len(whole.splitlines()) > 150
+
+
+@pytest.mark.parametrize("command", [["inspect", "--tensors", "--state"], ["ls"], ["verify", "--full"]])
+def test_a_reader_that_leaves_does_not_change_the_status(command, trained):
+    """As `verl checkpoint inspect X | head -1` does."""
+    words = [sys.executable, "-c", "from verl.cli.main import app; app()", "checkpoint", *command, str(trained)]
+    read, write = os.pipe()
+    os.close(read)  # it has left already
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_inspect_gives_json(directory):

@@ -13,7 +13,7 @@ from trainer.runs import GRPO_ALGORITHM, ppo_run
 from typer.testing import CliRunner
 
 from verl.cli.main import app
-from verl.cli.samples import DumpedSample, page, read_samples
+from verl.cli.samples import OF_BUFFER, DumpedSample, page, read_samples, short_prompts
 from verl.component import BuildContext
 from verl.replay.config import TieredReplay
 from verl.tracking.base import Trackers
@@ -90,6 +90,37 @@ def test_what_is_asked_wrongly_is_told_on_one_line(finished, tmp_path):
         assert "expected" in result.output
     assert "no such directory" in runner.invoke(app, ["samples", str(tmp_path / "nowhere")]).output
     assert "neither samples" in runner.invoke(app, ["samples", str(tmp_path)]).output
+
+
+def test_the_table_has_the_columns_of_the_data_and_fits_the_terminal(finished, monkeypatch):
+    for width in (60, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = told(finished, "--source", "eval").splitlines()
+        assert all(len(line) <= width for line in lines), width
+        assert {"step", "reward", "prompt", "response"} <= set(lines[0].split())
+    others = [key for key in rows(finished, "--source", "eval")[0]["others"] if key not in OF_BUFFER]
+    assert others
+    assert lines[0].split()[-len(others) :] == others  # beside the response
+    assert "advantage" not in told(finished, "--source", "buffer").splitlines()[0]
+
+
+@pytest.mark.parametrize("width", [24, 40, 60])
+def test_prompts_that_begin_alike_are_told_apart_in_their_table(width):
+    prompts = [f"{'You solve problems step by step. ' * 4}{n} + {n} = ? Answer:" for n in (11, 12, 345)]
+    short = short_prompts([*prompts, "something else"], width)
+    assert len(set(short)) == 4
+    assert all(len(line) <= width for line in short)
+    assert all("..." in line for line in short[:3])
+    assert ["11 +" in short[0], "12 +" in short[1], "345" in short[2]] == [True] * 3
+    assert short_prompts(["2+3=", "2+4="], width) == ["2+3=", "2+4="]
+
+
+def test_latest_is_the_run_that_dumped_samples_last(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nothing = runner.invoke(app, ["samples", "latest"])
+    assert (nothing.exit_code, "no run below outputs/" in nothing.output) == (2, True)
+    shutil.copytree(finished, tmp_path / "outputs/quickstart/ppo")
+    assert "rows" in told(Path("latest"))
 
 
 def dom(html: str, directory: Path, view: str = "", script: str = "") -> str:

@@ -29,10 +29,10 @@ print("HEAVY AFTER CHECK", sorted(heavy))
 """
 
 
-def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def run(tmp_path: Path, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    of_child = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, env=of_child, check=False
     )
 
 
@@ -53,6 +53,86 @@ def test_faults_print_as_a_list_without_traceback_exit_2_and_leave_no_directory(
     assert "Traceback" not in done.stderr
     assert "Did you mean llama8b?" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_this_machine_lacks_is_refused_before_the_warm_start_and_leaves_nothing(tmp_path):
+    arguments = ("resume=/no/such/run", "trainer.device=cuda:77", "rollout=vllm")
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text(
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, package=None: None if name in ('vllm', 'tensorboard') else find(name, package)\n"
+    )
+    environment = {"PYTHONPATH": f"{hidden}:{ROOT}", "VERL_CACHE": str(tmp_path / "cache")}
+    (tmp_path / "work").mkdir()
+    done = run(tmp_path / "work", str(ROOT / "main_ppo.py"), *arguments, environment=environment)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "resume is '/no/such/run': no such directory" in done.stderr
+    assert "trainer.device is 'cuda:77': torch finds" in done.stderr
+    assert "tracker.tensorboard needs the package tensorboard, which is not installed" in done.stderr
+    assert "rollout=vllm cannot run" in done.stderr
+    assert done.stdout == ""  # no configuration before it
+    assert list((tmp_path / "work").iterdir()) == []
+    assert not (tmp_path / "cache/warm_starts").exists()  # no warm start was made
+
+
+def test_a_run_that_is_refused_while_it_is_built_leaves_no_directory(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from verl.compose.launch import entry_point\nfrom verl.errors import ConfigError\n@entry_point('sft')\n"
+        "def main(job):\n    job.record()\n    (job.run_dir / 'budget.txt').touch()\n"
+        "    raise ConfigError('data.x is 1: no.')\nmain()\n"
+    )
+    done = run(tmp_path, str(script))
+    assert (done.returncode, done.stderr) == (2, "data.x is 1: no.\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+FAILING = """
+from verl.compose.launch import entry_point
+from verl.errors import RewardError, CheckpointError, StorageError, WorkerError
+
+def reward():
+    return 1 / 0
+
+@entry_point('sft')
+def main(job):
+    job.record()
+    try:
+        try:
+            reward()
+        except ZeroDivisionError as error:
+            raise RewardError("The reward function reward() failed.") from error
+    except RewardError as error:
+        {raised}
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "first", "traces"),
+    [
+        ("raise", "The reward function reward() failed.", 1),  # of the user's line
+        ("raise RuntimeError('boom') from error", "RuntimeError: boom", 1),
+        ("raise StorageError('the bucket refuses') from OSError(403)", "the bucket refuses", 0),
+        ("raise CheckpointError('no space')", "no space", 0),
+        (
+            "raise WorkerError(1, 'actor.update', 3, 'Traceback (most recent call last):\\n  a\\nKeyError: 7')",
+            "rank 1 failed in actor.update at step 3: KeyError: 7",
+            1,
+        ),
+    ],
+)
+def test_a_failed_run_says_the_sentence_that_matters_and_then_one_traceback_at_most(raised, first, traces, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FAILING.format(raised=raised))
+    done = run(tmp_path, str(script))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == first
+    assert (done.stdout + done.stderr).count("Traceback (most recent call last)") == traces
+    (log,) = tmp_path.glob("outputs/**/run.log")
+    assert log.read_text().count("The run has ended.") == 1
 
 
 @pytest.mark.parametrize("argument", ["trainer.experiment_name=${nowhere}", "trainer.seed=[", "hydra.foo=1"])

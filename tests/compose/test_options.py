@@ -10,8 +10,8 @@ import pytest
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
+from verl.compose.command_line import command_line
 from verl.compose.compose import compose_root
-from verl.compose.overrides import command_line
 from verl.compose.schema import conf_dir, group_options, root_keys
 from verl.compose.validate import validate
 from verl.errors import ConfigError

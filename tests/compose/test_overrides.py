@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from verl.compose.aliases import ALIASES
+from verl.compose.command_line import command_line
 from verl.compose.compose import apply_values, compose_root
-from verl.compose.overrides import assign, command_line, flatten
+from verl.compose.overrides import Overrides, assign, flatten
 from verl.compose.schema import conf_dir, group_options
 from verl.compose.validate import validate
 from verl.errors import ConfigError
@@ -19,10 +20,10 @@ def test_a_plain_value_is_forced_so_that_our_own_check_sees_it():
 
 
 @pytest.mark.parametrize(
-    "argument", ["-m", "--cfg", "job", "hydra.verbose=true", "~critic", "hydra/launcher=basic", "data@held=files"]
+    "argument", ["-m", "--cfg job", "hydra.verbose=true", "~critic", "hydra/launcher=basic", "data@held=files"]
 )
 def test_what_is_meant_for_hydra_passes_as_it_is(argument):
-    assert command_line("ppo", [argument])[0] == [argument]
+    assert command_line("ppo", argument.split()) == (argument.split(), Overrides())
 
 
 def test_a_sweep_over_options_passes_and_each_is_known():

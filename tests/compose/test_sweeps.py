@@ -28,7 +28,7 @@ def test_the_jobs_of_a_sweep_are_compared(tmp_path, model64):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
     done = subprocess.run(
         [sys.executable, str(ROOT / "main_ppo.py"), "-m", "checkpoint=sync,async", *arguments],
-        capture_output=True, text=True, cwd=tmp_path, env=environment, check=False,
+        capture_output=True, text=True, cwd=tmp_path, env={**environment, "COLUMNS": "80"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Sweep of 2 jobs" in done.stdout
@@ -47,8 +47,12 @@ def test_the_jobs_of_a_sweep_are_compared(tmp_path, model64):
     assert head[-1] == "W&B run"
     assert all((directory / row[-1]).match(f"{row[0]}/wandb/offline-run-*") for row in rows)
     assert all((directory / row[-1]).is_dir() for row in rows)
-    (line,) = (line for line in done.stdout.splitlines() if "peak memory" in line)  # no column is folded
-    assert all(column in line for column in head[:-1])
+    lines = done.stdout[done.stdout.index("Sweep of 2 jobs") :].splitlines()
+    assert all(len(line) <= 80 for line in lines[: lines.index(next(x for x in lines if "┘" in x)) + 1])
+    told = {"checkpoint", "status", "accuracy"} - {word for line in lines[:8] for word in line.split()}
+    assert told == set()
+    (left_out,) = (line for line in lines if line.startswith("in sweep.csv alone: "))
+    assert "peak memory of a process (MiB)" in left_out
 
 
 @pytest.mark.parametrize("option", group_options(conf_dir())["sweep"])

@@ -9,8 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl.component import Description
+from verl.compose.command_line import command_line
 from verl.compose.compose import apply_values, compose_root
-from verl.compose.overrides import command_line
 from verl.compose.validate import validate
 from verl.errors import ConfigError
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import json
+from dataclasses import replace
+
 import pytest
+import rich
 from trainer.saved_runs import course, fit
 
-from verl.component import BuildContext
+from verl.component import BuildContext, as_plain
 from verl.errors import WorkerDied
+from verl.tracking.base import Trackers
+from verl.tracking.console import Console
+from verl.tracking.logging_setup import setup_logging
+from verl.trainer import train_loop
 from verl.trainer.setup import _last_of, fit_with_restarts
 
 
@@ -29,11 +38,41 @@ def test_a_trainer_is_built_anew_in_the_same_place_and_ends_as_if_nothing_had_be
             return step(batch, number)
 
         trainer.step = step_and_lose
-        fit_once = type(trainer).fit
-        result = fit_with_restarts(trainer, lambda: _as_it_is(trainer, fit_once), max_restarts=1)
+        result = fit_with_restarts(trainer, lambda may_restart: _as_it_is(trainer, may_restart), max_restarts=1)
     assert (result.status, result.steps) == ("finished", 4)
     assert result.restarts == ["rank 0 failed in actor.update at step 3"]
     assert result.checkpoints == ["global_step_3", "global_step_4"]
+
+
+def test_a_run_that_goes_on_after_a_loss_is_restarting_and_not_failed(model32, tmp_path, monkeypatch):
+    screen, statuses = io.StringIO(), []
+    monkeypatch.setattr(rich.get_console(), "file", screen)
+    detail = "Traceback (most recent call last):\n  ...\nthe process ended"
+    run = replace(course(model32, tmp_path), tracker=Trackers(console=Console()))
+    undo = setup_logging(tmp_path / "run")
+    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        step, restart = trainer.step, trainer.restart
+
+        def step_and_lose(batch, number):
+            if number == 3:
+                raise WorkerDied(0, "actor.update", 3, detail)
+            return step(batch, number)
+
+        def restart_and_look(resume, why):
+            statuses.append(json.loads((tmp_path / "run/summary.json").read_text())["status"])
+            restart(resume, why)
+
+        trainer.step, trainer.restart = step_and_lose, restart_and_look
+        fit_with_restarts(trainer, lambda may_restart: _as_it_is(trainer, may_restart), max_restarts=1)
+    undo()
+    shown = screen.getvalue()
+    assert statuses == ["restarting"]
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "finished"
+    assert "run restarting after 2 of 4 steps" in shown
+    assert "failed after" not in shown
+    assert "run failed" not in shown
+    assert shown.count("Traceback") == 0
+    assert (tmp_path / "run/run.log").read_text().count("Traceback (most recent call last):\n  File") == 1
 
 
 def test_a_worker_that_is_lost_while_the_run_is_built_anew_costs_one_more_restart(model32, tmp_path, monkeypatch):
@@ -53,8 +92,7 @@ def test_a_worker_that_is_lost_while_the_run_is_built_anew_costs_one_more_restar
 
         trainer.step = step_and_lose
         monkeypatch.setattr(type(trainer), "_start_roles", start_and_lose)
-        fit_once = type(trainer).fit
-        result = fit_with_restarts(trainer, lambda: _as_it_is(trainer, fit_once), max_restarts=2)
+        result = fit_with_restarts(trainer, lambda may_restart: _as_it_is(trainer, may_restart), max_restarts=2)
     assert (result.status, result.steps, lost) == ("finished", 4, [])
     assert result.restarts == ["rank 0 failed in actor.update at step 3", "rank 0 failed in start"]
 
@@ -62,7 +100,8 @@ def test_a_worker_that_is_lost_while_the_run_is_built_anew_costs_one_more_restar
 def test_without_restarts_the_loss_is_told_as_it_was(model32, tmp_path):
     error = WorkerDied(0, "actor.update", 3, "the process ended")
 
-    def lose():
+    def lose(may_restart):
+        assert not may_restart
         raise error
 
     with course(model32, tmp_path).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
@@ -71,9 +110,9 @@ def test_without_restarts_the_loss_is_told_as_it_was(model32, tmp_path):
         assert caught.value is error
 
 
-def _as_it_is(trainer, fit_once):
+def _as_it_is(trainer, may_restart):
     """One fit; after a loss the trainer's own step is back."""
     try:
-        return fit_once(trainer)
+        return train_loop.fit(trainer, as_plain(trainer.description), may_restart=may_restart)
     finally:
         vars(trainer).pop("step", None)

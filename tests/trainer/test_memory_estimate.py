@@ -26,6 +26,7 @@ from verl.trainer.memory_estimate import (
     estimate_sft,
     free_disk,
     free_memory,
+    remedies,
 )
 
 ROOT = conf_dir().parent
@@ -201,6 +202,60 @@ def test_what_may_not_suffice_is_told_with_the_numbers():
     assert list(replace(budget, kept=1).warnings(18 * GIB, 40 * GIB)) == []
     assert list(budget.warnings(None, None)) == []
     assert "update actor 17.00 GiB" in "\n".join(budget.lines())
+
+
+def of_ppo(*choices: str):
+    run = validate(compose_root("ppo", ["actor=tiny_scratch", "critic=tiny_scratch", *choices]))
+    return run, estimate_ppo(run)
+
+
+def named(run, budget) -> set[str]:
+    return {remedy.partition("=")[0] for remedy in remedies(run, budget)}
+
+
+def test_what_is_advised_makes_the_phase_smaller_that_is_short(monkeypatch):
+    long = ("rollout.max_new_tokens=30", "data.max_prompt_length=30", "actor.micro_batch_tokens=99999")
+    run, budget = of_ppo(*long, "checkpoint=off")
+    phase, needed = budget.peak
+    assert phase == "update actor"
+    assert "actor.micro_batch_tokens" in named(run, budget)
+    assert not {name for name in named(run, budget) if name.startswith(("critic", "sharding", "rollout"))}
+    helped = replace(run, actor=replace(run.actor, micro_batch_tokens=run.actor.micro_batch_tokens // 16))
+    assert estimate_ppo(helped).phases()[phase] < 0.6 * needed
+
+    run, budget = of_ppo("rollout=vllm", "rollout.kv_cache_gib=8")
+    assert budget.peak[0] == "generate"
+    assert named(run, budget) == {"rollout.kv_cache_gib"}  # no activations, no gradients there
+
+    on_two = ("sharding=fsdp", "trainer.n_gpus_per_node=2", "actor.gradient_checkpointing=true")
+    run, budget = of_ppo(*long, *on_two)
+    assert "sharding" not in named(run, budget)  # is divided, and all processes share the memory of this machine
+    assert "actor.gradient_checkpointing" not in named(run, budget)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    gpu = replace(budget, on_host=False)
+    assert "trainer.n_gpus_per_node" not in named(run, gpu)
+
+
+def test_a_phase_that_no_setting_makes_smaller_is_told_so():
+    budget = of_ppo()[1]
+    (warning,) = budget.warnings(1, None, None, [])
+    assert "take a smaller model" in warning
+    assert "micro_batch_tokens" not in warning
+
+
+def test_every_process_that_holds_a_role_is_counted():
+    apart = ("trainer=mesh", "trainer.placement.devices=[cpu:0,cpu:1]", "+trainer.placement.sub_meshes.critic=[cpu:1]")
+    budget = of_ppo(*apart)[1]
+    assert budget.processes == 2
+    assert "processes     2, operations" in "\n".join(budget.lines())
+    one = of_ppo()[1]
+    apart_, here = budget.phases(), one.phases()
+    assert apart_["update critic"] < here["update critic"]  # the actor is elsewhere
+    pools = ("trainer=ray", "+trainer.placement.pools={a:[actor,reference],b:[critic]}")
+    assert of_ppo(*pools)[1].processes == 2
+    joined = ("trainer.nnodes=2", "trainer.placement.address=auto")
+    ray = of_ppo("trainer=ray", "sharding=fsdp", "trainer.n_gpus_per_node=4", *joined)[1]
+    assert "processes     4 on each of 2 machines" in "\n".join(ray.lines())
 
 
 def test_what_is_free_is_asked_of_this_machine(tmp_path):

@@ -126,6 +126,7 @@ def list_checkpoints(path: Path_ = ".", json: Json = False) -> None:
         ["", "checkpoint", "step", "epoch", "saved", "size", "adds", "metrics", "state"],
         [_row(summary) for summary in found],
         right=["step", "epoch", "size", "adds"],
+        drop=["adds", "epoch", "metrics", "size", "saved"],
     )
 
 
@@ -136,6 +137,9 @@ def inspect(
         bool, typer.Option("--tensors", help="Show every tensor, not only the first of each part.")
     ] = False,
     component: Annotated[str | None, typer.Option(help="Show the tensors of this part alone.")] = None,
+    state: Annotated[
+        bool, typer.Option("--state", help="Show all that the trainer recorded, its configuration included.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show what a checkpoint holds: sizes by component, tensors, and what the trainer recorded."""
@@ -148,7 +152,7 @@ def inspect(
     if json:
         print_json(as_json(summary, component))
     else:
-        print_inspection(summary, component, all_tensors=tensors)
+        print_inspection(summary, component, all_tensors=tensors, all_state=state)
     raise typer.Exit(0 if summary.status == "complete" else FOUND)
 
 

@@ -19,7 +19,9 @@ from verl.checkpoint.read.compare import CheckpointDifference
 from verl.checkpoint.read.discovery import CheckpointDirectory, resolve_path
 from verl.cli.console import FOUND, command, counted, fail, print_json, print_table, size
 
-FIRST_TENSORS = 8  # of a component, where not all are asked for
+FIRST_TENSORS = 4  # of a component, where not all are asked for
+OUTLINE_DEPTH, LARGEST_DICT = 2, 12  # of trainer_state.json, where not all of it is asked for
+FIRST_METRICS = ("eval/accuracy", "eval/score", "eval/loss", "reward/mean", "sft/loss", "kl/reference_nats")
 LONGEST_LIST = 4
 LONGEST_TEXT = 80
 SHOWN_ABOVE = (
@@ -43,8 +45,15 @@ def as_json(summary: CheckpointSummary, component: str | None) -> dict[str, Any]
     return told | {"components": parts, "tensors": tensors, "trainer_state": summary.state}
 
 
-def print_inspection(summary: CheckpointSummary, component: str | None, all_tensors: bool) -> None:
-    """All of a checkpoint for people."""
+def print_inspection(
+    summary: CheckpointSummary, component: str | None, all_tensors: bool, all_state: bool = False
+) -> None:
+    """A checkpoint for people, on about a page.
+
+    Args:
+        all_tensors: every tensor, not only the first of each component.
+        all_state: all that the trainer recorded, not only its outline.
+    """
     tensors = _tensors(summary.published, component) if summary.published else []
     for name, value in _head(summary):
         typer.echo(f"{name:<12}{value}")
@@ -67,8 +76,9 @@ def print_inspection(summary: CheckpointSummary, component: str | None, all_tens
     columns = ["component", "files", "size", "tensors", "elements", "types"]
     print_table(columns, rows, right=["files", "size", "tensors", "elements"])
     _print_tensors(tensors, all_tensors)
-    typer.echo("\ntrainer_state.json")
-    for line in outline({key: value for key, value in summary.state.items() if key not in SHOWN_ABOVE}):
+    typer.echo("\ntrainer_state.json" + ("" if all_state else " (--state shows all of it)"))
+    state = {key: value for key, value in summary.state.items() if key not in SHOWN_ABOVE}
+    for line in outline(state, None if all_state else OUTLINE_DEPTH):
         typer.echo(f"  {line}")
 
 
@@ -85,15 +95,25 @@ def print_comparison(
     typer.echo(f"\n{same}")
 
 
-def outline(value: dict[str, Any]) -> Iterator[str]:
-    """A nested dict as indented lines; long lists by their length and their last entry."""
+def outline(value: dict[str, Any], depth: int | None = None) -> Iterator[str]:
+    """A nested dict as indented lines; long lists by their length and their last entry.
+
+    Args:
+        depth: levels that are written out; below them, and where a dict is large, its number of values stands alone.
+    """
     width = max((len(str(key)) for key in value), default=0) + 2
     for key, item in value.items():
-        if isinstance(item, dict) and item:
+        if isinstance(item, dict) and item and depth is not None and (depth <= 1 or len(item) > LARGEST_DICT):
+            yield f"{key!s:<{width}}{counted(_num_values(item), 'value')}"
+        elif isinstance(item, dict) and item:
             yield str(key)
-            yield from (f"  {line}" for line in outline(item))
+            yield from (f"  {line}" for line in outline(item, None if depth is None else depth - 1))
         else:
             yield f"{key!s:<{width}}{_short(item)}".rstrip()
+
+
+def _num_values(value: Any) -> int:
+    return sum(map(_num_values, value.values())) if isinstance(value, dict) else 1
 
 
 def _head(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
@@ -111,7 +131,11 @@ def _head(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
     yield "saved", f"{manifest.saved_at} by run {manifest.run_id or '(no name)'}, publication {manifest.sequence}"
     yield "written by", f"verl {manifest.verl_version}, format {manifest.version}"
     if manifest.metrics:
-        yield "metrics", ", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items())
+        shown = {name: manifest.metrics[name] for name in FIRST_METRICS if name in manifest.metrics}
+        shown = shown or dict(list(manifest.metrics.items())[:4])
+        more = len(manifest.metrics) - len(shown)
+        text = ", ".join(f"{name} {value:.6g}" for name, value in shown.items())
+        yield "metrics", text + (f", and {more} more (--json)" if more else "")
     added = f", of which {size(summary.added_bytes)} are not shared with earlier ones"
     yield "size", f"{size(summary.published.num_bytes)} in {counted(len(manifest.contents), 'file')}{added}"
 

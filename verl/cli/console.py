@@ -12,14 +12,17 @@ import functools
 import io
 import json
 import math
+import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import typer
 
 from verl.errors import BadCheckpoint, ConfigError, VerlError
+from verl.tracking.console import fitting_columns
 
 FOUND, FAILED = 1, 2
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,13 +36,58 @@ def command(app: typer.Typer, name: str) -> Callable[[F], F]:
     def register(function: F) -> F:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with one_line_errors():
+            with reader_may_leave(), one_line_errors():
                 return function(*args, **kwargs)
 
         app.command(name)(run)
         return function
 
     return register
+
+
+class _UnreadOutput:
+    """Standard output whose reader may leave, as `head` does: what follows is written nowhere, and the command goes on
+    to its own exit status."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._leaving():
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._leaving():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _leaving(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Within, a closed pipe at standard output is no error."""
+    before = sys.stdout
+    if isinstance(before, _UnreadOutput):
+        yield
+        return
+    output: Any = _UnreadOutput(before)
+    sys.stdout = output
+    try:
+        yield
+    finally:
+        output.flush()
+        sys.stdout = before
 
 
 @contextlib.contextmanager
@@ -49,8 +97,6 @@ def one_line_errors() -> Iterator[None]:
         yield
     except BadCheckpoint as error:
         fail(str(error), FOUND)
-    except BrokenPipeError:
-        raise
     except (VerlError, OSError) as error:
         fail(str(error), FAILED)
 
@@ -66,29 +112,56 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 
+def output_width() -> int | None:
+    """Characters of a line of the terminal, or what COLUMNS says; None for a pipe or a file, which has no width."""
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return shutil.get_terminal_size().columns
+    return None
+
+
 def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = (), width: int = 10_000
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    right: Sequence[str] = (),
+    width: int = 10_000,
+    drop: Sequence[str] = (),
 ) -> None:
     """Columns with a head; nothing is cut off.
 
     Args:
         right: columns of numbers.
-        width: characters beyond which a cell is folded, where the output is no terminal.
+        width: characters beyond which a cell is folded, where the output has no width of its own.
+        drop: columns that are left out, and named, where the output is too narrow for all, the first ones first; with
+            them no cell is folded.
     """
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    is_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if is_terminal else width
+    left_out: list[str] = []
+    if drop:
+        cells = [[columns[i], *(str("" if row[i] is None else row[i]) for row in rows)] for i in range(len(columns))]
+        order = [columns.index(column) for column in drop]
+        kept = fitting_columns(
+            [max(map(cell_len, column)) + 2 for column in cells], (output_width() or width) + 2, order
+        )
+        left_out = [column for index, column in enumerate(columns) if index not in kept]
+        columns, rows = [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
+        width = 10_000
     table = Table(box=None, pad_edge=False, header_style="bold" if sys.stdout.isatty() else "")
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
-    is_terminal = sys.stdout.isatty()
     drawn = io.StringIO()
-    Console(file=drawn, force_terminal=is_terminal, width=None if is_terminal else width).print(table)
+    Console(file=drawn, force_terminal=is_terminal, width=width).print(table)
     for line in drawn.getvalue().splitlines():
         typer.echo(line.rstrip())
+    if left_out:
+        typer.echo(f"not shown, for want of width: {', '.join(left_out)}")
 
 
 def size(num_bytes: int) -> str:

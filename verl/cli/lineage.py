@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SHOWN = 6  # differences of a configuration, and checkpoints that are gone
 WIDTH = 400  # of a pipe or a file, which has none
-COLORS = {"finished": "green", "stopped": "green", "interrupted": "yellow", "failed": "red"}
+COLORS = {"finished": "green", "stopped": "green", "interrupted": "yellow", "restarting": "yellow", "failed": "red"}
 
 
 def lineage(

@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 
 import verl
 from verl.cli import checkpoint  # which adds its commands to those of checkpoint.py
-from verl.cli.console import one_line_errors
+from verl.cli.console import one_line_errors, reader_may_leave
 from verl.cli.generate import evaluate, generate
 from verl.cli.lineage import lineage
 from verl.cli.models import print_families, print_kept, print_summary
@@ -24,7 +24,7 @@ class _Commands(TyperGroup):
     """Commands that a component which they call cannot end with a status of its own."""
 
     def invoke(self, ctx: Any) -> Any:
-        with component_exits():
+        with component_exits(), reader_may_leave():
             return super().invoke(ctx)
 
 

@@ -7,6 +7,7 @@ stands in the address after `#`, so that a view can be sent to somebody: `sample
 from __future__ import annotations
 
 import html
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,11 +16,14 @@ from typing import Annotated, Any
 
 import typer
 
-from verl.cli.console import one_line_errors, plain, print_json, print_table
+from verl.checkpoint.read.discovery import LATEST
+from verl.cli.console import one_line_errors, output_width, plain, print_json, print_table
 from verl.errors import ConfigError
 from verl.storage.config import is_address
+from verl.tracking.console import end_cut, fitting_columns, visible
 
 BUFFER = "buffer"
+OF_BUFFER = ("sample", "policy_version", "advantage")  # beside the columns of the data
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,13 @@ def read_samples(run: str | Path) -> list[DumpedSample]:
     """All of them, by step.
 
     Args:
-        run: its directory, or a checkpoint with a replay buffer, on the disk or by its address in object storage.
+        run: its directory, a checkpoint with a replay buffer, on the disk or by its address in object storage, or
+            `latest`: the run below `outputs/` or `multirun/` that dumped samples last.
     Raises:
         ConfigError: there is nothing to show.
     """
+    if str(run) == LATEST and not Path(run).is_dir():
+        run = _last_sampled()
     if is_address(str(run)):
         found = [sample for name, data in _stored_shards(str(run)) for sample in _of_shard(name, data)]
         if not found:
@@ -73,6 +80,15 @@ def read_samples(run: str | Path) -> list[DumpedSample]:
             "evaluation, and keep rows with replay=tiered."
         )
     return sorted(found, key=lambda sample: sample.step)
+
+
+def _last_sampled() -> Path:
+    dumps = [path for top in ("outputs", "multirun") for path in Path(top).glob("**/samples/step_*.jsonl")]
+    if not dumps:
+        raise ConfigError(
+            "RUN is 'latest': no run below outputs/ or multirun/ has dumped samples. Give the directory of a run."
+        )
+    return max(dumps, key=lambda path: path.stat().st_mtime_ns).parents[1]
 
 
 def chosen(samples: Sequence[DumpedSample], tests: Sequence[Callable[[DumpedSample], bool]]) -> list[DumpedSample]:
@@ -135,7 +151,7 @@ def _of_shard(name: str, data: Any) -> Iterator[DumpedSample]:
             known = json.loads(others)
             texts = str(known.pop("prompt_text", "")), str(known.pop("response_text", ""))
             known.pop("score", None)
-            told = {"sample": sample, "policy_version": version, "advantage": advantage, **known}
+            told = {**dict(zip(OF_BUFFER, (sample, version, advantage), strict=True)), **known}
             yield DumpedSample(BUFFER, step, *texts, score=score, length=length, prompt_id=prompt, others=told)
 
 
@@ -158,10 +174,16 @@ td.prompt { cursor: pointer }
 
 _SCRIPT = """
 const rows = JSON.parse(document.getElementById("rows").textContent);
+const OF_BUFFER = new Set(["sample", "policy_version", "advantage"]);
+const ofData = [...new Set(rows.flatMap((row) => Object.keys(row.others)))].filter((name) => !OF_BUFFER.has(name));
 const columns = [
   ["step", "step"], ["source", "source"], ["prompt_id", "prompt id"], ["score", "reward"], ["length", "tokens"],
-  ["prompt", "prompt"], ["response", "response"],
+  ["prompt", "prompt"], ["response", "response"], ...ofData.map((name) => ["others." + name, name]),
 ];
+const valueOf = (row, key) => {
+  const value = key.startsWith("others.") ? row.others[key.slice(7)] : row[key];
+  return value === undefined ? null : value !== null && typeof value === "object" ? JSON.stringify(value) : value;
+};
 const ranges = ["step", "score", "length"];
 const MOST = 1000;  // rows drawn at a time
 const state = () => new URLSearchParams(location.hash.slice(1));
@@ -193,7 +215,7 @@ function compare(left, right, falls) {
 }
 
 function cell(row, name) {
-  const td = document.createElement("td"), value = row[name];
+  const td = document.createElement("td"), value = valueOf(row, name);
   td.textContent = value === null ? "" : typeof value === "number" ? +value.toPrecision(6) : value;
   td.className = typeof value === "number" ? "number" : "text";
   if (name === "prompt") {
@@ -207,9 +229,9 @@ function cell(row, name) {
 
 function show() {
   const asked = state(), sort = asked.get("sort") || "step", falls = sort.startsWith("-");
-  const name = sort.replace("-", "");
+  const name = sort.replace(/^-/, "");
   const chosen = rows.filter((row) => passes(row, asked));
-  chosen.sort((left, right) => compare(left[name], right[name], falls));
+  chosen.sort((left, right) => compare(valueOf(left, name), valueOf(right, name), falls));
   const body = document.querySelector("tbody");
   body.replaceChildren(...chosen.slice(0, MOST).map((row) => {
     const tr = document.createElement("tr");
@@ -274,7 +296,10 @@ def page(samples: Sequence[DumpedSample], title: str) -> str:
     )
 
 
-WIDTH = 60  # of a text in the table
+WIDTH = 60  # of a text in the table, where the output has no width
+LEAST = 16  # of a text, else other columns are left out
+DROPPED_FIRST = ("prompt id", "tokens", "source")
+CUT = "..."
 SORTS: dict[str, Callable[[DumpedSample], float]] = {
     "step": lambda sample: sample.step,
     "reward": lambda sample: float("-inf") if sample.score is None else sample.score,
@@ -283,7 +308,9 @@ SORTS: dict[str, Callable[[DumpedSample], float]] = {
 
 
 def samples(
-    run: Annotated[str, typer.Argument(help="The directory of a run, or a checkpoint, or one's address in a store.")],
+    run: Annotated[
+        str, typer.Argument(help="The directory of a run, a checkpoint, one's address in a store, or latest.")
+    ],
     reward: Annotated[str | None, typer.Option(help="Range of scores: 0.5:1, 0.5: or :0.5.")] = None,
     length: Annotated[str | None, typer.Option(help="Range of tokens of the response.")] = None,
     step: Annotated[str | None, typer.Option(help="Range of steps: 10:20, or 10.")] = None,
@@ -309,8 +336,7 @@ def samples(
         elif compare:
             _compare(found)
         else:
-            head = ["step", "source", "prompt id", "reward", "tokens", "prompt", "response"]
-            print_table(head, [_cells(sample) for sample in shown])
+            _print_samples(shown)
             typer.echo(f"{len(shown)} of {len(found)} rows" + ("" if len(shown) == len(found) else " (--limit)"))
 
 
@@ -364,10 +390,82 @@ def _compare(found: Sequence[DumpedSample]) -> None:
     print_table(["step", "responses", "mean reward", "best", "mean tokens", "best response"], rows)
 
 
-def _cells(sample: DumpedSample) -> list[str]:
-    numbers = [sample.prompt_id, sample.score, sample.length]
-    texts = [_short(sample.prompt), _short(sample.response)]
-    return [str(sample.step), sample.source, *map(_number, numbers), *texts]
+def _print_samples(shown: Sequence[DumpedSample]) -> None:
+    """A row each, as wide as the terminal: numbers, prompt, response, and the columns of the data."""
+    texts = {"prompt": [_line(sample.prompt) for sample in shown]}
+    texts["response"] = [_line(sample.response) for sample in shown]
+    for name in data_columns(shown):
+        texts[name] = [_line(sample.others.get(name, "")) for sample in shown]
+    numbers = {
+        "step": [str(sample.step) for sample in shown],
+        "source": [sample.source for sample in shown],
+        "prompt id": [_number(sample.prompt_id) for sample in shown],
+        "reward": [_number(sample.score) for sample in shown],
+        "tokens": [_number(sample.length) for sample in shown],
+    }
+    numbers = {name: cells for name, cells in numbers.items() if any(cells)}
+    width = output_width()
+    if width is not None:
+        least = {name: min(LEAST, max(map(len, [name, *cells]))) for name, cells in texts.items()}
+        columns = {**{name: max(map(len, [name, *cells])) for name, cells in numbers.items()}, **least}
+        names = list(columns)
+        drop = [*(name for name in DROPPED_FIRST if name in numbers), *list(texts)[:1:-1]]
+        kept = fitting_columns([columns[name] + 2 for name in names], width + 2, [names.index(name) for name in drop])
+        numbers = {name: cells for name, cells in numbers.items() if names.index(name) in kept}
+        texts = {name: cells for name, cells in texts.items() if names.index(name) in kept}
+        room = width - sum(columns[name] + 2 for name in numbers) + 2 - 2 * len(texts)
+        share = shares({name: max(map(len, [name, *cells])) for name, cells in texts.items()}, room)
+    else:
+        share = dict.fromkeys(texts, WIDTH)
+    texts["prompt"] = short_prompts([sample.prompt for sample in shown], share["prompt"])
+    texts = {name: [end_cut(cell, share[name]) for cell in cells] for name, cells in texts.items()}
+    table = {**numbers, **texts}
+    print_table(list(table), list(zip(*table.values(), strict=True)))
+
+
+def data_columns(samples: Sequence[DumpedSample]) -> list[str]:
+    """What is known of responses beside the text and its score: columns of the data, such as `answer`."""
+    return [name for name in dict.fromkeys(key for one in samples for key in one.others) if name not in OF_BUFFER]
+
+
+def shares(widths: dict[str, int], room: int) -> dict[str, int]:
+    """How wide each text may be: short ones as they are, the others an equal part of what is left."""
+    open_, share = dict(widths), dict(widths)
+    while open_ and sum(share.values()) > room:
+        part = max(4, (room - sum(share[name] for name in share if name not in open_)) // len(open_))
+        short = [name for name, width in open_.items() if width <= part]
+        share |= dict.fromkeys(open_, part) if not short else {name: open_[name] for name in short}
+        if not short:
+            break
+        for name in short:
+            del open_[name]
+    return share
+
+
+def short_prompts(prompts: Sequence[str], width: int) -> list[str]:
+    """Each prompt on one line of at most `width` characters, by what tells it from the others: where some begin alike,
+    the middle is left out, up to where they differ."""
+    lines = [_line(prompt) for prompt in prompts]
+    distinct = sorted(set(lines))
+    alike = dict.fromkeys(distinct, 0)
+    for one, other in itertools.pairwise(distinct):
+        common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+        alike[one], alike[other] = max(alike[one], common), max(alike[other], common)
+    return [_told_apart(line, alike[line], width) for line in lines]
+
+
+def _told_apart(line: str, alike: int, width: int) -> str:
+    """A line whose first `alike` characters others share."""
+    begin = width // 4
+    if len(line) <= width or alike <= width // 2:
+        return end_cut(line, width)
+    start = max(line.rfind(" ", 0, alike) + 1, alike - begin)
+    return end_cut(f"{line[:begin]}{CUT}{line[start:]}", width)
+
+
+def _line(value: Any) -> str:
+    """On one line; control characters as escapes."""
+    return visible(" ".join(str("" if value is None else value).split()))
 
 
 def _mean(values: Sequence[float]) -> str:
@@ -379,5 +477,4 @@ def _number(value: float | None) -> str:
 
 
 def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
+    return end_cut(_line(text), WIDTH)

@@ -59,6 +59,11 @@ class Placement(Description):
         """Role -> processes that hold it."""
         raise NotImplementedError
 
+    def worker_groups(self, roles: Collection[str], size: int) -> list[tuple[tuple[str, ...], int]]:
+        """Roles that share processes, and how many processes they have."""
+        sizes = self.sizes(roles, size)
+        return [(tuple(sizes), max(sizes.values()))] if sizes else []
+
     def holds_reward(self) -> bool:
         """Whether a reward model is a role `rm` of its own, and not the driver's."""
         return False
@@ -168,6 +173,9 @@ class DeviceMesh(Placement):
 
     def sizes(self, roles: Collection[str], size: int) -> dict[str, int]:
         return {role: len(devices) for devices, members in self.groups(roles).items() for role in members}
+
+    def worker_groups(self, roles: Collection[str], size: int) -> list[tuple[tuple[str, ...], int]]:
+        return [(members, len(devices)) for devices, members in self.groups(roles).items()]
 
     def groups(self, roles: Collection[str]) -> dict[tuple[str, ...], tuple[str, ...]]:
         """Devices -> the roles that live on just these."""

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from verl.component import BuildContext
-from verl.compose.print_config import save_config
+from verl.compose.print_config import print_start, remove_refused, save_config
+from verl.compose.validate import refuse_here
 from verl.compose.warm_start import resolve_warm_starts
+from verl.errors import ConfigError
 from verl.tracking.logging_setup import setup_logging
 
 if TYPE_CHECKING:
@@ -35,7 +37,12 @@ class BuiltTrainer:
 
 
 def build_trainer(
-    run: Any, config: DictConfig, overrides: Sequence[str], console: Console, tokenizer: Any = None
+    run: Any,
+    config: DictConfig,
+    overrides: Sequence[str],
+    console: Console,
+    tokenizer: Any = None,
+    choices: Mapping[str, str | None] | None = None,
 ) -> BuiltTrainer:
     """Record the configuration, log to the run's directory, and build the run.
 
@@ -43,16 +50,25 @@ def build_trainer(
         run: the checked description, carrying what it was given.
         config: that it was made of.
         tokenizer: of the actor, if not the one that lies with its model.
+        choices: the options that the configuration was composed of: print in what it differs from the defaults. None
+            prints nothing.
+    Raises:
+        ConfigError: this machine cannot run it, or not as it is configured; nothing is left on the disk.
     """
+    refuse_here(run)
     run_dir = _run_dir(run)
+    if choices is not None:
+        print_start(config, "ppo", choices, run_dir, console)
     save_config(config, list(overrides), run_dir)
     closing = ExitStack()
     closing.callback(setup_logging(run_dir))
     try:
         run = resolve_warm_starts(run, console)
         trainer = run.build(BuildContext(run_dir=run_dir, tokenizer=tokenizer))
-    except BaseException:
+    except BaseException as error:
         closing.close()
+        if isinstance(error, ConfigError):
+            remove_refused(run_dir)
         raise
     closing.callback(trainer.close)
     return BuiltTrainer(run, run_dir, trainer, closing)

@@ -22,12 +22,21 @@ def compose_root(root: str, overrides: Sequence[str] = ()) -> DictConfig:
         root: `ppo` or `sft`.
         overrides: in Hydra's own spelling, such as `algorithm=grpo` or `++trainer.seed=1`.
     """
+    return _compose(root, overrides, with_hydra=False)
+
+
+def choices_of(root: str, overrides: Sequence[str] = ()) -> dict[str, str | None]:
+    """The option of every group that a root is composed of, those that an experiment chooses included."""
+    return dict(_compose(root, overrides, with_hydra=True).hydra.runtime.choices)
+
+
+def _compose(root: str, overrides: Sequence[str], with_hydra: bool) -> DictConfig:
     schema.register()
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), job_name=f"main_{root}", version_base="1.3"):
-            return compose(config_name=root, overrides=[readable(override) for override in overrides])
+            return compose(root, [readable(override) for override in overrides], return_hydra_config=with_hydra)
     finally:
         GlobalHydra.instance().hydra = running
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from verl.compose.command_line import parse_overrides
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign, flatten
 from verl.errors import ConfigError
@@ -21,11 +20,16 @@ from verl.utils.saved_targets import current_targets
 
 @dataclass
 class ComposedConfig:
-    """A composed root, with a note for each alias used, and faults for the check to report with its own."""
+    """A composed root, with a note for each alias used, and faults for the check to report with its own.
+
+    Attributes:
+        options: `group=option` choices that it was composed of, beside those of the default.
+    """
 
     config: DictConfig
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
 
 
 def compose_over_default(
@@ -33,6 +37,7 @@ def compose_over_default(
     short: Mapping[str, Any],
     overrides: Sequence[str] = (),
     replacements: Mapping[str, Mapping[str, Any]] | None = None,
+    preferences: Mapping[str, Any] | None = None,
 ) -> ComposedConfig:
     """The default configuration of a root, with `replacements`, then `short`, then `overrides` laid over it.
 
@@ -41,12 +46,19 @@ def compose_over_default(
         short: nested mappings; a text under the name of a group chooses its option.
         overrides: as on the command line, `group=option` or `path.to.key=value`.
         replacements: whole components by root key.
+        preferences: values of the caller's in place of the default ones, by path; where there is no such node, as with
+            `tracker=none`, they have no effect.
     """
     pairs, faults = parse_overrides(overrides)
     assigned = assign(root, list({**dict(flatten(short)), **dict(pairs)}.items()))
     config = compose_root(root, assigned.options)
-    apply_values(config, [*(replacements or {}).items(), *assigned.values])
-    return ComposedConfig(config, assigned.notes, [*faults, *assigned.faults])
+    preferred = [(path, value) for path, value in (preferences or {}).items() if _has_parent(config, path)]
+    apply_values(config, [*preferred, *(replacements or {}).items(), *assigned.values])
+    return ComposedConfig(config, assigned.notes, [*faults, *assigned.faults], assigned.options)
+
+
+def _has_parent(config: DictConfig, path: str) -> bool:
+    return OmegaConf.select(config, path.rpartition(".")[0]) is not None
 
 
 def read_short_file(path: str | Path) -> dict[str, Any]:
@@ -65,19 +77,3 @@ def read_short_file(path: str | Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"config_path is {str(path)!r}: expected keys with values, found a {type(tree).__name__}.")
     return tree
-
-
-def parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
-    """Overrides as keys with Python values, and the faults of those that are none."""
-    parser, pairs, faults = OverridesParser.create(), [], []
-    for text in overrides:
-        try:
-            parsed = parser.parse_override(text)
-        except HydraException as error:
-            faults.append(f"overrides: {text!r} is not of the form key=value ({str(error).splitlines()[0]}).")
-            continue
-        if parsed.is_sweep_override() or parsed.is_delete():
-            faults.append(f"overrides: {text!r} sweeps or deletes; give one value.")
-        else:
-            pairs.append((parsed.key_or_group, parsed.value()))
-    return pairs, faults

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -30,11 +32,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.compose import schema
-from verl.compose.overrides import Overrides, command_line
-from verl.compose.print_config import save_config
+from verl.compose.command_line import SHOWS_ONLY, command_line, composition_faults
+from verl.compose.overrides import Overrides
+from verl.compose.print_config import print_start, remove_refused, save_config
 from verl.compose.schema import conf_dir
-from verl.errors import CheckpointError, ConfigError
-from verl.tracking.logging_setup import setup_logging
+from verl.errors import CheckpointError, ConfigError, VerlError, WorkerError
+from verl.tracking.console import set_command, shown_path
+from verl.tracking.logging_setup import IN_RUN_LOG, setup_logging
 from verl.utils import torchrun
 from verl.utils.component_exits import component_exits
 from verl.utils.kernel_cache import set_kernel_cache
@@ -77,7 +81,6 @@ def take_over(arguments: list[str], assigned: Overrides) -> None:
 
 INTERRUPTED, TERMINATED = 130, 143  # 128 and the number of the signal, as shells have it
 THREADS_TIMEOUT_S = 10.0  # of threads, once the run is over
-_SHOWS_ONLY = ("--cfg", "-c", "--info", "-i")  # Hydra flags that print and never reach the run's own check
 
 
 @dataclass
@@ -86,6 +89,7 @@ class LaunchedRun:
 
     Attributes:
         config: the composed root.
+        root, choices: `ppo` or `sft`, and the option of every group.
         overrides: what was assigned on the command line.
         faults: found on the command line, to be reported with those of the check.
         run_dir: where the run writes.
@@ -95,24 +99,38 @@ class LaunchedRun:
     """
 
     config: DictConfig
+    root: str
+    choices: Mapping[str, str | None]
     run_dir: Path
     console: Console
     name: str = ""
     overrides: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     closing: ExitStack = field(default_factory=ExitStack)
+    is_recorded: bool = False
+    is_new: bool = False
 
     def record(self) -> None:
-        """Save the configuration beside the results, without secrets, and log to run.log from here on."""
+        """Print what differs from the defaults and where the run writes, save the configuration there, without secrets,
+        and log to run.log from here on. A run that is refused later leaves nothing of it."""
+        print_start(self.config, self.root, self.choices, self.run_dir, self.console)
+        self.is_recorded = True
+        self.is_new = not self.run_dir.exists() or not any(self.run_dir.iterdir())
         save_config(self.config, self.overrides, self.run_dir)
         self.closing.callback(setup_logging(self.run_dir))
+
+    def withdraw(self) -> None:
+        """Remove what `record` and a refused build have written, where nothing else is there."""
+        if self.is_new:
+            remove_refused(self.run_dir)
 
 
 def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[[], None]]:
     """Make `main(job)` a command: `root` names the configuration, `ppo` or `sft`.
 
     A fault in the configuration prints as a list and ends with status 2, Ctrl-C with 130, SIGTERM with 143, any other
-    error with its traceback and 1; an `exit()` of a component is such an error, whatever status it asks for.
+    error with what it says and 1; an `exit()` of a component is such an error, whatever status it asks for. One
+    traceback follows where the message alone does not lead to the line; run.log has all of them.
     """
 
     def decorate(main: Callable[[LaunchedRun], Any]) -> Callable[[], None]:
@@ -125,11 +143,14 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
                 set_kernel_cache()
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # a user's own modules lie where the user stands
-                arguments, assigned = command_line(root, sys.argv[1:])
+                script, given, count = sys.argv[0], sys.argv[1:], torchrun.counts()[0]
+                arguments, assigned = command_line(root, given)
+                starter = ["torchrun", f"--nproc_per_node={count}"] if count > 1 else ["python"]
+                set_command([*starter, script, *given])
                 take_over(arguments, assigned)
                 for note in assigned.notes:
                     _tell(note)
-                if assigned.faults and any(a.partition("=")[0] in _SHOWS_ONLY for a in arguments):
+                if assigned.faults and any(a.partition("=")[0] in SHOWS_ONLY for a in arguments):
                     raise ConfigError(assigned.faults)
                 sys.argv[1:] = arguments
                 _run_hydra(root, main, assigned.faults)
@@ -148,13 +169,23 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         running = HydraConfig.get()
         run_dir = Path(running.runtime.output_dir)
         overrides: Any = OmegaConf.to_container(running.overrides.task, resolve=False)
-        name = f"job_{running.job.num}" if running.mode == RunMode.MULTIRUN else ""
-        job = LaunchedRun(config, run_dir, rich.get_console(), name, overrides, list(faults))
+        is_sweep = running.mode == RunMode.MULTIRUN
+        name = f"job_{running.job.num}" if is_sweep else ""
+        choices: Any = OmegaConf.to_container(running.runtime.choices)
+        job = LaunchedRun(config, root, choices, run_dir, rich.get_console(), name, overrides, list(faults))
+        if is_sweep:
+            set_command(["python", sys.argv[0], *overrides])
         try:
-            with _clean_end():
+            with _clean_end(run_dir):
                 try:
                     with job.closing, component_exits(directly=False):
-                        main(job)
+                        _with_log(main, job)
+                except OmegaConfBaseException as error:
+                    raise ConfigError(list(composition_faults(root, error))) from error
+                except ConfigError:
+                    if not is_sweep:  # whose table names every job
+                        job.withdraw()
+                    raise
                 finally:
                     _remove_if_empty(run_dir)
         except SystemExit as end:
@@ -164,7 +195,10 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
             _tell(f"Job {running.job.num} of the sweep ended with status {statuses[-1]}; the others go on.")
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us as they are, and `_clean_end` words them
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=root)(task)()
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=root)(task)()
+    except (HydraException, OmegaConfBaseException) as error:  # it cannot be composed at all
+        raise ConfigError([*faults, *composition_faults(root, error)]) from error
     if any(statuses):
         sys.exit(max(statuses))
 
@@ -192,15 +226,23 @@ def _without_threads() -> Iterator[None]:
             os._exit(status)
 
 
+def _with_log(main: Callable[[LaunchedRun], Any], job: LaunchedRun) -> None:
+    """Run `main`, with the traceback of whatever ends it in run.log."""
+    try:
+        main(job)
+    except Exception as error:
+        if job.is_recorded and not getattr(error, IN_RUN_LOG, False):
+            told = {"console": False}  # `_clean_end` says it, once
+            logging.getLogger(__name__).error("The run has ended.", exc_info=True, extra=told)
+        raise
+
+
 @contextmanager
-def _clean_end() -> Iterator[None]:
+def _clean_end(run_dir: Path | None = None) -> Iterator[None]:
     """Turn what ends a run early into a message and an exit status."""
     try:
         yield
     except ConfigError as error:
-        _tell(str(error))
-        sys.exit(2)
-    except (HydraException, OmegaConfBaseException) as error:  # it cannot be composed at all
         _tell(str(error))
         sys.exit(2)
     except Terminated:
@@ -212,9 +254,56 @@ def _clean_end() -> Iterator[None]:
     except KeyboardInterrupt:
         _tell("interrupted")
         sys.exit(INTERRUPTED)
-    except Exception:  # noqa: BLE001 - the end of the program: all that is left is to tell, without secrets
-        _tell(traceback.format_exc())
+    except Exception as error:  # noqa: BLE001 - the end of the program: all that is left is to tell, without secrets
+        log = None if run_dir is None else run_dir / "run.log"
+        _tell(ending_words(error, log if log is not None and log.is_file() else None))
         sys.exit(1)
+
+
+def ending_words(error: BaseException, log: Path | None = None) -> str:
+    """What ended a run: a sentence, and one traceback where it leads to a line of code.
+
+    An error that verl raises on purpose says all in its message, unless code of the user's is its cause.
+
+    Args:
+        log: where the whole chain of tracebacks is.
+    """
+    cause = error
+    while (below := cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)) is not None:
+        cause = below
+    sentence, _, detail = str(error).strip().partition("\n")
+    if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the worker's own
+        last = next(line for line in reversed(detail.splitlines()) if line.strip())
+        return f"{sentence} {last.strip()}\n\n{detail[detail.rindex(_TRACEBACK) :]}{_in_log(log)}"
+    if isinstance(error, VerlError) and (isinstance(cause, (VerlError, OSError)) or not _is_of_code(cause)):
+        return f"{error}{_in_log(log)}"
+    named = str(error) if isinstance(error, VerlError) else f"{type(error).__name__}: {error}"
+    trace = "".join(traceback.format_exception(type(cause), cause, _from_users_code(cause), chain=False))
+    return f"{named}\n\n{trace.rstrip()}{_in_log(log)}"
+
+
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+
+
+def _is_of_code(error: BaseException) -> bool:
+    """Whether its last frame is in code of the user's: neither of this package nor of an installed one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and not frames[-1].filename.startswith(_PACKAGE) and "site-packages" not in frames[-1].filename
+
+
+def _from_users_code(error: BaseException) -> TracebackType | None:
+    """Its traceback from the first frame that is not this package's, where the last one is the user's."""
+    trace = error.__traceback__
+    while _is_of_code(error) and trace is not None and trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        trace = trace.tb_next
+    return trace
+
+
+def _in_log(log: Path | None) -> str:
+    return "" if log is None else f"\n(all tracebacks are in {shown_path(log)})"
 
 
 def _tell(text: str) -> None:
@@ -225,6 +314,7 @@ def _tell(text: str) -> None:
 def _remove_if_empty(run_dir: Path) -> None:
     """Hydra makes the run's directory first; a run that was refused leaves none behind, nor empty parents."""
     directory, here = run_dir.resolve(), Path.cwd()
-    while here in directory.parents and directory.is_dir() and not any(directory.iterdir()):
-        directory.rmdir()
+    while here in directory.parents and not (directory.is_dir() and any(directory.iterdir())):
+        if directory.is_dir():
+            directory.rmdir()
         directory = directory.parent

@@ -17,8 +17,8 @@ from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.export import plain_directory
 from verl.checkpoint.read.discovery import FORMAT, LATEST, POINTER, CheckpointDirectory
 from verl.checkpoint.resume_point import ResumePoint, find
+from verl.compose.command_line import parse_overrides
 from verl.compose.compose import apply_values, compose_root
-from verl.compose.from_yaml import parse_overrides
 from verl.compose.overrides import assign
 from verl.compose.validate import validate
 from verl.errors import CheckpointNotFound, ConfigError

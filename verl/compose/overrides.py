@@ -11,14 +11,12 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.compose.aliases import TranslatedOverride, translate
-from verl.compose.compose import compose_root, readable, references_above
+from verl.compose.compose import compose_root, references_above
 from verl.compose.schema import CHOOSERS, VALUES, conf_dir, group_options, root_keys
 from verl.compose.suggestions import hint, nearest
 
-_ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)$", re.DOTALL)
 _PLAIN_OPTION = re.compile(r"^[\w,]*$")
 OWN_SHARDING = ".sharding"  # of a role: a key that takes an option of the group `sharding`
-_OTHER_SEARCH_PATH = ("--config-dir", "-cd", "--config-path", "-cp", "hydra.searchpath", "+hydra.searchpath")
 
 
 @dataclass
@@ -73,30 +71,7 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
     return out
 
 
-def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overrides]:
-    """The arguments for Hydra, and what was found in them.
-
-    A plain `a.b=c` becomes `++a.b=c`: an unknown key then reaches our own check, which reports all faults at once with
-    the nearest known key, where Hydra would stop at the first. Flags, `hydra.*`, `~key` and `group@package` pass as
-    they are.
-    """
-    passed, for_hydra, pairs = [], [], []
-    for argument in arguments:
-        match = _ASSIGNMENT.match(argument)
-        if match is not None and match["key"].split(".")[0] == "hydra":
-            for_hydra.append(argument)
-        elif match is None:
-            passed.append(argument)
-        else:
-            pairs.append((match["key"], match["value"]))
-    judge = not any(argument.startswith(_OTHER_SEARCH_PATH) for argument in arguments)
-    assigned = assign(root, pairs, judge_options=judge)
-    assigned.values = _with_copies(root, assigned)
-    options = [readable(option) for option in assigned.options]
-    return [*passed, *for_hydra, *options, *(f"++{key}={value}" for key, value in assigned.values)], assigned
-
-
-def _with_copies(root: str, assigned: Overrides) -> list[tuple[str, Any]]:
+def with_copies(root: str, assigned: Overrides) -> list[tuple[str, Any]]:
     """Before a value is set below a node that refers to another, such as `critic.model` to `${actor.model}`, set every
     key of that node to the one it refers to: the others then stay as they are, where Hydra would drop them."""
     if not any(path.count(".") > 1 for path, _ in assigned.values):
@@ -158,7 +133,7 @@ def _is_mapping(value: Any) -> bool:
 
 def _option_fault(group: str, value: Any, groups: Mapping[str, list[str]]) -> str | None:
     text, known = str(value), groups.get(group, [])
-    if not _PLAIN_OPTION.match(text):
+    if re.match(r"(glob|choice|range|sort|shuffle)\(", text):  # of a sweep
         return None
     unknown = [option for option in text.split(",") if option not in (*known, "null")]
     if not unknown:

@@ -1,49 +1,91 @@
-"""Prints a composed configuration as a tree, and writes it beside the results of a run; both without secrets."""
+"""Prints in what a configuration differs from the defaults, and writes it beside the results; both without secrets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl.compose.compose import choices_of, compose_root
+from verl.compose.schema import CHOOSERS, conf_dir, group_options
 from verl.compose.validate import TARGET
+from verl.tracking.console import end_cut, print_line, shown_path, visible
 from verl.utils.redact import redact, redact_tree
 
 
-def print_config(config: DictConfig, console: Any) -> None:
-    """Print the resolved configuration.
+def print_start(config: DictConfig, root: str, choices: Mapping[str, str | None], run_dir: Path, console: Any) -> None:
+    """Print what a run is called, where it writes, and in what it differs from the defaults.
 
     Args:
         config: a composed root that passed the check.
+        root, choices: `ppo` or `sft`, and the options of groups that it was composed of.
         console: a rich console.
     """
-    from rich.markup import escape
-    from rich.tree import Tree
-
-    def grow(tree: Tree, node: dict[str, Any]) -> None:
-        for key, value in node.items():
-            if isinstance(value, dict) and value:
-                grow(tree.add(f"[bold]{escape(str(key))}[/] [dim]{_kind(value)}[/]"), _fields(value))
-            else:
-                tree.add(f"{escape(str(key))} [cyan]{escape(_text(value))}[/]")
-
-    root = redact_tree(OmegaConf.to_container(config, resolve=True))
-    tree = Tree(f"[bold]{_kind(root)}[/]", guide_style="dim")
-    grow(tree, _fields(root))
-    console.print(tree)
+    name = f"{config.trainer.project_name}/{config.trainer.experiment_name}"
+    print_line(console, visible(redact(f"{name} writes to {shown_path(run_dir)}")), "bold", wraps=False)
+    found = differences(config, root, choices)
+    if found:
+        print_line(console, "differs from the defaults (--cfg job shows the whole configuration):")
+    names = {path: visible(f"{path}={_text(now)}") for path, (now, _) in found.items()}
+    column = min(max(map(len, names.values()), default=0), console.width // 2)
+    for path, (_, before) in found.items():
+        line = f"  {names[path]:<{column}}  was {visible(_text(before))}"
+        print_line(console, line if len(line) <= console.width else end_cut(f"  {names[path]}", console.width))
 
 
-def _kind(node: dict[str, Any]) -> str:
-    return str(node.get(TARGET, "")).rpartition(".")[2]
+def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]) -> dict[str, tuple[Any, Any]]:
+    """Group or path -> value and default, without secrets; what merely follows another value is left out."""
+    default, known = choices_of(root), group_options(conf_dir())
+    found: dict[str, tuple[Any, Any]] = {}
+    for group in dict.fromkeys([*default, *choices]):
+        now, before = choices.get(group), default.get(group)
+        if now != before and not group.startswith("hydra/"):
+            found[group] = now, before
+    shown = [group for group in found if group not in CHOOSERS and found[group][0] in known.get(_name(group), [])]
+    options = [f"{'+' if '@' in group else ''}{group}={found[group][0]}" for group in shown]
+    base = compose_root(root, options)
+    raw, raw_base = (OmegaConf.to_container(node, resolve=False) for node in (config, base))
+    now, before = (redact_tree(OmegaConf.to_container(node, resolve=True)) for node in (config, base))
+    for path in _differing(raw, raw_base, ()):
+        value, former = _at(now, path), _at(before, path)
+        if value != former:
+            found[".".join(path)] = value, former
+    return found
 
 
-def _fields(node: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in node.items() if key != TARGET}
+def _name(group: str) -> str:
+    """`sharding` of `sharding@actor.sharding`."""
+    return group.partition("@")[0]
+
+
+def _differing(node: Any, other: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Paths of the values that differ; a component of another class is one value."""
+    both = isinstance(node, dict) and isinstance(other, dict)
+    if both and node.get(TARGET) == other.get(TARGET):
+        for key in dict.fromkeys([*node, *other]):
+            yield from _differing(node.get(key), other.get(key), (*path, str(key)))
+    elif node != other:
+        yield path
+
+
+def _at(tree: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
 
 
 def _text(value: Any) -> str:
+    """As it would be assigned; a component as its class with its plain fields."""
+    if isinstance(value, dict):
+        fields = ", ".join(f"{key}={_text(item)}" for key, item in value.items() if key != TARGET)
+        return f"{value[TARGET].rpartition('.')[2]}({fields})" if TARGET in value else f"{{{fields}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    if value == "???":
+        return "not set"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -53,3 +95,14 @@ def save_config(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> 
     tree = redact_tree(OmegaConf.to_container(config, resolve=False))
     (run_dir / "config.yaml").write_text(redact(OmegaConf.to_yaml(OmegaConf.create(tree))))
     (run_dir / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create([redact(text) for text in overrides])))
+
+
+_BEFORE_THE_FIRST_STEP = {"config.yaml", "overrides.yaml", "run.log", "budget.txt", "metrics.jsonl", "tensorboard"}
+
+
+def remove_refused(run_dir: Path) -> None:
+    """Remove what a run that was refused while it was built has written, where nothing else is there."""
+    present = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
+    has_steps = any(path.stat().st_size for path in run_dir.glob("metrics.jsonl"))
+    if present <= _BEFORE_THE_FIRST_STEP and not has_steps:
+        shutil.rmtree(run_dir, ignore_errors=True)

@@ -98,6 +98,7 @@ def _items(node: Any, keys: Any, path: str, plain: PlainConfig) -> Iterator[tupl
             value = node[key]
         except (OmegaConfBaseException, RecursionError) as error:
             reason = str(error).partition("\n")[0] or "it refers to itself"
+            reason = reason.partition("raised while resolving interpolation: ")[2].strip('"') or reason
             plain.faults.append(f"{plain.origin(below)} is {_raw(raw)}: {reason}.")
             yield key, UNRESOLVED
             continue
@@ -133,6 +134,31 @@ def validate(config: DictConfig | dict[str, Any], faults: Sequence[str] = ()) ->
     if found:
         raise ConfigError(found)
     return run
+
+
+def refuse_here(run: Description) -> None:
+    """Look for what this machine lacks for a run: before anything is trained, and before the run has a directory.
+
+    Raises:
+        ConfigError: with everything that is missing, by config path.
+    """
+    found = list(dict.fromkeys(_faults_here(run, "")))
+    if found:
+        raise ConfigError(found)
+
+
+def _faults_here(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, Description):
+        for fault in value.faults_here():
+            yield join(path, fault)
+        for f in dataclasses.fields(value):
+            yield from _faults_here(getattr(value, f.name), join(path, f.name))
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _faults_here(item, join(path, i))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _faults_here(item, join(path, key))
 
 
 class _Validation:

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, package_fault
 from verl.errors import ConfigError
 from verl.utils.component_exits import as_component_exit, raised_by_code
 from verl.utils.redact import redact, redact_tree
@@ -20,7 +20,13 @@ from verl.utils.redact import redact, redact_tree
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerDescription(Description):
-    """Base of what a place under `tracker` may be: builds a `Tracker`."""
+    """Base of what a place under `tracker` may be: builds a `Tracker`.
+
+    Attributes:
+        package: that it needs to be installed, or None.
+    """
+
+    package: ClassVar[str | None] = None
 
 
 class Tracker:
@@ -61,8 +67,11 @@ class Tracker:
     def message(self, text: str) -> None:
         """A sentence for the person who watches the run."""
 
+    def result(self, summary: Mapping[str, Any]) -> None:
+        """What the run came to, as in `summary.json`; called once, before `close`."""
+
     def close(self, status: str) -> None:
-        """Release everything. Called once, with `finished`, `stopped`, `interrupted` or `failed`."""
+        """Release everything. Called once, with `finished`, `stopped`, `interrupted`, `restarting` or `failed`."""
 
 
 def stage_line(name: str, seconds: float, note: str = "") -> str:
@@ -70,11 +79,11 @@ def stage_line(name: str, seconds: float, note: str = "") -> str:
     return f"[{name}] {seconds:.2f}s" + (f"  {note}" if note else "")
 
 
-def short(value: float) -> str:
-    """A number in at most four significant digits; whole numbers whole."""
+def short(value: float, digits: int = 4) -> str:
+    """A number in so many significant digits at most; whole numbers whole."""
     if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e6):
         return str(int(value))
-    return f"{value:.4g}"
+    return f"{value:.{digits}g}"
 
 
 def metrics_line(metrics: dict[str, float]) -> str:
@@ -106,11 +115,21 @@ class Trackers(Description):
         for name in self.more.keys() & {one.name for one in fields(self)}:
             yield f"more has the name {name!r}, which is a tracker of its own: choose another."
 
+    def faults_here(self) -> Iterator[str]:
+        for name, kind in self._described().items():
+            fault = None if kind.package is None else package_fault(kind.package, f"tracker.{name}=null")
+            if fault is not None:
+                yield f"{name} {fault}"
+
     def build(self, context: BuildContext) -> TrackerSet:
-        described = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "more"}
-        described |= {f"more.{name}": one for name, one in self.more.items()}  # as the configuration says it
-        described["console"] = described.pop("console")  # starts last and closes last: it shows what the others say
-        return TrackerSet({name: kind.build(context) for name, kind in described.items() if kind is not None})
+        return TrackerSet({name: kind.build(context) for name, kind in self._described().items()})
+
+    def _described(self) -> dict[str, TrackerDescription]:
+        """By the path of each below `tracker`."""
+        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "more"}
+        found |= {f"more.{name}": kind for name, kind in self.more.items()}
+        found["console"] = found.pop("console")  # starts last and closes last: it shows what the others have to say
+        return {name: kind for name, kind in found.items() if kind is not None}
 
 
 class TrackerSet(Tracker):
@@ -187,6 +206,10 @@ class TrackerSet(Tracker):
         text = redact(text)
         _log.info("%s", text, extra=_TO_FILE_ONLY)
         self._each(lambda tracker: tracker.message(text))
+
+    def result(self, summary: Mapping[str, Any]) -> None:
+        shown = redact_tree(dict(summary))
+        self._each(lambda tracker: tracker.result(shown))
 
     def close(self, status: str = "finished") -> None:
         trackers, self._trackers = self._trackers, {}

@@ -1,15 +1,23 @@
-"""Console output of a run: a progress bar, one line per step, a line per stage, a few samples."""
+"""Console output of a run: a line per step that fits the width, a progress line below, and what the run came to.
+
+step 12/300  reward 0.812  kl 0.0128  entropy 4.48  length 7.67  0.90s  eta 4:22
+  gen 0.09s  old 0.09s  ref 0.10s  update_critic 0.24s  update_actor 0.24s
+"""
 
 from __future__ import annotations
 
+import os
+import shlex
+import textwrap
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.component import BuildContext
-from verl.tracking.base import Tracker, TrackerDescription, metrics_line, stage_line
+from verl.tracking.base import Tracker, TrackerDescription, short, stage_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,16 +26,30 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _RECENT_STEPS = 20  # the remaining time is estimated from this many
+_DIGITS = 3
+_CUT = "..."
+_LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
+    "reward/mean": "reward",
+    "kl/reference_nats": "kl",
+    "rollout/entropy_nats": "entropy",
+    "rollout/response_length_tokens": "length",
+    "sft/loss": "loss",
+    "eval/response_length_tokens": "length",
+}
+_STEP_S = "timing/step_s"
+_FROM_BOTH_ENDS = ("prompt", "prompt_text")  # prompts often begin alike
 
 
 @dataclass(frozen=True, kw_only=True)
 class Console(TrackerDescription):
-    """Lines on standard output; with a progress bar below them where that is a terminal.
+    """Lines on standard output; with a progress line below them where that is a terminal.
 
     Args:
-        stage_lines: print `[gen] 1.24s  384 responses, 1536 tokens` for every stage of every step.
-        progress_bar: draw the bar on terminals.
-        columns: metrics in the line of a step; those not logged are left out, and if none is, the first four are shown.
+        stage_lines: print `[gen] 1.24s  384 responses, 1536 tokens` for every stage of every step; false prints the
+            times of a step's stages in one line.
+        progress_bar: draw the progress line on terminals.
+        columns: metrics in the line of a step, the most important first: what does not fit the width is left out, and
+            so is what is not logged. If none is logged, the first four metrics are shown.
         sample_rows: rows shown of each sample table.
     """
 
@@ -39,7 +61,7 @@ class Console(TrackerDescription):
         "rollout/entropy_nats",
         "rollout/response_length_tokens",
         "sft/loss",
-        "timing/step_s",
+        _STEP_S,
     )
     sample_rows: int = 3
 
@@ -49,6 +71,15 @@ class Console(TrackerDescription):
 
     def build(self, context: BuildContext) -> ConsoleTracker:
         return ConsoleTracker(self)
+
+
+_command: tuple[str, ...] = ()  # that started this process
+
+
+def set_command(words: Sequence[str]) -> None:
+    """What starts a run like that of this process, for the commands shown at its end; none where it is no command."""
+    global _command
+    _command = tuple(words)
 
 
 class ConsoleTracker(Tracker):
@@ -67,17 +98,20 @@ class ConsoleTracker(Tracker):
         self._progress: Progress | None = None
         self._total: int | None = None
         self._durations_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._stages: dict[str, float] = {}
+        self._result: Mapping[str, Any] | None = None
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
-        self._total, self._last = total_steps, time.monotonic()
+        self._total, self._last, self._run_dir = total_steps, time.monotonic(), run_dir
         steps = "" if total_steps is None else f", {total_steps} steps"
-        self._print(f"run {run_name}{steps}, results in {run_dir}", "bold")
+        self._print(f"run {run_name}{steps}", "bold")
         if self._settings.progress_bar and self._console.is_terminal:
             self._progress = _bar(self._console)
             self._task = self._progress.add_task("training", total=total_steps, left="")
             self._progress.start()
 
     def stage(self, name: str, seconds: float, note: str) -> None:
+        self._stages[name] = self._stages.get(name, 0.0) + seconds
         if self._settings.stage_lines:
             self._print(stage_line(name, seconds, note), "dim")
 
@@ -86,45 +120,211 @@ class ConsoleTracker(Tracker):
         self._durations_s.append(now - self._last)
         self._last = now
         left = self._left(step)
-        shown = {key: metrics[key] for key in self._settings.columns if key in metrics}
-        shown = shown or dict(list(metrics.items())[:4])
-        count = f"step {step}" if self._total is None else f"step {step}/{self._total}"
-        line = f"{count}  {metrics_line(shown)}"
-        self._print(line if self._progress or not left else f"{line}  {left} left")
+        line = step_line(self._count(step), self._shown(metrics), "" if self._progress else left, self._width)
+        self._print(line, wraps=False)
+        stages, self._stages = self._stages, {}
+        of_step = {name: seconds for name, seconds in stages.items() if f"timing/{name}_s" in metrics}
+        if len(of_step) > 1 and not self._settings.stage_lines:
+            self._print(stages_line(of_step, self._width), "dim", wraps=False)
         if self._progress:
-            self._progress.update(self._task, completed=step, left=f"{left} left" if left else "")
+            self._progress.update(self._task, completed=step, left=left)
 
     def evaluation(self, metrics: dict[str, float], step: int) -> None:
-        self._print(f"evaluation after step {step}  {metrics_line(metrics)}", "green")
+        if not self._durations_s:
+            self._last = time.monotonic()  # the evaluation before the first step is no part of it
+        cells = [f"{_label(key)} {short(value, _DIGITS)}" for key, value in metrics.items()]
+        for line in _filled([self._count(step, "eval "), *cells], self._width):
+            self._print(line, "green")
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
         for row in rows[: self._settings.sample_rows]:
-            self._print(f"{name} sample  " + "  ".join(f"{key}={_shown(value)}" for key, value in row.items()), "cyan")
+            self._print(sample_line(f"{name} sample", row, self._width), "cyan", wraps=False)
 
     def message(self, text: str) -> None:
         self._print(text)
+
+    def result(self, summary: Mapping[str, Any]) -> None:
+        self._result = summary
 
     def close(self, status: str) -> None:
         if self._progress:
             progress, self._progress = self._progress, None
             progress.stop()
-        self._print(f"run {status}", "bold")
+        if self._result is None:
+            self._print(f"run {status}", "bold")
+            return
+        head, *lines = result_lines(self._result, self._total, self._run_dir, _command)
+        self._print(f"run {head}", "bold")
+        for line in lines:
+            self._print(line, wraps=False)
 
-    def _print(self, text: str, style: str = "") -> None:
-        from rich.text import Text
+    @property
+    def _width(self) -> int:
+        return self._console.width
 
-        try:
-            # soft_wrap: a pipe or file has no width, and a terminal wraps by itself.
-            self._console.print(Text(_visible(text), style=style), soft_wrap=True)
-        except SystemExit as error:  # what rich makes of a closed pipe; a reader who left is no reason to stop
-            raise BrokenPipeError("nobody reads standard output any more") from error
+    def _count(self, step: int, word: str = "step ") -> str:
+        return f"{word}{step}" if self._total is None else f"{word}{step}/{self._total}"
+
+    def _shown(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        shown = {key: metrics[key] for key in self._settings.columns if key in metrics}
+        return shown or dict(list(metrics.items())[:4])
+
+    def _print(self, text: str, style: str = "", *, wraps: bool = True) -> None:
+        print_line(self._console, visible(text), style, wraps=wraps)
 
     def _left(self, step: int) -> str:
-        """Remaining time as `h:mm:ss`; empty where it cannot be told or nothing remains."""
+        """Remaining time as `eta m:ss`; empty where it cannot be told or nothing remains."""
         if self._total is None or step >= self._total or not self._durations_s:
             return ""
         seconds = round(sum(self._durations_s) / len(self._durations_s) * (self._total - step))
-        return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+        hours, minutes = seconds // 3600, seconds // 60 % 60
+        clock = f"{hours}:{minutes:02d}:{seconds % 60:02d}" if hours else f"{minutes}:{seconds % 60:02d}"
+        return f"eta {clock}"
+
+
+def print_line(console: RichConsole, text: str, style: str = "", *, wraps: bool = True) -> None:
+    """Print plain text; a terminal gets it broken between words, anything else in one line.
+
+    Raises:
+        BrokenPipeError: nobody reads it any more.
+    """
+    from rich.text import Text
+
+    if wraps and console.is_terminal:
+        text = "\n".join(_wrapped(line, console.width) for line in text.split("\n"))
+    try:
+        # soft_wrap: a pipe or file has no width, and a terminal gets lines that fit.
+        console.print(Text(text, style=style), soft_wrap=True)
+    except SystemExit as error:  # what rich makes of a closed pipe; a reader who left is no reason to stop
+        raise BrokenPipeError("nobody reads standard output any more") from error
+
+
+def _wrapped(line: str, width: int) -> str:
+    """In lines of at most `width`, where words allow it."""
+    if len(line) <= width:
+        return line
+    return textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
+
+
+def step_line(count: str, metrics: Mapping[str, float], left: str, width: int) -> str:
+    """One line of at most `width` characters; what does not fit is left out, the time left first."""
+    cells = [f"{_label(key)} {short(value, _DIGITS)}" for key, value in metrics.items() if key != _STEP_S]
+    ends = [f"{metrics[_STEP_S]:.2f}s"] if _STEP_S in metrics else []
+    while cells and len("  ".join([count, *cells, *ends])) > width:
+        cells.pop()
+    line = "  ".join([count, *cells, *ends])
+    return f"{line}  {left}" if left and len(f"{line}  {left}") <= width else line
+
+
+def stages_line(seconds: Mapping[str, float], width: int) -> str:
+    """`  gen 1.24s  reward 0.02s  update_actor 0.71s`; the shortest stages are left out where the line is too long."""
+    kept = dict(seconds)
+    while kept:
+        line = "  " + "  ".join(f"{name} {taken:.2f}s" for name, taken in kept.items())
+        if len(line) <= width or len(kept) == 1:
+            return line
+        del kept[min(kept, key=kept.__getitem__)]
+    return ""
+
+
+def sample_line(head: str, row: Mapping[str, Any], width: int) -> str:
+    """One row as `key=value` cells; where they are too long, long values are cut, prompts in their middle."""
+    texts = {key: _text(value) for key, value in row.items()}
+    label = {key: key.removesuffix("_text") for key in texts}
+    room = width - len(head) - sum(len(label[key]) + 3 for key in texts)
+    share = max(map(len, texts.values()), default=0)
+    while share > 8 and sum(min(len(text), share) for text in texts.values()) > room:
+        share -= 1
+    cut = {key: (middle_cut if key in _FROM_BOTH_ENDS else end_cut)(text, share) for key, text in texts.items()}
+    return end_cut("  ".join([head, *(f"{label[key]}={text}" for key, text in cut.items())]), width)
+
+
+def result_lines(
+    result: Mapping[str, Any], total: int | None, run_dir: Path, command: Sequence[str] = ()
+) -> Iterator[str]:
+    """What a run came to: its status, before -> after, where everything lies, and commands to go on with.
+
+    Args:
+        result: as in `summary.json`.
+        command: that starts such a run.
+    """
+    steps = f"{result['steps']}" if total is None else f"{result['steps']} of {total}"
+    error = (result.get("error") or "").strip().partition("\n")[0]
+    yield f"{result['status']} after {steps} steps, {result['wall_s']:.0f} s"
+    if error:
+        yield f"  {error}"
+    if changed := _before_and_after(result["evaluations"]):
+        yield f"  {changed}"
+    place = shown_path(run_dir)
+    yield f"  results in {place}"
+    if result["status"] == "restarting":
+        return
+    yield "  next:"
+    for line in _next_commands(result, place, run_dir, command):
+        yield f"    {line}"
+
+
+def shown_path(path: Path) -> str:
+    """Relative to the working directory where it lies below it."""
+    try:
+        return str(path.absolute().relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(path)
+
+
+def _before_and_after(evaluations: Mapping[Any, Mapping[str, float]]) -> str:
+    steps = sorted(evaluations, key=int)
+    if not steps:
+        return ""
+    first, last = evaluations[steps[0]], evaluations[steps[-1]]
+    key = next((key for key in ("eval/accuracy", "eval/score", "eval/loss") if key in last), next(iter(last), None))
+    if key is None or len(steps) < 2 or key not in first:
+        return "" if key is None else f"{_label(key)} {short(last[key], _DIGITS)} after step {steps[-1]}"
+    return (
+        f"{_label(key)} {short(first[key], _DIGITS)} -> {short(last[key], _DIGITS)} "
+        f"(held-out rows, step {steps[0]} -> {steps[-1]})"
+    )
+
+
+def _next_commands(result: Mapping[str, Any], place: str, run_dir: Path, command: Sequence[str]) -> list[str]:
+    """At most three, the most useful first."""
+    where = shlex.quote(place)
+    is_over = result["status"] == "finished"
+    has_weights = bool(result.get("saved")) or bool(result.get("checkpoints"))
+    can_go_on = not is_over and bool(command) and (bool(result.get("checkpoints")) or result["steps"] == 0)
+    resumed = [] if not result.get("checkpoints") else [f"resume={place}"]
+    again = shlex.join([*(word for word in command if not _is_of_this_run(word)), *resumed])
+    found = [
+        (can_go_on, again),
+        (result["status"] == "failed", f"less {shlex.quote(os.path.join(place, 'run.log'))}"),
+        ((run_dir / "samples").is_dir(), f"verl samples {where}"),
+        (has_weights, f"verl eval {where}"),
+        (has_weights, f'verl generate {where} --prompt "..."'),
+        (True, "verl lineage"),
+    ]
+    return [line for is_of_use, line in found if is_of_use][:3]
+
+
+def _is_of_this_run(word: str) -> bool:
+    """Whether the run that goes on is not to have this assignment."""
+    return word.lstrip("+").startswith(("resume=", "trainer.stop_after=", "hydra.run.dir="))
+
+
+def _label(key: str) -> str:
+    return _LABELS.get(key, key.removeprefix("eval/"))
+
+
+def _filled(cells: Sequence[str], width: int) -> Iterator[str]:
+    """The cells in lines of at most `width` characters, broken between cells only."""
+    line = ""
+    for cell in cells:
+        if line and len(line) + 2 + len(cell) > width:
+            yield line
+            line = f"  {cell}"
+        else:
+            line = f"{line}  {cell}" if line else cell
+    if line:
+        yield line
 
 
 def _bar(console: RichConsole) -> Progress:
@@ -141,11 +341,40 @@ def _bar(console: RichConsole) -> Progress:
     return Progress(*columns, console=console, transient=True, refresh_per_second=2)
 
 
-def _shown(value: Any) -> str:
-    text = repr(value) if isinstance(value, str) else str(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return short(value, _DIGITS)
+    return visible(repr(value) if isinstance(value, str) else str(value))
 
 
-def _visible(text: str) -> str:
+def middle_cut(text: str, width: int) -> str:
+    """At most `width` characters, the middle left out."""
+    if len(text) <= width:
+        return text
+    kept = max(0, width - len(_CUT))
+    return text[: kept // 2] + _CUT + text[len(text) - (kept - kept // 2) :]
+
+
+def end_cut(text: str, width: int) -> str:
+    """At most `width` characters, the end left out."""
+    return text if len(text) <= width else text[: max(0, width - len(_CUT))] + _CUT
+
+
+def fitting_columns(widths: Sequence[int], width: int, drop: Sequence[int]) -> list[int]:
+    """The columns of a table that stand side by side in `width` characters.
+
+    Args:
+        widths: of each column, with what stands between it and the next.
+        drop: columns that may be left out, in the order in which they are.
+    """
+    kept = list(range(len(widths)))
+    for index in drop:
+        if sum(widths[i] for i in kept) <= width:
+            break
+        kept.remove(index)
+    return kept
+
+
+def visible(text: str) -> str:
     """Control characters, which a model may well produce, as escapes; line breaks and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from verl.tracking.console import print_line
 from verl.utils.redact import RedactSecrets
 
+IN_RUN_LOG = "is_in_run_log"  # attribute of an error whose traceback was logged
 _NAME = "verl run"  # handlers of this name are ours
 _FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
@@ -86,12 +89,21 @@ class _RunLog(logging.FileHandler):
             super().close()
 
 
+class _WithoutTraceback(logging.Formatter):
+    """The message alone: an error that ends the run is told with its traceback at the end, and run.log has all."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        record = copy.copy(record)
+        record.exc_info = record.exc_text = record.stack_info = None
+        return super().format(record)
+
+
 class _ConsoleLines(logging.Handler):
     """Prints through the console that the progress bar belongs to, so that lines stand above the bar."""
 
     def __init__(self, level: int | str):
         super().__init__(level)
-        self.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+        self.setFormatter(_WithoutTraceback("%(levelname)s %(message)s"))
 
     def filter(self, record: logging.LogRecord) -> bool:
         shown_already = not getattr(record, "console", True)
@@ -99,12 +111,10 @@ class _ConsoleLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         import rich
-        from rich.text import Text
 
         try:
-            style = "bold red" if record.levelno >= logging.WARNING else ""
-            rich.get_console().print(Text(self.format(record), style=style), soft_wrap=True)
-        except SystemExit:  # what rich makes of a closed pipe, once; from then on its console is silent
+            print_line(rich.get_console(), self.format(record), "bold red" if record.levelno >= logging.WARNING else "")
+        except BrokenPipeError:  # once; from then on rich's console is silent
             return
         except Exception:  # noqa: BLE001 - as every handler of the standard library does
             self.handleError(record)

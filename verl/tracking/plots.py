@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.component import BuildContext
 from verl.tracking.base import Tracker, TrackerDescription
@@ -17,6 +17,7 @@ from verl.tracking.base import Tracker, TrackerDescription
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy as np
     from matplotlib.axes import Axes
 
 PANELS: dict[str, list[str]] = {
@@ -28,7 +29,7 @@ PANELS: dict[str, list[str]] = {
     "value loss": ["critic/loss"],
     "loss (nats per token)": ["sft/loss", "eval/loss"],
 }
-_COLORS = ("#2458a6", "#c8553d", "#3f8f5b", "#8a5fa8", "#b8862b", "#4a4a4a")
+COLORS = ("#2458a6", "#c8553d", "#3f8f5b", "#8a5fa8", "#b8862b", "#4a4a4a")
 _SMOOTH_FROM = 60  # points; a longer series is drawn faint, with its moving average over it
 
 
@@ -49,6 +50,8 @@ class Curves(TrackerDescription):
         panels: title of each panel and the metric keys it shows, `*` for anything; a panel without data is left out.
             A key belongs to the first panel that names it.
     """
+
+    package: ClassVar[str] = "matplotlib"
 
     panels: dict[str, list[str]] = field(default_factory=lambda: {title: list(keys) for title, keys in PANELS.items()})
 
@@ -134,18 +137,28 @@ def draw(panels: Mapping[str, Mapping[str, MetricSeries]], path: Path, title: st
 
 
 def _panel(axes: Axes, name: str, series: Mapping[str, MetricSeries]) -> None:
+    for place, (key, one) in enumerate(series.items()):
+        draw_series(axes, one, key, COLORS[place % len(COLORS)])
+    finish_panel(axes, name)
+
+
+def draw_series(axes: Axes, one: MetricSeries, label: str, color: str) -> None:
+    """One line: with its points where it comes from evaluations, smoothed over a faint raw one where it is long."""
+    label = label.replace("$", r"\$")  # no formula
+    if one.evaluated:
+        axes.plot(one.steps, one.values, "o-", color=color, label=label, linewidth=1.6, markersize=5, zorder=3)
+    elif len(one.steps) >= _SMOOTH_FROM:
+        axes.plot(one.steps, one.values, color=color, alpha=0.25, linewidth=0.8)
+        axes.plot(one.steps, moving_average(one.values), color=color, label=label, linewidth=1.6)
+    else:
+        marker = "." if len(one.steps) <= 3 else None  # a line needs two points to be seen
+        axes.plot(one.steps, one.values, color=color, label=label, linewidth=1.4, marker=marker)
+
+
+def finish_panel(axes: Axes, name: str) -> None:
+    """Title, axes and legend."""
     from matplotlib.ticker import MaxNLocator
 
-    for place, (key, one) in enumerate(series.items()):
-        color = _COLORS[place % len(_COLORS)]
-        if one.evaluated:
-            axes.plot(one.steps, one.values, "o-", color=color, label=key, linewidth=1.6, markersize=5, zorder=3)
-        elif len(one.steps) >= _SMOOTH_FROM:
-            axes.plot(one.steps, one.values, color=color, alpha=0.25, linewidth=0.8)
-            axes.plot(one.steps, moving_average(one.values), color=color, label=key, linewidth=1.6)
-        else:
-            marker = "." if len(one.steps) <= 3 else None  # a line needs two points to be seen
-            axes.plot(one.steps, one.values, color=color, label=key, linewidth=1.4, marker=marker)
     axes.set_title(name, fontsize=11)
     axes.set_xlabel("step", fontsize=9)
     axes.grid(visible=True, color="#dddddd", linewidth=0.7)
@@ -157,14 +170,30 @@ def _panel(axes: Axes, name: str, series: Mapping[str, MetricSeries]) -> None:
 
 
 def moving_average(values: Sequence[float]) -> list[float]:
-    """Exponential average over about a twentieth of the series, unbiased at its start; gaps stay gaps."""
-    keep = 1 - 1 / max(2.0, len(values) / 20)
-    total = weight = 0.0
-    smooth = []
-    for value in values:
-        if math.isnan(value):
-            smooth.append(math.nan)
-            continue
-        total, weight = keep * total + value, keep * weight + 1
-        smooth.append(total / weight)
-    return smooth
+    """Centred average over about a tenth of the series, so that the curve does not lag behind it; gaps stay gaps.
+
+    Near the ends the window becomes narrower on both sides: it is always as far to the left as to the right, and a
+    straight line is left as it is.
+    """
+    import numpy as np
+
+    smooth = np.array(values, dtype=np.float64)
+    half = max(1, len(smooth) // 40)
+    for _ in range(2):  # twice: weights that fall off linearly
+        smooth = _box_average(smooth, half)
+    return smooth.tolist()
+
+
+def _box_average(values: np.ndarray, half: int) -> np.ndarray:
+    import numpy as np
+
+    count, is_there = len(values), np.isfinite(values)
+    filled, box = np.where(is_there, values, 0.0), np.ones(2 * half + 1)
+    if count < len(box):
+        return values
+    sums, counts = np.convolve(filled, box, "same"), np.convolve(is_there, box, "same")
+    for reach in range(half):  # of the first and the last places
+        for place in (reach, count - 1 - reach):
+            window = slice(place - reach, place + reach + 1)
+            sums[place], counts[place] = filled[window].sum(), is_there[window].sum()
+    return np.where(is_there, sums / np.maximum(counts, 1), np.nan)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from verl.tracking.console import fitting_columns, print_line
+from verl.tracking.plots import COLORS, MetricSeries, draw_series, finish_panel
 from verl.tracking.wandb import RUN_FILE
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 MIB = 2**20
-WIDE = 240  # characters
 Measure = Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], float | None]
 """One column: from `summary.json` and the lines of `metrics.jsonl` to a number, or None if it was not measured."""
 
@@ -30,6 +35,7 @@ class JobOutcome:
         overrides: what was assigned to this job, by key.
         status: as in `summary.json`; `not run` where there is none.
         measured: column -> value; columns that could not be measured are missing.
+        series: metric -> its values over steps, of those that `CURVES` names.
         wandb: where its W&B run is: an address, or offline a directory below that of the sweep; empty for none.
     """
 
@@ -37,6 +43,7 @@ class JobOutcome:
     overrides: dict[str, str]
     status: str = "not run"
     measured: dict[str, float] = field(default_factory=dict)
+    series: dict[str, MetricSeries] = field(default_factory=dict)
     wandb: str = ""
 
 
@@ -53,11 +60,20 @@ def outcome(run_dir: Path) -> JobOutcome:
     if summary is None:
         return job
     job.status = summary["status"]
-    lines = [line for line in _steps(run_dir / "metrics.jsonl") if "timing/step_s" in line]
+    every = _steps(run_dir / "metrics.jsonl")
+    lines = [line for line in every if "timing/step_s" in line]
+    for key in CURVES.values():
+        if points := [(line["step"], _finite(line[key])) for line in every if key in line]:
+            steps, values = map(list, zip(*points, strict=True))
+            job.series[key] = MetricSeries(steps, values, evaluated=key.startswith("eval/"))
     for column, measure in COLUMNS.items():
         if (value := measure(summary, lines)) is not None:
             job.measured[column] = value
     return job
+
+
+def _finite(value: Any) -> float:
+    return float(value) if math.isfinite(float(value)) else math.nan
 
 
 def table(jobs: Sequence[JobOutcome]) -> tuple[list[str], list[list[str]]]:
@@ -86,22 +102,32 @@ def write(directory: Path, jobs: Sequence[JobOutcome]) -> list[Path]:
 
 
 def show(jobs: Sequence[JobOutcome], title: str) -> None:
-    """Print the table; on a terminal the number of a job leads to its W&B run. What is no terminal is as wide as it."""
+    """Print the table; on a terminal the number of a job leads to its W&B run. What does not fit the width is named."""
     import rich
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     head, rows = table(jobs)
+    console, first = rich.get_console(), head.index("status") + 1
+    names = [column if index < first else _in_words(column) for index, column in enumerate(head)]
+    cells = [max(map(len, (*name.split("\n"), *(row[i] for row in rows)))) for i, name in enumerate(names)]
+    order = [head.index(column) for column in DROPPED_FIRST if column in head]
+    kept = fitting_columns([cell + len(" | ") for cell in cells], console.width - 1, order)
     shown = Table(title=title)
-    for index, column in enumerate(head):
-        is_number = index > head.index("status")
-        shown.add_column(column, justify="right" if is_number else "left", overflow="fold", no_wrap=not is_number)
-    for job, (name, *cells) in zip(jobs, rows, strict=True):
+    for index in kept:
+        shown.add_column(names[index], justify="right" if index >= first else "left", no_wrap=True)
+    for job, row in zip(jobs, rows, strict=True):
         link = f"link {job.wandb}" if "://" in job.wandb else ""
-        shown.add_row(Text(name, style=link), *cells)
-    console = rich.get_console()
-    (console if console.is_terminal else Console(width=WIDE)).print(shown)
+        shown.add_row(*(Text(row[index], style="" if index else link) for index in kept))
+    console.print(shown, crop=False, no_wrap=True, overflow="ignore")
+    if len(kept) < len(head):
+        left_out = ", ".join(column for index, column in enumerate(head) if index not in kept)
+        print_line(console, f"in sweep.csv alone: {left_out}")
+
+
+def _in_words(column: str) -> str:
+    """The head of a column of numbers, a word to a line, but for units."""
+    return column.replace(" ", "\n").replace("\n(", " (").replace("of\na\n", "of a\n")
 
 
 def _mean(key: str) -> Measure:
@@ -150,6 +176,11 @@ COLUMNS: dict[str, Measure] = {
 }
 
 
+DROPPED_FIRST = (  # where a terminal is too narrow for all
+    "checkpoint (MiB)", "save stall (s)", "peak memory of a process (MiB)", "tokens/s", "step (s)", "last reward",
+)  # fmt: skip
+
+
 def _cell(job: JobOutcome, column: str) -> str:
     value = job.measured.get(column)
     return "" if value is None else f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
@@ -181,21 +212,45 @@ def _steps(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def _draw(path: Path, jobs: Sequence[JobOutcome], keys: Sequence[str]) -> None:
-    import matplotlib
+CURVES = {  # panel -> metric, of those that any job has
+    "reward": "reward/mean",
+    "accuracy": "eval/accuracy",
+    "loss (nats per token)": "sft/loss",
+    "held-out loss (nats per token)": "eval/loss",
+}
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+
+def _draw(path: Path, jobs: Sequence[JobOutcome], keys: Sequence[str]) -> None:
+    """Learning curves of all jobs above, a line for each; below, what was measured, a bar for each."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     columns = [column for column in COLUMNS if any(column in job.measured for job in jobs)]
     names = ["\n".join(f"{key}={job.overrides.get(key, '')}" for key in keys) or job.name for job in jobs]
-    figure, axes = pyplot.subplots(1, len(columns), figsize=(2.6 * len(columns), 0.5 * len(jobs) + 1.6), squeeze=False)
-    for axis, column in zip(axes[0], columns, strict=True):
-        axis.barh(range(len(jobs)), [job.measured.get(column, 0.0) for job in jobs], color="#2458a6")
-        axis.set_title(column, fontsize=8)
-        axis.set_yticks(range(len(jobs)), names if axis is axes[0][0] else [""] * len(jobs), fontsize=7)
-        axis.tick_params(axis="x", labelsize=7)
-        axis.invert_yaxis()
-    figure.tight_layout()
+    curves = [panel for panel, key in CURVES.items() if any(key in job.series for job in jobs)]
+    lines = sum(name.count("\n") + 1 for name in names)
+    heights = [3.6] * bool(curves) + [0.16 * lines + 0.14 * len(jobs) + 1.2]
+    width = max(2.2 * len(columns) + 1.5, 5.0 * len(curves))
+    figure = Figure(figsize=(width, sum(heights)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    parts = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
+    if curves:
+        for axes, panel in zip(parts[0].subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
+            _draw_curves(axes, panel, jobs, names)
+    bars = parts[-1].subplots(1, len(columns), squeeze=False, sharey=True)[0]
+    for axes, column in zip(bars, columns, strict=True):
+        values = [job.measured.get(column, 0.0) for job in jobs]
+        axes.barh(range(len(jobs)), values, color=[COLORS[i % len(COLORS)] for i in range(len(jobs))])
+        axes.set_title(column.replace(" of a process", ""), fontsize=8)
+        axes.set_yticks(range(len(jobs)), names, fontsize=7, parse_math=False)
+        axes.tick_params(axis="x", labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    bars[0].invert_yaxis()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+
+
+def _draw_curves(axes: Axes, panel: str, jobs: Sequence[JobOutcome], names: Sequence[str]) -> None:
+    for number, (job, name) in enumerate(zip(jobs, names, strict=True)):
+        if (one := job.series.get(CURVES[panel])) is not None:
+            draw_series(axes, one, name.replace("\n", " "), COLORS[number % len(COLORS)])
+    finish_panel(axes, panel)

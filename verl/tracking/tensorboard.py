@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.component import BuildContext
 from verl.tracking.base import Tracker, TrackerDescription
@@ -24,6 +24,8 @@ class TensorBoard(TrackerDescription):
     Args:
         flush_s: seconds after which what is waiting is written.
     """
+
+    package: ClassVar[str] = "tensorboard"
 
     flush_s: int = 30
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from verl.component import BuildContext
@@ -39,6 +39,8 @@ class WandB(TrackerDescription):
         timeout_s: when W&B's background process has been stopped for so long, it is ended, since W&B waits for it
             without a limit; the run goes on without W&B.
     """
+
+    package: ClassVar[str] = "wandb"
 
     project: str = "verl"
     entity: str | None = None

@@ -75,6 +75,12 @@ class LoopSettings(Description):
             alone = "nothing joins this run with other machines"
             yield f"nnodes is {self.nnodes}: {alone}. Set nnodes=1{self.machines_advice}."
 
+    def faults_here(self) -> Iterator[str]:
+        device = self.device
+        if device.startswith("cuda") and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):
+            found = f"{count} GPUs, numbered from 0," if count else "no GPU"
+            yield f"device is {device!r}: torch finds {found} here. Set trainer.device=auto."
+
     @property
     def spans_machines(self) -> bool:
         """Whether workers may be on other machines than the driver."""

@@ -14,8 +14,8 @@ from typing import Any
 from verl.cluster.placement import DeviceMesh
 from verl.component import Description, as_plain
 from verl.compose.build_trainer import build_trainer, without_data_files
+from verl.compose.compose import choices_of
 from verl.compose.from_yaml import ComposedConfig, compose_over_default, read_short_file
-from verl.compose.print_config import print_config
 from verl.compose.validate import validate
 from verl.data.base import PromptOptions
 from verl.data.rlhf_dataset import RLHFDataset
@@ -23,6 +23,8 @@ from verl.errors import ConfigError
 from verl.trainer.api.base import BaseTrainer
 from verl.trainer.api.from_objects import PromptsObject, carried_in, data_from_object, hand_over, reward_from_object
 from verl.utils.component_exits import component_exits
+
+PREFERENCES = {"tracker.console.stage_lines": True}  # a script is watched by who wrote it
 
 
 class LocalPPOTrainer(BaseTrainer):
@@ -67,8 +69,8 @@ class LocalPPOTrainer(BaseTrainer):
             console.print(note, markup=False, soft_wrap=True)
         run = hand_over(validate(composed.config, composed.faults), carried_in(given))
         _refuse_other_options(run.data, train_dataset)
-        print_config(composed.config, console)
-        started = build_trainer(run, composed.config, overrides, console)
+        choices = choices_of("ppo", composed.options)
+        started = build_trainer(run, composed.config, overrides, console, choices=choices)
         self.config, self._closing = composed.config, started.closing
         self.run, self.run_dir, self.trainer = started.run, started.run_dir, started.trainer
 
@@ -97,7 +99,7 @@ def _compose(
     replacements = {key: as_plain(item) for key, item in given.items()}
     if device_mesh is not None:
         replacements["trainer.placement"] = as_plain(device_mesh)
-    composed = compose_over_default("ppo", short, overrides, replacements)
+    composed = compose_over_default("ppo", short, overrides, replacements, PREFERENCES)
     composed.notes = [*notes, *composed.notes]
     return composed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,18 @@ from typing import Any
 import torch
 
 from verl.component import BuildContext
-from verl.engines.sharding import NoSharding, Sharding
+from verl.engines.sharding import FSDP, NoSharding, Sharding
+from verl.errors import ConfigError
+from verl.models.lora import LoRA
 from verl.models.model_stats import ModelStats, model_stats
 from verl.trainer.config import LoopSettings, PPOSettings
 from verl.workers.base import TrainedRole
 
 _log = logging.getLogger(__name__)
 GIB = 2**30
+_WORTH = 0.02  # of what a phase needs, for a remedy to be named
+_MOST_REMEDIES = 3
+_NO_REMEDY = "No setting makes it much smaller: take a smaller model, more GPUs, or a machine with more memory."
 _PROCESS_BYTES = 450 * 2**20  # a Python with torch and transformers, on the CPU
 
 
@@ -38,6 +43,7 @@ class RoleMemory:
         gathered: weights of siblings that lie here while it is updated or scores.
         generating: likewise while it generates.
         is_offloaded: weights, gradients and optimizer state rest in main memory.
+        group: roles of one number share their processes.
         saved: in a checkpoint, of the whole role.
     """
 
@@ -50,6 +56,7 @@ class RoleMemory:
     gathered: int = 0
     generating: int = 0
     is_offloaded: bool = False
+    group: int = 0
     saved: int = 0
 
     @property
@@ -67,6 +74,7 @@ class MemoryEstimate:
         cache: keys and values while responses are drawn; of an engine beside the trainer its weights too. 0 where none
             are drawn.
         processes: that hold the roles, on this machine.
+        machines: that have as many each.
         saving: bytes of one checkpoint.
         kept: checkpoints on disk at a time.
         flops: of one step, at most.
@@ -82,23 +90,24 @@ class MemoryEstimate:
     flops: int
     copied: int = 0
     on_host: bool = True
+    machines: int = 1
 
     def phases(self) -> dict[str, int]:
         """Phase -> bytes that a process needs in it, on its device."""
         there = [role for role in self.roles if self.on_host or not role.is_offloaded]
-        resident = sum(role.resident for role in there) + (self.copied // self.processes if self.on_host else 0)
-        trained = [role for role in self.roles if role.gradients]
-        scoring = max((role.scoring + role.gathered for role in self.roles), default=0)
-        generating = max((role.generating for role in self.roles), default=0)
-        updates = {
-            f"update {role.name}": role.working + role.gathered + (role.gradients if role in there else 0)
-            for role in trained
-        }
-        drawn = {"generate": resident + generating + self.cache, "score": resident + scoring} if self.cache else {}
-        return {
-            **drawn,
-            **{name: resident + more for name, more in updates.items()},
-        }
+        resident = dict.fromkeys((role.group for role in self.roles), self.copied // self.processes * self.on_host)
+        for role in there:
+            resident[role.group] += role.resident
+        found: dict[str, int] = {}
+        if self.cache and self.roles:
+            actor = self.roles[0]
+            found["generate"] = resident[actor.group] + actor.generating + self.cache
+            found["score"] = max(resident[role.group] + role.scoring + role.gathered for role in self.roles)
+        for role in self.roles:
+            if role.gradients:
+                gradients = role.gradients if role in there else 0
+                found[f"update {role.name}"] = resident[role.group] + role.working + role.gathered + gradients
+        return found
 
     @property
     def host(self) -> int:
@@ -107,14 +116,21 @@ class MemoryEstimate:
         return 0 if self.on_host else self.copied + offloaded * self.processes
 
     @property
+    def _offloads(self) -> bool:
+        return any(role.is_offloaded for role in self.roles)
+
+    @property
     def peak(self) -> tuple[str, int]:
         """The phase that needs most, and how much."""
         return max(self.phases().items(), key=lambda entry: entry[1])
 
-    def warnings(self, memory: int | None, disk: int | None, host: int | None = None) -> Iterator[str]:
+    def warnings(
+        self, memory: int | None, disk: int | None, host: int | None = None, remedies: Sequence[str] = ()
+    ) -> Iterator[str]:
         """What may not suffice.
 
         Args:
+            remedies: settings that make the phase smaller which needs most, each with what it saves.
             memory: bytes that are free for one process on its device; None if unknown.
             disk: bytes that are free where checkpoints go.
             host: bytes of main memory that are free on this machine, where the device is another.
@@ -123,19 +139,22 @@ class MemoryEstimate:
         if memory is not None and needed > memory:
             yield (
                 f"Memory may not suffice: {phase} needs about {needed / GIB:.1f} GiB in each process, and "
-                f"{memory / GIB:.1f} GiB are free for it. Lower micro_batch_tokens, set gradient_checkpointing=true, "
-                "train a lora adapter, divide the model (sharding=fsdp), or take a smaller model."
+                f"{memory / GIB:.1f} GiB are free for it. "
+                + (f"What would help: {', '.join(remedies)}." if remedies else _NO_REMEDY)
             )
         if host is not None and self.host > host:
             yield (
                 f"Main memory may not suffice: what is saved and offloaded needs about {self.host / GIB:.1f} GiB on "
-                f"this machine, and {host / GIB:.1f} GiB are free. Set checkpoint=sync, or sharding.cpu_offload=false."
+                f"this machine, and {host / GIB:.1f} GiB are free. Set "
+                + " or ".join(["checkpoint=sync"] * (self.copied > 0) + ["sharding.cpu_offload=false"] * self._offloads)
+                + "."
             )
         if disk is not None and self.saving * self.kept > disk:
             yield (
                 f"Disk may not suffice: {self.kept} checkpoints of {self.saving / GIB:.1f} GiB, and "
-                f"{disk / GIB:.1f} GiB are free. Lower checkpoint.keep_last_n, or set checkpoint.save_dir to a larger "
-                "disk."
+                f"{disk / GIB:.1f} GiB are free. "
+                + ("Lower checkpoint.keep_last_n, or set" if self.kept > 2 else "Set")
+                + " checkpoint.save_dir to a larger disk."
             )
 
     def lines(self) -> Iterator[str]:
@@ -147,7 +166,8 @@ class MemoryEstimate:
                 f"{x / GIB:>{w}.2f}" for x, w in zip(cells, (10, 11, 11, 10), strict=True)
             )
         yield "phase         " + ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in self.phases().items())
-        yield f"processes     {self.processes}, operations of a step at most {self.flops:.2e}"
+        each = f" on each of {self.machines} machines" if self.machines > 1 else ""
+        yield f"processes     {self.processes}{each}, operations of a step at most {self.flops:.2e}"
         yield f"checkpoint    {self.saving / GIB:.2f} GiB, {self.kept} at a time"
 
 
@@ -163,6 +183,7 @@ def estimate_ppo(run: Any) -> MemoryEstimate:
     counts = dict.fromkeys(shardings, world) if placement is None else placement.sizes(tuple(shardings), world)
     alone = NoSharding()
     divided = {role: (shardings[role] if counts[role] > 1 else alone, counts[role]) for role in shardings}
+    groups = [(tuple(shardings), world)] if placement is None else placement.worker_groups(tuple(shardings), world)
     rows = settings.prompts_per_step * settings.group_size
     width = getattr(run.data, "max_prompt_length", 0) + rollout.max_new_tokens
     own = {role: -(-rows // _shares(*division)) for role, division in divided.items()}
@@ -189,12 +210,15 @@ def estimate_ppo(run: Any) -> MemoryEstimate:
     if (space := getattr(rollout, "kv_cache_gib", None)) is not None:  # an engine with weights of its own
         cache = int(space * GIB) + actor.parameters * _computed_in(run.actor)
         roles[0] = replace(roles[0], generating=0)
+    group_of = {role: number for number, (members, _) in enumerate(groups) for role in members}
+    roles = [replace(role, group=group_of.get(role.name, 0)) for role in roles]
     saves = run.checkpoint
     saved = sum(role.saved for role in roles) if saves is not None else 0
     return MemoryEstimate(
         roles=tuple(roles),
         cache=cache,
-        processes=-(-max(counts.values()) // settings.nnodes),
+        processes=-(-sum(count for _, count in groups) // settings.nnodes),
+        machines=settings.nnodes,
         saving=saved,
         kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         flops=flops,
@@ -220,6 +244,7 @@ def estimate_sft(run: Any) -> MemoryEstimate:
         roles=(role,),
         cache=0,
         processes=-(-world // settings.nnodes),
+        machines=settings.nnodes,
         saving=role.saved if saves is not None else 0,
         kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         flops=6 * sizes.parameters * settings.batch_size * length,
@@ -302,5 +327,58 @@ def log_estimate(run: Any, context: BuildContext, checkpoints: Path) -> None:
     assert context.run_dir is not None
     (context.run_dir / "budget.txt").write_text("\n".join(budget.lines()) + "\n")
     memory = free_memory(context.device, budget.processes)
-    for warning in budget.warnings(memory, free_disk(checkpoints), free_main_memory()):
+    is_short = memory is not None and budget.peak[1] > memory
+    found = remedies(run, budget) if is_short else []
+    for warning in budget.warnings(memory, free_disk(checkpoints), free_main_memory(), found):
         _log.warning("%s", warning)
+
+
+def remedies(run: Any, budget: MemoryEstimate) -> list[str]:
+    """Settings that make the phase smaller which needs most memory, with what each saves, the largest first: what does
+    not help there is not named."""
+    estimate = estimate_ppo if isinstance(run.trainer, PPOSettings) else estimate_sft
+    phase, needed = budget.peak
+    found: dict[str, int] = {}
+    for setting, changed in _changes(run, budget):
+        if setting.partition("=")[0] in {one.partition("=")[0] for one in found}:  # a smaller change does it
+            continue
+        try:
+            saved = needed - estimate(changed()).phases()[phase]
+        except (ConfigError, KeyError):  # it does not go with the rest
+            continue
+        if saved >= _WORTH * needed:
+            found[setting] = saved
+    best = sorted(found, key=lambda setting: -found[setting])[:_MOST_REMEDIES]
+    return [f"{setting} ({found[setting] / GIB:.1f} GiB less)" for setting in best]
+
+
+def _changes(run: Any, budget: MemoryEstimate) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Settings that could make a run smaller, and the run that each gives."""
+
+    def of(role: str, **fields: Any) -> Callable[[], Any]:
+        return lambda: replace(run, **{role: replace(getattr(run, role), **fields)})
+
+    for role in ("actor", "critic", "reference"):
+        described = getattr(run, role, None)
+        if described is None:
+            continue
+        for part in (4, 16, 64):  # it may be more than a step has
+            if (tokens := described.micro_batch_tokens // part) >= 1:
+                yield f"{role}.micro_batch_tokens={tokens}", of(role, micro_batch_tokens=tokens)
+        if getattr(described, "gradient_checkpointing", True) is False:
+            yield f"{role}.gradient_checkpointing=true", of(role, gradient_checkpointing=True)
+        if getattr(described, "lora", described) is None:
+            yield f"{role}.lora={{_target_:verl.models.lora.LoRA,rank:8}}", of(role, lora=LoRA(rank=8))
+    rollout = getattr(run, "rollout", None)
+    for name in ("kv_cache_gib", "max_rows"):
+        if (value := getattr(rollout, name, None)) is not None:
+            half = max(1, value // 2) if isinstance(value, int) else value / 2
+            yield f"rollout.{name}={half:g}", of("rollout", **{name: half})
+    if budget.on_host and budget.copied:
+        yield "checkpoint=sync", of("checkpoint", save_async=False)
+    gpus = 0 if budget.on_host else torch.cuda.device_count()
+    if run.sharding.needs_processes and hasattr(run.sharding, "cpu_offload") and not budget.on_host:
+        yield "sharding.cpu_offload=true", of("sharding", cpu_offload=True)
+    elif gpus > 1 and run.trainer.n_gpus_per_node < gpus and getattr(run.trainer, "placement", None) is None:
+        divided = {"sharding": FSDP(), "trainer": replace(run.trainer, n_gpus_per_node=gpus)}
+        yield f"sharding=fsdp trainer.n_gpus_per_node={gpus}", lambda: replace(run, **divided)

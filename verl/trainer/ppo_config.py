@@ -6,11 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from verl.algorithms.algorithm import Algorithm
 from verl.checkpoint.config import Checkpointing
 from verl.component import BuildContext, Description
 from verl.data.base import PromptSource
 from verl.engines.sharding import Sharding
+from verl.errors import ConfigError
 from verl.replay.config import TieredReplay
 from verl.rewards.base import RewardDescription
 from verl.rollout.base import Rollout
@@ -18,10 +21,7 @@ from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import PPOSettings
 from verl.trainer.one_step_off import ahead_faults
-from verl.trainer.setup import (
-    RoleSharding,
-    sharding_faults,
-)
+from verl.trainer.setup import RoleSharding, resume_faults, sharding_faults
 from verl.workers.actor import Actor
 from verl.workers.base import TrainedRole
 from verl.workers.colocated import reference_sharding
@@ -174,6 +174,15 @@ class PPORun(Description):
     def faults(self) -> Iterator[str]:
         """What is wrong between components, each by its full config path."""
         yield from faults_between(self)
+
+    def faults_here(self) -> Iterator[str]:
+        if self.trainer.placement is None:  # else the actor may live on another machine
+            device = "cuda" if self.trainer.device == "auto" and torch.cuda.is_available() else self.trainer.device
+            try:
+                self.rollout.check_here(device)
+            except ConfigError as error:
+                yield from error.faults
+        yield from resume_faults(self.resume)
 
     def shardings(self) -> dict[str, Sharding]:
         """Role -> how it is divided where it has several processes: its own sharding, or that of the run."""

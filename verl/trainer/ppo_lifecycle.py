@@ -209,7 +209,11 @@ class PPOLifecycle:
         """Train to the end; see `verl.trainer.train_loop.fit`. In Ray, a lost worker costs the steps since the last
         save.
         """
-        return fit_with_restarts(self, lambda: fit(self, as_plain(self.description)), self.max_restarts)
+
+        def fit_once(may_restart: bool) -> TrainResult:
+            return fit(self, as_plain(self.description), may_restart=may_restart)
+
+        return fit_with_restarts(self, fit_once, self.max_restarts)
 
     @property
     def max_restarts(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -19,7 +19,7 @@ import torch
 
 from verl import config
 from verl.checkpoint.config import Checkpointing
-from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.remote.resolve import tier_of
 from verl.checkpoint.resume_point import find
 from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
@@ -27,8 +27,9 @@ from verl.cluster.placement import Placement
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain
 from verl.engines.sharding import Sharding
-from verl.errors import CheckpointNotFound, ConfigError, WorkerDied
+from verl.errors import CheckpointNotFound, ConfigError, WorkerDied, faults_below
 from verl.models.pretrained import ModelSource
+from verl.storage.config import is_address
 from verl.trainer.config import LoopSettings
 from verl.trainer.state.checkpointing import CheckpointSaver
 from verl.trainer.state.distributed_save import RankWriters
@@ -90,16 +91,35 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
             f"python and trainer.n_gpus_per_node={copies}: the trainer starts the processes of a sharding itself."
         )
     device = settings.device
+    with faults_below("trainer"):
+        if found := list(settings.faults_here()):
+            raise ConfigError(found)
     if device == "auto":
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    elif device.startswith("cuda") and (torch.device(device).index or 0) >= (count := torch.cuda.device_count()):
-        found = f"{count} GPUs, numbered from 0," if count else "no GPU"
-        raise ConfigError(f"trainer.device is {device!r}: torch finds {found} here. Set trainer.device=auto.")
     if device.startswith("cuda"):
         torch.cuda.set_device(torch.device(device).index or 0)  # kernels that take the current device take this one
     run_dir = context.run_dir or Path("outputs") / settings.project_name / settings.experiment_name
     run_dir.mkdir(parents=True, exist_ok=True)
     return replace(context, device=device, seed=settings.seed, run_dir=run_dir)
+
+
+def resume_faults(resume: str | None) -> Iterator[str]:
+    """What is wrong with the path in `resume`, as far as a look at directories and headers tells; every byte is hashed
+    later. An address, and `latest`, are looked for when the trainer is built.
+
+    Raises:
+        BadCheckpoint: it names one that is damaged.
+    """
+    if resume is None or resume == LATEST or is_address(resume):
+        return
+    before = logging.root.manager.disable
+    logging.disable()  # what is passed over is told when it is read in full
+    try:
+        find(resume, Path(), verify=False)
+    except ConfigError as error:
+        yield from error.faults
+    finally:
+        logging.disable(before)
 
 
 def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collection[str] = ()) -> CheckpointSaver:
@@ -226,9 +246,11 @@ class Restartable(Protocol):
     def restart(self, resume: str | None, why: str) -> None: ...
 
 
-def fit_with_restarts(trainer: Restartable, fit: Callable[[], TrainResult], max_restarts: int) -> TrainResult:
+def fit_with_restarts(trainer: Restartable, fit: Callable[[bool], TrainResult], max_restarts: int) -> TrainResult:
     """Train to the end, whatever workers are lost.
 
+    Args:
+        fit: trains, from where the trainer is; it is told whether the run goes on if a worker is lost in it.
     Raises:
         WorkerDied: a worker was lost, and the run keeps no checkpoints or was restarted as often as it may be.
     """
@@ -237,7 +259,7 @@ def fit_with_restarts(trainer: Restartable, fit: Callable[[], TrainResult], max_
         try:
             if why is not None:
                 trainer.restart(resume, why)  # may lose a worker too
-            return fit()
+            return fit(max_restarts > 0 and _hopeless(trainer, max_restarts) is None)
         except WorkerDied as error:
             if not max_restarts:
                 raise

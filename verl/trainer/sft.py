@@ -30,6 +30,7 @@ from verl.trainer.setup import (
     prepare_saving,
     rank_writers_of,
     restore_of,
+    resume_faults,
     sharding_faults,
     start_cluster,
 )
@@ -67,6 +68,9 @@ class SFTRun(Description):
         length, limit = getattr(self.data, "max_length", None), self.actor.model.max_positions()
         if length is not None and limit is not None and length > limit:
             yield f"data.max_length is {length}: actor.model holds {limit} tokens. Lower it."
+
+    def faults_here(self) -> Iterator[str]:
+        yield from resume_faults(self.resume)
 
     def build(self, context: BuildContext) -> SFTTrainer:
         """Load data and weights, and start the processes that the sharding asks for."""

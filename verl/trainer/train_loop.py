@@ -22,10 +22,11 @@ from verl.checkpoint.resume_point import ResumePoint
 from verl.checkpoint.save.save_plan import SaveOutcome
 from verl.data.base import Dataset
 from verl.data.sampler import EpochSampler
-from verl.errors import CheckpointFenced, WorkerError
+from verl.errors import CheckpointFenced, WorkerDied, WorkerError
 from verl.monitoring.nonfinite import NonFiniteGuard, StepSkipped
 from verl.protocol import DataProto
 from verl.tracking.base import TrackerSet
+from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.trainer.config import LoopSettings
 from verl.trainer.state import train_state
 from verl.trainer.state.checkpointing import CheckpointSaver
@@ -77,7 +78,8 @@ class TrainResult:
     """What a run came to.
 
     Attributes:
-        status: `finished`, `stopped` by `stop_after` or before a time limit, `interrupted` or `failed`.
+        status: `finished`, `stopped` by `stop_after` or before a time limit, `interrupted`, `failed`, or `restarting`
+            after a worker was lost: the run goes on from a checkpoint, and writes again.
         steps: made in full.
         samples: rows that those steps trained on.
         evaluations: step -> metrics; step 0 is before training.
@@ -86,7 +88,7 @@ class TrainResult:
         saved: directories of weights.
         checkpoints: names of those that were saved.
         saves: what each of them cost: `stall_s` of the step, `total_s` until it was durable, `bytes`.
-        error: what a failed run failed of.
+        error: what a failed run failed of, or a restarting one lost.
         restarts: which worker was lost, once for each time that the run went on from a checkpoint by itself.
     """
 
@@ -104,24 +106,32 @@ class TrainResult:
     error: str | None = None
     restarts: list[str] = field(default_factory=list)
 
+    def as_plain(self) -> dict[str, Any]:
+        """As JSON knows it."""
+        return {**vars(self), "run_dir": str(self.run_dir), "saved": [str(path) for path in self.saved]}
+
     def write(self) -> None:
         """Write `summary.json` into the run's directory."""
-        plain = {**vars(self), "run_dir": str(self.run_dir), "saved": [str(path) for path in self.saved]}
         file = self.run_dir / "summary.json"
         unfinished = file.with_name("summary.json.unfinished")
         try:
-            unfinished.write_text(json.dumps(plain, indent=2) + "\n")
+            unfinished.write_text(json.dumps(self.as_plain(), indent=2) + "\n")
             unfinished.replace(file)
         except OSError:
             unfinished.unlink(missing_ok=True)
             raise
 
 
-def fit(trainer: LoopTrainer, config: dict[str, Any], course: TrainLoop | None = None) -> TrainResult:
+def fit(
+    trainer: LoopTrainer, config: dict[str, Any], course: TrainLoop | None = None, *, may_restart: bool = False
+) -> TrainResult:
     """Train to the end, from the start, from the checkpoint that the trainer goes on from, or from where a course is.
 
     On SIGTERM and on Ctrl-C the step under way is finished and saved, and `Terminated` or KeyboardInterrupt goes on
     its way; on a second one at once, so that the checkpoint before that step is the last.
+
+    Args:
+        may_restart: the caller goes on by itself after a worker is lost, so that this is no end of the run.
     """
     course = TrainLoop(trainer, config) if course is None else course
     result = course.result
@@ -135,7 +145,7 @@ def fit(trainer: LoopTrainer, config: dict[str, Any], course: TrainLoop | None =
             raise interruption(stop.signal)
         result.status = "finished" if result.steps == trainer.num_steps else "stopped"
     except BaseException as error:
-        course.failed(error)
+        course.failed(error, may_restart=may_restart)
         raise
     finally:
         course.end()
@@ -303,8 +313,8 @@ class TrainLoop:
         """Let the random generators of this process go on from where a checkpoint was made."""
         train_state.restore_driver(point)
 
-    def failed(self, error: BaseException) -> None:
-        """Note what ends the run early."""
+    def failed(self, error: BaseException, *, may_restart: bool = False) -> None:
+        """Note what ends the run early; the traceback goes to run.log, since the error itself goes on its way."""
         result = self.result
         if isinstance(error, KeyboardInterrupt):
             result.status = "interrupted"
@@ -313,7 +323,11 @@ class TrainLoop:
             result.error = redact(f"{type(error).__name__}: {error}")
             if isinstance(error, WorkerError):
                 self.trainer.saving.workers_lost(result.error)
-            _log.exception("The run failed after step %d.", result.steps)
+            if may_restart and isinstance(error, WorkerDied):
+                result.status = "restarting"
+            told = {"console": False}  # the console tracker says it where the run ends
+            _log.error("The run is %s after step %d.", result.status, result.steps, exc_info=True, extra=told)
+            setattr(error, IN_RUN_LOG, True)
 
     def end(self) -> None:
         """Write the weights and the summary, and close trackers and checkpoints; may be called again."""
@@ -420,9 +434,11 @@ def _finish(trainer: LoopTrainer, result: TrainResult) -> None:
     """Write the weights and the summary, and close the trackers, each even if what comes before it fails."""
     with ExitStack() as ending:
         ending.callback(lambda: trainer.tracker.close(result.status))
+        ending.callback(lambda: trainer.tracker.result(result.as_plain()))
         ending.callback(lambda: trainer.saving.close(result.status, result.steps))
         ending.callback(result.write)
-        if result.status != "failed" and result.steps and trainer.settings.save_final:
+        is_sound = result.status not in ("failed", "restarting")
+        if is_sound and result.steps and trainer.settings.save_final:
             status, result.status = result.status, "failed"  # unless the weights are written
             _save(trainer, result)
             result.status = status

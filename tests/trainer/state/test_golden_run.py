@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from verl.checkpoint.core.manifest import FORMAT_VERSION
 from verl.checkpoint.manager import CheckpointManager
 from verl.component import BuildContext
+from verl.compose.command_line import command_line
 from verl.compose.compose import compose_root
-from verl.compose.overrides import command_line
 from verl.compose.validate import validate
 from verl.trainer.state.compare_runs import steps_of
 

@@ -108,6 +108,11 @@ class RayPlacement(Placement):
         pool_of = {role: pool for pool, members in self.groups(roles).items() for role in members}
         return {role: self.workers.get(pool_of[role], size) if role in pool_of else 1 for role in roles}
 
+    def worker_groups(self, roles: Collection[str], size: int) -> list[tuple[tuple[str, ...], int]]:
+        here = tuple(role for role in roles if role in self.in_driver)
+        pools = [(members, self.workers.get(name, size)) for name, members in self.groups(roles).items()]
+        return [*pools, *([(here, 1)] if here else [])]
+
     def groups(self, roles: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Pool -> the roles of a run that live in it; those in the driver left out."""
         home = next((name for name, members in self.pools.items() if "actor" in members), MAIN)

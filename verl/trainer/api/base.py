@@ -75,11 +75,11 @@ class BaseTrainer:
         self._under_way()
         return fit_with_restarts(self.trainer, self._fit_once, self.trainer.max_restarts)
 
-    def _fit_once(self) -> TrainResult:
+    def _fit_once(self, may_restart: bool) -> TrainResult:
         if self._course.is_over:  # a worker was lost, and the trainer is built anew
             del self._course
         course = self._under_way()
-        return fit(course.trainer, course.config, course)
+        return fit(course.trainer, course.config, course, may_restart=may_restart)
 
     @component_exits()
     def evaluate(self) -> dict[str, float]:

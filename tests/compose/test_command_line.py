@@ -1,0 +1,162 @@
+"""Arguments of the main scripts: paths are taken as they stand, and what cannot be read is told in our words."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from verl.compose.command_line import command_line, composition_faults, in_grammar, is_path, parse_overrides
+from verl.compose.compose import compose_root
+from verl.compose.from_yaml import compose_over_default
+from verl.compose.schema import conf_dir
+
+RAW = re.compile(r"hydra\.cc|Lexer|token recognition|viable|mismatched|PPORoot|object_type|full_key|usage:|HYDRA_|See ")
+ODD = (
+    "/data/a b/c", "/data/a,b", "it's here", 'say "hi"', "/a[1]/b{2}(3)", "/run#1", "/данные/größe/数", "s3://b/p?x=1&y=2",
+    "a=b", "C:\\new\\x", "ends\\", "/a;b|c!^&*%$", "1e5", "2024", "null.d", "@x", "-x", "'", "~other/x", "a'b\"c,[d",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ODD)
+@pytest.mark.parametrize("key", ["actor.model.path", "checkpoint.save_dir", "resume", "reward.path"])
+def test_a_value_that_is_a_path_is_taken_as_it_stands(key, path):
+    more = ["reward=function"] if key == "reward.path" else []
+    arguments, assigned = command_line("ppo", [f"{key}={path}", *more])
+    assert assigned.faults == []
+    config = compose_root("ppo", [a for a in arguments if not a.startswith("-")])
+    for name in key.split("."):
+        config = config[name]
+    assert config == path
+    assert parse_overrides([f"{key}={path}"]) == ([(key, path)], [])  # and by LocalPPOTrainer(overrides=[...])
+    if key != "resume":
+        composed = compose_over_default("ppo", {}, [f"{key}={path}", *more])
+        assert composed.faults == []
+
+
+def test_a_tilde_is_the_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    arguments, _ = command_line("ppo", ["actor.model.path=~/m, 1", "data.train_files=[~/a.jsonl]", "hydra.run.dir=~/r"])
+    assert arguments == [
+        "hydra.run.dir=/home/me/r", "data=files", "++actor.model.path='/home/me/m, 1'",
+        "++data.train_files=[/home/me/a.jsonl]",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        ("[a.parquet,b.parquet]", ["a.parquet", "b.parquet"]),
+        ("[a b.parquet, ~x/é.parquet]", ["a b.parquet", "~x/é.parquet"]),
+        ("[it's.parquet,b#1.parquet]", ["it's.parquet", "b#1.parquet"]),
+        ("['q,r.parquet',s.parquet]", ["q,r.parquet", "s.parquet"]),
+        ("[a[1,2].parquet,b.parquet]", ["a[1,2].parquet", "b.parquet"]),
+        ("[one,two.jsonl,b.jsonl]", ["one,two.jsonl", "b.jsonl"]),  # where a file of that name is there
+        ("[2024]", ["2024"]),
+        ("[]", []),
+    ],
+)
+def test_a_list_of_paths_is_divided_at_commas_between_them(text, paths, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("one,two.jsonl").touch()
+    value = OverridesParser.create().parse_override(f"k={in_grammar('data.train_files', text)}").value()
+    assert [str(path) for path in value] == paths
+
+
+def test_a_path_that_is_there_is_one_path_and_another_with_commas_is_a_sweep_under_m(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a,b").mkdir()
+    assert command_line("ppo", ["-m", "actor.model.path=a,b"])[0][-1] == "++actor.model.path='a,b'"
+    assert command_line("ppo", ["-m", "actor.model.path=c,d"])[0][-1] == "++actor.model.path=c,d"
+    assert command_line("ppo", ["-m", "actor.model.path=é,d"])[0][-1] == "++actor.model.path='é',d"
+    assert command_line("ppo", ["actor.model.path=c,d"])[0][-1] == "++actor.model.path='c,d'"
+
+
+def test_values_that_hydra_reads_are_left_as_they_are():
+    for pair in ("trainer.seed=3", "actor.model.path=out/actor", "actor.lora={_target_:verl.models.lora.LoRA,rank:8}",
+                 "actor.model.path=${reference.x}", "resume=null", "data.train_files=[a.jsonl,b.jsonl]",
+                 "actor.model.path='a b'"):  # fmt: skip
+        assert command_line("ppo", [pair])[0][-1] == f"++{pair}"
+
+
+def test_every_field_that_holds_a_path_is_known_as_one():
+    for key in ("actor.model.path", "data.train_files", "data.eval_files", "checkpoint.save_dir", "storage.root",
+                "resume", "actor.model.tokenizer_path", "trainer.default_local_dir", "hydra.run.dir"):  # fmt: skip
+        assert is_path(key), key
+    assert not is_path("trainer.experiment_name")
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("--trainer.seed=3", "without dashes. Write trainer.seed=3"),
+        ("--multirn", "Did you mean --multirun?"),
+        ("--help=3", "--help=3"),
+        ("--cfg", "--cfg job"),
+        ("--cfg jop", "expected job, hydra, all. Did you mean job?"),
+        ("--cfg job --package zzz", "--package is zzz"),
+        ("-m --cfg job", "Leave -m out"),
+        ("trainer.seed", "write trainer.seed=VALUE"),
+        ("grpo", "Did you mean algorithm=grpo?"),
+        ("=3", "no key"),
+        ("trainer..seed=3", "Did you mean trainer.seed?"),
+        ("trainer.total-steps=3", "Did you mean trainer.total_steps?"),
+        ("trainer.seed=1,2", "add -m for a sweep"),
+        ("algorithm=grpo,ppo", "add -m for a sweep"),
+        ("algorithm=gr-po", "Did you mean grpo?"),
+        ("~traner", "Did you mean trainer?"),
+        ("traner@x=local", "Did you mean trainer?"),
+    ],
+)
+def test_an_argument_that_cannot_be_read_is_told_in_our_words(argument, said):
+    _, assigned = command_line("ppo", argument.split())
+    (fault,) = assigned.faults
+    assert said in fault
+    assert not RAW.search(fault)
+
+
+def test_whatever_is_wrong_with_arguments_is_told_at_once_without_a_word_of_hydra(tmp_path):
+    wrong = ["--trainer.seed=3", "grpo", "trainer.seed=1,2"]
+    for arguments in ([*wrong, "trainer.total_steps=3#"], [*wrong, "~trainer.sed"], ["hydra.foo=1"]):
+        done = subprocess.run(
+            [sys.executable, str(conf_dir().parent / "main_ppo.py"), *arguments],
+            capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(conf_dir().parent)},
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert not RAW.search(done.stderr), done.stderr
+        assert "Traceback" not in done.stderr
+        assert len(done.stderr.splitlines()) >= len(arguments), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_experiment_without_its_package_line_or_with_broken_yaml_is_named(tmp_path, monkeypatch):
+    import verl.compose.command_line as module
+    import verl.compose.overrides as overrides
+
+    conf = tmp_path / "conf"
+    (conf / "experiment").mkdir(parents=True)
+    (conf / "experiment/mine.yaml").write_text("trainer:\n  seed: 3\n")
+    (conf / "experiment/broken.yaml").write_text("# @package _global_\ntrainer: [\n")
+    (conf / "experiment/good.yaml").write_text("# purpose\n# @package _global_\ntrainer: {seed: 3}\n")
+    monkeypatch.setattr(module, "conf_dir", lambda: conf)
+    monkeypatch.setattr(overrides, "conf_dir", lambda: conf)
+    (fault,) = command_line("ppo", ["experiment=mine"])[1].faults
+    assert "mine.yaml does not open with the line `# @package _global_`" in fault
+    (fault,) = command_line("ppo", ["experiment=broken"])[1].faults
+    assert "broken.yaml line 3 is not readable as YAML" in fault
+    assert command_line("ppo", ["experiment=good"])[1].faults == []
+
+
+@pytest.mark.parametrize("override", ["algorithm=nope", "~trainer.nope", "trainer@x=local"])
+def test_what_hydra_finds_while_it_composes_is_put_into_our_words(override):
+    with pytest.raises(HydraException) as caught:
+        compose_root("ppo", [override])
+    (fault,) = composition_faults("ppo", caught.value)
+    assert not RAW.search(fault)
+    assert fault.endswith((".", "?"))

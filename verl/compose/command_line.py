@@ -1,0 +1,331 @@
+"""Reads the arguments of the main scripts: flags, assignments, and values in Hydra's grammar.
+
+    argument -> flag of Hydra | assignment -> value in the grammar -> aliases and options -> arguments for Hydra
+
+A value that the grammar cannot read is a text, and a value that is a path is taken as it stands: `~`, commas, quotes,
+brackets, `#` and letters of any language are parts of it. What is wrong is told in our words, with all other faults.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.compose.compose import compose_root, readable
+from verl.compose.overrides import Overrides, assign, with_copies
+from verl.compose.schema import CHOOSERS, conf_dir, group_options, root_keys
+from verl.compose.suggestions import hint, nearest
+
+_ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[^\W\d]\w*(\.\w+)*)=(?P<value>.*)$", re.DOTALL)
+_LOOSE = re.compile(r"^(?P<dashes>-*)(?P<prefix>[+~]{0,2})(?P<key>[^=]*)(?P<sign>=?)(?P<value>.*)$", re.DOTALL)
+_OF_A_PACKAGE = re.compile(r"^\+?[\w/]+@[\w./:]*=|^\+?[\w/]+/[\w/@]+=")  # group@package=option, hydra/launcher=basic
+_OTHER_SEARCH_PATH = ("--config-dir", "-cd", "--config-path", "-cp", "hydra.searchpath", "+hydra.searchpath")
+_PATH = re.compile(r"(^|[._])(path|paths|dir|dirs|directory|file|files|root|resume)$")
+_NO_PATH = ("", "null", "???")
+
+SWITCHES = ("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m",
+            "--shell-completion", "-sc", "--info", "-i")  # fmt: skip
+WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
+_INFORMED_OF = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_MULTIRUN = ("-m", "--multirun")
+SHOWS_ONLY = ("--cfg", "-c", "--info", "-i")  # these print and never reach the run's own check
+_SHOWN = ("job", "hydra", "all")
+_PARSER = OverridesParser.create()
+
+
+def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overrides]:
+    """The arguments for Hydra, and what was found in them.
+
+    A plain `a.b=c` becomes `++a.b=c`: an unknown key then reaches our own check, which reports all faults at once with
+    the nearest known key, where Hydra would stop at the first. Flags, `hydra.*`, `~key` and `group@package` pass as
+    they are.
+    """
+    flags, words, faults = _flags(arguments)
+    sweeps = any(flag in _MULTIRUN for flag in flags) or any(word.startswith("sweep=") for word in words)
+    for_hydra, pairs = [], []
+    for word in words:
+        match = _ASSIGNMENT.match(word)
+        if match is None:
+            fault = _not_assigned(root, word)
+            faults += [fault] if fault else []
+            for_hydra += [] if fault else [word]
+        elif match["key"].split(".")[0] == "hydra":
+            value = in_grammar(match["key"], match["value"], sweeps=sweeps)
+            for_hydra.append(f"{match['prefix']}{match['key']}={value}")
+        else:
+            pairs.append((match["key"], match["value"]))
+    is_searched = any(argument.startswith(_OTHER_SEARCH_PATH) for argument in arguments)
+    assigned = assign(root, pairs, judge_options=not is_searched)
+    assigned.values = [(key, in_grammar(key, value, sweeps=sweeps)) for key, value in assigned.values]
+    assigned.options = [option for option in assigned.options if not _refuse_file(option, is_searched, faults)]
+    if not sweeps:
+        _refuse_sweeps(assigned, faults)
+    assigned.faults = [*faults, *assigned.faults]
+    assigned.values = with_copies(root, assigned)
+    options = [readable(option) for option in assigned.options]
+    if (package := _value_of(flags, ("--package", "-p"))) is not None and not faults and not is_searched:
+        try:
+            has_part = OmegaConf.select(compose_root(root, assigned.options), package) is not None
+        except (HydraException, OmegaConfBaseException):
+            has_part = True  # Hydra reports it when it composes for itself
+        if not has_part:
+            assigned.faults.append(f"--package is {package}: the configuration has no such part.")
+    return [*flags, *for_hydra, *options, *(f"++{key}={value}" for key, value in assigned.values)], assigned
+
+
+def is_path(key: str) -> bool:
+    """Whether the value of a key is a path, or several, as its name says."""
+    return _PATH.search(key) is not None
+
+
+def in_grammar(key: str, text: str, *, sweeps: bool = False) -> str:
+    """A value in Hydra's grammar: as it was typed where that reads it, else in quotes.
+
+    Args:
+        text: as it was typed, without the shell's own quotes.
+        sweeps: whether several values, divided by commas, stand for several jobs.
+    """
+    if is_path(key) and text not in _NO_PATH and "${" not in text:
+        return _path_in_grammar(text, sweeps)
+    if _parsed(text) is not None:
+        return text
+    if sweeps and len(pieces := _divided(text)) > 1:
+        return ",".join(in_grammar(key, piece) for piece in pieces)
+    return _quoted(text)
+
+
+def _path_in_grammar(text: str, sweeps: bool) -> str:
+    parsed = _parsed(text)
+    if not Path(text).exists():
+        if text[:1] in "'\"" and parsed is not None and not parsed.is_sweep_override():
+            return text  # in the quotes of the grammar
+        if text.startswith("[") and text.endswith("]"):
+            return f"[{','.join(_path_in_grammar(path, sweeps=False) for path in _listed(text[1:-1]))}]"
+        if sweeps and parsed is not None and parsed.is_sweep_override() and "~" not in text:
+            return text
+        if sweeps and len(pieces := _divided(text)) > 1:
+            return ",".join(_path_in_grammar(piece, sweeps=False) for piece in pieces)
+        text = os.path.expanduser(text)
+        parsed = _parsed(text)
+    is_plain = parsed is not None and not parsed.is_sweep_override() and parsed.value() == text
+    return text if is_plain else _quoted(text)
+
+
+def _listed(text: str) -> list[str]:
+    """The paths in brackets; a comma belongs to a path where one of that name is there."""
+    pieces, paths = _divided(text), []
+    while pieces:
+        count = next((n for n in range(len(pieces), 1, -1) if Path(",".join(pieces[:n]).strip()).exists()), 1)
+        paths.append(",".join(pieces[:count]).strip())
+        pieces = pieces[count:]
+    return [path for path in paths if path]
+
+
+def _divided(text: str) -> list[str]:
+    """The parts between commas; none within quotes or brackets that are closed again."""
+    pieces, start, place = [], 0, 0
+    while place < len(text):
+        end = {"'": "'", '"': '"', "[": "]", "{": "}", "(": ")"}.get(text[place])
+        is_open = end is not None and (end not in "'\"" or not text[start:place].strip())
+        closed = text.find(end, place + 1) if is_open and end is not None else -1
+        if text[place] == ",":
+            pieces.append(text[start:place])
+            start = place + 1
+        place = max(place, closed) + 1
+    return [*pieces, text[start:]]
+
+
+def _parsed(text: str) -> Override | None:
+    try:
+        return _PARSER.parse_override(f"key={text}")
+    except HydraException:
+        return None
+
+
+def _quoted(text: str) -> str:
+    return QuotedString(text, Quote.single).with_quotes()
+
+
+def parse_overrides(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
+    """Overrides of a script as keys with Python values, and the faults of those that are none."""
+    pairs, faults = [], []
+    for text in overrides:
+        match = _ASSIGNMENT.match(text)
+        if match is None:
+            faults.append(f"overrides: {text!r} is not of the form key=value.")
+            continue
+        parsed = _parsed(in_grammar(match["key"], match["value"]))
+        assert parsed is not None, "what the grammar does not read was quoted"
+        if parsed.is_sweep_override():
+            faults.append(f"overrides: {text!r} has several values; give one.")
+        else:
+            pairs.append((match["key"], parsed.value()))
+    return pairs, faults
+
+
+def _flags(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Flags for Hydra with their values, everything else, and what is wrong with the flags."""
+    flags: list[str] = []
+    words: list[str] = []
+    faults: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        name, sign, _ = argument.partition("=")
+        if not argument.startswith("-") or argument == "-":
+            words.append(argument)
+        elif name in ("--info", "-i") and waiting and waiting[0] in _INFORMED_OF:
+            flags += [argument, waiting.pop(0)]
+        elif argument in SWITCHES:
+            flags.append(argument)
+        elif name in WITH_VALUE and (sign or waiting):
+            flags += [argument] if sign else [argument, waiting.pop(0)]
+        elif name in WITH_VALUE:
+            faults.append(f"{name} is given without a value: {name} {'job' if name in SHOWS_ONLY else 'VALUE'}.")
+        else:
+            faults.append(_no_flag(argument))
+    names = [flag.partition("=")[0] for flag in flags]
+    shown = _value_of(flags, ("--cfg", "-c"))
+    if shown is not None and shown not in _SHOWN:
+        faults.append(f"--cfg is {shown}: expected {', '.join(_SHOWN)}.{hint(nearest(shown, _SHOWN))}")
+    if any(name in _MULTIRUN for name in names) and any(name in SHOWS_ONLY for name in names):
+        faults.append("-m stands beside --cfg: a sweep has several configurations. Leave -m out to see one of them.")
+    return flags, words, faults
+
+
+def _value_of(flags: Sequence[str], names: Sequence[str]) -> str | None:
+    """What the last flag of these names is given."""
+    for place in reversed(range(len(flags))):
+        name, sign, value = flags[place].partition("=")
+        if name in names:
+            return value if sign else flags[place + 1]
+    return None
+
+
+def _no_flag(argument: str) -> str:
+    loose = _LOOSE.match(argument)
+    assert loose is not None, "it matches anything"
+    if loose["sign"] and _ASSIGNMENT.match(bare := argument.lstrip("-")):
+        return (
+            f"{argument}: a value is assigned without dashes. Write {bare}, or use scripts/train.py, which has flags."
+        )
+    near = nearest(argument.partition("=")[0], [*SWITCHES, *WITH_VALUE])
+    return f"{argument} is not a known flag; --help lists them.{hint(near)}"
+
+
+def _not_assigned(root: str, word: str) -> str | None:
+    """What is wrong with a word that is no assignment; None for what only Hydra knows."""
+    if word.startswith("~"):
+        key = word[1:].partition("=")[0]
+        top, keys = re.split(r"[.@]", key, maxsplit=1)[0], root_keys(root)
+        known = top in keys or top.startswith("hydra")
+        return None if known else f"{word}: {root}.yaml has no {top} to leave out.{hint(nearest(top, keys))}"
+    if _OF_A_PACKAGE.match(word):
+        group, keys = word.lstrip("+").partition("@")[0].partition("=")[0], [*group_options(conf_dir())]
+        known = group in keys or group.startswith("hydra/")
+        return None if known else f"{word}: there is no group {group}.{hint(nearest(group, keys))}"
+    key, sign, _ = word.partition("=")
+    if sign:
+        better = re.sub(r"\W*\.\W*", ".", key.strip()).replace("-", "_")
+        near = f" Did you mean {better}?" if better != key and _ASSIGNMENT.match(f"{better}=") else ""
+        return f"{word}: {key!r} is no key; keys are names joined by dots.{near}"
+    groups = [group for group, options in group_options(conf_dir()).items() if word in options]
+    if groups:
+        return f"{word} has no key. Did you mean {' or '.join(f'{group}={word}' for group in groups[:3])}?"
+    return f"{word} has no value: write {word}=VALUE."
+
+
+def _refuse_sweeps(assigned: Overrides, faults: list[str]) -> None:
+    """Several values without -m: told, and left out."""
+    for group in [option for option in assigned.options if "," in option]:
+        assigned.options.remove(group)
+        faults.append(f"{group} has several values: add -m for a sweep over them, or give one.")
+    for pair in list(assigned.values):
+        parsed = _parsed(pair[1]) if isinstance(pair[1], str) else None
+        if parsed is not None and parsed.is_sweep_override():
+            assigned.values.remove(pair)
+            faults.append(
+                f"{pair[0]}={pair[1]} has several values: add -m for a sweep over them, or write {pair[0]}=[{pair[1]}] "
+                "for a list."
+            )
+
+
+def _refuse_file(option: str, is_searched: bool, faults: list[str]) -> bool:
+    """Whether the file of an option cannot be a part of a run; the reason is added to the faults."""
+    group, _, name = option.lstrip("+").partition("=")
+    file = conf_dir() / group / f"{name}.yaml"
+    if is_searched or "@" in group or not file.is_file():
+        return False
+    text = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", None)
+        where = "" if line is None else f" line {line + 1}"
+        faults.append(f"{option}: {file}{where} is not readable as YAML: {getattr(error, 'problem', None) or error}.")
+        return True
+    if group in CHOOSERS and not re.search(r"^#\s*@package\s+_global_\s*$", text, re.MULTILINE):
+        faults.append(f"{option}: {file} does not open with the line `# @package _global_`. {_PACKAGE}")
+        return True
+    return False
+
+
+def composition_faults(root: str, error: Exception) -> Iterator[str]:
+    """What Hydra or OmegaConf found while it composed, in our words."""
+    text = str(error).strip()
+    if (found := re.search(r"Could not find '([^']+)'", text)) is not None:
+        yield _no_option(found[1])
+    elif (found := re.search(r"Key '([^']+)' (?:is )?not in|Could not override '([^'@]+)'", text)) is not None:
+        yield _unknown(root, found[1] or found[2])
+    else:
+        matches = ((re.search(pattern, text, re.DOTALL), words) for pattern, words in _WORDS)
+        first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+        yield next(
+            (words.format(*found.groups()) for found, words in matches if found is not None),
+            f"the configuration cannot be composed: {first.rstrip('.')}. `main_{root}.py --help` tells what may be "
+            "chosen.",
+        )
+
+
+def _no_option(path: str) -> str:
+    group, _, option = path.rpartition("/")
+    known = group_options(conf_dir()).get(group, [])
+    if path.startswith("hydra/"):
+        return f"{group}={option}: Hydra has no such option; a plugin that brings it may not be installed."
+    if not known:
+        return f"{path}: there is no such group of options.{hint(nearest(group, list(group_options(conf_dir()))))}"
+    return f"{group}={option}: no such option; there are {', '.join(known)}.{hint(nearest(option, known))}"
+
+
+def _unknown(root: str, key: str) -> str:
+    top, keys = key.partition(".")[0], root_keys(root)
+    if top in CHOOSERS:
+        return f"the file of the option of {top} does not open with the line `# @package _global_`. {_PACKAGE}"
+    if top == "hydra":
+        return f"{key} is not a known key of Hydra. `--cfg hydra` shows those that there are."
+    if top in keys:
+        return f"{key} is not a known key."
+    return f"{key} is not a known key: {root}.yaml has no {top}.{hint(nearest(top, keys))}"
+
+
+_PACKAGE = "Without it the keys of the file lie below its group instead of at the root. Add it as the first line."
+_WORDS = (  # what Hydra says, and what we say
+    (r"Interpolation key '([^']+)' not found\s+full_key: (\S+)", "{1} refers to ${{{0}}}, which is not there."),
+    (r"Interpolation key '([^']+)' not found", "${{{0}}} refers to a key that is not there."),
+    (r"Could not delete.*'([^']+)' does not exist", "~{0}: there is no {0} to leave out."),
+    (r"Could not override '([^'@]+)@([^']*)'", "{0}@{1}: nothing is chosen there yet. Write +{0}@{1}=OPTION."),
+    (r"Multiple values for ([\w/@.]+)", "{0} is chosen twice. In a file, write `override /{0}: OPTION`."),
+    (r"Cannot find primary config '([^']+)'", "--config-name is {0}: there is no such file. Leave it out."),
+    (r"Additional config directory '([^']+)' not found", "--config-dir is {0}: no such directory."),
+    (r"Primary config directory not found", "--config-path names no directory. Leave it out."),
+)
