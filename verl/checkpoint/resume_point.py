@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from verl.storage.config import Storage, is_address
 from verl.utils.saved_targets import current_targets
 
 _log = logging.getLogger(__name__)
+
+IsOwn = Callable[[Mapping[str, Any]], bool]  # whether what `trainer_state.json` tells is the training that goes on
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ def find(
     verify: bool = True,
     tier: CheckpointTier | None = None,
     storage: Storage | None = None,
+    is_own: IsOwn | None = None,
 ) -> ResumePoint | None:
     """The checkpoint that `resume` means; None where `latest` finds none.
 
@@ -76,6 +80,8 @@ def find(
         verify: false looks at names, sizes and headers alone.
         tier: where `latest` looks too; what is newer there is fetched.
         storage: how an address of the same kind is asked.
+        is_own: of a directory, the newest checkpoint of this training is meant, wherever those of others stand. Where
+            it holds those of others alone, their newest is returned, for the caller to refuse. None: any training.
     Raises:
         ConfigError: there is no such directory, it holds no checkpoint, or all of them are damaged.
         BadCheckpoint: it does not verify.
@@ -85,9 +91,9 @@ def find(
     if resume == LATEST:
         try:
             if tier is not None:
-                published = newest_of_tiers(save_dir, tier, _level(verify), strict)
-                return _point(published, f"resume=latest looked in {save_dir} and {tier.address}")
-            return _newest(save_dir, strict, verify, f"resume=latest looked in {save_dir}")
+                published, state = newest_of_tiers(save_dir, tier, _level(verify), strict, is_own)
+                return ResumePoint(published, state, f"resume=latest looked in {save_dir} and {tier.address}")
+            return _newest(save_dir, strict, verify, f"resume=latest looked in {save_dir}", is_own=is_own)
         except CheckpointNotFound:
             return None
     path = Path(resume).expanduser().absolute()
@@ -101,7 +107,7 @@ def find(
         if (path / POINTER).is_file():
             pointer = json.loads((path / POINTER).read_text())
             return _newest(Path(pointer["save_dir"]), strict, verify, f"resume={resume} is a run", pointer["run_id"])
-        return _newest(path, strict, verify, f"resume={resume} holds checkpoints")
+        return _newest(path, strict, verify, f"resume={resume} holds checkpoints", is_own=is_own)
     except CheckpointNotFound as error:
         raise ConfigError(f"resume is {resume!r}: {error}. Give a checkpoint, its parent, a run, or latest.") from error
 
@@ -118,7 +124,9 @@ def _fetched(address: str, save_dir: Path, storage: Storage | None) -> ResumePoi
         raise ConfigError(f"resume is {address!r}: {error}") from error
 
 
-def _newest(directory: Path, strict: bool, verify: bool, what: str, run_id: str | None = None) -> ResumePoint:
+def _newest(
+    directory: Path, strict: bool, verify: bool, what: str, run_id: str | None = None, is_own: IsOwn | None = None
+) -> ResumePoint:
     looked_at = CheckpointDirectory(directory)
     try:
         looked_at.newest(strict)
@@ -127,20 +135,34 @@ def _newest(directory: Path, strict: bool, verify: bool, what: str, run_id: str 
             raise _all_damaged(directory) from None
         raise
     complete = looked_at.complete()
-    own = [published for published in complete if run_id in (None, published.manifest.run_id)]
-    if not own:
+    found: list[tuple[Checkpoint, dict[str, Any]]] = []
+    for published in complete:
+        if run_id in (None, published.manifest.run_id):
+            try:
+                found.append((published, read_state(FileSystem(), published)))
+            except BadCheckpoint as error:
+                if strict:
+                    raise
+                _log.error("NOT USING checkpoint %s", error)
+    if not found:
+        if run_id is None:
+            raise _all_damaged(directory)
         raise CheckpointNotFound(f"{directory} holds no complete checkpoint of run {run_id}")
-    for published in reversed(own):
+    own = [(published, state) for published, state in found if is_own is None or is_own(state)]
+    others = len(found) - len(own)
+    chosen = own or found
+    for published, state in reversed(chosen):
         try:
             open_verified(FileSystem(), published.directory, _level(verify))
-            state = read_state(FileSystem(), published)
         except BadCheckpoint as error:
             if strict:
                 raise
             _log.error("NOT USING checkpoint %s", error)
         else:
-            after = "" if published is own[-1] else ", those after it being damaged"
-            return ResumePoint(published, state, f"{what}: the last published of {len(complete)} complete ones{after}")
+            after = "" if published is chosen[-1][0] else ", those after it being damaged"
+            beside = f", {others} of another training beside them" if own and others else ""
+            why = f"{what}: the last published of {len(chosen)} complete ones{after}{beside}"
+            return ResumePoint(published, state, why)
     raise _all_damaged(directory)
 
 

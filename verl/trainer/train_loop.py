@@ -196,6 +196,8 @@ class TrainLoop:
         if saving.resumed is not None:
             trainer.tracker.resume(saving.resumed.state.get("trackers", {}))
         trainer.tracker.start(name, {**self.config, "lineage": saving.facts}, trainer.run_dir, trainer.num_steps)
+        for sentence in saving.messages:
+            trainer.tracker.message(sentence)
         self.is_open = True
 
     def begin(self, evaluates: bool = True) -> None:

@@ -17,14 +17,14 @@ from verl.checkpoint.read.verify import Level, open_verified
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew
 from verl.storage.config import is_address
 
-OWNER, FORMAT = "owner.json", "format.json"
+OWNER, FORMAT, RUN_LOCK = "owner.json", "format.json", "run.lock"
 
 
 log = logging.getLogger(__name__)
 
 STAGING, TRASH, OBJECTS, PINS, LATEST = "staging", "trash", "objects", "pins", "latest"
 COLD, UPLOADED, FETCHED = "cold.json", "uploaded", "fetched"
-RESERVED = {STAGING, TRASH, OBJECTS, PINS, LATEST, FORMAT, OWNER, COLD, UPLOADED, FETCHED}
+RESERVED = {STAGING, TRASH, OBJECTS, PINS, LATEST, FORMAT, OWNER, RUN_LOCK, COLD, UPLOADED, FETCHED}
 
 
 class CheckpointDirectory:
