@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from verl.checkpoint.core.checkpoint import Checkpoint, read_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import MANIFEST
-from verl.checkpoint.read.discovery import LATEST, POINTER, CheckpointDirectory
+from verl.checkpoint.read.discovery import LATEST, POINTER, CheckpointDirectory, read_pointer
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import Level, open_verified
@@ -86,6 +87,8 @@ def find(
         ConfigError: there is no such directory, it holds no checkpoint, or all of them are damaged.
         BadCheckpoint: it does not verify.
     """
+    if not resume.strip():
+        raise ConfigError("resume is empty: give latest, a checkpoint, its parent or a run, or leave it out.")
     if is_address(resume):
         return _fetched(resume, save_dir, storage)
     if resume == LATEST:
@@ -97,6 +100,8 @@ def find(
         except CheckpointNotFound:
             return None
     path = Path(resume).expanduser().absolute()
+    if path.name == LATEST and CheckpointDirectory(path.parent).candidates():
+        return _of_link(resume, path, strict, verify, is_own)
     if path.is_symlink():
         path = path.resolve()
     if not path.is_dir():
@@ -105,11 +110,47 @@ def find(
         return _point(open_verified(FileSystem(), path, _level(verify)), f"resume={resume} names it")
     try:
         if (path / POINTER).is_file():
-            pointer = json.loads((path / POINTER).read_text())
-            return _newest(Path(pointer["save_dir"]), strict, verify, f"resume={resume} is a run", pointer["run_id"])
+            return _of_run(resume, path, strict, verify)
         return _newest(path, strict, verify, f"resume={resume} holds checkpoints", is_own=is_own)
     except CheckpointNotFound as error:
         raise ConfigError(f"resume is {resume!r}: {error}. Give a checkpoint, its parent, a run, or latest.") from error
+
+
+def _of_link(resume: str, link: Path, strict: bool, verify: bool, is_own: IsOwn | None) -> ResumePoint:
+    """The newest of a directory, whatever its link `latest` shows: that is a hint, and may be older."""
+    found = _newest(link.parent, strict, verify, f"resume={resume} means the newest of {link.parent}", is_own=is_own)
+    shown = os.readlink(link) if link.is_symlink() else ""
+    if shown and shown != found.published.name:
+        _log.warning("%s shows %s, which is not the newest: taking %s.", link, shown, found.published.name)
+    return found
+
+
+def _of_run(resume: str, run_dir: Path, strict: bool, verify: bool) -> ResumePoint:
+    """The newest checkpoint of a run: of its last start, else of the runs that it went on from, or of an earlier start
+    in this directory."""
+    pointer = read_pointer(run_dir)
+    places = pointer.places(run_dir)
+    what = f"resume={resume} is a run"
+    for number, runs in enumerate(pointer.generations()):
+        for directory in places:
+            if not _has_any(directory, runs):
+                continue
+            if number:
+                _log.warning("%s was ended before its first save: going on from what it had gone on from.", run_dir)
+            if directory != places[0]:
+                _log.info("%s says that it saved in %s; its checkpoints are in %s.", run_dir, places[0], directory)
+            return _newest(directory, strict, verify, what, runs)
+    raise CheckpointNotFound(f"{places[0]} holds no complete checkpoint of run {pointer.run_id}")
+
+
+def _has_any(directory: Path, runs: Mapping[str, int | None]) -> bool:
+    looked_at = CheckpointDirectory(directory)
+    return directory.is_dir() and any(_is_of(published, runs) for published in looked_at.survey()[0])
+
+
+def _is_of(published: Checkpoint, runs: Mapping[str, int | None]) -> bool:
+    last = runs.get(published.manifest.run_id, 0)
+    return last is None or published.sequence <= last
 
 
 def _point(published: Checkpoint, why: str) -> ResumePoint:
@@ -125,7 +166,12 @@ def _fetched(address: str, save_dir: Path, storage: Storage | None) -> ResumePoi
 
 
 def _newest(
-    directory: Path, strict: bool, verify: bool, what: str, run_id: str | None = None, is_own: IsOwn | None = None
+    directory: Path,
+    strict: bool,
+    verify: bool,
+    what: str,
+    runs: Mapping[str, int | None] | None = None,
+    is_own: IsOwn | None = None,
 ) -> ResumePoint:
     looked_at = CheckpointDirectory(directory)
     try:
@@ -137,7 +183,7 @@ def _newest(
     complete = looked_at.complete()
     found: list[tuple[Checkpoint, dict[str, Any]]] = []
     for published in complete:
-        if run_id in (None, published.manifest.run_id):
+        if runs is None or _is_of(published, runs):
             try:
                 found.append((published, read_state(FileSystem(), published)))
             except BadCheckpoint as error:
@@ -145,9 +191,7 @@ def _newest(
                     raise
                 _log.error("NOT USING checkpoint %s", error)
     if not found:
-        if run_id is None:
-            raise _all_damaged(directory)
-        raise CheckpointNotFound(f"{directory} holds no complete checkpoint of run {run_id}")
+        raise _all_damaged(directory)
     own = [(published, state) for published, state in found if is_own is None or is_own(state)]
     others = len(found) - len(own)
     chosen = own or found

@@ -7,7 +7,8 @@ import logging
 import math
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint
@@ -153,7 +154,7 @@ class CheckpointDirectory:
 
 
 OF_A_RUN = "checkpoints"
-POINTER = "checkpoints.json"  # in a run's directory: where it saves (`save_dir`), and under which `run_id`
+POINTER = "checkpoints.json"  # in a run's directory: see RunPointer
 POINTER_LIMIT_BYTES = 65_536
 PULL_FIRST = "this works on a disk. Fetch it with `verl checkpoint pull {} DIR`, and give DIR"
 
@@ -200,11 +201,75 @@ def resolve_path(path: str | Path, disk: FileSystem | None = None) -> ResolvedPa
         raise CheckpointNotFound(f"{path} {_instead(disk, given, real)}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunPointer:
+    """Where a run saves, written into its directory at each start.
+
+    Args:
+        save_dir: absolute.
+        relative: the same from the run's directory, for when both are moved together.
+        run_id: of the last start.
+        ancestors: the runs that it descends from, each with its last publication that belongs to the descent.
+        earlier: of the starts before it in this directory.
+    """
+
+    save_dir: str
+    run_id: str
+    relative: str = ""
+    ancestors: Mapping[str, int] = field(default_factory=dict)
+    earlier: tuple[str, ...] = ()
+
+    def places(self, run_dir: Path) -> list[Path]:
+        """Where its checkpoints may lie: where it saved, as far from the run as they were, or under the same names below
+        a directory above the run; the first that is there and holds them is meant."""
+        saved = Path(self.save_dir)
+        found = [saved, *([Path(os.path.normpath(run_dir / self.relative))] if self.relative else [])]
+        for above in run_dir.parents:
+            found += [Path(above, *saved.parts[-count:]) for count in range(min(4, len(saved.parts) - 1), 0, -1)]
+        return list(dict.fromkeys(found))
+
+    def generations(self) -> list[dict[str, int | None]]:
+        """Runs with their last publication (None: any), those that are preferred first."""
+        own: list[dict[str, int | None]] = [{self.run_id: None}]
+        if self.ancestors:
+            own.append(dict(self.ancestors))
+        return own + [{run: None} for run in self.earlier]
+
+
+def read_pointer(run_dir: Path, disk: FileSystem | None = None) -> RunPointer:
+    """What a run's directory says of where it saves.
+
+    Raises:
+        CheckpointNotFound: it says nothing, or nothing that can be read.
+    """
+    file = run_dir / POINTER
+    try:
+        raw = json.loads((disk or FileSystem()).read(file, POINTER_LIMIT_BYTES))
+        ancestors = raw.get("ancestors") or {}
+        return RunPointer(
+            save_dir=_text(raw["save_dir"]),
+            run_id=_text(raw["run_id"]),
+            relative=_text(raw.get("relative", "")),
+            ancestors={_text(run): int(number) for run, number in ancestors.items()},
+            earlier=tuple(_text(run) for run in raw.get("earlier") or ()),
+        )
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFound(f"{run_dir} does not say where it saves: it has no {POINTER}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointNotFound(f"{file} does not say where a run saves: {error!r}") from error
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
 def _pointed_to(disk: FileSystem, run: Path) -> list[Path]:
     """Where a run says that it saves."""
     try:
-        return [Path(json.loads(disk.read(run / POINTER, POINTER_LIMIT_BYTES))["save_dir"])]
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return read_pointer(run, disk).places(run)[:2]  # elsewhere might be others'
+    except CheckpointNotFound:
         return []
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import secrets
 import sys
 import time
@@ -26,14 +27,14 @@ from verl.checkpoint.commit.store import TAG, CheckpointStore
 from verl.checkpoint.commit.upload_state import write_upload_target
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.discovery import POINTER, RESERVED
+from verl.checkpoint.read.discovery import POINTER, RESERVED, read_pointer
 from verl.checkpoint.remote.resolve import CheckpointTier
 from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings
 from verl.checkpoint.resume_point import ResumePoint
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_plan import SaveOutcome, SaveReport
 from verl.checkpoint.save.save_request import SaveRequest
-from verl.errors import CheckpointFenced
+from verl.errors import CheckpointError, CheckpointFenced
 from verl.trainer.state import train_state
 from verl.trainer.state.distributed_save import RankWriters
 from verl.trainer.state.lineage import Lineage, ParentCheckpoint, code_version
@@ -201,9 +202,8 @@ class CheckpointSaver:
             retention=retention,
             timeout_s=self.settings.writer_timeout_s,
         )
-        pointer = {"save_dir": str(self.directory), "run_id": self.run_id}
         self._run_dir = run_dir
-        (run_dir / POINTER).write_text(json.dumps(pointer, indent=2) + "\n")
+        self._write_pointer(run_dir)
         if self.parts is not None and (fault := self.parts.look(store)) is not None:
             _log.warning(
                 "%s: the driver gathers and writes every checkpoint. Put checkpoint.save_dir where all machines see "
@@ -218,6 +218,17 @@ class CheckpointSaver:
         else:
             waits = self.settings.upload_wait_s, self.settings.upload_timeout_s
             self._uploads = CheckpointUploads(self._tier, self.directory, self.lineage, *waits)
+
+    def _write_pointer(self, run_dir: Path) -> None:
+        try:
+            before = read_pointer(run_dir)
+            earlier = [run for run in (before.run_id, *before.earlier) if run not in self.ancestors]
+        except CheckpointError:
+            earlier = []
+        relative = os.path.relpath(self.directory, run_dir.absolute())
+        pointer = {"save_dir": str(self.directory), "relative": relative, "run_id": self.run_id}
+        pointer |= {"ancestors": self.ancestors, "earlier": earlier}
+        (run_dir / POINTER).write_text(json.dumps(pointer, indent=2) + "\n")
 
     def due(self, step: int, took_s: float, is_last: bool, is_stopping: bool) -> str | None:
         """Why a checkpoint is to be saved after this step, or None."""
