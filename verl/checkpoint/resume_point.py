@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,17 @@ from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import Level, open_verified
 from verl.checkpoint.remote.resolve import CheckpointTier, bring, newest_of_tiers
-from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError, StorageError
+from verl.errors import (
+    BadCheckpoint,
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    ConfigError,
+    FileFault,
+    StorageError,
+    VerlError,
+)
 from verl.storage.config import Storage, is_address
+from verl.utils.external_input import parse_json
 from verl.utils.saved_targets import current_targets
 
 _log = logging.getLogger(__name__)
@@ -49,7 +58,23 @@ class ResumePoint:
 
     def read_json(self, path: str) -> Any:
         """A JSON file of the checkpoint, hashed while it is read."""
-        return current_targets(json.loads(bytes(CheckpointReader(self.published).read(path))))
+        with self.understanding(path):
+            return current_targets(parse_json(CheckpointReader(self.published).read(path)))
+
+    @contextlib.contextmanager
+    def understanding(self, path: str) -> Iterator[None]:
+        """What is found of a file within must be what a trainer reads.
+
+        Raises:
+            CheckpointCorrupt: it is of another form.
+        """
+        try:
+            yield
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
+            if isinstance(error, VerlError):
+                raise
+            fault = FileFault(path, f"it does not hold what a trainer saves there ({type(error).__name__}: {error})")
+            raise CheckpointCorrupt(self.published.directory, [fault]) from error
 
     def read_tensors(self, component: str) -> dict[str, Tensor]:
         """The tensors of a component, hashed while they are read; none if the checkpoint has no such component."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from verl.component import Description
 from verl.errors import ConfigError
 from verl.resharding.layout import Box
+from verl.utils.external_input import ExternalInputError, checked_path, parse_mapping
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,8 +108,11 @@ class SafetensorsReader:
         self._files: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
         if (directory / INDEX).is_file():
-            index = json.loads((directory / INDEX).read_text())["weight_map"]
-            self._files = {name: directory / file for name, file in index.items()}
+            try:
+                index = parse_mapping((directory / INDEX).read_bytes())["weight_map"]
+                self._files = {str(name): directory / checked_path(file) for name, file in index.items()}
+            except (LookupError, AttributeError, ExternalInputError) as error:
+                raise ConfigError(f"{directory / INDEX} lists no files: {error}") from error
         elif (directory / SINGLE).is_file():
             self._files = dict.fromkeys(self._reader(directory / SINGLE).keys(), directory / SINGLE)
 

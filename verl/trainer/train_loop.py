@@ -157,7 +157,8 @@ def _begin(trainer: LoopTrainer, result: TrainResult) -> None:
     point = trainer.saving.resumed
     if point is not None:
         train_state.restore_driver(point)
-        trainer.guard.load_state_dict(point.read_json("scheduler/state.json").get("safety", {}))
+        with point.understanding("scheduler/state.json"):
+            trainer.guard.load_state_dict(point.read_json("scheduler/state.json").get("safety", {}))
         if trainer.settings.repeat_first_batch:
             trainer.sampler.rewind()
         if point.step >= trainer.num_steps:
@@ -296,7 +297,8 @@ class TrainLoop:
     def go_on_from(self, point: ResumePoint) -> None:
         """Take over the place in the run, and what the guard has seen."""
         self.trainer.saving.go_on_from(point)
-        self.trainer.guard.load_state_dict(point.read_json("scheduler/state.json").get("safety", {}))
+        with point.understanding("scheduler/state.json"):
+            self.trainer.guard.load_state_dict(point.read_json("scheduler/state.json").get("safety", {}))
         before, self.result = self.result, _result_so_far(self.trainer)
         self.result.checkpoints, self._rows = before.checkpoints, None
         self._started = time.perf_counter()

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 from verl.checkpoint.core.filesystem import NO_LOCK, FileHandle, FileSystem, write_by_rename, write_errors
 from verl.checkpoint.read.discovery import FORMAT, OWNER, RUN_LOCK
 from verl.errors import CheckpointFenced, CheckpointWriteFailed
+from verl.utils.external_input import ExternalInputError, parse_as, parse_mapping
 
 log = logging.getLogger(__name__)
 OWNER_LIMIT_BYTES = 65_536
@@ -115,10 +116,9 @@ class WriterLease:
 
     def _recorded(self) -> dict[str, Any]:
         try:
-            owner = json.loads(self._disk.read(self._root / OWNER, OWNER_LIMIT_BYTES))
-        except (FileNotFoundError, ValueError):
+            return parse_mapping(self._disk.read(self._root / OWNER, OWNER_LIMIT_BYTES))
+        except (FileNotFoundError, ExternalInputError):
             return {}
-        return owner if isinstance(owner, dict) else {}
 
     def _record(self, claim: str) -> None:
         owner = {
@@ -147,7 +147,7 @@ class LockHolder:
     pid: int = 0
     since: str = ""
     started: str = ""
-    identity: Mapping[str, Any] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"run {self.run_id or '(unknown)'}: process {self.pid} on {self.host or '(unknown)'}, since {self.since}"
@@ -173,7 +173,7 @@ class RunLock:
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         pid, host = os.getpid(), socket.gethostname()
         self._own = LockHolder(
-            run_id=run_id, host=host, pid=pid, since=since, started=_process_start(pid), identity=identity
+            run_id=run_id, host=host, pid=pid, since=since, started=_process_start(pid), identity=dict(identity)
         )
 
     def acquire(self) -> LockHolder | None:
@@ -269,18 +269,13 @@ class RunLock:
     @staticmethod
     def _told(fd: int) -> LockHolder:
         """What the holder wrote; it does so right after it has locked."""
-        known = LockHolder.__dataclass_fields__
         for _ in range(10):
             time.sleep(LOCK_POLL_S)
             try:
-                told = json.loads(os.pread(fd, OWNER_LIMIT_BYTES * 16, 0))
-                return LockHolder(**{name: told[name] for name in known if isinstance(told[name], _KINDS[name])})
-            except (ValueError, KeyError, TypeError):
+                return parse_as(LockHolder, os.pread(fd, OWNER_LIMIT_BYTES * 16, 0))
+            except ExternalInputError:
                 continue
         return LockHolder()
-
-
-_KINDS: dict[str, type] = {"run_id": str, "host": str, "pid": int, "since": str, "started": str, "identity": dict}
 
 
 def _process_start(pid: int) -> str:

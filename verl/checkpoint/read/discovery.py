@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from verl.checkpoint.core.manifest import COMMIT, MANIFEST, is_readable
 from verl.checkpoint.read.verify import Level, open_verified
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew
 from verl.storage.config import is_address
+from verl.utils.external_input import NAME, ExternalInputError, parse_as
 
 OWNER, FORMAT, RUN_LOCK = "owner.json", "format.json", "run.lock"
 
@@ -25,6 +24,7 @@ log = logging.getLogger(__name__)
 
 STAGING, TRASH, OBJECTS, PINS, LATEST = "staging", "trash", "objects", "pins", "latest"
 COLD, UPLOADED, FETCHED = "cold.json", "uploaded", "fetched"
+TAG = NAME  # what a tag may be, since it names a directory
 RESERVED = {STAGING, TRASH, OBJECTS, PINS, LATEST, FORMAT, OWNER, RUN_LOCK, COLD, UPLOADED, FETCHED}
 
 
@@ -216,12 +216,12 @@ class RunPointer:
     save_dir: str
     run_id: str
     relative: str = ""
-    ancestors: Mapping[str, int] = field(default_factory=dict)
-    earlier: tuple[str, ...] = ()
+    ancestors: dict[str, int] = field(default_factory=dict)
+    earlier: list[str] = field(default_factory=list)
 
     def places(self, run_dir: Path) -> list[Path]:
-        """Where its checkpoints may lie: where it saved, as far from the run as they were, or under the same names below
-        a directory above the run; the first that is there and holds them is meant."""
+        """Where its checkpoints may lie: where it saved, as far from the run as they were, or under the same names in a
+        directory above the run; the first that is there and holds them is meant."""
         saved = Path(self.save_dir)
         found = [saved, *([Path(os.path.normpath(run_dir / self.relative))] if self.relative else [])]
         for above in run_dir.parents:
@@ -244,25 +244,14 @@ def read_pointer(run_dir: Path, disk: FileSystem | None = None) -> RunPointer:
     """
     file = run_dir / POINTER
     try:
-        raw = json.loads((disk or FileSystem()).read(file, POINTER_LIMIT_BYTES))
-        ancestors = raw.get("ancestors") or {}
-        return RunPointer(
-            save_dir=_text(raw["save_dir"]),
-            run_id=_text(raw["run_id"]),
-            relative=_text(raw.get("relative", "")),
-            ancestors={_text(run): int(number) for run, number in ancestors.items()},
-            earlier=tuple(_text(run) for run in raw.get("earlier") or ()),
-        )
+        pointer = parse_as(RunPointer, (disk or FileSystem()).read(file, POINTER_LIMIT_BYTES))
+        if "\0" in pointer.save_dir + pointer.relative:
+            raise ExternalInputError("save_dir is no path")
+        return pointer
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFound(f"{run_dir} does not say where it saves: it has no {POINTER}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointNotFound(f"{file} does not say where a run saves: {error!r}") from error
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or "\0" in value:
-        raise TypeError(f"{value!r} is no text")
-    return value
+    except ExternalInputError as error:
+        raise CheckpointNotFound(f"{file} does not say where a run saves: {error}") from error
 
 
 def _pointed_to(disk: FileSystem, run: Path) -> list[Path]:

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from verl.checkpoint.commit.fencing import RunLock
-from verl.checkpoint.commit.store import TAG, CheckpointStore
+from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.upload_state import write_upload_target
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.discovery import POINTER, RESERVED, read_pointer
+from verl.checkpoint.read.discovery import POINTER, RESERVED, TAG, read_pointer
 from verl.checkpoint.remote.resolve import CheckpointTier
 from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings
 from verl.checkpoint.resume_point import ResumePoint
