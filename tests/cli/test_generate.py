@@ -13,6 +13,8 @@ from trainer.test_sft import sft_run
 from typer.testing import CliRunner
 
 from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.core.hashing import digest_of
+from verl.checkpoint.core.manifest import commit_line
 from verl.cli.main import app
 from verl.component import BuildContext
 from verl.models.lora import LoRA
@@ -21,6 +23,7 @@ from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
 
 runner = CliRunner()
+OWN = ("data._target_=trainer.runs.Prompts", "reward._target_=trainer.runs.Arbitrary")  # code that is not verl's
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}, {"prompt": "3+3=", "answer": "6"}]
 
 
@@ -58,7 +61,7 @@ def refused(command: str, *arguments) -> str:
 )
 def test_the_numbers_are_those_that_the_run_logged_at_that_step(path, step, run):
     directory, evaluations = run
-    told = json.loads(asked("eval", directory / path, "--json"))
+    told = json.loads(asked("eval", directory / path, *OWN, "--json"))
     assert (told["step"], told["rows"]) == (step, 3)
     assert told["metrics"] == evaluations[step]
     assert evaluations[1] != evaluations[2]
@@ -66,7 +69,7 @@ def test_the_numbers_are_those_that_the_run_logged_at_that_step(path, step, run)
 
 def test_an_adapter_is_evaluated_with_its_model(model32, tmp_path):
     evaluations = trained(model32, tmp_path, GRPO_ALGORITHM, LoRA(rank=2))
-    told = json.loads(asked("eval", tmp_path / "checkpoints", "--json"))
+    told = json.loads(asked("eval", tmp_path / "checkpoints", *OWN, "--json"))
     assert told["metrics"] == pytest.approx(evaluations[2])
 
 
@@ -74,7 +77,7 @@ def test_latest_is_the_newest_below_checkpoints_and_the_table_says_which(run, tm
     monkeypatch.chdir(tmp_path)
     assert "no directory below checkpoints/ holds a complete checkpoint" in refused("eval", "latest")
     shutil.copytree(run[0] / "checkpoints", tmp_path / "checkpoints/project/name", symlinks=True)
-    told = asked("eval", "latest")
+    told = asked("eval", "latest", *OWN)
     assert f"{tmp_path}/checkpoints/project/name/global_step_2, step 2, on 3 rows" in told
     assert "eval/accuracy" in told
 
@@ -115,7 +118,7 @@ def test_prompts_are_answered_and_greedily_always_the_same(run):
 def test_prompts_are_answered_by_plain_weights_and_by_the_rows_that_were_held_out(run, model32):
     said = asked("generate", model32.path, "--prompt", "5+5=", "--max-new-tokens", "3", "trainer.num_threads=1")
     assert said.startswith("5+5=\n  -> ")
-    assert len(asked("generate", run[0] / "run").splitlines()) == 6
+    assert len(asked("generate", run[0] / "run", OWN[0]).splitlines()) == 6
 
 
 def test_a_damaged_policy_is_named_and_not_asked(run, tmp_path):
@@ -125,7 +128,7 @@ def test_a_damaged_policy_is_named_and_not_asked(run, tmp_path):
     data[-5] ^= 1
     file.chmod(0o644)
     file.write_bytes(data)
-    said = refused("eval", tmp_path / "checkpoints/global_step_2")
+    said = refused("eval", tmp_path / "checkpoints/global_step_2", *OWN)
     assert "actor/model.safetensors: bytes" in said
     assert "are not those that were written (in actor/" in said
 
@@ -134,8 +137,8 @@ def test_a_damaged_policy_is_named_and_not_asked(run, tmp_path):
     ("arguments", "said"),
     [
         (["absent"], "PATH is 'absent': no such directory. Give a checkpoint, a run, or a directory of a model."),
-        (["{run}", "rollout.temprature=1"], "rollout.temprature is not a known key"),
-        (["{run}", "data.eval=[]"], "data has no rows that are held out. Give --data FILE"),
+        (["{run}", *OWN, "rollout.temprature=1"], "rollout.temprature is not a known key"),
+        (["{run}", *OWN, "data.eval=[]"], "data has no rows that are held out. Give --data FILE"),
     ],
 )
 def test_a_question_that_cannot_be_answered_is_told_by_its_path(arguments, said, run):
@@ -161,3 +164,71 @@ def test_a_fine_tuned_policy_is_evaluated_on_its_own_held_out_text_and_answers(d
     assert told["metrics"] == evaluations[told["step"]]
     said = asked("generate", tmp_path / "run", "--prompt", "5+1=", "--max-new-tokens", "3", "trainer.num_threads=1")
     assert said.startswith("5+1=\n  -> ")
+
+
+EVIL = """
+import pathlib
+pathlib.Path({mark!r}).touch()
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+
+def score(prompts, responses):
+    return [1.0] * len(responses)
+
+
+class Evil(Qwen2Config):
+    model_type = "evil"
+
+
+class EvilModel(Qwen2ForCausalLM):
+    config_class = Evil
+"""
+
+
+@pytest.fixture
+def hostile(run, tmp_path) -> tuple[Path, Path]:
+    """A well-signed checkpoint that brings Python and asks for it in every way; and what that Python leaves behind."""
+    checkpoint, mark = tmp_path / "checkpoints/global_step_2", tmp_path / "ran"
+    shutil.copytree(run[0] / "checkpoints", tmp_path / "checkpoints", symlinks=True)
+    (checkpoint / "actor/evil.py").write_text(EVIL.format(mark=str(mark)))
+    model = json.loads((checkpoint / "actor/config.json").read_text())
+    named = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.EvilModel"}
+    (checkpoint / "actor/config.json").unlink()
+    (checkpoint / "actor/config.json").write_text(json.dumps({**model, "model_type": "evil", "auto_map": named}))
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    state["config"]["actor"]["model"]["trust_remote_code"] = True
+    rate = f"{checkpoint}/actor/evil.py:score"
+    state["config"]["reward"] = {"_target_": "verl.rewards.function.RewardFunction", "path": rate}
+    state["config"]["data"]["_target_"] = "evil.Evil"
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "trainer_state.json").unlink()
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    own = ("actor/config.json", "trainer_state.json", "actor/evil.py")
+    manifest["files"] = [entry for entry in manifest["files"] if entry["path"] not in own]
+    for path in own:
+        data = (checkpoint / path).read_bytes()
+        digest = digest_of(data)
+        manifest["files"].append({"path": path, "size": len(data), "blake3": digest, "leaves": [[len(data), digest]]})
+    data = json.dumps(manifest).encode()
+    (checkpoint / "manifest.json").write_bytes(data)
+    (checkpoint / "COMMIT").write_bytes(commit_line(data))
+    return checkpoint, mark
+
+
+def test_python_that_lies_in_a_checkpoint_runs_where_the_command_names_it_and_nowhere_else(hostile, monkeypatch):
+    checkpoint, mark = hostile
+    monkeypatch.chdir(checkpoint / "actor")
+    monkeypatch.syspath_prepend(str(checkpoint / "actor"))
+    said = refused("eval", checkpoint)
+    assert f"reward.path is '{checkpoint}/actor/evil.py:score': code that the saved configuration of" in said
+    assert "If you trust it, say so: 'data._target_=evil.Evil'." in said
+    for arguments in (
+        ["generate", checkpoint, "--prompt", "1"],
+        ["eval", checkpoint, "reward=length", "data=arithmetic"],
+    ):
+        result = runner.invoke(app, [str(argument) for argument in arguments])
+        assert result.exit_code == 2, result.output
+        assert "trust_remote_code" in result.stderr
+        assert not mark.exists()
+    runner.invoke(app, ["generate", str(checkpoint), "--prompt", "1", "actor.model.trust_remote_code=true"])
+    assert mark.exists()

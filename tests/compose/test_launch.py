@@ -235,8 +235,8 @@ def test_a_sweep_gives_each_job_its_values_and_directory(tmp_path):
     jobs = [line.split() for line in done.stdout.splitlines() if line.startswith("JOB")]
     assert [job[1] for job in jobs] == ["3", "4"], done.stderr
     assert [Path(job[2]).name for job in jobs] == ["0", "1"]
-    assert all(job[2].startswith("verl/sft/") for job in jobs)
-    assert len(list(tmp_path.glob("multirun/verl/sft/*/*/config.yaml"))) == 2
+    assert all(job[2].startswith("verl/sft_tiny/") for job in jobs)
+    assert len(list(tmp_path.glob("multirun/verl/sft_tiny/*/*/config.yaml"))) == 2
 
 
 def test_a_job_that_fails_does_not_end_the_sweep(tmp_path):

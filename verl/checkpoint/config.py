@@ -23,8 +23,9 @@ class Checkpointing(Description):
     `time_limit_s`.
 
     Args:
-        save_dir: null is `checkpoints/<project>/<experiment>`, the same for every start of an experiment, so that
-            `resume=latest` finds what an earlier one left.
+        save_dir: null is `checkpoints/<project>/<experiment>`, the same for every start of a training, so that
+            `resume=latest` finds what an earlier one left; where another training saves there, a directory beside it.
+            One that is named is never replaced: if it holds another training's checkpoints, the run is refused.
         save_interval: steps between saves; null for none by steps.
         save_interval_s: seconds between saves, at the next step boundary; null for none by time.
         save_best: a metric of evaluations; each new best is saved. See `best_mode`.
@@ -144,7 +145,7 @@ class Checkpointing(Description):
             yield from (f"cold_storage.{fault}" for fault in error.faults)
 
     def directory(self, project: str, experiment: str, job: str = "") -> Path:
-        """Where this run saves.
+        """Where this run saves, unless that is taken; see `verl.trainer.state.save_directory`.
 
         Args:
             job: of a sweep, so that its jobs do not share a directory.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import tempfile
@@ -36,7 +37,10 @@ from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import open_verified
 from verl.errors import ConfigError
-from verl.utils.orphan_cleanup import CLEANUP, LOCK, remove_unused
+from verl.utils.orphan_cleanup import CLEANUP, LOCK, is_own_directory, make_own_directory, remove_unused
+from verl.utils.progress import report
+
+log = logging.getLogger(__name__)
 
 
 def require_unused(disk: FileSystem, out: Path) -> Path:
@@ -86,11 +90,13 @@ _roots: set[Path] = set()  # that this process leaves tidy
 def plain_directory(published: Checkpoint, component: str, disk: FileSystem | None = None) -> Path:
     """Where a component lies with every file whole: in the checkpoint itself, or else a copy, hashed on its way.
 
-    The copy takes the size of the component in the directory of temporary files (`TMPDIR`).
+    The copy takes the size of the component in the directory of temporary files (`TMPDIR`), in a directory of this user
+    alone. One that another process has made is hashed before it is used.
 
     Raises:
         CheckpointCorrupt: bytes are not those that were written.
-        CheckpointWriteFailed: there is no room for the copy, or another process holds the lock and does nothing.
+        CheckpointWriteFailed: there is no room for the copy, or another process holds the lock and does nothing, or
+            somebody else has put something where the copies go.
     """
     disk = disk or FileSystem()
     if not any(entry.path.startswith(f"{component}/") for entry in published.manifest.deltas):
@@ -101,6 +107,7 @@ def plain_directory(published: Checkpoint, component: str, disk: FileSystem | No
     if copy in _in_use:
         return copy
     with write_errors(f"writing {component} of {published.directory} out to {copy}"):
+        make_own_directory(root)
         if root not in _roots:
             _roots.add(root)
             CLEANUP.register(shared_directories=[root])  # before anything is made
@@ -108,7 +115,9 @@ def plain_directory(published: Checkpoint, component: str, disk: FileSystem | No
         lock = _locked(disk, root)
         try:
             _remove_unused(disk, root)
-            if not copy.is_dir():
+            if os.path.lexists(copy) and not _is_as_saved(published, component, copy, disk):
+                _remove_altered(disk, copy)
+            if not os.path.lexists(copy):
                 _write_component(published, component, copy, disk)
             _in_use[copy] = disk.lock_waiting(copy, shared=True)  # nobody else locks it without the other lock
         finally:
@@ -124,8 +133,7 @@ def _locked(disk: FileSystem, root: Path) -> FileHandle:
     """
     idle_s, written, looked_at = 0.0, 0, time.monotonic()
     while True:
-        make_directories(disk, root, root.parent)
-        os.chmod(root, 0o700)
+        make_own_directory(root)
         with contextlib.suppress(FileExistsError):
             disk.close(disk.create(root / LOCK))
         with contextlib.suppress(FileNotFoundError):  # whoever had it last has taken all away
@@ -152,6 +160,36 @@ def _is_there(handle: FileHandle) -> bool:
         return os.path.samestat(os.fstat(handle.fd), os.stat(handle.path))
     except FileNotFoundError:
         return False
+
+
+def _is_as_saved(published: Checkpoint, component: str, copy: Path, disk: FileSystem) -> bool:
+    """Whether a copy holds the files of the component and no others, byte by byte."""
+    if not is_own_directory(copy):
+        return False
+    sizes, _ = files_below(disk, copy)
+    files = CheckpointReader(published).files(component)
+    entries = {entry.path.removeprefix(f"{component}/"): entry for entry in files}
+    if sizes != {path: entry.size for path, entry in entries.items()}:
+        return False
+    for path, entry in entries.items():
+        begin = 0
+        for leaf in entry.leaves:
+            if digest_of(disk.read_range(copy / path, begin, leaf.size)) != leaf.blake3:
+                return False
+            begin += leaf.size
+            report()
+    return True
+
+
+def _remove_altered(disk: FileSystem, copy: Path) -> None:
+    """Remove a copy that is not what was saved, unless somebody uses it."""
+    if is_own_directory(copy):
+        lock = disk.lock(copy)
+        if lock is None:
+            raise OSError(errno.EBUSY, "it was altered, and another process uses it", str(copy))
+        disk.close(lock)
+    remove_tree(disk, copy)
+    log.warning("%s was altered since it was written: it is written anew", copy)
 
 
 def _write_component(published: Checkpoint, component: str, copy: Path, disk: FileSystem) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.checkpoint.core.checkpoint import Checkpoint, read_state
+from verl.checkpoint.core.checkpoint import Checkpoint, parse_state, read_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import STATE, FileEntry
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory, ResolvedPath, resolve_path
@@ -18,7 +17,6 @@ from verl.checkpoint.remote.commit_log import LogRecord
 from verl.checkpoint.remote.remote_store import RemoteCheckpoint, RemoteStore
 from verl.errors import BadCheckpoint, CheckpointNotFound
 from verl.storage.config import is_address
-from verl.utils.saved_targets import current_targets
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +73,7 @@ class CheckpointManager:
     def state(self) -> dict[str, Any]:
         """All of `trainer_state.json`."""
         if self.address is not None:
-            return current_targets(json.loads(bytes(self.reader().read(STATE))))
+            return parse_state(self.published.directory, self.reader().read(STATE))
         return read_state(self._disk, self.published)
 
     # -- what it is ---------------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +15,27 @@ from torch import Tensor
 from verl.checkpoint.core.checkpoint import Checkpoint, read_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import MANIFEST
-from verl.checkpoint.read.discovery import LATEST, POINTER, CheckpointDirectory
+from verl.checkpoint.read.discovery import LATEST, POINTER, CheckpointDirectory, read_pointer
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import Level, open_verified
 from verl.checkpoint.remote.resolve import CheckpointTier, bring, newest_of_tiers
-from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError, StorageError
+from verl.errors import (
+    BadCheckpoint,
+    CheckpointCorrupt,
+    CheckpointNotFound,
+    ConfigError,
+    FileFault,
+    StorageError,
+    VerlError,
+)
 from verl.storage.config import Storage, is_address
+from verl.utils.external_input import parse_json
 from verl.utils.saved_targets import current_targets
 
 _log = logging.getLogger(__name__)
+
+IsOwn = Callable[[Mapping[str, Any]], bool]  # whether what `trainer_state.json` tells is the training that goes on
 
 
 @dataclass(frozen=True)
@@ -45,7 +58,23 @@ class ResumePoint:
 
     def read_json(self, path: str) -> Any:
         """A JSON file of the checkpoint, hashed while it is read."""
-        return current_targets(json.loads(bytes(CheckpointReader(self.published).read(path))))
+        with self.understanding(path):
+            return current_targets(parse_json(CheckpointReader(self.published).read(path)))
+
+    @contextlib.contextmanager
+    def understanding(self, path: str) -> Iterator[None]:
+        """What is found of a file within must be what a trainer reads.
+
+        Raises:
+            CheckpointCorrupt: it is of another form.
+        """
+        try:
+            yield
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
+            if isinstance(error, VerlError):
+                raise
+            fault = FileFault(path, f"it does not hold what a trainer saves there ({type(error).__name__}: {error})")
+            raise CheckpointCorrupt(self.published.directory, [fault]) from error
 
     def read_tensors(self, component: str) -> dict[str, Tensor]:
         """The tensors of a component, hashed while they are read; none if the checkpoint has no such component."""
@@ -62,6 +91,7 @@ def find(
     verify: bool = True,
     tier: CheckpointTier | None = None,
     storage: Storage | None = None,
+    is_own: IsOwn | None = None,
 ) -> ResumePoint | None:
     """The checkpoint that `resume` means; None where `latest` finds none.
 
@@ -76,21 +106,27 @@ def find(
         verify: false looks at names, sizes and headers alone.
         tier: where `latest` looks too; what is newer there is fetched.
         storage: how an address of the same kind is asked.
+        is_own: of a directory, the newest checkpoint of this training is meant, wherever those of others stand. Where
+            it holds those of others alone, their newest is returned, for the caller to refuse. None: any training.
     Raises:
         ConfigError: there is no such directory, it holds no checkpoint, or all of them are damaged.
         BadCheckpoint: it does not verify.
     """
+    if not resume.strip():
+        raise ConfigError("resume is empty: give latest, a checkpoint, its parent or a run, or leave it out.")
     if is_address(resume):
         return _fetched(resume, save_dir, storage)
     if resume == LATEST:
         try:
             if tier is not None:
-                published = newest_of_tiers(save_dir, tier, _level(verify), strict)
-                return _point(published, f"resume=latest looked in {save_dir} and {tier.address}")
-            return _newest(save_dir, strict, verify, f"resume=latest looked in {save_dir}")
+                published, state = newest_of_tiers(save_dir, tier, _level(verify), strict, is_own)
+                return ResumePoint(published, state, f"resume=latest looked in {save_dir} and {tier.address}")
+            return _newest(save_dir, strict, verify, f"resume=latest looked in {save_dir}", is_own=is_own)
         except CheckpointNotFound:
             return None
     path = Path(resume).expanduser().absolute()
+    if path.name == LATEST and CheckpointDirectory(path.parent).candidates():
+        return _of_link(resume, path, strict, verify, is_own)
     if path.is_symlink():
         path = path.resolve()
     if not path.is_dir():
@@ -99,11 +135,47 @@ def find(
         return _point(open_verified(FileSystem(), path, _level(verify)), f"resume={resume} names it")
     try:
         if (path / POINTER).is_file():
-            pointer = json.loads((path / POINTER).read_text())
-            return _newest(Path(pointer["save_dir"]), strict, verify, f"resume={resume} is a run", pointer["run_id"])
-        return _newest(path, strict, verify, f"resume={resume} holds checkpoints")
+            return _of_run(resume, path, strict, verify)
+        return _newest(path, strict, verify, f"resume={resume} holds checkpoints", is_own=is_own)
     except CheckpointNotFound as error:
         raise ConfigError(f"resume is {resume!r}: {error}. Give a checkpoint, its parent, a run, or latest.") from error
+
+
+def _of_link(resume: str, link: Path, strict: bool, verify: bool, is_own: IsOwn | None) -> ResumePoint:
+    """The newest of a directory, whatever its link `latest` shows: that is a hint, and may be older."""
+    found = _newest(link.parent, strict, verify, f"resume={resume} means the newest of {link.parent}", is_own=is_own)
+    shown = os.readlink(link) if link.is_symlink() else ""
+    if shown and shown != found.published.name:
+        _log.warning("%s shows %s, which is not the newest: taking %s.", link, shown, found.published.name)
+    return found
+
+
+def _of_run(resume: str, run_dir: Path, strict: bool, verify: bool) -> ResumePoint:
+    """The newest checkpoint of a run: of its last start, else of the runs that it went on from, or of an earlier start
+    in this directory."""
+    pointer = read_pointer(run_dir)
+    places = pointer.places(run_dir)
+    what = f"resume={resume} is a run"
+    for number, runs in enumerate(pointer.generations()):
+        for directory in places:
+            if not _has_any(directory, runs):
+                continue
+            if number:
+                _log.warning("%s was ended before its first save: going on from what it had gone on from.", run_dir)
+            if directory != places[0]:
+                _log.info("%s says that it saved in %s; its checkpoints are in %s.", run_dir, places[0], directory)
+            return _newest(directory, strict, verify, what, runs)
+    raise CheckpointNotFound(f"{places[0]} holds no complete checkpoint of run {pointer.run_id}")
+
+
+def _has_any(directory: Path, runs: Mapping[str, int | None]) -> bool:
+    looked_at = CheckpointDirectory(directory)
+    return directory.is_dir() and any(_is_of(published, runs) for published in looked_at.survey()[0])
+
+
+def _is_of(published: Checkpoint, runs: Mapping[str, int | None]) -> bool:
+    last = runs.get(published.manifest.run_id, 0)
+    return last is None or published.sequence <= last
 
 
 def _point(published: Checkpoint, why: str) -> ResumePoint:
@@ -118,7 +190,14 @@ def _fetched(address: str, save_dir: Path, storage: Storage | None) -> ResumePoi
         raise ConfigError(f"resume is {address!r}: {error}") from error
 
 
-def _newest(directory: Path, strict: bool, verify: bool, what: str, run_id: str | None = None) -> ResumePoint:
+def _newest(
+    directory: Path,
+    strict: bool,
+    verify: bool,
+    what: str,
+    runs: Mapping[str, int | None] | None = None,
+    is_own: IsOwn | None = None,
+) -> ResumePoint:
     looked_at = CheckpointDirectory(directory)
     try:
         looked_at.newest(strict)
@@ -127,20 +206,32 @@ def _newest(directory: Path, strict: bool, verify: bool, what: str, run_id: str 
             raise _all_damaged(directory) from None
         raise
     complete = looked_at.complete()
-    own = [published for published in complete if run_id in (None, published.manifest.run_id)]
-    if not own:
-        raise CheckpointNotFound(f"{directory} holds no complete checkpoint of run {run_id}")
-    for published in reversed(own):
+    found: list[tuple[Checkpoint, dict[str, Any]]] = []
+    for published in complete:
+        if runs is None or _is_of(published, runs):
+            try:
+                found.append((published, read_state(FileSystem(), published)))
+            except BadCheckpoint as error:
+                if strict:
+                    raise
+                _log.error("NOT USING checkpoint %s", error)
+    if not found:
+        raise _all_damaged(directory)
+    own = [(published, state) for published, state in found if is_own is None or is_own(state)]
+    others = len(found) - len(own)
+    chosen = own or found
+    for published, state in reversed(chosen):
         try:
             open_verified(FileSystem(), published.directory, _level(verify))
-            state = read_state(FileSystem(), published)
         except BadCheckpoint as error:
             if strict:
                 raise
             _log.error("NOT USING checkpoint %s", error)
         else:
-            after = "" if published is own[-1] else ", those after it being damaged"
-            return ResumePoint(published, state, f"{what}: the last published of {len(complete)} complete ones{after}")
+            after = "" if published is chosen[-1][0] else ", those after it being damaged"
+            beside = f", {others} of another training beside them" if own and others else ""
+            why = f"{what}: the last published of {len(chosen)} complete ones{after}{beside}"
+            return ResumePoint(published, state, why)
     raise _all_damaged(directory)
 
 

@@ -9,7 +9,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -44,12 +44,22 @@ class Retention(Description):
         keep_best: name of a metric; the checkpoint with its best value is kept too.
         best_mode: whether the best value is the largest or the smallest.
         keep_every: also keep those whose step is a multiple of this.
+        lineage: the runs that it decides on, each with the number of its last publication that belongs to them; all
+            other checkpoints of the directory are another training's, and are neither counted nor touched. None: it
+            decides on all.
     """
 
     keep_last_n: int | None = None
     keep_best: str | None = None
     best_mode: Literal["max", "min"] = "max"
     keep_every: int | None = None
+    lineage: Mapping[str, int] | None = None
+
+    def covers(self, published: Checkpoint) -> bool:
+        """Whether it decides on this checkpoint."""
+        if self.lineage is None:
+            return True
+        return published.sequence <= self.lineage.get(published.manifest.run_id, 0)
 
     def faults(self) -> Iterator[str]:
         if self.keep_last_n is not None and self.keep_last_n < 1:
@@ -102,7 +112,7 @@ def prune(store: CheckpointStore, retention: Retention, level: Level = "quick") 
     store.claim_directory()
     with store.ownership.locked(), write_errors("pruning checkpoints"):
         store.ownership.check()
-        complete = store.complete(level=level)
+        complete = [published for published in store.complete(level=level) if retention.covers(published)]
         kept = retention.kept(complete, pins(store))
         kept |= waiting_for_upload(store, complete, kept)
         dropped = [published for published in complete if published.name not in kept]
@@ -190,7 +200,7 @@ class CleanupPlan:
 
 def plan(store: CheckpointStore, retention: Retention) -> CleanupPlan:
     """What `clean` would do; changes nothing."""
-    complete = store.complete()
+    complete = [published for published in store.complete() if retention.covers(published)]
     kept = retention.kept(complete, pins(store))
     kept |= waiting_for_upload(store, complete, kept)
     dropped = [published for published in complete if published.name not in kept]

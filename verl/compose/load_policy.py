@@ -6,7 +6,9 @@ PATH ──> where its weights lie, and the configuration that trained it ──
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,19 @@ from verl.checkpoint.read.discovery import FORMAT, LATEST, POINTER, CheckpointDi
 from verl.checkpoint.resume_point import ResumePoint, find
 from verl.compose.command_line import parse_overrides
 from verl.compose.compose import apply_values, compose_root
-from verl.compose.overrides import assign
+from verl.compose.overrides import Overrides, assign
 from verl.compose.validate import validate
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.models.pretrained import Pretrained
 from verl.workers.load_state import RestoreSource
 
+_log = logging.getLogger(__name__)
+
 UNKNOWN_CONTEXT = 4096  # tokens of prompt and response, of a model that does not say how many it holds
 OF_FILES = {"ppo": "verl.data.files.PromptFiles", "sft": "verl.data.files.SFTFiles"}
-KEPT_OF_MODEL = ("dtype", "attention", "tokenizer_path", "trust_remote_code")
+KEPT_OF_MODEL = ("dtype", "attention", "tokenizer_path")
+TRUST = "trust_remote_code"
+FUNCTION = re.compile(r"[^\s:]+:[A-Za-z_]\w*")  # package.module:function or file.py:function
 UNTRAINED: dict[str, Any] = {  # in place of what only training needs
     "actor.lora": None,
     "sharding": {"_target_": "verl.engines.sharding.NoSharding"},
@@ -120,7 +126,8 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
     Returns:
         A `PPORun` or an `SFTRun`.
     Raises:
-        ConfigError: a fault in the configuration.
+        ConfigError: a fault in the configuration, or code that the saved configuration alone asks for: a checkpoint may
+            be anybody's, so whoever gives the command says by name which code is run.
         BadCheckpoint: bytes of the weights are not those that were written.
     """
     _verify(saved)
@@ -132,7 +139,49 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
     if file is not None:
         apply_values(config, [("data", _data(config, root, file, dict(assigned.values)))])
     apply_values(config, assigned.values)
+    if saved.point is not None:
+        _trust_nothing(config, saved, assigned, faults)
     return validate(config, [*faults, *assigned.faults])
+
+
+def _trust_nothing(config: DictConfig, saved: SavedPolicy, assigned: Overrides, others: Sequence[str]) -> None:
+    """Take no code over that the user has not named: what a saved configuration says is not the user's word.
+
+    Args:
+        others: faults to be told beside.
+    Raises:
+        ConfigError: it names components or functions outside of verl.
+    """
+    named = {path for path, _ in assigned.values} | {option.partition("=")[0] for option in assigned.options}
+    faults = []
+    for path, value in list(_leaves(OmegaConf.to_container(config, resolve=False))):
+        if any(path == one or path.startswith(f"{one}.") for one in named):
+            continue
+        key, text = path.rpartition(".")[2], value if isinstance(value, str) else ""
+        if key == TRUST and value not in (False, None):
+            apply_values(config, [(path, False)])
+            _log.warning(
+                "%s was on when this was trained, and is off now: Python that lies with a model runs only where you "
+                "say so, with %s=true.", path, path,
+            )  # fmt: skip
+        elif (key == "_target_" and not text.startswith("verl.")) or (
+            FUNCTION.fullmatch(text) and not text.startswith("verl.")
+        ):
+            faults.append(
+                f"{path} is {value!r}: code that the saved configuration of {saved.told} names, and that no checkpoint "
+                f"can vouch for. If you trust it, say so: '{path}={value}'."
+            )
+    if faults:
+        raise ConfigError([*others, *assigned.faults, *faults])
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None
+    if items is None:
+        yield path, node
+        return
+    for key, value in items:
+        yield from _leaves(value, f"{path}.{key}" if path else str(key))
 
 
 def _verify(saved: SavedPolicy) -> None:

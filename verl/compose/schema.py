@@ -7,6 +7,7 @@ extra node. Everything below the root is validated against the components themse
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,50 @@ def root_keys(root: str) -> list[str]:
 def register() -> None:
     """Make the schemas known to Hydra under `schema_ppo` and `schema_sft`, and what interpolations may ask.
 
-    `${divide:384,8}` is a whole number; `${processes:${sharding._target_},2}` is 1 under sharding=none, which has one.
+    `${divide:384,8}` is a whole number; `${processes:${sharding._target_},2}` is 1 under sharding=none, which has one;
+    `${experiment_of:${algorithm},${actor.model}}` is such as `grpo_qwen2-0.5b-instruct`.
     """
     OmegaConf.register_new_resolver("divide", lambda whole, parts: max(1, whole // max(1, parts)), replace=True)
     OmegaConf.register_new_resolver(
         "processes", lambda target, count: 1 if target.endswith(".NoSharding") else count, replace=True
     )
+    OmegaConf.register_new_resolver("experiment_of", default_experiment, replace=True)
     store = ConfigStore.instance()
     for root, schema in ROOTS.items():
         store.store(name=f"schema_{root}", node=schema, provider="verl")
+
+
+# By the class that makes the algorithm another one; of the others the class's own name.
+_ALGORITHMS = {"GAE": "ppo", "ReinforcePlusPlus": "reinforce_pp", "ReinforcePlusPlusBaseline": "reinforce_pp_baseline"}
+_OWN_LOSSES = ("GSPO", "CISPO")
+
+
+def default_experiment(algorithm: Any, model: Any) -> str:
+    """The name of an experiment that was given none: its algorithm and its model.
+
+    Args:
+        algorithm: as composed, or the name of one.
+        model: as composed.
+    """
+    if isinstance(algorithm, str):
+        name = algorithm
+    elif _class(algorithm, "selection") == "DynamicSampling":
+        name = "dapo"
+    elif (loss := _class(algorithm, "policy_loss")) in _OWN_LOSSES:
+        name = loss.lower()
+    else:
+        advantage = _class(algorithm, "advantage")
+        name = _ALGORITHMS.get(advantage, advantage.lower())
+    path = OmegaConf.select(model, "path", throw_on_missing=False) if OmegaConf.is_config(model) else None
+    called = str(path).rstrip("/").rpartition("/")[2] if path else _class(model).lower()
+    if str(path).startswith("warm-start:") or called == "tinymodel":
+        called = "tiny"
+    parts = (re.sub(r"[^a-z0-9._]+", "-", part.lower()).strip("-.") for part in (name, called))
+    return "_".join(part for part in parts if part) or "default"
+
+
+def _class(node: Any, key: str = "") -> str:
+    """The name of the class of a component, or of one below it; empty where there is none."""
+    where = f"{key}._target_" if key else "_target_"
+    found = OmegaConf.select(node, where, throw_on_missing=False) if OmegaConf.is_config(node) else None
+    return str(found or "").rpartition(".")[2]

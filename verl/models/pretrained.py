@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from verl.component import Description
 from verl.errors import ConfigError
 from verl.resharding.layout import Box
+from verl.utils.external_input import ExternalInputError, checked_path, parse_mapping
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,8 +108,11 @@ class SafetensorsReader:
         self._files: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
         if (directory / INDEX).is_file():
-            index = json.loads((directory / INDEX).read_text())["weight_map"]
-            self._files = {name: directory / file for name, file in index.items()}
+            try:
+                index = parse_mapping((directory / INDEX).read_bytes())["weight_map"]
+                self._files = {str(name): directory / checked_path(file) for name, file in index.items()}
+            except (LookupError, AttributeError, ExternalInputError) as error:
+                raise ConfigError(f"{directory / INDEX} lists no files: {error}") from error
         elif (directory / SINGLE).is_file():
             self._files = dict.fromkeys(self._reader(directory / SINGLE).keys(), directory / SINGLE)
 
@@ -281,6 +285,8 @@ class Pretrained(ModelSource):
         except OSError as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"path is {path!r}: {reason} Or give a directory made by save_pretrained.") from error
+        except ValueError as error:
+            raise self._own_code_fault(path, error) from error
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
@@ -289,7 +295,19 @@ class Pretrained(ModelSource):
         from transformers import AutoConfig
 
         path = (self._adapter() or {}).get("base_model_name_or_path", self.path)
-        return AutoConfig.from_pretrained(path, revision=self.revision, trust_remote_code=self.trust_remote_code)
+        try:
+            return AutoConfig.from_pretrained(path, revision=self.revision, trust_remote_code=self.trust_remote_code)
+        except ValueError as error:
+            raise self._own_code_fault(path, error) from error
+
+    def _own_code_fault(self, path: str, error: ValueError) -> ValueError:
+        """What to say where a model brings Python that nobody has allowed; any other error as it is."""
+        if self.trust_remote_code or "trust_remote_code" not in str(error):
+            return error
+        return ConfigError(
+            f"trust_remote_code is false: {path} brings Python of its own, which can do anything that you can. If you "
+            "trust whoever wrote it, set it to true."
+        )
 
     def max_positions(self) -> int | None:
         config = self._config()
@@ -347,6 +365,8 @@ class Pretrained(ModelSource):
                         f"path is {self.path!r}: transformers has no {auto_class.__name__} for a {kind}. Give the "
                         "directory of a causal language model."
                     ) from error
+                if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+                    raise self._own_code_fault(self.path, error) from error
                 if "attention" not in str(error) and "flash_attn" not in str(error):
                     raise
                 raise ConfigError(f"attention is {self.attention!r}: {error} Set attention=eager.") from error

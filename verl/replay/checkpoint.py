@@ -24,6 +24,7 @@ from verl.errors import ReplayCorrupt
 from verl.replay.buffer import TieredBuffer
 from verl.replay.checkpoint_state import COMPONENT, FILE, VERSION, ReplayState, SharedShard
 from verl.replay.disk_tier import SUFFIX, MappedShard, ReplayShard, index_name, read_index
+from verl.utils.external_input import ExternalInputError, parse_mapping, whole_number
 
 _log = logging.getLogger(__name__)
 
@@ -64,9 +65,7 @@ def restore_buffer(buffer: TieredBuffer, directory: Path, verify: bool) -> None:
         ReplayCorrupt: rows are missing, or not what was written.
     """
     assert not len(buffer.index), "only an empty buffer takes another one's rows"
-    told = json.loads((directory / FILE).read_text())
-    if told["version"] > VERSION:
-        raise ReplayCorrupt(f"{directory / FILE} is of version {told['version']}: this verl reads up to {VERSION}")
+    told = _read(directory / FILE)
     index, out_of_reach = buffer.index, list[ReplayShard]()
     for entry in sorted(told["shards"], key=lambda entry: entry["first_row"]):
         place = entry.pop("place")
@@ -97,9 +96,25 @@ def restore_buffer(buffer: TieredBuffer, directory: Path, verify: bool) -> None:
 
 def cold_names(directory: Path) -> set[str]:
     """The shards in the store that checkpoints below a directory need."""
-    told = [json.loads(file.read_text()) for file in directory.glob(f"*/{COMPONENT}/{FILE}")]
+    told = [_read(file) for file in directory.glob(f"*/{COMPONENT}/{FILE}")]
     shards = [entry for one in told for entry in one["shards"] if entry.pop("place") == "cold"]
     return {ReplayShard.from_json(entry).name for entry in shards}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        told = parse_mapping(file.read_bytes())
+        if (version := whole_number(told.get("version"))) > VERSION:
+            raise ReplayCorrupt(f"{file} is of version {version}: this verl reads up to {VERSION}")
+        for key in ("first", "end", "num_groups", "num_steps", "num_lost"):
+            whole_number(told.get(key))
+        for first, end in told["lost"]:
+            whole_number(whole_number(end) - whole_number(first))
+        if not all(entry["place"] in ("here", "cold") for entry in told["shards"]):
+            raise ReplayCorrupt(f"{file} lists a shard that is in no place that this verl knows")
+        return told
+    except (LookupError, TypeError, ExternalInputError) as error:
+        raise ReplayCorrupt(f"{file} tells of no replay buffer ({type(error).__name__}: {error})") from error
 
 
 def files_of(directory: Path) -> list[Path]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from verl.errors import ObjectNotFound, StorageRefused, StorageUnreachable, VerlError
+from verl.utils.external_input import ExternalInputError, checked_path
 from verl.utils.progress import report
 from verl.utils.redact import redact
 
@@ -190,7 +191,10 @@ class LocalBackend(Backend):
             self._path(key).unlink()
 
     def _path(self, key: str) -> Path:
-        return self._root / key
+        try:
+            return self._root / checked_path(key)
+        except ExternalInputError as error:
+            raise StorageRefused(f"{self._root}: {error}") from error
 
     def _written(self, key: str, pieces: Iterable[Data]) -> Path:
         directory = self._path(key).parent

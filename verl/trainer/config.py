@@ -20,7 +20,7 @@ class LoopSettings(Description):
     """What PPO and SFT share.
 
     Args:
-        project_name, experiment_name: names of the run; part of its directory.
+        project_name, experiment_name: names of the run; part of its directory, and of that of its checkpoints.
         seed: everything random derives from it.
         device: `auto` takes a GPU where there is one; or a torch device such as `cpu` or `cuda:1`.
         num_threads: that torch may use on the CPU, over all processes; null leaves torch's choice.

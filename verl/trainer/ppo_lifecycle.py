@@ -156,18 +156,20 @@ class PPOLifecycle:
 
     def load_data_position(self, point: ResumePoint) -> None:
         """Take over the place in the data, and what was drawn ahead for the batch that stands there."""
-        self.sampler.load_state_dict(point.read_json("dataloader/state.json"))
+        with point.understanding("dataloader/state.json"):
+            self.sampler.load_state_dict(point.read_json("dataloader/state.json"))
         if self.ahead is not None:
             self.ahead.load(point.read_tensors(DRAWN_AHEAD))
 
     def load_driver_state(self, point: ResumePoint) -> None:
         """Take over KL control, statistics of rewards, and how long responses are."""
         state = point.read_json("scheduler/state.json")
-        if "lengths" in state:
-            self.lengths.load_state_dict(state["lengths"])
-        if isinstance(self.kl, AdaptiveKLController):
-            self.kl.load_state_dict(state["kl"])
-        self.reward_stats.load(self.reward, state)
+        with point.understanding("scheduler/state.json"):
+            if "lengths" in state:
+                self.lengths.load_state_dict(state["lengths"])
+            if isinstance(self.kl, AdaptiveKLController):
+                self.kl.load_state_dict(state["kl"])
+            self.reward_stats.load(self.reward, state)
         train_state.restore_ranks(point, self._cluster, self.actor, self.settings.seed)
 
     def save(self, directory: Path) -> list[Path]:

@@ -20,7 +20,6 @@ import torch
 from verl import config
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
-from verl.checkpoint.remote.resolve import tier_of
 from verl.checkpoint.resume_point import find
 from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
 from verl.cluster.placement import Placement
@@ -31,9 +30,10 @@ from verl.errors import CheckpointNotFound, ConfigError, WorkerDied, faults_belo
 from verl.models.pretrained import ModelSource
 from verl.storage.config import is_address
 from verl.trainer.config import LoopSettings
-from verl.trainer.state.checkpointing import CheckpointSaver
+from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
 from verl.trainer.state.distributed_save import RankWriters
-from verl.trainer.state.resume import refuse_other_identity, tell_differences
+from verl.trainer.state.resume import tell_differences
+from verl.trainer.state.save_directory import SaveDirectoryChoice
 from verl.trainer.state.training_identity import identity_of
 from verl.trainer.train_loop import TrainResult
 from verl.utils import torchrun
@@ -123,30 +123,25 @@ def resume_faults(resume: str | None) -> Iterator[str]:
 
 
 def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collection[str] = ()) -> CheckpointSaver:
-    """The checkpoints of a run, and the one that it goes on from if `resume` names one.
+    """The checkpoints of a run, the directory that it saves them in, and the one that it goes on from if `resume`
+    names one.
 
     Raises:
-        ConfigError: there is no such checkpoint, or it is of another training.
+        ConfigError: there is no such checkpoint, or it is of another training, or another run saves in the directory.
         BadCheckpoint: it is damaged.
+        CheckpointWriteFailed: the directory cannot be written.
     """
-    chosen, settings = run.checkpoint, run.trainer
-    directory = (chosen or Checkpointing()).directory(settings.project_name, settings.experiment_name, context.job)
-    tier = tier_of(chosen, run.storage, settings.project_name, settings.experiment_name, context.job)
+    chosen = run.checkpoint
     config = as_plain(run)
     identity = identity_of(config, context.tokenizer) if chosen is not None or run.resume is not None else {}
-    point = None
-    if run.resume is not None:
-        used = chosen or Checkpointing()
-        point = find(run.resume, directory, used.strict, used.verify, tier, run.storage)
-        if point is None:
-            where = f"{directory} or {tier.address}" if tier is not None else directory
-            _log.warning("resume=latest found no checkpoint in %s: starting fresh.", where)
-        else:
-            refuse_other_identity(point, identity)
-            _log.info("Resuming from %s, step %d (%s).", point.published.directory, point.step, point.why)
-            for line in tell_differences(point, redact_tree(config)):
-                _log.warning("differs from the resumed run: %s", line)
-    return CheckpointSaver(chosen, directory, config, identity, loss_key, point, uses, tier)
+    run_id = new_run_id()
+    place = SaveDirectoryChoice(chosen, run.trainer, context.job, run.storage, identity, run_id).choose(run.resume)
+    point = place.resumed
+    if point is not None:
+        _log.info("Resuming from %s, step %d (%s).", point.published.directory, point.step, point.why)
+        for line in tell_differences(point, redact_tree(config)):
+            _log.warning("differs from the resumed run: %s", line)
+    return CheckpointSaver(chosen, place, config, identity, loss_key, uses, run_id)
 
 
 def restore_of(saving: CheckpointSaver) -> RestoreSource | None:

@@ -109,7 +109,8 @@ class SFTTrainer:
             self.learner = role_handles(self._cluster, host)["learner"]
             self.saving.parts = rank_writers_of(self._cluster, {"actor": self.learner}, run.checkpoint)
             if (point := self.saving.resumed) is not None:
-                self.sampler.load_state_dict(point.read_json("dataloader/state.json"))
+                with point.understanding("dataloader/state.json"):
+                    self.sampler.load_state_dict(point.read_json("dataloader/state.json"))
                 train_state.restore_ranks(point, self._cluster, self.learner, self.settings.seed)
         except BaseException:
             self.close()

@@ -167,7 +167,8 @@ def _begin(trainer: LoopTrainer, result: TrainResult) -> None:
     point = trainer.saving.resumed
     if point is not None:
         train_state.restore_driver(point)
-        trainer.guard.load_state_dict(point.read_json("scheduler/state.json").get("safety", {}))
+        with point.understanding("scheduler/state.json"):
+            trainer.guard.load_state_dict(point.read_json("scheduler/state.json").get("safety", {}))
         if trainer.settings.repeat_first_batch:
             trainer.sampler.rewind()
         if point.step >= trainer.num_steps:
@@ -206,6 +207,8 @@ class TrainLoop:
         if saving.resumed is not None:
             trainer.tracker.resume(saving.resumed.state.get("trackers", {}))
         trainer.tracker.start(name, {**self.config, "lineage": saving.facts}, trainer.run_dir, trainer.num_steps)
+        for sentence in saving.messages:
+            trainer.tracker.message(sentence)
         self.is_open = True
 
     def begin(self, evaluates: bool = True) -> None:
@@ -304,7 +307,8 @@ class TrainLoop:
     def go_on_from(self, point: ResumePoint) -> None:
         """Take over the place in the run, and what the guard has seen."""
         self.trainer.saving.go_on_from(point)
-        self.trainer.guard.load_state_dict(point.read_json("scheduler/state.json").get("safety", {}))
+        with point.understanding("scheduler/state.json"):
+            self.trainer.guard.load_state_dict(point.read_json("scheduler/state.json").get("safety", {}))
         before, self.result = self.result, _result_so_far(self.trainer)
         self.result.checkpoints, self._rows = before.checkpoints, None
         self._started = time.perf_counter()

@@ -3,6 +3,7 @@
 child_process        Child processes: ended whatever state they are in, ending with their parent
 component_exits      Exits of components
 env_check            Whether this environment can run verl: each requirement on one line
+external_input       Names, paths and JSON from a disk or a store, taken into checked types at one place
 kernel_cache         Where torch keeps the kernels that it compiles: beside verl's other caches, not in TMPDIR
 memory               Device memory and main memory: how much is in use, the peak, and giving back what is free
 orphan_cleanup       Clean-up after a killed process

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -23,6 +24,7 @@ import os
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -222,6 +224,8 @@ def remove_unused(root: str | Path) -> None:
     in the directory. A lock is gone with the process that held it, however that ended.
     """
     root = Path(root)
+    if not is_own_directory(root):
+        return
     with contextlib.suppress(OSError), _held(root / LOCK, KILL_TIMEOUT_S):
         for name in os.listdir(root):
             if name != LOCK:
@@ -232,6 +236,31 @@ def remove_unused(root: str | Path) -> None:
             root.rmdir()
 
 
+def is_own_directory(path: str | Path) -> bool:
+    """Whether this is a directory, and no link to one, of this user, that nobody else may write into."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def make_own_directory(path: str | Path) -> None:
+    """Make a directory in one that others may write into, such as that of temporary files, or take over one's own.
+
+    Raises:
+        PermissionError: something of this name is there that somebody else may have put there, such as a link. It is
+            neither followed nor changed.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    if not is_own_directory(path):
+        told = (
+            f"it is no directory of this user alone. Remove it, or set TMPDIR to another one than {Path(path).parent}"
+        )
+        raise PermissionError(errno.EPERM, told, str(path))
+
+
 @contextlib.contextmanager
 def _held(path: Path, timeout_s: float) -> Iterator[None]:
     """Within, this process alone has the lock on a file or directory.
@@ -240,7 +269,7 @@ def _held(path: Path, timeout_s: float) -> Iterator[None]:
         OSError: another one has it, for so long.
     """
     deadline = time.monotonic() + timeout_s
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         while True:
             try:

@@ -4,7 +4,6 @@ one.
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from verl.checkpoint.read.lazy_tensors import DeviceMap, LazyTensor, lazy_tensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
-from verl.errors import CheckpointNotFound, ConfigError
+from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, FileFault
 from verl.models.heads import backbone_of, load_head
 from verl.models.hf_state_dict import (
     ADAPTER_BIN,
@@ -35,6 +34,7 @@ from verl.models.hf_state_dict import (
 )
 from verl.models.pretrained import ModelSource, Pretrained
 from verl.resharding.dtensor import ReadableTensor, local, own_part
+from verl.utils.external_input import parse_mapping, whole_number
 from verl.utils.progress import report
 
 
@@ -131,8 +131,7 @@ class RestoreSource:
         prefix = f"{role}."
         found = lazy_tensors(reader, "optimizer").items()
         tensors = {name.removeprefix(prefix): tensor for name, tensor in found if name.startswith(prefix)}
-        schedule = json.loads(bytes(reader.read("scheduler/state.json")))
-        engine.load_optimizer(tensors, schedule["updates"][role])
+        engine.load_optimizer(tensors, _updates(self.directory, reader.read("scheduler/state.json"), role))
 
 
 @dataclass(frozen=True)
@@ -210,10 +209,19 @@ def load_optimizer(engine: TrainingEngine, component: str, source: CheckpointSel
     assert engine.optimizer is not None
     prefix, divided = f"{component}.", engine.parallel.divides_weights
     found: Mapping[str, ReadableTensor] = source.saved("optimizer") if divided else source.tensors("optimizer")
-    schedule = json.loads((source.directory / "scheduler/state.json").read_text())
+    schedule = (source.directory / "scheduler/state.json").read_bytes()
     engine.optimizer.state.clear()
     own = {name.removeprefix(prefix): found[name] for name in found if name.startswith(prefix)}
-    engine.load_optimizer(own, schedule["updates"][component])
+    engine.load_optimizer(own, _updates(source.directory, schedule, component))
+
+
+def _updates(checkpoint: Path, schedule: bytes | memoryview, role: str) -> int:
+    """The place of a role in the schedule of its learning rate."""
+    try:
+        return whole_number(parse_mapping(schedule)["updates"][role])
+    except (LookupError, TypeError, ValueError) as error:
+        problem = f"it does not say how often {role} was updated ({type(error).__name__}: {error})"
+        raise CheckpointCorrupt(checkpoint, [FileFault("scheduler/state.json", problem)]) from error
 
 
 def _are_own(live: Mapping[str, Tensor], model: Any) -> bool:

@@ -14,7 +14,7 @@ from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.resolve import CheckpointTier, newest_of_tiers
 from verl.checkpoint.remote.upload import CheckpointUpload
-from verl.errors import StorageUnreachable
+from verl.errors import ConfigError
 from verl.storage.config import S3Storage
 
 OBJECTS = {"method": "GET", "part": "objects/"}
@@ -34,18 +34,31 @@ def push(tier: CheckpointTier, published: Checkpoint) -> None:
 
 
 def assert_fetched_whole(tier: CheckpointTier, directory: Path) -> None:
-    assert newest_of_tiers(directory, tier, "full").step == 1
+    assert newest_of_tiers(directory, tier, "full")[0].step == 1
     assert list((directory / "staging").iterdir()) == []
 
 
 def test_a_store_that_goes_away_in_a_fetch_is_said_to_and_nothing_is_published(tier, proxy, tmp_path):
     push(tier, save(tmp_path / "here", 1))
     proxy.misbehave = after(2, Fault(status=503), times=99, **OBJECTS)
-    with pytest.raises(StorageUnreachable, match="get s3://"):
+    with pytest.raises(ConfigError, match="such as cannot be fetched, and no whole one .*get s3://"):
         newest_of_tiers(tmp_path / "wiped", tier, "full")
     assert CheckpointDirectory(tmp_path / "wiped").candidates() == []
     proxy.misbehave = lambda request: None
     assert_fetched_whole(tier, tmp_path / "wiped")
+
+
+@pytest.mark.parametrize("status", [500, 403])
+def test_a_store_that_lists_and_gives_no_object_leaves_the_whole_checkpoint_of_the_disk(
+    status, tier, proxy, tmp_path, caplog
+):
+    save(tmp_path / "here", 1)
+    for step in (2, 3):
+        push(tier, save(tmp_path / "elsewhere", step))
+    proxy.misbehave = after(0, Fault(status=status), times=99, **OBJECTS)
+    published, _ = newest_of_tiers(tmp_path / "here", tier, "full")
+    assert published.directory == tmp_path / "here/global_step_1"
+    assert caplog.text.count("which cannot be fetched") == 1
 
 
 @pytest.mark.parametrize(

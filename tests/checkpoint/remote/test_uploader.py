@@ -293,9 +293,9 @@ def test_the_newest_of_any_tier_is_taken(near: CheckpointTier, tmp_path: Path) -
     save(tmp_path / "here", 1)
     save(tmp_path / "here", 2)
     upload(near, tmp_path / "here")
-    assert newest_of_tiers(tmp_path / "wiped", near, "full").step == 2
+    assert newest_of_tiers(tmp_path / "wiped", near, "full")[0].step == 2
     save(tmp_path / "here", 3)
-    assert newest_of_tiers(tmp_path / "here", near, "full").step == 3
+    assert newest_of_tiers(tmp_path / "here", near, "full")[0].step == 3
     with pytest.raises(CheckpointNotFound):
         newest_of_tiers(tmp_path / "none", CheckpointTier(storage=near.storage.below("elsewhere")), "full")
 
@@ -307,7 +307,7 @@ def test_a_damaged_local_copy_is_replaced_by_the_one_in_the_store(
     upload(near, tmp_path / "here")
     path = published.path("actor/weights.bin")
     path.write_bytes(b"!" + path.read_bytes()[1:])
-    found = newest_of_tiers(tmp_path / "here", near, "full")
+    found, _ = newest_of_tiers(tmp_path / "here", near, "full")
     assert found.directory.name == "global_step_2-2"
     assert found.path("actor/weights.bin").read_bytes()[:1] == b"\x02"
     assert "NOT USING" in caplog.text
@@ -321,7 +321,7 @@ def test_publications_go_on_above_those_of_the_store(near: CheckpointTier, tmp_p
     write_upload_target(FileSystem(), tmp_path / "anew", near.cold())
     assert save(tmp_path / "anew", 1).sequence == 4
     upload(near, tmp_path / "anew")
-    assert newest_of_tiers(tmp_path / "wiped", near, "full").sequence == 4
+    assert newest_of_tiers(tmp_path / "wiped", near, "full")[0].sequence == 4
 
 
 def test_a_store_that_cannot_be_asked_is_no_reason_to_start_afresh(
@@ -338,7 +338,7 @@ def test_a_store_that_cannot_be_asked_is_no_reason_to_start_afresh(
         newest_of_tiers(tmp_path / "wiped", away, "full")
     save(tmp_path / "here", 7)
     with caplog.at_level(logging.ERROR):
-        assert newest_of_tiers(tmp_path / "here", away, "full").step == 7
+        assert newest_of_tiers(tmp_path / "here", away, "full")[0].step == 7
     assert "going on from the local disk" in caplog.text
     before = time.time()
     assert before - 1 <= away.cold().sequence_floor <= time.time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from golden_run import flip_bit
 from verl.checkpoint.commit.store import OWN_BYTES, CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
-from verl.checkpoint.export import export, materialize, plain_directory
+from verl.checkpoint.export import _in_use, export, materialize, plain_directory
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.compare import compare
 from verl.checkpoint.read.reader import CheckpointReader
@@ -36,6 +37,7 @@ from verl.errors import (
     ConfigError,
     NoSpaceForCheckpoint,
 )
+from verl.utils.orphan_cleanup import remove_unused
 
 WEIGHTS = "actor/model.safetensors"
 DELTA, BASE = f"{WEIGHTS}.delta", f"{WEIGHTS}.base"
@@ -404,3 +406,52 @@ def test_components_of_other_types_come_back(tmp_path):
     assert [entry.path for entry in newest.manifest.deltas] == ["buffer/all.safetensors"]
     found = tensors_of(newest, "buffer")
     assert all(same_bits(found[name], x) for name, x in (tensors | {"long": tensors["long"] + 2}).items())
+
+
+def test_a_link_that_somebody_planted_where_the_copies_go_is_neither_followed_nor_changed(tmp_path, monkeypatch):
+    *_, newest = save_all(tmp_path / "checkpoints", 2)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    mine = tmp_path / "mine"
+    (mine / "kept").mkdir(parents=True)
+    mine.chmod(0o750)
+    root = tmp_path / f"verl-plain-{os.getuid()}"
+    root.symlink_to(mine)
+    with pytest.raises(CheckpointWriteFailed, match="it is no directory of this user alone. Remove it, or set TMPDIR"):
+        plain_directory(newest, "actor")
+    remove_unused(root)
+    assert (names(mine), stat.S_IMODE(mine.stat().st_mode)) == (["kept"], 0o750)
+    root.unlink()
+    root.mkdir()
+    root.chmod(0o777)
+    with pytest.raises(CheckpointWriteFailed, match="no directory of this user alone"):
+        plain_directory(newest, "actor")
+
+
+@pytest.mark.parametrize("how", ["bytes", "another file", "a link", "a link in its place"])
+def test_a_copy_that_was_altered_meanwhile_is_not_used(how, tmp_path, monkeypatch):
+    *_, newest = save_all(tmp_path / "checkpoints", 2)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    copy = plain_directory(newest, "actor")
+    (before,) = [_in_use.pop(path) for path in list(_in_use) if path == copy]
+    held = _in_use.pop(copy, None)
+    assert held is None
+    weights = copy / "model.safetensors"
+    if how == "bytes":
+        flip_bit(weights, 5000)
+    elif how == "another file":
+        (copy / "modeling.py").write_text("print('not ours')")
+    elif how == "a link":
+        weights.rename(tmp_path / "elsewhere")
+        weights.symlink_to(tmp_path / "elsewhere")
+    else:
+        copy.rename(tmp_path / "elsewhere")
+        copy.symlink_to(tmp_path / "elsewhere")
+    if how != "a link in its place":  # another process has it still
+        with pytest.raises(CheckpointWriteFailed, match="it was altered, and another process uses it"):
+            plain_directory(newest, "actor")
+    os.close(before.fd)
+    assert plain_directory(newest, "actor") == copy
+    assert names(copy) == ["config.json", "model.safetensors"]
+    assert not weights.is_symlink()
+    materialized = export(CheckpointManager(newest.directory), tmp_path / "whole")
+    assert all((copy / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in materialized)

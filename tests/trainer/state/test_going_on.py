@@ -19,6 +19,7 @@ from verl.models.lora import LoRA
 from verl.monitoring.spike_detector import SpikeDetector
 from verl.trainer.state.checkpointing import CheckpointSaver
 from verl.trainer.state.lineage import ParentCheckpoint
+from verl.trainer.state.save_directory import SaveDirectory
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_weights_saved_for_older_tools_resume_to_the_same_numbers(kind, model32,
 
 def saving_after(curve: list[float], differences: dict, tmp_path: Path) -> CheckpointSaver:
     """A run that goes on after such losses."""
-    saving = CheckpointSaver(None, tmp_path, {}, {}, "actor/loss")
+    saving = CheckpointSaver(None, SaveDirectory(tmp_path, None), {}, {}, "actor/loss")
 
     class Point:
         step = len(curve)

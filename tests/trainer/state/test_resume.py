@@ -13,6 +13,7 @@ from trainer.runs import PPO_ALGORITHM, Prompts
 from trainer.saved_runs import STEPS, course, digest, fit, newest, numbers
 
 from verl.checkpoint.resume_point import find
+from verl.component import BuildContext
 from verl.errors import BadCheckpoint, ConfigError
 
 
@@ -173,3 +174,63 @@ def test_a_changed_learning_rate_is_logged_recorded_and_used(whole, model32, tmp
     assert state["lineage"]["parent"]["differences"]["actor.optimizer.lr"] == [0.003, 0.001]
     before, now = numbers(whole / "run")[3], numbers(tmp_path / "run")[3]
     assert now["actor/lr"] == pytest.approx(before["actor/lr"] / 3)
+
+
+# What a run's directory leads to
+
+
+def test_a_run_that_was_moved_with_its_checkpoints_is_found_where_it_lies_now(copied, whole):
+    assert find(str(copied / "run"), copied / "nowhere").published.directory.parent == whole / "checkpoints"
+    pointer = json.loads((copied / "run/checkpoints.json").read_text())
+    pointer["save_dir"] = "/was/once/checkpoints"
+    (copied / "run/checkpoints.json").write_text(json.dumps(pointer))
+    assert find(str(copied / "run"), copied / "nowhere").published.directory == copied / "checkpoints/global_step_4"
+    del pointer["relative"]  # as earlier versions wrote it
+    (copied / "run/checkpoints.json").write_text(json.dumps(pointer))
+    (copied / "deep/er").mkdir(parents=True)
+    shutil.move(copied / "run", copied / "deep/er/run")
+    assert find(str(copied / "deep/er/run"), copied).published.directory == copied / "checkpoints/global_step_4"
+
+
+def test_a_run_that_was_killed_before_its_first_save_leads_to_what_it_had_gone_on_from(copied, model32, caplog):
+    with course(model32, copied, resume=str(copied / "checkpoints/global_step_2")).build(
+        BuildContext(run_dir=copied / "second")
+    ) as trainer:
+        trainer.saving.start(trainer.run_dir)
+    assert find(str(copied / "second"), copied).published.name == "global_step_2"
+    assert "was ended before its first save" in caplog.text
+    with course(model32, copied).build(BuildContext(run_dir=copied / "second")) as trainer:  # begun anew, in vain
+        trainer.saving.start(trainer.run_dir)
+    with pytest.raises(ConfigError, match="holds no complete checkpoint of run"):
+        find(str(copied / "second"), copied)
+    fit(course(model32, copied, stop_after=1), copied / "second")
+    with course(model32, copied).build(BuildContext(run_dir=copied / "second")) as trainer:
+        trainer.saving.start(trainer.run_dir)
+    assert find(str(copied / "second"), copied).published.name == "global_step_1-2"
+
+
+def test_a_stale_link_is_not_believed_and_is_told(copied, caplog):
+    link = copied / "checkpoints/latest"
+    link.unlink()
+    link.symlink_to("global_step_2")
+    assert find(str(link), copied).step == 4
+    assert "shows global_step_2, which is not the newest: taking global_step_4" in caplog.text
+    link.unlink()
+    assert find(f"{link}/", copied).step == 4
+
+
+@pytest.mark.parametrize("given", ["", " "])
+def test_an_empty_resume_is_refused_and_looks_nowhere(given, whole, monkeypatch, tmp_path):
+    monkeypatch.chdir(whole / "checkpoints")
+    with pytest.raises(ConfigError, match="resume is empty: give latest, a checkpoint, its parent or a run"):
+        find(given, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"save_dir": 3, "run_id": "x"}', '{"save_dir": "a", "run_id": []}']
+)
+def test_a_pointer_that_is_none_is_told(content, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints.json").write_text(content)
+    with pytest.raises(ConfigError, match="does not say where a run saves"):
+        find(str(tmp_path / "run"), tmp_path)

@@ -2,24 +2,31 @@
 
 `owner.json` names the newest claim. A trainer checks, under a lock and immediately before it commits, that the claim is
 still its own.
+
+`run.lock` says whether a run that saves here is alive, before anybody claims: it is locked as long as the run's process
+lives, and tells who that is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.checkpoint.core.filesystem import NO_LOCK, FileHandle, FileSystem, write_by_rename, write_errors
-from verl.checkpoint.read.discovery import FORMAT, OWNER
+from verl.checkpoint.read.discovery import FORMAT, OWNER, RUN_LOCK
 from verl.errors import CheckpointFenced, CheckpointWriteFailed
+from verl.utils.external_input import ExternalInputError, parse_as, parse_mapping
 
 log = logging.getLogger(__name__)
 OWNER_LIMIT_BYTES = 65_536
@@ -109,10 +116,9 @@ class WriterLease:
 
     def _recorded(self) -> dict[str, Any]:
         try:
-            owner = json.loads(self._disk.read(self._root / OWNER, OWNER_LIMIT_BYTES))
-        except (FileNotFoundError, ValueError):
+            return parse_mapping(self._disk.read(self._root / OWNER, OWNER_LIMIT_BYTES))
+        except (FileNotFoundError, ExternalInputError):
             return {}
-        return owner if isinstance(owner, dict) else {}
 
     def _record(self, claim: str) -> None:
         owner = {
@@ -125,3 +131,167 @@ class WriterLease:
         }
         write_by_rename(self._disk, self._root / OWNER, json.dumps(owner, indent=2).encode() + b"\n")
         self._disk.sync_directory(self._root)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockHolder:
+    """The run that saves in a directory, as it tells of itself; what it did not tell is empty.
+
+    Args:
+        started: of its process, in clock ticks after the machine's start.
+        identity: of its training.
+    """
+
+    run_id: str = ""
+    host: str = ""
+    pid: int = 0
+    since: str = ""
+    started: str = ""
+    identity: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"run {self.run_id or '(unknown)'}: process {self.pid} on {self.host or '(unknown)'}, since {self.since}"
+
+
+class RunLock:
+    """Held by the run that saves in a directory, from before it loads weights to its end, however that comes.
+
+    A process that is killed holds nothing any more. In one process a later run takes the lock over from an earlier one,
+    which is fenced out at its next commit.
+
+    Args:
+        directory: of checkpoints; made where it is not there.
+        identity: of the training, for others to compare with theirs.
+    """
+
+    _of_this_process: ClassVar[dict[str, RunLock]] = {}
+
+    def __init__(self, directory: Path, run_id: str, identity: Mapping[str, Any]):
+        self._path = directory / RUN_LOCK
+        self._made: list[Path] = []
+        self._fd: int | None = None
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        pid, host = os.getpid(), socket.gethostname()
+        self._own = LockHolder(
+            run_id=run_id, host=host, pid=pid, since=since, started=_process_start(pid), identity=dict(identity)
+        )
+
+    def acquire(self) -> LockHolder | None:
+        """Take the lock. Gives who holds it where that is another process, and None once it is this run's.
+
+        Raises:
+            CheckpointWriteFailed: the directory cannot be made or written.
+        """
+        with write_errors(f"claiming {self._path.parent}"):
+            for path in (self._path.parent, *self._path.parent.parents):
+                if path.exists():
+                    break
+                self._made.append(path)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            key = os.path.realpath(self._path)
+            before = self._of_this_process.get(key)
+            if before is not None and before._own.pid == self._own.pid:  # of a fork, it is the parent's
+                self._fd, before._fd = before._fd, None
+                self._made = before._made
+            elif (holder := self._lock()) is not None:
+                return holder
+            self._of_this_process[key] = self
+            assert self._fd is not None
+            data = json.dumps(asdict(self._own)).encode() + b"\n"
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, data, 0)
+        return None
+
+    def release(self) -> None:
+        """Let others have the directory; may be called again. One that was made for this and is empty goes, too."""
+        if self._fd is None:
+            return
+        self._of_this_process.pop(os.path.realpath(self._path), None)
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        os.close(self._fd)
+        self._fd = None
+        for path in self._made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+    @classmethod
+    def look(cls, directory: Path) -> LockHolder | None:
+        """The other process that holds a directory, if one does; takes nothing."""
+        path = directory / RUN_LOCK
+        if os.path.realpath(path) in cls._of_this_process:
+            return None
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return cls._told(fd)
+        except OSError:
+            holder = cls._told(fd)
+            return holder if _is_alive(holder) else None
+        finally:
+            os.close(fd)
+        return None
+
+    def _lock(self) -> LockHolder | None:
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = self._told(fd)
+                os.close(fd)
+                return holder
+            except OSError as error:
+                if error.errno not in NO_LOCK:
+                    os.close(fd)
+                    raise
+                holder = self._told(fd)
+                if _is_alive(holder):
+                    os.close(fd)
+                    return holder
+                log.warning("%s has no file locks: a run on another machine is not noticed", self._path.parent)
+            if self._is_current(fd):
+                self._fd = fd
+                return None
+            os.close(fd)  # whoever held it has ended meanwhile, and taken the file away
+
+    def _is_current(self, fd: int) -> bool:
+        try:
+            named, opened = os.stat(self._path), os.fstat(fd)
+        except FileNotFoundError:
+            return False
+        return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+
+    @staticmethod
+    def _told(fd: int) -> LockHolder:
+        """What the holder wrote; it does so right after it has locked."""
+        for _ in range(10):
+            time.sleep(LOCK_POLL_S)
+            try:
+                return parse_as(LockHolder, os.pread(fd, OWNER_LIMIT_BYTES * 16, 0))
+            except ExternalInputError:
+                continue
+        return LockHolder()
+
+
+def _process_start(pid: int) -> str:
+    """When a process of this machine started, in clock ticks; empty where that cannot be told."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _is_alive(holder: LockHolder) -> bool:
+    """Whether it is another living process of this machine."""
+    if not holder.pid or holder.host != socket.gethostname() or holder.pid == os.getpid():
+        return False
+    try:
+        os.kill(holder.pid, 0)
+    except OSError as error:
+        return error.errno == errno.EPERM
+    return _process_start(holder.pid) == holder.started

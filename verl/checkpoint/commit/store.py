@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import logging
-import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -28,12 +27,12 @@ from verl.checkpoint.core.filesystem import (
     write_file,
 )
 from verl.checkpoint.core.manifest import FORMAT_NAME, FORMAT_VERSION
-from verl.checkpoint.read.discovery import FORMAT, LATEST, RESERVED, STAGING, TRASH, CheckpointDirectory
+from verl.checkpoint.read.discovery import FORMAT, LATEST, RESERVED, STAGING, TAG, TRASH, CheckpointDirectory
 from verl.errors import ConfigError, NoSpaceForCheckpoint
+from verl.utils.external_input import checked_name
 
 log = logging.getLogger(__name__)
 
-TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
 OWN_FILES, OWN_BYTES = 16, 2**20  # of the store itself: manifest, commit, state, directories
 
 
@@ -127,6 +126,7 @@ class CheckpointStore(CheckpointDirectory):
 
     def rename_into_place(self, staged: Path, name: str) -> Path:
         """Publish: the one operation after which the checkpoint is there. A name in use gets a suffix."""
+        checked_name(name, RESERVED)
         number = 1
         while True:
             target = self.directory / (name if number == 1 else f"{name}-{number}")

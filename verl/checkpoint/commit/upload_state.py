@@ -20,6 +20,7 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem, make_directories, read_errors, write_by_rename, write_errors
 from verl.checkpoint.core.manifest import COMMIT, COMMIT_LIMIT_BYTES
 from verl.checkpoint.read.discovery import COLD, UPLOADED, CheckpointDirectory
+from verl.utils.external_input import ExternalInputError, parse_as
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +62,20 @@ def write_upload_target(disk: FileSystem, directory: Path, cold: UploadTarget | 
 def read_upload_target(disk: FileSystem, directory: Path) -> UploadTarget | None:
     """The store behind a directory; None where there is none."""
     try:
-        return UploadTarget(**json.loads(disk.read(directory / COLD, LIMIT_BYTES)))
-    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+        target = parse_as(UploadTarget, disk.read(directory / COLD, LIMIT_BYTES))
+        if target.upload_interval < 1 or min(target.keep_waiting, target.sequence_floor) < 0:
+            raise ExternalInputError("upload_interval, keep_waiting and sequence_floor are no counts")
+        return target
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ExternalInputError as error:
+        log.error("%s names no store: %s", directory / COLD, error)
         return None
 
 
 def manifest_digest(disk: FileSystem, published: Checkpoint) -> str:
     """The digest of a checkpoint's manifest: its identity, wherever it lies."""
-    return disk.read(published.directory / COMMIT, COMMIT_LIMIT_BYTES).split()[0].decode()
+    return disk.read(published.directory / COMMIT, COMMIT_LIMIT_BYTES).split()[0].decode("ascii", "replace")
 
 
 def confirm_upload(disk: FileSystem, published: Checkpoint, digest: str, address: str) -> None:
@@ -84,7 +91,7 @@ def is_upload_confirmed(disk: FileSystem, published: Checkpoint, address: str) -
     """Whether the store at this address has said that it has this very checkpoint."""
     try:
         recorded = disk.read(published.directory.parent / UPLOADED / published.name, LIMIT_BYTES)
-        return recorded.decode().rstrip("\n") == f"{manifest_digest(disk, published)} {address}"
+        return recorded.decode(errors="replace").rstrip("\n") == f"{manifest_digest(disk, published)} {address}"
     except (FileNotFoundError, NotADirectoryError):
         return False
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from verl.checkpoint.core.manifest import (
     commit_line,
 )
 from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointTooNew, FileFault
+from verl.utils.external_input import ExternalInputError, checked_as, parse_mapping
 from verl.utils.saved_targets import current_targets
 
 
@@ -113,7 +113,54 @@ def read_state(disk: FileSystem, published: Checkpoint) -> dict[str, Any]:
     data = _read_own(disk, published.directory, STATE, MANIFEST_LIMIT_BYTES)
     if len(data) != entry.size or digest_of(data) != entry.blake3:
         raise CheckpointCorrupt(published.directory, [FileFault(STATE, "its bytes are not those that were written")])
-    return current_targets(json.loads(data))
+    return parse_state(published.directory, data)
+
+
+@dataclass
+class SavedProgress:
+    """The types of what is read of `progress` in a `trainer_state.json`."""
+
+    samples: int = 0
+    train_s: float = 0.0
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class SavedState:
+    """The types of what is read of a `trainer_state.json`; the rest of it may be anything."""
+
+    step: int = 0
+    epoch: float | None = None
+    manifest_checksum: str = ""
+    loss_history: list[Any] = field(default_factory=list)
+    best: float | None = None
+    wall_clock_s: float = 0.0
+    lineage: dict[str, Any] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    code: dict[str, Any] = field(default_factory=dict)
+    trackers: dict[str, Any] = field(default_factory=dict)
+    progress: SavedProgress = field(default_factory=SavedProgress)
+
+
+def parse_state(directory: Path, data: bytes | memoryview) -> dict[str, Any]:
+    """The content of a `trainer_state.json`.
+
+    Args:
+        directory: of the checkpoint, for messages.
+    Raises:
+        CheckpointCorrupt: it is none.
+    """
+    try:
+        state = parse_mapping(data)
+        checked_as(SavedState, state)
+        if unknown := [step for step in state.get("progress", {}).get("evaluations", {}) if not step.isdecimal()]:
+            raise ExternalInputError(f"progress.evaluations: {unknown[0][:80]!r} is no step")
+        if any(type(number) is not int for number in (state.get("lineage", {}).get("ancestors") or {}).values()):
+            raise ExternalInputError("lineage.ancestors: expected the number of a publication for each run")
+        return current_targets(state)
+    except (ExternalInputError, AttributeError, RecursionError) as error:
+        raise CheckpointCorrupt(directory, [FileFault(STATE, f"it tells no state of a trainer: {error}")]) from error
 
 
 def _read_own(disk: FileSystem, directory: Path, name: str, limit: int) -> bytes:

@@ -30,6 +30,7 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import DeltaEntry, FileEntry
 from verl.errors import CheckpointCorrupt, FileFault
+from verl.utils.external_input import parse_json
 
 MAGIC = b"verldlt1"
 TAIL = struct.Struct("<Q8s")
@@ -139,10 +140,10 @@ class DeltaIndex:
             if magic != MAGIC or length > min(stored_bytes - TAIL.size, INDEX_LIMIT_BYTES):
                 raise DeltaError("it is no delta")
             text = _decompressed(read(stored_bytes - TAIL.size - length, length), INDEX_LIMIT_BYTES)
-            index = cls(_segment(row) for row in json.loads(text))
+            index = cls(_segment(row) for row in parse_json(text))
         except DeltaError:
             raise
-        except (struct.error, ValueError, TypeError, IndexError) as error:
+        except (struct.error, ValueError, TypeError, LookupError, ArithmeticError) as error:
             raise DeltaError(f"its index cannot be read ({type(error).__name__}: {error})") from error
         if index.stored_bytes + length + TAIL.size != stored_bytes:
             raise DeltaError(f"its index accounts for {index.stored_bytes + length + TAIL.size} of its bytes")

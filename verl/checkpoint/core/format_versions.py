@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
@@ -14,6 +13,7 @@ import verl
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import FORMAT_NAME, MANIFEST, MANIFEST_LIMIT_BYTES, is_readable
 from verl.errors import ConfigError
+from verl.utils.external_input import parse_mapping
 
 
 class FormatOf(NamedTuple):
@@ -97,11 +97,12 @@ def _finding(disk: FileSystem, directory: Path, moving_from: Version, moving_to:
 
 def _recorded(disk: FileSystem, directory: Path) -> tuple[str, str]:
     """Format and version of verl; of a format that this version does not know, too."""
-    raw: dict[str, Any] = json.loads(disk.read(directory / MANIFEST, MANIFEST_LIMIT_BYTES))
-    if raw["format"]["name"] != FORMAT_NAME:
-        raise ValueError(raw["format"]["name"])
-    written, by = raw["format"]["version"], raw["verl_version"]
-    return str(Version(written)), str(Version(by))
+    raw = parse_mapping(disk.read(directory / MANIFEST, MANIFEST_LIMIT_BYTES))
+    form = raw.get("format")
+    if not isinstance(form, dict) or form.get("name") != FORMAT_NAME:
+        raise ValueError("it is no manifest of a checkpoint")
+    written, by = form.get("version"), raw.get("verl_version")
+    return str(Version(str(written))), str(Version(str(by)))
 
 
 def _reasons(written: str, moving_to: Version) -> Iterator[str]:

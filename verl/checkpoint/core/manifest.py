@@ -16,6 +16,8 @@ from functools import cached_property
 from typing import Any
 
 from verl.checkpoint.core.hashing import Leaf, digest_of, file_digest
+from verl.utils import external_input
+from verl.utils.external_input import LARGEST_FILE, ExternalInputError
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -309,7 +311,7 @@ class Manifest:
             tensors = tuple(_tensor(entry) for entry in raw["tensors"])
             deltas = tuple(_delta(entry, {file.path: file for file in files}) for entry in raw.get("deltas", ()))
             plain = {key: raw[key] for key in _PLAIN_FIELDS}
-            _whole_numbers([plain["sequence"], plain["step"]])
+            _refuse_other_types(plain)
         except ManifestError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
@@ -341,14 +343,13 @@ def checked_path(path: str) -> str:
     Raises:
         ManifestError: it leads out of the checkpoint, or to one of the store's own files.
     """
-    if not isinstance(path, str) or not path or "\\" in path or "\0" in path or path.startswith("/"):
-        raise ManifestError(f"{path!r} is no relative path with forward slashes")
-    # By hand: a manifest has a path for every slice, and pathlib would take half of the time of reading it.
-    if not {"", ".", ".."}.isdisjoint(path.split("/")):
-        raise ManifestError(f"{path!r} is not in its simplest form")
-    if path in (MANIFEST, COMMIT):
+    try:
+        checked = external_input.checked_path(path)
+    except ExternalInputError as error:
+        raise ManifestError(str(error)) from error
+    if checked in (MANIFEST, COMMIT):
         raise ManifestError(f"{path!r} is written by the store itself")
-    return path
+    return checked
 
 
 def is_readable(version: str, by: str = FORMAT_VERSION) -> bool:
@@ -378,10 +379,14 @@ def _file_json(entry: FileEntry) -> dict[str, Any]:
 
 
 def _file(raw: dict[str, Any]) -> FileEntry:
-    leaves = tuple(Leaf(int(size), digest) for size, digest in raw["leaves"])
-    entry = FileEntry.of(checked_path(raw["path"]), leaves, raw.get("linked_from"))
-    if any(leaf.size <= 0 or not DIGEST.fullmatch(leaf.blake3) for leaf in leaves):
-        raise ManifestError(f"the leaves of {entry.path} are malformed")
+    path = checked_path(raw["path"])
+    leaves = tuple(Leaf(size, digest) for size, digest in raw["leaves"])
+    sizes = [leaf.size for leaf in leaves]
+    _whole_numbers([*sizes, sum(_whole_numbers(sizes))])
+    if 0 in sizes or not all(isinstance(leaf.blake3, str) and DIGEST.fullmatch(leaf.blake3) for leaf in leaves):
+        raise ManifestError(f"the leaves of {path} are malformed")
+    linked_from = raw.get("linked_from")
+    entry = FileEntry.of(path, leaves, None if linked_from is None else _text(linked_from))
     if (entry.size, entry.blake3) != (raw["size"], raw["blake3"]):
         raise ManifestError(f"size and digest of {entry.path} are not those of its leaves")
     return entry
@@ -393,7 +398,7 @@ def _delta_json(entry: DeltaEntry) -> dict[str, Any]:
 
 def _delta(raw: dict[str, Any], files: dict[str, FileEntry]) -> DeltaEntry:
     (number,) = _whole_numbers([raw["number"]])
-    names = {key: raw[key] for key in ("encoding", "delta", "base", "base_checkpoint", "base_blake3")}
+    names = {key: _text(raw[key]) for key in ("encoding", "delta", "base", "base_checkpoint", "base_blake3")}
     entry = DeltaEntry(file=_file(raw["file"]), number=number, **names)
     if entry.encoding != ENCODING:
         raise ManifestTooNew(f"{entry.path} is stored as {entry.encoding!r}, which this version of verl cannot read")
@@ -410,20 +415,42 @@ def _tensor_json(tensor: LogicalTensor) -> dict[str, Any]:
 
 def _tensor(raw: dict[str, Any]) -> LogicalTensor:
     slices = tuple(_slice(part) for part in raw["slices"])
-    names = {key: raw[key] for key in ("component", "name", "dtype")}
+    names = {key: _text(raw[key]) for key in ("component", "name", "dtype")}
+    if names["dtype"] not in ITEM_BYTES:
+        raise ManifestError(f"dtype {names['dtype'][:80]!r} is not one of {', '.join(ITEM_BYTES)}")
     return LogicalTensor(**names, shape=_whole_numbers(raw["shape"]), slices=slices)
 
 
 def _slice(raw: dict[str, Any]) -> SavedSlice:
     (offset,) = _whole_numbers([raw["offset"]])
     start, extent = _whole_numbers(raw["start"]), _whole_numbers(raw["extent"])
-    return SavedSlice(file=checked_path(raw["file"]), key=raw.get("key"), offset=offset, start=start, extent=extent)
+    key = raw.get("key")
+    file = checked_path(raw["file"])
+    return SavedSlice(file=file, key=None if key is None else _text(key), offset=offset, start=start, extent=extent)
 
 
 def _whole_numbers(values: list[Any]) -> tuple[int, ...]:
-    if not all(isinstance(value, int) and value >= 0 for value in values):
-        raise ManifestError(f"{values} are not sizes")
+    if type(values) is not list or not all(type(value) is int and 0 <= value <= LARGEST_FILE for value in values):
+        raise ManifestError(f"{str(values)[:80]} are not sizes")
     return tuple(values)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ManifestError(f"{str(value)[:80]} is no text")
+    return value
+
+
+def _refuse_other_types(plain: dict[str, Any]) -> None:
+    """Of what stands at the head of a manifest; a checkpoint's name and a run's are shown and compared, no more."""
+    _whole_numbers([plain["sequence"], plain["step"]])
+    for key in ("run_id", "saved_at", "verl_version"):
+        _text(plain[key])
+    if plain["tag"] is not None:
+        _text(plain["tag"])
+    metrics = plain["metrics"]
+    if not isinstance(metrics, dict) or not all(type(value) in (int, float) for value in metrics.values()):
+        raise ManifestError("its metrics are no mapping of names to numbers")
 
 
 def _compact(value: Any) -> str:

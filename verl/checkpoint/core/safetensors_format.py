@@ -15,6 +15,7 @@ from typing import Any
 
 from verl.checkpoint.core.hashing import flat_view
 from verl.checkpoint.core.manifest import ITEM_BYTES
+from verl.utils.external_input import parse_mapping, whole_number
 
 HEADER_LIMIT_BYTES = 100_000_000  # the library's own limit
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -167,10 +168,10 @@ def read_header(head: bytes | memoryview, file_bytes: int) -> dict[str, TensorPl
     if base > len(head):
         raise ValueError("its safetensors header reaches over the end of the file")
     try:
-        header = json.loads(bytes(head[8:base]))
+        header = parse_mapping(head[8:base])
         header.pop("__metadata__", None)
         places = {name: _place(entry, base) for name, entry in header.items()}
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"its safetensors header cannot be read: {error}") from error
     end = base
     for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].end)):
@@ -186,4 +187,5 @@ def _place(entry: dict[str, Any], base: int) -> TensorPlace:
     begin, end = entry["data_offsets"]
     if entry["dtype"] not in ITEM_BYTES:
         raise ValueError(f"dtype {entry['dtype']!r} is unknown")
-    return TensorPlace(entry["dtype"], tuple(int(size) for size in entry["shape"]), base + int(begin), base + int(end))
+    shape = tuple(whole_number(size) for size in entry["shape"])
+    return TensorPlace(entry["dtype"], shape, base + whole_number(begin), base + whole_number(end))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from verl.checkpoint.core.hashing import Leaf, digest_of
 from verl.checkpoint.core.manifest import STATE, LogicalTensor
 from verl.checkpoint.core.safetensors_format import INDEX_NAME
 from verl.checkpoint.read.reader import CheckpointReader
+from verl.utils.external_input import ExternalInputError, parse_json
 from verl.utils.saved_targets import current_targets
 
 ABSENT = "absent"
@@ -165,10 +165,13 @@ def _documents(published: Checkpoint) -> set[str]:
 def _parsed(path: str, data: bytes) -> Any:
     try:
         if path.endswith(".json"):
-            return current_targets(json.loads(data))
+            return current_targets(parse_json(data))
         import yaml
 
-        return current_targets(yaml.safe_load(data))
+        try:
+            return current_targets(yaml.safe_load(data))
+        except (yaml.YAMLError, RecursionError) as error:
+            raise ExternalInputError(str(error)) from error
     except ValueError:
         return f"{len(data)} bytes, {digest_of(data)[:12]}"
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint
@@ -16,15 +15,17 @@ from verl.checkpoint.core.manifest import COMMIT, MANIFEST, is_readable
 from verl.checkpoint.read.verify import Level, open_verified
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew
 from verl.storage.config import is_address
+from verl.utils.external_input import NAME, ExternalInputError, parse_as
 
-OWNER, FORMAT = "owner.json", "format.json"
+OWNER, FORMAT, RUN_LOCK = "owner.json", "format.json", "run.lock"
 
 
 log = logging.getLogger(__name__)
 
 STAGING, TRASH, OBJECTS, PINS, LATEST = "staging", "trash", "objects", "pins", "latest"
 COLD, UPLOADED, FETCHED = "cold.json", "uploaded", "fetched"
-RESERVED = {STAGING, TRASH, OBJECTS, PINS, LATEST, FORMAT, OWNER, COLD, UPLOADED, FETCHED}
+TAG = NAME  # what a tag may be, since it names a directory
+RESERVED = {STAGING, TRASH, OBJECTS, PINS, LATEST, FORMAT, OWNER, RUN_LOCK, COLD, UPLOADED, FETCHED}
 
 
 class CheckpointDirectory:
@@ -153,7 +154,7 @@ class CheckpointDirectory:
 
 
 OF_A_RUN = "checkpoints"
-POINTER = "checkpoints.json"  # in a run's directory: where it saves (`save_dir`), and under which `run_id`
+POINTER = "checkpoints.json"  # in a run's directory: see RunPointer
 POINTER_LIMIT_BYTES = 65_536
 PULL_FIRST = "this works on a disk. Fetch it with `verl checkpoint pull {} DIR`, and give DIR"
 
@@ -200,11 +201,64 @@ def resolve_path(path: str | Path, disk: FileSystem | None = None) -> ResolvedPa
         raise CheckpointNotFound(f"{path} {_instead(disk, given, real)}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunPointer:
+    """Where a run saves, written into its directory at each start.
+
+    Args:
+        save_dir: absolute.
+        relative: the same from the run's directory, for when both are moved together.
+        run_id: of the last start.
+        ancestors: the runs that it descends from, each with its last publication that belongs to the descent.
+        earlier: of the starts before it in this directory.
+    """
+
+    save_dir: str
+    run_id: str
+    relative: str = ""
+    ancestors: dict[str, int] = field(default_factory=dict)
+    earlier: list[str] = field(default_factory=list)
+
+    def places(self, run_dir: Path) -> list[Path]:
+        """Where its checkpoints may lie: where it saved, as far from the run as they were, or under the same names in a
+        directory above the run; the first that is there and holds them is meant."""
+        saved = Path(self.save_dir)
+        found = [saved, *([Path(os.path.normpath(run_dir / self.relative))] if self.relative else [])]
+        for above in run_dir.parents:
+            found += [Path(above, *saved.parts[-count:]) for count in range(min(4, len(saved.parts) - 1), 0, -1)]
+        return list(dict.fromkeys(found))
+
+    def generations(self) -> list[dict[str, int | None]]:
+        """Runs with their last publication (None: any), those that are preferred first."""
+        own: list[dict[str, int | None]] = [{self.run_id: None}]
+        if self.ancestors:
+            own.append(dict(self.ancestors))
+        return own + [{run: None} for run in self.earlier]
+
+
+def read_pointer(run_dir: Path, disk: FileSystem | None = None) -> RunPointer:
+    """What a run's directory says of where it saves.
+
+    Raises:
+        CheckpointNotFound: it says nothing, or nothing that can be read.
+    """
+    file = run_dir / POINTER
+    try:
+        pointer = parse_as(RunPointer, (disk or FileSystem()).read(file, POINTER_LIMIT_BYTES))
+        if "\0" in pointer.save_dir + pointer.relative:
+            raise ExternalInputError("save_dir is no path")
+        return pointer
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFound(f"{run_dir} does not say where it saves: it has no {POINTER}") from error
+    except ExternalInputError as error:
+        raise CheckpointNotFound(f"{file} does not say where a run saves: {error}") from error
+
+
 def _pointed_to(disk: FileSystem, run: Path) -> list[Path]:
     """Where a run says that it saves."""
     try:
-        return [Path(json.loads(disk.read(run / POINTER, POINTER_LIMIT_BYTES))["save_dir"])]
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return read_pointer(run, disk).places(run)[:2]  # elsewhere might be others'
+    except CheckpointNotFound:
         return []
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -16,11 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from verl.checkpoint.core.manifest import DIGEST, MANIFEST_LIMIT_BYTES
+from verl.checkpoint.read.discovery import RESERVED
 from verl.errors import CheckpointFenced, ConfigError, ObjectDamaged, ObjectNotFound
 from verl.storage.store import ObjectStore
+from verl.utils.external_input import ExternalInputError, checked_as, checked_name, parse_mapping, whole_number
 
 LOG = "log/"
 DIGITS = 12
+KEY = re.compile(rf"{LOG}(\d{{{DIGITS}}})\.json")
+UNLISTED = 1000  # records that a listing may not show yet
 RECORD_BYTES = 65_536
 READERS = 8
 
@@ -70,7 +76,11 @@ class CommitLog:
             ObjectDamaged: a record cannot be read.
         """
         listed = [found.key for found in self.store.list(LOG)]
-        numbers = {int(key[len(LOG) :].removesuffix(".json")) for key in listed if key.endswith(".json")}
+        numbers = {
+            int(found[1]) for key in listed if (found := KEY.fullmatch(key))
+        }  # what else lies there is no record
+        if max(numbers, default=0) > 2 * (len(numbers) + self._last) + UNLISTED:
+            raise ObjectDamaged(f"{self.store.url(LOG)} lacks most of the records before {_key(max(numbers))}")
         missing = [number for number in range(1, max(numbers, default=0) + 1) if number not in self._records]
         with ThreadPoolExecutor(READERS) as readers:
             for record in readers.map(self._read, missing):
@@ -144,14 +154,23 @@ class CommitLog:
 
     def _read(self, number: int) -> LogRecord | None:
         try:
-            data = self.store.get(_key(number))
+            size = self.store.size(_key(number))
+            if size > RECORD_BYTES:
+                raise ObjectDamaged(f"{self.store.url(_key(number))} is no record of a log: it has {size} bytes")
+            data = self.store.get(_key(number), 0, size)
         except ObjectNotFound:
             return None
         try:
-            raw = json.loads(data)
-            known = {key: raw[key] for key in LogRecord.__dataclass_fields__ if key in raw}
-            return LogRecord(**{**known, "number": number})
-        except (ValueError, TypeError, KeyError) as error:
+            record = checked_as(LogRecord, {**parse_mapping(data), "number": number})
+            if record.kind == "checkpoint":
+                checked_name(record.name, RESERVED)
+                if not DIGEST.fullmatch(record.manifest):
+                    raise ExternalInputError(f"manifest: {record.manifest[:80]!r} is no digest")
+                whole_number(record.manifest_bytes, MANIFEST_LIMIT_BYTES)
+                whole_number(record.sequence)
+                whole_number(record.step)
+            return record
+        except ExternalInputError as error:
             raise ObjectDamaged(f"{self.store.url(_key(number))} is no record of a log: {error}") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 from collections.abc import Iterable, Iterator
@@ -10,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.checkpoint import Checkpoint, parse_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import (
     MANIFEST,
+    MANIFEST_LIMIT_BYTES,
     STATE,
     FileEntry,
     Manifest,
@@ -36,7 +36,6 @@ from verl.errors import (
     ObjectNotFound,
 )
 from verl.storage.store import ObjectStore
-from verl.utils.saved_targets import current_targets
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +173,12 @@ class RemoteStore:
 
     def state(self, published: RemoteCheckpoint) -> dict[str, Any]:
         """All of its `trainer_state.json`."""
-        return current_targets(json.loads(bytes(self.reader(published).read(STATE))))
+        entry = published.manifest.file(STATE)
+        if entry is None:
+            raise CheckpointIncomplete(published.directory, [FileFault(STATE, "the manifest does not list it")])
+        if entry.size > MANIFEST_LIMIT_BYTES:
+            raise CheckpointCorrupt(published.directory, [FileFault(STATE, f"it has {entry.size} bytes: too many")])
+        return parse_state(published.directory, self.reader(published).read(STATE))
 
     def directory(self, record: LogRecord) -> Path:
         """Where a checkpoint would lie, for messages."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.upload_state import UploadTarget, manifest_digest
 from verl.checkpoint.config import Checkpointing
-from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.checkpoint import Checkpoint, read_state
 from verl.checkpoint.read.discovery import FETCHED, CheckpointDirectory
 from verl.checkpoint.read.verify import Level, open_verified
 from verl.checkpoint.remote.commit_log import LOG, LogRecord
@@ -96,11 +97,22 @@ def tier_of(
     return CheckpointTier(storage=storage.below(below), upload_interval=interval, keep_waiting=settings.keep_waiting)
 
 
-def newest_of_tiers(directory: Path, tier: CheckpointTier, level: Level, strict: bool = False) -> Checkpoint:
-    """The newest checkpoint that is whole, on the local disk or in the store; from there it is fetched.
+def newest_of_tiers(
+    directory: Path,
+    tier: CheckpointTier,
+    level: Level,
+    strict: bool = False,
+    is_own: Callable[[Mapping[str, Any]], bool] | None = None,
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """The newest checkpoint that is whole, on the local disk or in the store, and its `trainer_state.json`; from the
+    store it is fetched.
 
-    A damaged one is told, and its copy in the other tier is taken, or the one before it.
+    A damaged one is told, and its copy in the other tier is taken, or the one before it; so is one whose objects the
+    store does not give.
 
+    Args:
+        is_own: whether a checkpoint is of this training, by its state. Where all are of others their newest is
+            returned, for the caller to refuse; it is not fetched. None: any training.
     Raises:
         CheckpointNotFound: neither has one.
         ConfigError: the store does not answer and the local disk has none, or all are damaged.
@@ -109,6 +121,7 @@ def newest_of_tiers(directory: Path, tier: CheckpointTier, level: Level, strict:
     local = CheckpointDirectory(directory)
     complete, bad = local.survey()
     remote, records = tier.connect(), []
+    faults: list[BadCheckpoint | StorageError] = [*bad]
     try:
         records = remote.records()
     except StorageError as error:
@@ -118,25 +131,51 @@ def newest_of_tiers(directory: Path, tier: CheckpointTier, level: Level, strict:
                 f"whether it has one ({error}). Mend that, or start without resume."
             ) from error
         log.error("%s cannot be asked for a newer checkpoint (%s): going on from the local disk", tier.address, error)
-    faults: list[BadCheckpoint] = [*bad]
-    for found in _in_order(local, complete, records):
-        try:
-            if isinstance(found, Checkpoint):
-                return open_verified(local.disk, found.directory, level)
-            return pull(remote, found, CheckpointStore(directory), anew=True)
-        except CheckpointTooNew:
-            raise
-        except BadCheckpoint as error:
-            log.error("NOT USING checkpoint %s", error)
-            faults.append(error)
-        if strict:
-            raise faults[-1]
+    other: tuple[Checkpoint, dict[str, Any]] | None = None
+    try:
+        for found in _in_order(local, complete, records):
+            try:
+                if is_own is not None:
+                    seen = _seen(local, remote, found)
+                    if not is_own(seen[1]):
+                        other = other or seen
+                        continue
+                if isinstance(found, Checkpoint):
+                    published = open_verified(local.disk, found.directory, level)
+                else:
+                    published = pull(remote, found, CheckpointStore(directory), anew=True)
+                return published, read_state(local.disk, published)
+            except CheckpointTooNew:
+                raise
+            except BadCheckpoint as error:
+                log.error("NOT USING checkpoint %s", error)
+                faults.append(error)
+            except StorageError as error:
+                name = found.name or "a checkpoint"
+                log.error("NOT USING checkpoint %s of %s, which cannot be fetched: %s", name, tier.address, error)
+                faults.append(error)
+            if strict:
+                raise faults[-1]
+    finally:
+        remote.store.close()
+    if other is not None:
+        return other
     if faults:
         raise ConfigError(
-            f"resume finds damaged checkpoints in {directory} and {tier.address} and no whole one; the log names what "
-            "is wrong. Mend or remove them, or start without resume."
+            f"resume finds damaged checkpoints in {directory} and {tier.address}, or such as cannot be fetched, and no "
+            f"whole one (the last: {faults[-1]}). Mend or remove them, or start without resume."
         )
     raise CheckpointNotFound(f"neither {directory} nor {tier.address} holds a checkpoint")
+
+
+def _seen(
+    local: CheckpointDirectory, remote: RemoteStore, found: Checkpoint | LogRecord
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """A checkpoint and what its `trainer_state.json` tells, where it lies."""
+    if isinstance(found, Checkpoint):
+        return found, read_state(local.disk, found)
+    published = remote.open(found)
+    return published, remote.state(published)
 
 
 def bring(address: str, save_dir: Path, storage: Storage | None = None) -> Checkpoint:

@@ -5,6 +5,7 @@ compare_runs       Comparison of two runs: the metrics of each step, and everyth
 distributed_save   Distributed save: every process of a role writes its own part, and the driver commits
 lineage            Lineage: which run came from which checkpoint of which run
 resume             Resuming: may this configuration continue a checkpoint, in what do the two differ
+save_directory     Save directory: where a run saves, whose checkpoints lie there, which of them resume=latest means
 train_state        Train state in a checkpoint: roles, data sampler
 training_identity  Training identity: model, tokenizer, data and algorithm, which a resume must not change
 """

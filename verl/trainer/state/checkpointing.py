@@ -9,32 +9,37 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from verl.checkpoint.commit.store import TAG, CheckpointStore
+from verl.checkpoint.commit.fencing import RunLock
+from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.upload_state import write_upload_target
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.discovery import POINTER, RESERVED
+from verl.checkpoint.read.discovery import POINTER, RESERVED, TAG, read_pointer
 from verl.checkpoint.remote.resolve import CheckpointTier
 from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings
 from verl.checkpoint.resume_point import ResumePoint
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_plan import SaveOutcome, SaveReport
 from verl.checkpoint.save.save_request import SaveRequest
+from verl.errors import CheckpointError, CheckpointFenced
 from verl.trainer.state import train_state
 from verl.trainer.state.distributed_save import RankWriters
 from verl.trainer.state.lineage import Lineage, ParentCheckpoint, code_version
 from verl.trainer.state.resume import parent_of
+from verl.trainer.state.save_directory import SaveDirectory, ancestors_of
 from verl.trainer.state.train_state import TrainState
 from verl.utils.redact import redact_tree
 from verl.workers.load_state import RemoteRoleState, SavedRoleState
@@ -105,20 +110,27 @@ JUMP_STEPS, JUMP_FACTOR = 5, 4.0
 _log = logging.getLogger(__name__)
 
 
+def new_run_id() -> str:
+    """A name for one start of a training."""
+    return secrets.token_hex(4)
+
+
 class CheckpointSaver:
     """The checkpoints of one run.
 
     Args:
         settings: None saves nothing.
-        directory: of the checkpoints.
+        place: the directory of the checkpoints and the object storage behind it, and the checkpoint that the run goes
+            on from.
         config: the run's, as plain values.
         identity: see `verl.trainer.state.training_identity`; may be left empty where nothing is saved.
         loss_key: the metric that the loss curve is made of.
         uses: fields that the algorithm needs and a frozen model gives, such as `ref_log_probs`.
-        tier: object storage that checkpoints are uploaded to.
     Attributes:
         run_id: of this run; a continued run has one of its own.
         resumed: the checkpoint that the run goes on from, or None.
+        messages: what a person should know of the directory, a sentence each.
+        ancestors: see `verl.trainer.state.save_directory.ancestors_of`.
         parts: the processes of the roles, where they write their own parts; None where the driver writes all.
     """
 
@@ -127,27 +139,26 @@ class CheckpointSaver:
     def __init__(
         self,
         settings: Checkpointing | None,
-        directory: Path,
+        place: SaveDirectory,
         config: Mapping[str, Any],
         identity: Mapping[str, Any],
         loss_key: str,
-        resumed: ResumePoint | None = None,
         uses: Collection[str] = (),
-        tier: CheckpointTier | None = None,
+        run_id: str | None = None,
     ):
-        self.settings, self.directory, self.loss_key, self.uses = settings, directory, loss_key, uses
-        self.run_id = secrets.token_hex(4)
+        self.settings, self.directory, self.loss_key, self.uses = settings, place.directory, loss_key, uses
+        self.run_id, self.messages, self._lock = run_id or new_run_id(), place.messages, place.lock
         self._config, self.identity = redact_tree(dict(config)), dict(identity)
         self._longest_step_s = 0.0
-        self._tier, self._uploads = tier, None
+        self._tier, self._uploads = place.tier, None
         self._writer: CheckpointWriter | None = None
         self._contents = TrainState(settings, self._config, uses)
-        self.lineage = Lineage(directory, self.run_id)
-        self.go_on_from(resumed)
+        self.lineage = Lineage(place.directory, self.run_id)
+        self.go_on_from(place.resumed)
 
     def go_on_from(self, point: ResumePoint | None) -> None:
         """Take over what a checkpoint tells of the run before it; None is the start of a run."""
-        self.resumed = point
+        self.resumed, self.ancestors = point, ancestors_of(point)
         self.parent: ParentCheckpoint | None = None if point is None else parent_of(point, self._config)
         past = {} if point is None else point.state
         self._history: deque[list[float]] = deque(past.get("loss_history", []), maxlen=HISTORY)
@@ -169,7 +180,8 @@ class CheckpointSaver:
     @property
     def facts(self) -> dict[str, Any]:
         """What trackers are told of where this run comes from."""
-        return {"run_id": self.run_id, "parent": None if self.parent is None else asdict(self.parent)}
+        parent = None if self.parent is None else asdict(self.parent)
+        return {"run_id": self.run_id, "parent": parent, "ancestors": self.ancestors}
 
     def start(self, run_dir: Path) -> None:
         """Claim the directory and record the run.
@@ -182,7 +194,7 @@ class CheckpointSaver:
         store = CheckpointStore(self.directory, self.run_id)
         store.claim_directory()
         mode = "async" if self.settings.save_async else "sync"
-        retention = self.settings.retention
+        retention = replace(self.settings.retention, lineage={**self.ancestors, self.run_id: sys.maxsize})
         self._writer = CheckpointWriter(
             store,
             mode=mode,
@@ -190,9 +202,8 @@ class CheckpointSaver:
             retention=retention,
             timeout_s=self.settings.writer_timeout_s,
         )
-        pointer = {"save_dir": str(self.directory), "run_id": self.run_id}
         self._run_dir = run_dir
-        (run_dir / POINTER).write_text(json.dumps(pointer, indent=2) + "\n")
+        self._write_pointer(run_dir)
         if self.parts is not None and (fault := self.parts.look(store)) is not None:
             _log.warning(
                 "%s: the driver gathers and writes every checkpoint, and a resume or a restart of this run will be "
@@ -208,6 +219,17 @@ class CheckpointSaver:
         else:
             waits = self.settings.upload_wait_s, self.settings.upload_timeout_s
             self._uploads = CheckpointUploads(self._tier, self.directory, self.lineage, *waits)
+
+    def _write_pointer(self, run_dir: Path) -> None:
+        try:
+            before = read_pointer(run_dir)
+            earlier = [run for run in (before.run_id, *before.earlier) if run not in self.ancestors]
+        except CheckpointError:
+            earlier = []
+        relative = os.path.relpath(self.directory, run_dir.absolute())
+        pointer = {"save_dir": str(self.directory), "relative": relative, "run_id": self.run_id}
+        pointer |= {"ancestors": self.ancestors, "earlier": earlier}
+        (run_dir / POINTER).write_text(json.dumps(pointer, indent=2) + "\n")
 
     def due(self, step: int, took_s: float, is_last: bool, is_stopping: bool) -> str | None:
         """Why a checkpoint is to be saved after this step, or None."""
@@ -290,8 +312,10 @@ class CheckpointSaver:
         """Save once in another directory, where nothing is pruned; see `save`.
 
         Raises:
-            CheckpointError: it could not be saved.
+            CheckpointError: it could not be saved, or a living run of another process saves in that directory.
         """
+        if (holder := RunLock.look(directory.absolute())) is not None:
+            raise CheckpointFenced(f"{directory} is where another run saves ({holder}): give another directory")
         contents = TrainState(self.settings or Checkpointing(), self._config, self.uses)
         store = CheckpointStore(directory.absolute(), self.run_id)
         store.claim_directory()
@@ -393,6 +417,8 @@ class CheckpointSaver:
                 self._uploads = None
             if status is not None:
                 self.lineage.add("end", status=status, step=step)
+        if self._lock is not None:
+            self._lock.release()
 
     def _told(self, outcomes: list[SaveOutcome]) -> list[SaveOutcome]:
         for outcome in outcomes:

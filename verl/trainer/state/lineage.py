@@ -25,6 +25,7 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.errors import BadCheckpoint
 from verl.trainer.state.training_identity import DIGEST, differences
+from verl.utils.external_input import ExternalInputError, checked_as, checked_name, parse_mapping
 from verl.utils.saved_targets import current_targets
 
 FILE = "lineage.jsonl"
@@ -71,14 +72,56 @@ class Lineage:
             _log.warning("%s was not written: %s", self.file, error)
 
 
+@dataclass
+class LineageEvent:
+    """The types of a line of the record."""
+
+    event: str
+    run_id: str
+    time: str
+
+
+@dataclass
+class RunEvent(LineageEvent):
+    """Of the start of a run."""
+
+    run_dir: str = ""
+    code: dict[str, Any] | None = None
+    identity: dict[str, Any] | None = None
+    parent: ParentCheckpoint | None = None
+
+
+@dataclass
+class CheckpointEvent(LineageEvent):
+    """Of a checkpoint."""
+
+    checkpoint: str
+    step: int
+
+
+@dataclass
+class EndEvent(LineageEvent):
+    """Of the end of a run."""
+
+    status: str
+    step: int
+
+
+_KINDS: dict[Any, type[LineageEvent]] = {"run": RunEvent, "checkpoint": CheckpointEvent, "end": EndEvent}
+
+
 def read_events(directory: Path) -> list[dict[str, Any]]:
     """The events recorded in a directory and all below it, in order of time; half a line is passed over."""
     events = []
     for file in sorted(Path(directory).rglob(FILE)):
         for line in file.read_text(errors="replace").splitlines():
             try:
-                events.append({**current_targets(json.loads(line)), "directory": str(file.parent)})
-            except ValueError:
+                told = current_targets(parse_mapping(line))
+                checked_as(_KINDS.get(told.get("event"), LineageEvent), told)
+                if told["event"] == "checkpoint":
+                    checked_name(told["checkpoint"])
+                events.append({**told, "directory": str(file.parent)})
+            except (ExternalInputError, RecursionError, TypeError):
                 continue
     return sorted(events, key=lambda event: event["time"])
 
@@ -206,7 +249,7 @@ def _add_unrecorded(runs: dict[str, LineageRun]) -> None:
 
 
 def _begun(event: dict[str, Any]) -> LineageRun:
-    parent = None if event.get("parent") is None else ParentCheckpoint(**event["parent"])
+    parent = None if event.get("parent") is None else checked_as(ParentCheckpoint, event["parent"])
     steps = 0 if parent is None else parent.step
     facts = {name: event.get(name) or {} for name in ("code", "identity")}
     return LineageRun(

@@ -62,7 +62,8 @@ def ranks_of(cluster: WorkerGroup, role: Any) -> list[RngState]:
 def restore_driver(point: ResumePoint) -> None:
     """Let this process draw on from where the checkpoint was made."""
     plain = {name: point.read_json(f"rng/{name}.json") for name in PLAIN}
-    set_rng_state({name: x for name, x in _tensors(point).items() if not name.startswith("rank_")}, plain)
+    with point.understanding("rng"):
+        set_rng_state({name: x for name, x in _tensors(point).items() if not name.startswith("rank_")}, plain)
 
 
 def restore_ranks(point: ResumePoint, cluster: WorkerGroup, role: Any, seed: int) -> None:

@@ -1,0 +1,280 @@
+"""Whose checkpoints lie where: two runs one after the other, two at once, a sweep repeated, a job started again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run
+
+from verl.checkpoint.commit.fencing import RunLock
+from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.core.checkpoint import read_state
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.retention import Retention
+from verl.component import BuildContext
+from verl.errors import CheckpointFenced, ConfigError
+from verl.storage.config import LocalStorage
+from verl.tracking.base import Trackers
+from verl.tracking.console import Console
+
+OTHER = Prompts(train=("1+1=", "2+2=", "3+3=", "4+4="))
+TESTS = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(model: Any, resume: str | None = None, save: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Two steps, each saved, two kept; in `checkpoints/verl/default` unless `save` says otherwise."""
+    saving = {"save_interval": 1, "keep_last_n": 2, "save_async": False}
+    settings = {"total_steps": 2, "save_final": False, "eval_before": False, "project_name": "verl"}
+    storage = options.pop("storage", None)
+    made = ppo_run(model, **{"algorithm": GRPO_ALGORITHM, **settings, **options})
+    return dataclasses.replace(made, checkpoint=Checkpointing(**saving | (save or {})), resume=resume, storage=storage)
+
+
+def fit(made: Any, job: str = "") -> Path:
+    """Train to the end; where it saved."""
+    with made.build(BuildContext(run_dir=Path("outputs", str(time.time_ns())), job=job)) as trainer:
+        trainer.fit()
+        return trainer.saving.directory
+
+
+def names(directory: Path | str) -> list[str]:
+    return [published.name for published in CheckpointDirectory(directory).complete()]
+
+
+def run_of(directory: Path | str, name: str) -> str:
+    return CheckpointDirectory(directory).open(name).manifest.run_id
+
+
+# -- one after the other ------------------------------------------------------------------------------------------
+
+
+def test_an_unrelated_run_takes_a_directory_beside_and_says_whose_and_why_and_deletes_nothing(model32, capsys):
+    first = fit(run(model32, total_steps=3))
+    before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
+    tracker = Trackers(console=Console())
+    second = fit(run(model32, algorithm=PPO_ALGORITHM, total_steps=3, tracker=tracker))
+    assert (first.name, second.name) == ("default", "default-2")
+    assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
+    assert names(first) == names(second) == ["global_step_2", "global_step_3"]
+    said = capsys.readouterr().out
+    assert f"{first} holds checkpoints of another training (algorithm.advantage._target_, " in said
+    assert f"differ): this run saves in {second}." in said
+    assert fit(run(model32, data=OTHER)).name == "default-3"
+    assert fit(run(model32, algorithm=PPO_ALGORITHM, lr=1e-3)).name == "default-2"  # the same training once more
+
+
+def test_the_same_training_begun_again_shares_the_directory_and_neither_start_prunes_the_other(model32):
+    first = fit(run(model32))
+    assert names(fit(run(model32, lr=1e-3, total_steps=4))) == [
+        "global_step_1", "global_step_2", "global_step_3", "global_step_4",
+    ]  # fmt: skip
+    assert run_of(first, "global_step_1") == run_of(first, "global_step_2") != run_of(first, "global_step_3")
+
+
+def test_a_resumed_run_prunes_those_before_it_of_its_own_descent_and_leaves_the_branch_that_it_abandoned(model32):
+    first = fit(run(model32, save={"keep_last_n": None}, total_steps=4, stop_after=3))
+    second = fit(run(model32, resume=str(first / "global_step_2"), total_steps=4, lr=1e-3))
+    assert second == first
+    # 1 and 2 led to the resumed run, 3 did not
+    assert names(first) == ["global_step_3", "global_step_3-2", "global_step_4"]
+    state = read_state(FileSystem(), CheckpointDirectory(first).open("global_step_4"))
+    assert state["lineage"]["ancestors"] == {run_of(first, "global_step_3"): 2}
+
+
+def test_retention_without_a_lineage_decides_on_all_and_with_one_on_its_own_alone(model32):
+    first = fit(run(model32, save={"keep_last_n": None}))
+    complete = CheckpointDirectory(first).complete()
+    owner = complete[0].manifest.run_id
+    assert all(Retention(keep_last_n=1).covers(one) for one in complete)
+    assert [Retention(lineage={owner: 1}).covers(one) for one in complete] == [True, False]
+    assert not any(Retention(lineage={"somebody else": 9}).covers(one) for one in complete)
+
+
+def test_an_explicit_save_dir_that_holds_another_training_is_refused_and_left_as_it_was(model32, tmp_path):
+    save = {"save_dir": str(tmp_path / "mine")}
+    first = fit(run(model32, save=save))
+    before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
+    with pytest.raises(ConfigError, match=r"checkpoint\.save_dir is .*mine'.* another training \(data\.train differ"):
+        fit(run(model32, data=OTHER, save=save))
+    assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
+    assert not list(tmp_path.glob("mine-*"))
+
+
+# -- resume=latest ------------------------------------------------------------------------------------------------
+
+
+def test_latest_is_the_newest_of_this_training_whatever_was_saved_beside_it_since(model32):
+    first = fit(run(model32, stop_after=1))
+    second = fit(run(model32, data=OTHER, stop_after=1))
+    assert fit(run(model32, data=OTHER, resume="latest")) == second
+    assert fit(run(model32, resume="latest")) == first
+    assert names(first) == names(second) == ["global_step_1", "global_step_2"]
+    third = run(model32, algorithm=PPO_ALGORITHM, resume="latest")
+    with pytest.raises(ConfigError) as refused:
+        fit(third)
+    assert any(fault.startswith("algorithm.advantage._target_ is ") for fault in refused.value.faults)
+    assert "holds no checkpoint of this training. Start it without resume" in str(refused.value)
+    assert not Path("checkpoints/verl/default-3").exists()
+
+
+def test_latest_in_a_directory_that_two_trainings_share_passes_over_the_others(model32, tmp_path):
+    """As earlier versions left them, where every run of a name wrote into one directory."""
+    save = {"save_dir": str(tmp_path / "shared")}
+    first = fit(run(model32, save=save, stop_after=1))
+    other = fit(run(model32, data=OTHER, save={"save_dir": str(tmp_path / "other")}))
+    os.rename(other / "global_step_2", first / "global_step_2")
+    with run(model32, resume="latest", save=save).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        assert trainer.saving.resumed.published.name == "global_step_1"
+        assert "1 of another training beside them" in trainer.saving.resumed.why
+
+
+def test_an_experiment_whose_name_ends_in_a_number_is_no_sibling(model32):
+    named = fit(run(model32, experiment_name="default-2", stop_after=1))
+    fit(run(model32, data=OTHER))
+    assert fit(run(model32)).name == "default-3"
+    assert names(named) == ["global_step_1"]
+
+
+def test_a_wiped_disk_finds_its_own_training_in_the_store_and_leaves_that_of_others(model32, tmp_path):
+    storage = LocalStorage(path=str(tmp_path / "bucket"))
+    fit(run(model32, storage=storage))
+    assert fit(run(model32, data=OTHER, storage=storage, stop_after=1)).name == "default-2"
+    os.rename("checkpoints", "gone")
+    assert fit(run(model32, data=OTHER, storage=storage, resume="latest")).name == "default-2"
+    with pytest.raises(ConfigError, match="holds no checkpoint of this training"):
+        fit(run(model32, algorithm=PPO_ALGORITHM, storage=storage, resume="latest"))
+    assert fit(run(model32, algorithm=PPO_ALGORITHM, storage=storage)).name == "default-3"
+
+
+# -- two at once --------------------------------------------------------------------------------------------------
+
+HOLDER = """
+import json, sys
+from pathlib import Path
+from verl.checkpoint.commit.fencing import RunLock
+
+lock = RunLock(Path(sys.argv[1]), "abcd1234", json.loads(sys.argv[2]))
+print(lock.acquire(), flush=True)
+sys.stdin.read()
+"""
+
+
+def holding(directory: Path, identity: dict[str, Any]) -> subprocess.Popen[str]:
+    """Another process that saves there, before its first checkpoint."""
+    command = [sys.executable, "-c", HOLDER, str(directory), json.dumps(identity)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "None\n"
+    return process
+
+
+def test_beside_a_living_run_the_same_training_is_refused_by_who_holds_it_and_another_goes_elsewhere(model32, tmp_path):
+    with run(model32).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        identity, directory = json.loads(json.dumps(trainer.saving.identity)), trainer.saving.directory
+    assert not directory.exists(), "a run that never began leaves nothing"
+    living = holding(directory, identity)
+    try:
+        who = rf"run abcd1234: process {living.pid} on \S+, since \d{{4}}-"
+        for resume in (None, "latest"):
+            with pytest.raises(ConfigError, match=rf"this training is saving there \({who}.*Wait for its end, stop it"):
+                fit(run(model32, resume=resume))
+        with pytest.raises(ConfigError, match=rf"another training \(data\.train differ\) is saving there \({who}"):
+            fit(run(model32, data=OTHER, save={"save_dir": str(directory)}))
+        assert fit(run(model32, data=OTHER)).name == "default-2"
+        with (
+            run(model32, data=OTHER).build(BuildContext(run_dir=tmp_path / "aside")) as trainer,
+            pytest.raises(CheckpointFenced, match="is where another run saves"),
+        ):
+            trainer.saving.save_aside(directory, 0, {}, {"sampler": {}})
+    finally:
+        living.send_signal(signal.SIGKILL)
+        living.communicate()
+    assert fit(run(model32, resume="latest")) == directory  # a dead one holds nothing
+
+
+def test_a_later_run_of_one_process_takes_over_from_an_earlier_one(model32, tmp_path):
+    lock, later = (RunLock(tmp_path / "checkpoints", name, {}) for name in ("early", "late"))
+    assert lock.acquire() is None
+    assert later.acquire() is None
+    lock.release()
+    other = holding(tmp_path / "elsewhere", {})
+    other.kill()
+    other.communicate()
+    assert RunLock.look(tmp_path / "elsewhere") is None
+    process = subprocess.run(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "checkpoints"), "{}"],
+        input="", capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert process.stdout.startswith("run late: process ")
+    later.release()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+# -- sweeps -------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_repeated_leaves_the_checkpoints_of_the_first_as_they_were(model32):
+    first = [fit(run(model32, lr=lr), job=f"job_{number}") for number, lr in enumerate((1e-3, 2e-3))]
+    before = [names(directory) for directory in first]
+    second = [fit(run(model32, lr=lr), job=f"job_{number}") for number, lr in enumerate((1e-3, 2e-3))]
+    assert [directory.relative_to(Path("checkpoints/verl").absolute()).as_posix() for directory in first + second] == [
+        "default/job_0", "default/job_1", "default/job_0-2", "default/job_1-2",
+    ]  # fmt: skip
+    assert [names(directory) for directory in first] == before
+
+
+# -- a job that is started again ----------------------------------------------------------------------------------
+
+JOB = """
+import sys
+sys.path[:0] = sys.argv[3:]
+from trainer.state.test_save_directory import OTHER, fit, run
+from verl.models.pretrained import Pretrained
+
+fit(run(Pretrained(path=sys.argv[1]), resume=sys.argv[2] or None, data=OTHER, total_steps=10**6))
+"""
+
+
+def test_a_job_that_was_killed_goes_on_from_its_own_newest_beside_an_unrelated_run(model32, tmp_path):
+    other = fit(run(model32, total_steps=3))
+    own = other.with_name("default-2")
+
+    def started(resume: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", JOB, model32.path, resume, str(TESTS), str(TESTS.parent)])
+
+    def killed_after(process: subprocess.Popen[bytes], step: int) -> int:
+        try:
+            end = time.monotonic() + 120
+            while not (newest := names(own)) or int(newest[-1].rpartition("_")[2]) < step:
+                assert time.monotonic() < end, newest
+                assert process.poll() is None, newest
+                time.sleep(0.05)
+        finally:
+            process.kill()
+            process.wait()
+        return int(names(own)[-1].rpartition("_")[2])
+
+    last = killed_after(started(""), 2)
+    again = killed_after(started("latest"), last + 2)
+    runs = {one.manifest.run_id for one in CheckpointDirectory(own).complete()}
+    assert len(runs) == 1, "the second start went on, and pruned those of the first"
+    events = [json.loads(line) for line in (own / "lineage.jsonl").read_text().splitlines()]
+    starts = [event for event in events if event["event"] == "run"]
+    assert [start["parent"] and start["parent"]["step"] >= last for start in starts] == [None, True]
+    assert again > last
+    assert names(other) == ["global_step_2", "global_step_3"]

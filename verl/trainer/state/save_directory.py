@@ -1,0 +1,310 @@
+"""Save directory: where a run saves, whose checkpoints lie there already, and which of them `resume=latest` means.
+
+no resume          the first of DIR, DIR-2, DIR-3, ... that holds no other training's checkpoints, nor a living run
+resume=latest      the first of them that holds checkpoints of this training; refused where all are of others
+resume=PATH        where that checkpoint lies, if it is one of them, else as without resume
+checkpoint.save_dir=DIR   DIR, or a refusal
+
+Which training a checkpoint is of is told by its identity (`verl.trainer.state.training_identity`). A directory that a
+living run holds is refused by the name of who holds it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from verl.checkpoint.commit.fencing import LockHolder, RunLock
+from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.core.checkpoint import read_state
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
+from verl.checkpoint.remote.resolve import CheckpointTier, tier_of
+from verl.checkpoint.resume_point import ResumePoint, find
+from verl.errors import BadCheckpoint, ConfigError, StorageError
+from verl.storage.config import Storage
+from verl.trainer.config import LoopSettings
+from verl.trainer.state.resume import refuse_other_identity
+from verl.trainer.state.training_identity import differences
+
+_log = logging.getLogger(__name__)
+
+MOST_KEYS = 3  # that differ, in a sentence
+
+
+@dataclass(frozen=True)
+class SavePlace:
+    """One directory that a run may save in.
+
+    Attributes:
+        tier: the object storage behind it, or None.
+        number: 1 is the one that the configuration names; of others the suffix.
+    """
+
+    directory: Path
+    tier: CheckpointTier | None
+    number: int
+
+
+@dataclass
+class SaveDirectory:
+    """Where a run saves.
+
+    Attributes:
+        resumed: the checkpoint that it goes on from, or None.
+        lock: held; None where nothing is saved.
+        messages: what a person should know of the choice, a sentence each.
+    """
+
+    directory: Path
+    tier: CheckpointTier | None
+    resumed: ResumePoint | None = None
+    lock: RunLock | None = None
+    messages: list[str] = field(default_factory=list)
+
+
+class SaveDirectoryChoice:
+    """Chooses the save directory of one run.
+
+    Args:
+        settings: None saves nothing.
+        job: of a sweep, or empty.
+        identity: of the training.
+    """
+
+    def __init__(
+        self,
+        settings: Checkpointing | None,
+        trainer: LoopSettings,
+        job: str,
+        storage: Storage | None,
+        identity: Mapping[str, Any],
+        run_id: str,
+    ):
+        self._saves, self._settings = settings is not None, settings or Checkpointing()
+        self._given, self._trainer, self._job, self._storage = settings, trainer, job, storage
+        self._identity, self._run_id = dict(identity), run_id
+        self._is_fixed = self._settings.save_dir is not None and not job
+
+    def choose(self, resume: str | None) -> SaveDirectory:
+        """Find what `resume` means, and take the directory to save in.
+
+        Raises:
+            ConfigError: there is no such checkpoint, or it is of another training, or the directory is another run's.
+            BadCheckpoint: it is damaged.
+            CheckpointWriteFailed: the directory cannot be written.
+        """
+        if resume == LATEST:
+            return self._go_on()
+        if resume is None:
+            return self._fresh()
+        first = self._place(1)
+        used = self._settings
+        point = find(resume, first.directory, used.strict, used.verify, first.tier, self._storage, self._is_own)
+        assert point is not None, "only `latest` may find none"
+        refuse_other_identity(point, self._identity)
+        own = point.published.directory.parent
+        if (place := next((place for place in self._existing() if place.directory == own), None)) is not None:
+            return self._held(place, point)
+        return replace(self._fresh(), resumed=point)
+
+    # -- which directory ------------------------------------------------------------------------------------------
+
+    def _go_on(self) -> SaveDirectory:
+        used, other = self._settings, None
+        for place in self._existing():
+            is_own = self._is_own if place.number == 1 else self._is_own_by_name
+            point = find(LATEST, place.directory, used.strict, used.verify, place.tier, is_own=is_own)
+            if point is not None and is_own(point.state):
+                return self._held(place, point)
+            other = point if place.number == 1 else other
+        if other is not None:
+            self._refuse(other)
+        place = self._place(1)
+        where = f"{place.directory} or {place.tier.address}" if place.tier is not None else place.directory
+        _log.warning("resume=latest found no checkpoint in %s: starting fresh.", where)
+        return self._held(place, None)
+
+    def _fresh(self) -> SaveDirectory:
+        if not self._saves:
+            place = self._place(1)
+            return SaveDirectory(place.directory, place.tier)
+        passed: list[str] = []
+        for place in self._numbered():
+            taken = self._taken(place)
+            if taken is None:
+                lock = RunLock(place.directory, self._run_id, self._identity)
+                if (holder := lock.acquire()) is None:
+                    said = [f"{passed[0]}: this run saves in {place.directory}."] if passed else []
+                    return SaveDirectory(place.directory, place.tier, None, lock, said)
+                found = self._differing(holder.identity)
+                if self._is_fixed or not found:
+                    raise self._busy(place, holder)
+                taken = f"is where another training saves now ({holder}; {found})"
+            elif self._is_fixed:
+                raise ConfigError(
+                    f"checkpoint.save_dir is {self._settings.save_dir!r}: it {taken}. Give this run a directory of its "
+                    "own, or leave checkpoint.save_dir out, and it takes one by itself."
+                )
+            passed.append(f"{place.directory} {taken}")
+        raise AssertionError("there is always another number")
+
+    def _held(self, place: SavePlace, point: ResumePoint | None) -> SaveDirectory:
+        if not self._saves:
+            return SaveDirectory(place.directory, place.tier, point)
+        lock = RunLock(place.directory, self._run_id, self._identity)
+        if (holder := lock.acquire()) is not None:
+            raise self._busy(place, holder)
+        return SaveDirectory(place.directory, place.tier, point, lock)
+
+    def _busy(self, place: SavePlace, holder: LockHolder) -> ConfigError:
+        found = self._differing(holder.identity)
+        what = f"another training ({found})" if found else "this training"
+        return ConfigError(
+            f"checkpoint.save_dir leads to {place.directory}: a run of {what} is saving there ({holder}). Wait for "
+            "its end, stop it, or give this run a directory of its own: trainer.experiment_name=NAME, or "
+            "checkpoint.save_dir=DIR."
+        )
+
+    def _refuse(self, other: ResumePoint) -> None:
+        try:
+            refuse_other_identity(other, self._identity)
+        except ConfigError as error:
+            raise ConfigError(
+                [
+                    *error.faults,
+                    f"resume is 'latest': {other.published.directory.parent} holds no checkpoint of this training. "
+                    "Start it without resume, and it saves in a directory of its own; resume=latest finds it there.",
+                ]
+            ) from error
+        raise ConfigError(  # the same training, of another experiment
+            f"resume is 'latest': {other.published.directory.parent} holds checkpoints of another experiment alone. "
+            "Start without resume."
+        )
+
+    # -- what lies there ------------------------------------------------------------------------------------------
+
+    def _place(self, number: int) -> SavePlace:
+        project, experiment, job = self._trainer.project_name, self._trainer.experiment_name, self._job
+        directory, suffix = self._settings.directory(project, experiment, job), "" if number == 1 else f"-{number}"
+        if not self._is_fixed:
+            directory = directory.with_name(directory.name + suffix)
+        names = (experiment, job + suffix) if job else (experiment + suffix, "")
+        return SavePlace(directory, tier_of(self._given, self._storage, project, *names), number)
+
+    def _numbered(self) -> Iterator[SavePlace]:
+        return (self._place(number) for number in itertools.count(1))
+
+    def _existing(self) -> Iterator[SavePlace]:
+        """The first place, and those after it that are there, on the local disk or in the store."""
+        first = self._place(1)
+        yield first
+        if self._is_fixed and first.tier is None:
+            return
+        beside = re.compile(re.escape(first.directory.name) + r"-([1-9]\d{0,8})")
+        parent = first.directory.parent
+        names = (path.name for path in parent.iterdir()) if parent.is_dir() and not self._is_fixed else ()
+        local = {int(match[1]) for name in names if (match := beside.fullmatch(name)) and int(match[1]) > 1}
+        for number in itertools.count(2):
+            place = self._place(number)
+            if number in local or _is_used(place.tier):
+                yield place
+            elif number > max(local, default=0):
+                return
+
+    def _taken(self, place: SavePlace) -> str | None:
+        """By whose checkpoints a place is taken; None where by none, or by those of this training."""
+        directory = CheckpointDirectory(place.directory)
+        states: list[Mapping[str, Any]] = []
+        for published in directory.survey()[0]:
+            try:
+                states.append(read_state(FileSystem(), published))
+            except BadCheckpoint:  # damaged: nobody's, and retention leaves it alone
+                continue
+        if place.tier is not None and (newest := _newest_state(place.tier)) is not None:
+            states.append(newest)
+        if states and self._job:
+            return "holds the checkpoints of an earlier sweep"
+        for state in reversed(states):
+            if not self._is_own(state):
+                return f"holds checkpoints of another training ({self._differing(state.get('identity', {}))})"
+            if place.number > 1 and not self._is_own_by_name(state):
+                return "holds checkpoints of another experiment"
+        return None
+
+    def _is_own(self, state: Mapping[str, Any]) -> bool:
+        return not differences(state.get("identity", {}), self._identity)
+
+    def _is_own_by_name(self, state: Mapping[str, Any]) -> bool:
+        """The same, and it was not a run of an experiment whose name happens to end in a number."""
+        named = state.get("config", {}).get("trainer", {})
+        ours = {"project_name": self._trainer.project_name, "experiment_name": self._trainer.experiment_name}
+        return self._is_own(state) and all(named.get(key) == value for key, value in ours.items())
+
+    def _differing(self, identity: Mapping[str, Any]) -> str:
+        """The keys in which another training differs; empty where in none."""
+        if not identity:
+            return "it tells nothing of itself"
+        found = list(differences(identity, self._identity))
+        more = f" and {len(found) - MOST_KEYS} more" if len(found) > MOST_KEYS else ""
+        return f"{', '.join(found[:MOST_KEYS])}{more} differ" if found else ""
+
+
+def _is_used(tier: CheckpointTier | None) -> bool:
+    return tier is not None and _newest_state(tier) is not None
+
+
+def _newest_state(tier: CheckpointTier) -> Mapping[str, Any] | None:
+    """Of the newest checkpoint in a store; None where it has none, or cannot say."""
+    remote = replace(tier, storage=replace(tier.storage, retries=min(1, tier.storage.retries))).connect()
+    try:
+        records = remote.records()
+        return remote.state(remote.open(records[-1])) if records else None
+    except (StorageError, BadCheckpoint, ValueError) as error:
+        _log.warning("%s cannot be asked whose checkpoints it holds: %s", tier.address, error)
+        return None
+    finally:
+        remote.store.close()
+
+
+def ancestors_of(point: ResumePoint | None) -> dict[str, int]:
+    """The runs that a run which goes on from a checkpoint descends from, each with the number of the last publication
+    of it that belongs to this descent."""
+    if point is None:
+        return {}
+    manifest, lineage = point.published.manifest, point.state.get("lineage")
+    recorded = lineage.get("ancestors") if isinstance(lineage, Mapping) else None
+    before = {
+        str(run): number
+        for run, number in (recorded.items() if isinstance(recorded, Mapping) else ())
+        if isinstance(number, int)
+    }
+    if recorded is None:
+        before = _recorded_ancestors(point)
+    return {**before, manifest.run_id: manifest.sequence}
+
+
+def _recorded_ancestors(point: ResumePoint) -> dict[str, int]:
+    """The same of a checkpoint of an earlier version, from the names of parents that still lie beside it."""
+    found: dict[str, int] = {}
+    directory, state = point.published.directory.parent, point.state
+    while True:
+        lineage = state.get("lineage")
+        parent = lineage.get("parent") if isinstance(lineage, Mapping) else None
+        name = Path(str(parent.get("checkpoint", ""))).name if isinstance(parent, Mapping) else ""
+        if not name or not isinstance(parent, Mapping) or str(parent.get("run_id")) in found:
+            return found
+        try:
+            published = CheckpointDirectory(directory).open(name)
+            state = read_state(FileSystem(), published)
+        except (OSError, BadCheckpoint, json.JSONDecodeError):
+            return found
+        if published.manifest.run_id != parent.get("run_id"):
+            return found
+        found[published.manifest.run_id] = published.sequence
