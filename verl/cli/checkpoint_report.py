@@ -11,7 +11,7 @@ import typer
 from packaging.version import Version
 
 import verl
-from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.checkpoint import Checkpoint, loss_points
 from verl.checkpoint.core.format_versions import FORMATS, FormatFinding, findings, format_of, is_ahead, parse_version
 from verl.checkpoint.core.manifest import LogicalTensor
 from verl.checkpoint.describe import CheckpointSummary, components
@@ -68,7 +68,11 @@ def print_inspection(summary: CheckpointSummary, component: str | None, all_tens
     print_table(columns, rows, right=["files", "size", "tensors", "elements"])
     _print_tensors(tensors, all_tensors)
     typer.echo("\ntrainer_state.json")
-    for line in outline({key: value for key, value in summary.state.items() if key not in SHOWN_ABOVE}):
+    shown = {key: value for key, value in summary.state.items() if key not in SHOWN_ABOVE}
+    if points := loss_points(summary.state):
+        step, loss = points[-1]
+        shown["loss_history"] = f"{counted(len(points), 'step')}, the last one step {step}, loss {loss:.6g}"
+    for line in outline(shown):
         typer.echo(f"  {line}")
 
 

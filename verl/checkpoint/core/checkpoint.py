@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -114,6 +115,22 @@ def read_state(disk: FileSystem, published: Checkpoint) -> dict[str, Any]:
     if len(data) != entry.size or digest_of(data) != entry.blake3:
         raise CheckpointCorrupt(published.directory, [FileFault(STATE, "its bytes are not those that were written")])
     return current_targets(json.loads(data))
+
+
+def loss_points(state: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """The loss curve of `trainer_state.json`: (step, loss), each loss a number.
+
+    Of every version of the file: an entry is `[step, loss]` or `{"step": ..., "loss": ...}`, and a loss that was not
+    finite may stand there as the text "nan", "inf" or "-inf". An entry that is neither is left out.
+    """
+    points = []
+    for entry in state.get("loss_history") or ():
+        try:
+            step, loss = (entry["step"], entry["loss"]) if isinstance(entry, Mapping) else entry
+            points.append((int(step), float(loss)))
+        except (KeyError, TypeError, ValueError):
+            continue
+    return points
 
 
 def _read_own(disk: FileSystem, directory: Path, name: str, limit: int) -> bytes:
