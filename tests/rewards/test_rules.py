@@ -175,7 +175,8 @@ SAME = [
 READABLE = [
     "5-7", "5 - 7", "5 to 7", "[5,7]", "(5,7)", "(1, 2)", "1e5", "2^{10}", r"3\sqrt{2}", r"\frac{\sqrt{3}}{2}",
     "x^2+2x+1", "x=5", r"x \in [1,2]", r"[0,\infty)", r"(-\infty,2)\cup(3,\infty)", r"\{1,2,3\}", "1,2,3", "Monday",
-    r"\text{(C)}", r"2\pi", r"30^\circ", r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "3:2", "10:30", r"\pm 3", "2+3i", "n!",
+    r"\text{(C)}", r"2\pi", r"30^\circ", r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "3:2", "10:30", r"\pm 3",
+    "2+3i", "n!",
     r"-1 \leq x < 4", r"3 \times 10^8", r"\frac{x+1}{x-1}", "Yes", "8:00 AM", r"\left[0, 1\right)", "m=3, b=2", "3,14",
 ]  # fmt: skip
 NUMBERS = [line for line in SAME if line[0] != "12.5%"]

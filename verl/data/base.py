@@ -30,6 +30,11 @@ class Dataset(Protocol):
 class PromptSource(Description):
     """Base of what `data` may be in reinforcement learning: builds `DataSplits` of prompts."""
 
+    def columns(self) -> dict[str, frozenset[str]]:
+        """The columns beside the prompt, by what names the rows (`train_files`), of those whose columns are known
+        without the rows having been read."""
+        return {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource(Description):

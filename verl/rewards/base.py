@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -44,6 +44,10 @@ class RewardDescription(Description):
     """
 
     is_model: ClassVar[bool] = False
+
+    def columns_read(self) -> Iterator[tuple[str, str]]:
+        """Yield each column of the data that it cannot do without, after what names it: `answer_key is 'answer'`."""
+        yield from ()
 
 
 class Reward:
@@ -121,6 +125,21 @@ class Reward:
             non_tensors={"score": rating.scores.astype(object), **parts, **columns},
             producer=self.producer,
         )
+
+
+def missing_columns(reward: Description, columns: Collection[str], where: str) -> Iterator[str]:
+    """Yield a sentence for each column that a reward reads and the data lack, opening with the reward's key.
+
+    Args:
+        columns: of the data, beside the prompt.
+        where: which rows lack it, in words.
+    """
+    if not isinstance(reward, RewardDescription):
+        return
+    for named_by, column in reward.columns_read():
+        if column not in columns and column not in ("prompt_messages", *TEXT_COLUMNS):
+            present = ", ".join(sorted(set(columns) - set(TEXT_COLUMNS))) or "none beside the prompt"
+            yield f"{named_by}: the {where} have no column {column!r}. Their columns: {present}."
 
 
 def texts_of(batch: DataProto) -> tuple[list[str], list[str], dict[str, list]]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from verl.component import BuildContext
 from verl.errors import RewardError
 from verl.rewards.base import Reward, RewardDescription
-from verl.rewards.import_path import load_function, own_line, path_faults
+from verl.rewards.import_path import load_function, own_line, path_faults, required_arguments
 from verl.rewards.process_pool import SampleReward, pool_faults
 from verl.rewards.validation import check_columns, named_parameters, reward_error
 from verl.utils.component_exits import raised_by_code
@@ -56,10 +56,15 @@ class RewardFunction(RewardDescription):
         for name in texts:
             if name in self.kwargs:
                 yield f"kwargs.{name}: is what the function is called with. Choose another name."
-        yield from pool_faults(self.timeout_s, self.num_workers, error_score=self.error_score)
+        yield from pool_faults(self.timeout_s, self.num_workers)
         if self.on_error == "score" and not self.per_sample:
             yield "on_error is score: a function of the whole batch fails as a whole. Set per_sample=true."
         yield from path_faults(self.path, self.kwargs, texts)
+
+    def columns_read(self) -> Iterator[tuple[str, str]]:
+        texts = ("prompt", "response") if self.per_sample else ("prompts", "responses")
+        for name in required_arguments(self.path, (*texts, *self.kwargs)):
+            yield f"path is {self.path!r}, which takes {name}", name
 
     def build(self, context: BuildContext) -> Reward:
         if not self.per_sample:

@@ -55,6 +55,30 @@ def path_faults(path: str, kwargs: dict, texts: Sequence[str] = ("prompts", "res
         yield from _signature_faults(node, seen, kwargs, texts, file)
 
 
+def required_arguments(path: str, given: Sequence[str]) -> list[str]:
+    """The arguments without a default of the function that a path names, read from its source without running it.
+
+    Args:
+        given: those that it gets in any case.
+    Returns:
+        Their names; none where the source does not tell, as of a function with a decorator.
+    """
+    module, _, name = path.rpartition(":")
+    file, _ = _source_file(module) if module else (None, None)
+    if file is None:
+        return []
+    try:
+        node = dict(_top_level_names(ast.parse(file.read_bytes()).body)).get(name)
+    except (SyntaxError, ValueError, OSError):
+        return []
+    if not isinstance(node, _Function) or node.decorator_list:
+        return []
+    placed = [*node.args.posonlyargs, *node.args.args]
+    needed = placed[: len(placed) - len(node.args.defaults)]
+    needed += [arg for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None]
+    return [arg.arg for arg in needed if arg.arg not in given]
+
+
 def load_function(path: str) -> Callable:
     """Import what a path names.
 

@@ -120,6 +120,10 @@ class RewardNormalization(RewardDescription):
 
     reward: Description
 
+    def columns_read(self) -> Iterator[tuple[str, str]]:
+        if isinstance(self.reward, RewardDescription):
+            yield from ((f"reward.{named_by}", column) for named_by, column in self.reward.columns_read())
+
     def build(self, context: BuildContext) -> Reward:
         with faults_below("reward"):
             return ScaledReward(self.reward.build(context))

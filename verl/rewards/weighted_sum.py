@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -40,11 +39,14 @@ class WeightedSum(RewardDescription):
                 yield f"parts.{name}: expected a name of letters, digits, - and _, other than {', '.join(TAKEN)}."
             if name not in self.weights:
                 yield f"weights has no {name}: expected the weight of parts.{name}."
-        for name, weight in self.weights.items():
+        for name in self.weights:
             if name not in self.parts:
                 yield f"weights.{name}: there is no such part. The parts: {', '.join(self.parts)}."
-            if not math.isfinite(weight):
-                yield f"weights.{name} is {weight}: must be finite."
+
+    def columns_read(self) -> Iterator[tuple[str, str]]:
+        for name, part in self.parts.items():
+            if isinstance(part, RewardDescription):
+                yield from ((f"parts.{name}.{named_by}", column) for named_by, column in part.columns_read())
 
     def build(self, context: BuildContext) -> Reward:
         with ExitStack() as built:

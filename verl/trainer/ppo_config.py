@@ -12,7 +12,7 @@ from verl.component import BuildContext, Description
 from verl.data.base import PromptSource
 from verl.engines.sharding import Sharding
 from verl.replay.config import TieredReplay
-from verl.rewards.base import RewardDescription
+from verl.rewards.base import RewardDescription, missing_columns
 from verl.rollout.base import Rollout
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
@@ -62,6 +62,9 @@ def faults_between(run: Any) -> Iterator[str]:
     yield from _replay_faults(run)
     yield from _placement_faults(run)
     yield from _context_faults(run)
+    for name, columns in run.data.columns().items():
+        where = "rows of data" if name == "data" else f"rows of data.{name}"
+        yield from (f"reward.{fault}" for fault in missing_columns(run.reward, columns, where))
     yield from _model_faults(run)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from verl.models.pretrained import ModelSource, Pretrained, without_dropout
 from verl.rewards.base import Reward, RewardDescription
 from verl.rewards.function import RewardFunction
 from verl.rewards.reward_model import ModelReward, RewardModel, RewardTokenizer
+from verl.rewards.validation import named_parameters
 from verl.rewards.weighted_sum import TAKEN, WeightedSum
 
 MICRO_BATCH_TOKENS = 16384  # of a reward model that was passed as an object
@@ -62,6 +63,13 @@ class RewardObject(RewardDescription):
     """
 
     name: str
+
+    def columns_read(self) -> Iterator[tuple[str, str]]:
+        reward, _ = getattr(self, "_carried", (None, None))
+        if reward is not None and not isinstance(reward, Reward) and not _is_module(reward):
+            for name, is_required in (named_parameters(reward) or {}).items():
+                if is_required and name not in ("prompts", "responses"):
+                    yield f"{self.name}() takes {name}", name
 
     def build(self, context: BuildContext) -> Reward:
         reward, tokenizer = carried_by(self)
