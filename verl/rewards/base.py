@@ -26,6 +26,7 @@ class RewardResult:
 
     Attributes:
         scores: [B] float64.
+        token_scores: [B T] float32, where the reward itself says which token is worth what; a row's sum is its score.
         parts: by name, [B] floats each: a metric `reward/NAME` (their mean) and a column of the sample tables.
         columns: by name, [B] of anything else, such as texts: a column `reward_NAME` of the sample tables.
     """
@@ -33,6 +34,7 @@ class RewardResult:
     scores: np.ndarray
     parts: dict[str, np.ndarray] = field(default_factory=dict)
     columns: dict[str, np.ndarray] = field(default_factory=dict)
+    token_scores: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,18 +108,15 @@ class Reward:
         Args:
             batch: response_mask [B T]; `prompt_text`, `response_text` and the columns of the data.
         Returns:
-            token_level_scores [B T] float32: the score on the last True of response_mask, 0 elsewhere, so a row whose
-            mask is empty has none; and in `non_tensor_batch` `score`, B floats as they were rated, and a column
-            `reward/NAME` for each part of the rating and `reward_NAME` for each of its columns.
+            token_level_scores [B T] float32: those that the reward gives itself; else the score on the last True of
+            response_mask, 0 elsewhere, so a row whose mask is empty has none; and in `non_tensor_batch` `score`, B
+            floats as they were rated, and a column `reward/NAME` for each part of the rating and `reward_NAME` for each
+            of its columns.
         Raises:
             RewardError: the rating raised, or is not B finite numbers; names the sample and the function.
         """
         rating = self.rate_batch(batch)
-        mask = batch.batch["response_mask"]
-        last = last_true(mask)
-        rows = torch.nonzero(last >= 0).squeeze(1)
-        placed = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-        placed[rows, last[rows]] = torch.tensor(rating.scores, dtype=torch.float32, device=mask.device)[rows]
+        placed = token_scores_of(rating, batch.batch["response_mask"])
         parts = {f"reward/{name}": values.astype(object) for name, values in rating.parts.items()}
         columns = {f"reward_{name}": values for name, values in rating.columns.items()}
         return DataProto.from_dict(
@@ -125,6 +124,21 @@ class Reward:
             non_tensors={"score": rating.scores.astype(object), **parts, **columns},
             producer=self.producer,
         )
+
+
+def token_scores_of(rating: RewardResult, mask: torch.Tensor) -> torch.Tensor:
+    """What each token is worth [B T] float32: as the reward says, else all of a score on its last token.
+
+    Args:
+        mask: response_mask [B T].
+    """
+    if rating.token_scores is not None:
+        return rating.token_scores.to(device=mask.device, dtype=torch.float32)
+    last = last_true(mask)
+    rows = torch.nonzero(last >= 0).squeeze(1)
+    placed = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+    placed[rows, last[rows]] = torch.tensor(rating.scores, dtype=torch.float32, device=mask.device)[rows]
+    return placed
 
 
 def missing_columns(reward: Description, columns: Collection[str], where: str) -> Iterator[str]:

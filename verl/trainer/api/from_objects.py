@@ -25,7 +25,7 @@ from verl.models.pretrained import ModelSource, Pretrained, without_dropout
 from verl.rewards.base import Reward, RewardDescription
 from verl.rewards.function import RewardFunction
 from verl.rewards.reward_model import ModelReward, RewardModel, RewardTokenizer
-from verl.rewards.validation import named_parameters
+from verl.rewards.validation import batch_argument, named_parameters
 from verl.rewards.weighted_sum import TAKEN, WeightedSum
 
 MICRO_BATCH_TOKENS = 16384  # of a reward model that was passed as an object
@@ -66,8 +66,9 @@ class RewardObject(RewardDescription):
 
     def columns_read(self) -> Iterator[tuple[str, str]]:
         reward, _ = getattr(self, "_carried", (None, None))
-        if reward is not None and not isinstance(reward, Reward) and not _is_module(reward):
-            for name, is_required in (named_parameters(reward) or {}).items():
+        is_function = callable(reward) and not isinstance(reward, Reward) and not _is_module(reward)
+        if is_function and batch_argument(reward) is None:  # type: ignore[arg-type]
+            for name, is_required in (named_parameters(reward) or {}).items():  # type: ignore[arg-type]
                 if is_required and name not in ("prompts", "responses"):
                     yield f"{self.name}() takes {name}", name
 
@@ -221,10 +222,11 @@ def _dataset(rows: RLHFDataset | Sequence[Mapping[str, Any]], tokenizer: Any, op
     if not isinstance(rows, RLHFDataset):
         return RLHFDataset.from_rows(rows, tokenizer, options)
     theirs, ours = rows.collate([0]).meta_info["pad_token_id"], tokenizer.pad_token_id
-    if theirs != ours:
+    if theirs != ours and theirs not in tokenizer.all_special_ids:
         raise ConfigError(
             f"train_dataset pads with token {theirs}, the actor's tokenizer with {ours}: use that tokenizer."
         )
+    tokenizer.pad_token_id = theirs  # which the user has chosen, such as by `tokenizer.pad_token = tokenizer.eos_token`
     return rows
 
 
