@@ -134,7 +134,7 @@ def _placement_faults(run: Any) -> Iterator[str]:
 def _context_faults(run: Any) -> Iterator[str]:
     prompt, response = getattr(run.data, "max_prompt_length", None), run.rollout.max_new_tokens
     for role in ("actor", "critic"):
-        described = getattr(run, role)
+        described = getattr(run, role) if role in run.roles else None  # one that is not built holds nothing
         limit = None if described is None else described.model.max_positions()
         if limit is None or prompt is None or prompt + response <= limit:
             continue
@@ -147,7 +147,7 @@ def _context_faults(run: Any) -> Iterator[str]:
 def _model_faults(run: Any) -> Iterator[str]:
     """Models that are no decoders, by the path of each."""
     for role in ("actor", "critic", "reference"):
-        model = getattr(getattr(run, role), "model", None)
+        model = getattr(getattr(run, role), "model", None) if role in run.roles else None
         if model is not None and (fault := model.policy_fault()) is not None:
             yield f"{role}.model.{fault}"
 

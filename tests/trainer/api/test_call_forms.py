@@ -47,6 +47,7 @@ def test_a_pipeline_takes_its_data_when_it_is_run_and_lengths_and_epochs_by_thei
     )
     result = RLTrainer(pipeline=pipeline, data=rows).run()
     assert (result.status, result.steps) == ("finished", 2)  # two epochs of one step
+    assert result.data == {"train_rows": 5, "train_duplicates": 0}
     assert "critic/loss" in result.last_metrics
     within = DataPipeline(
         actors=[m], reward_models=[r], critics=[c], data=rows, rollout_config={"max_length": 512},

@@ -15,7 +15,11 @@ IDENTITY = ("actor.model", "actor.lora", "critic.model", "critic.lora", "referen
 ABSENT = "(not set)"
 KIND = "._target_"
 # Settings that older checkpoints do not know, and what they did: the same as with these values.
-LATER = {"algorithm.replay_fraction": 0.0, "algorithm.replay_max_staleness": 16}
+LATER = {
+    "algorithm.replay_fraction": 0.0,
+    "algorithm.replay_max_staleness": 16,
+    "data.final_assistant": "error",
+}
 # Of a reward, settings that decide how it is asked, and nothing about what it gives.
 OF_ASKING = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}
 OF_ASKING |= {"micro_batch_tokens", "endpoint", "sharding"}
