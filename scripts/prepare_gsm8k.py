@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from verl.data.readers import DataRows, RowErrors, read_rows
 from verl.errors import ConfigError
-from verl.rewards.math_rules import MARK, number_of
+from verl.rewards.math_rules import MARK, decimal_text, number_of
 
 INSTRUCTION = f"Think step by step. Write the final number alone on the last line, after {MARK}."
 CALCULATIONS = re.compile(r"<<[^<>]*>>")  # GSM8K marks its sums: 48/2 = <<48/2=24>>24
@@ -101,8 +101,8 @@ def converted(rows: DataRows, bad: RowErrors, instruction: str, style: str) -> l
         made.append(
             {
                 "prompt": [{"role": "user", "content": text}] if style == "chat" else text,
-                "answer": f"{number:f}",
-                "solution": f"{CALCULATIONS.sub('', solution).strip()}\n{MARK} {number:f}",
+                "answer": decimal_text(number),
+                "solution": f"{CALCULATIONS.sub('', solution).strip()}\n{MARK} {decimal_text(number)}",
             }
         )
     bad.settle(num_rows)

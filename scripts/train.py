@@ -16,7 +16,7 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,23 +39,16 @@ class Flag:
         meaning: for --help.
         pairs: the assignments that a value of the flag becomes, in verl's spelling or one of its aliases.
         kind: of the value: `str`, `int`, `float`, `list` (several texts) or `bool` (none).
-        needs: why this version refuses the flag; None where it does not.
     """
 
     meaning: str
     pairs: Callable[[Any], Pairs]
     kind: type = str
-    needs: str | None = None
 
 
 def to(key: str, meaning: str, kind: type = str) -> Flag:
     """A flag whose value one key takes."""
     return Flag(meaning, lambda value: [(key, quoted(value))], kind)
-
-
-def refused(meaning: str, needs: str) -> Flag:
-    """A flag whose part this version does not have."""
-    return Flag(f"{meaning} (not in this version)", lambda value: [], needs=needs)
 
 
 def _gpus(count: int) -> Pairs:
@@ -126,9 +119,9 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "keep_best": to("checkpoint.keep_best", "a metric: where it was best is kept too"),
         "time_limit_s": to("checkpoint.time_limit_s", "of the job, in seconds: save and end before", float),
     },
-    "refused, each with what it needs": {
-        "buffer_warmup_steps": refused(
-            "fill a replay buffer first", "needs a replay buffer, which this version does not have."
+    "replay buffer": {
+        "buffer_warmup_steps": to(
+            "replay.buffer_warmup_steps", "steps that only fill the buffer; needs one, such as by replay=tiered", int
         ),
     },
 }
@@ -144,7 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown := [argument for argument in own if not ASSIGNMENT.match(argument)]:
         parser.error(f"unknown: {' '.join(unknown)}; a flag of the list in --help, or KEY=VALUE, is expected")
     try:
-        overrides = [*translated(vars(options)), *own]
+        overrides = [*translated(vars(options), own), *own]
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -179,18 +172,18 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def translated(given: dict[str, Any]) -> list[str]:
+def translated(given: dict[str, Any], own: Sequence[str] = ()) -> list[str]:
     """The assignments that stand for the flags that were given, in verl's spelling.
 
+    Args:
+        own: assignments that follow the flags.
     Raises:
-        ConfigError: a flag needs what this version does not have, or contradicts another.
+        ConfigError: a flag has a value that means nothing here, or contradicts another.
     """
     faults, pairs, asked = [], [], {}
     for name, flag in ((name, flag) for flags in FLAGS.values() for name, flag in flags.items()):
         value = given.get(name)
-        if value is not None and flag.needs is not None:
-            faults.append(f"--{name} {value} {flag.needs}")
-        elif value is not None:
+        if value is not None:
             found = flag.pairs(value)
             if name == "model" and given.get("experiment") is not None:  # which has chosen the actor and its rates
                 found = [("actor.model.path", quoted(value))]
@@ -201,9 +194,21 @@ def translated(given: dict[str, Any]) -> list[str]:
     outside = [(key, value) for key, value in pairs if key.startswith("hydra.")]
     assigned = assign("ppo", [pair for pair in pairs if pair not in outside])
     faults += [_by_flag(fault, asked) for fault in assigned.faults]
+    if (steps := given.get("buffer_warmup_steps")) is not None and not has_buffer([*assigned.options, *own]):
+        faults.append(
+            f"--buffer_warmup_steps {steps} needs a replay buffer to fill, and none is chosen. Add replay=tiered and "
+            "algorithm.replay_fraction=0.5, or leave the flag out."
+        )
     if faults:
         raise ConfigError(faults)
     return [*assigned.options, *(f"{key}={value}" for key, value in [*assigned.values, *outside])]
+
+
+def has_buffer(overrides: Sequence[str]) -> bool:
+    """Whether assignments choose a replay buffer, by its group or with an experiment."""
+    from verl.compose.compose import compose_root
+
+    return compose_root("ppo", [x for x in overrides if re.match(r"(experiment|replay)=", x)]).replay is not None
 
 
 def quoted(value: Any) -> str:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl import errors
-from verl.component import BuildContext, Description, as_plain, field_types, type_fault
+from verl.component import BuildContext, Description, MaybeInfinite, as_plain, field_types, type_fault
 from verl.errors import (
     ActorBusy,
     BadCheckpoint,
@@ -118,6 +118,28 @@ def test_a_value_of_the_wrong_type_is_named_with_what_was_expected(field, value,
     assert caught.value.faults == [f"{field} is {value!r}: expected {expected}."]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bound(Description):
+    """A field that says that it may be infinite."""
+
+    most: MaybeInfinite = float("inf")
+    least: MaybeInfinite | None = None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_is_finite_unless_its_field_says_otherwise(value):
+    places = {"rate": value, "cap": value, "betas": (0.9, value), "weights": {"a": 1.0, "b": value}}
+    for path, (field, given_value) in zip(("rate", "cap", "betas[1]", "weights.b"), places.items(), strict=True):
+        with pytest.raises(ConfigError) as caught:
+            Outer(**{field: given_value})
+        assert caught.value.faults == [f"{path} is {value}: must be finite."]
+    made = Bound(most=value, least=1)
+    assert repr(made.most) == repr(value)
+    assert (made.least, type(made.least)) == (1.0, float)
+    with pytest.raises(ConfigError, match=r"most is 'x': expected a number\."):
+        Bound(most="x")  # type: ignore[arg-type]
+
+
 def test_all_faults_of_type_are_told_at_once():
     with pytest.raises(ConfigError) as caught:
         Outer(size="a", rate="b", name=1)
@@ -188,10 +210,10 @@ def test_the_identity_is_the_same_in_another_process_with_another_hash_seed():
 
 
 @given(
-    st.floats(allow_nan=False),
+    st.floats(allow_nan=False, allow_infinity=False),
     st.integers(0, 2**70),
     st.lists(st.text(), max_size=3),
-    st.dictionaries(st.text(), st.floats(allow_nan=False)),
+    st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False)),
 )
 def test_a_description_survives_pickling_with_its_identity(cap, size, targets, weights):
     made = Outer(cap=cap, size=size, targets=targets, weights=weights, part=Inner())

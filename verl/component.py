@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import math
 import types
 import typing
 from collections.abc import Iterator
@@ -62,7 +63,8 @@ class Description:
             value = _as_declared(getattr(self, name), annotation)
             object.__setattr__(self, name, value)
             if (expected := type_fault(value, annotation)) is not None:
-                faults.append(f"{name} is {value!r}: expected {expected}.")
+                numbers = [f"{path} is {x}: must be finite." for path, x in non_finite(name, value)]
+                faults += numbers or [f"{name} is {value!r}: expected {expected}."]
         faults = faults or list(self.faults())
         if faults:
             raise ConfigError(faults)
@@ -113,8 +115,12 @@ def as_plain(value: Any) -> Any:
 @functools.cache
 def field_types(kind: type[Description]) -> dict[str, Any]:
     """The resolved annotation of every field of a description class, in order."""
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+
+
+MaybeInfinite = typing.Annotated[float, "maybe infinite"]
+"""The annotation of a field whose value may be infinite or nan; a plain `float` must be finite."""
 
 
 def type_fault(value: Any, annotation: Any) -> str | None:
@@ -122,9 +128,18 @@ def type_fault(value: Any, annotation: Any) -> str | None:
     return None if _fits(value, annotation) else _in_words(annotation)
 
 
+def non_finite(path: str, value: Any) -> Iterator[tuple[str, float]]:
+    """The numbers in a value that are nan or infinite, each with its path."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, item in items:
+        yield from non_finite(f"{path}.{key}" if isinstance(value, dict) else f"{path}[{key}]", item)
+
+
 def _as_declared(value: Any, annotation: Any) -> Any:
     """The value in the declared type, so that equal settings have one form: a list as a tuple, 1 as 1.0."""
-    choices = _choices(annotation)
+    choices = tuple(float if choice == MaybeInfinite else choice for choice in _choices(annotation))
     if float in choices and int not in choices and _fits(value, int):
         return float(value)
     for choice in choices:
@@ -168,8 +183,9 @@ def _fits(value: Any, annotation: Any) -> bool:
         return isinstance(value, dict) and all(_fits(k, args[0]) and _fits(v, args[1]) for k, v in value.items())
     if annotation in (None, type(None)):
         return value is None
-    if annotation is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if annotation is float or annotation == MaybeInfinite:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and (annotation == MaybeInfinite or isinstance(value, int) or math.isfinite(value))
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, origin or annotation)
@@ -179,6 +195,8 @@ _WORDS = {float: "a number", int: "a whole number", str: "a text", bool: "true o
 
 
 def _in_words(annotation: Any) -> str:
+    if annotation == MaybeInfinite:
+        return _WORDS[float]
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_in_words(arg) for arg in args)

@@ -86,7 +86,7 @@ def test_inspect_shows_parts_tensors_and_what_the_trainer_recorded(directory):
         "step        200, epoch 2",
         "actor                   5  3.8 KiB       11       760  BF16",
         "actor      ... and 7 more (--tensors)",
-        "  loss_history       4 entries, the last one step 200, loss 0.375",
+        "  loss_history       4 steps, the last one step 200, loss 0.375",
         "  lineage",
         "    parent_checkpoint  null",
     ):
@@ -140,7 +140,7 @@ def test_inspect_shows_a_damaged_one_as_far_as_it_goes(directory):
     assert status == 1
     assert "state       incomplete" in told
     assert f"  {SHARD}: it is missing (in actor/model." in told
-    assert "  loss_history       2 entries, the last one step 100, loss 0.75\n" in told
+    assert "  loss_history       2 steps, the last one step 100, loss 0.75\n" in told
     assert "optimizer  model.embed_tokens.weight.step" in told
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import math
+import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from omegaconf import OmegaConf
 
-from verl.component import Description
+import verl
+from verl.component import Description, field_types, type_fault
 from verl.compose.command_line import command_line
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.validate import validate
@@ -205,3 +213,112 @@ def test_a_component_of_another_kind_is_refused_where_it_stands(node):
     apply_values(config, [(node, {"_target_": "verl.algorithms.kl.NoKL"})])
     with pytest.raises(ConfigError, match=f"{node} is NoKL.*: expected a component with _target_ of kind"):
         validate(config)
+
+
+# Numbers are finite, and the columns that a reward reads are there
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [
+        ("rollout.temperature", []),
+        ("rollout.kv_cache_gib", ["rollout=vllm"]),
+        ("trainer.success_score", []),
+        ("actor.optimizer.lr", []),
+        ("algorithm.advantage.lam", ["algorithm=ppo"]),
+        ("checkpoint.save_interval_s", []),
+        ("reward.correct", []),
+    ],
+)
+def test_a_number_that_is_not_finite_is_refused_by_its_value(key, options, value):
+    (fault,) = [fault for fault in ppo_faults(*options, f"{key}={value}") if fault.startswith(key)]
+    assert fault == f"{key} is {value}: must be finite."
+
+
+def test_no_component_of_the_package_takes_a_float_that_is_not_finite_unless_it_says_so():
+    for module in pkgutil.walk_packages(verl.__path__, "verl."):
+        if ".vllm.server" not in module.name and ".ray" not in module.name and not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    kinds, seen = [Description], []
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        if not kind.__module__.startswith("verl."):
+            continue
+        for name, annotation in field_types(kind).items():
+            for form in (float, lambda x: (x,), lambda x: (x, x), lambda x: {"a": x}):
+                if annotation is not Any and "Any" not in str(annotation) and type_fault(form(0.5), annotation) is None:
+                    seen.append(name)
+                    assert all(type_fault(form(x), annotation) for x in (math.nan, math.inf)), (kind, name)
+    assert len(set(seen)) > 60
+    assert {"temperature", "kv_cache_gib", "betas", "weights"} <= set(seen)
+
+
+RULE = """
+def score(prompts, responses, gold, level=0):
+    return [0.0 for _ in responses]
+
+
+def one(prompt, response, gold):
+    return 0.0
+
+
+def judged(reply, gold):
+    return 0.0
+"""
+
+
+@pytest.fixture
+def questions(tmp_path):
+    """Overrides of a run on two files without a column `gold`, and a rule that wants one."""
+    (tmp_path / "rule.py").write_text(RULE)
+    rows = [json.dumps({"prompt": "1+1=", "answer": "2"})] * 3
+    (tmp_path / "train.jsonl").write_text("\n".join([*rows, json.dumps({"prompt": "1+1=", "extra": "2"})]))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1="], "answer": ["2"]}), tmp_path / "eval.parquet")
+    files = [f"data.train_files=[{tmp_path}/train.jsonl]", f"data.eval_files=[{tmp_path}/eval.parquet]"]
+    return tmp_path / "rule.py", ["data=files", *files]
+
+
+ENDPOINT = "reward.endpoint.base_url=http://localhost:1"
+
+
+@pytest.mark.parametrize(
+    ("options", "begins"),
+    [
+        (["reward.answer_key=gold"], "reward.answer_key is 'gold'"),
+        (["reward=math", "reward.answer_key=gold"], "reward.answer_key is 'gold'"),
+        (["reward=function", "reward.path=RULE:score"], "reward.path is 'RULE:score', which takes gold"),
+        (
+            ["reward=function", "reward.path=RULE:one", "reward.per_sample=true"],
+            "reward.path is 'RULE:one', which takes gold",
+        ),
+        (["reward=normalized", "reward.reward.answer_key=gold"], "reward.reward.answer_key is 'gold'"),
+        (
+            ["reward=remote_chat", ENDPOINT, "reward.model=j", "reward.template='{response} {gold}'"],
+            "reward.template has {gold}",
+        ),
+        (
+            ["reward=remote_http", ENDPOINT, "reward.fields={said: response, right: gold}"],
+            "reward.fields.right is 'gold'",
+        ),
+    ],
+)
+def test_a_column_that_the_reward_reads_and_the_data_lack_is_refused_by_the_reward_s_key(options, begins, questions):
+    rule, data = questions
+    faults = ppo_faults(*data, *(option.replace("RULE", str(rule)) for option in options))
+    begins = begins.replace("RULE", str(rule))
+    assert faults == [
+        f"{begins}: the rows of data.train_files have no column 'gold'. Their columns: answer, extra.",
+        f"{begins}: the rows of data.eval_files have no column 'gold'. Their columns: answer.",
+    ]
+
+
+def test_columns_that_are_there_or_need_not_be_are_no_fault(questions):
+    rule, data = questions
+    kwargs = ["reward=function", f"reward.path={rule}:score"]
+    for options in (["reward.answer_key=answer"], [*kwargs, "+reward.kwargs={gold: 1}"], ["reward=length"]):
+        arguments, assigned = command_line("ppo", [*data, *options])
+        validate(compose_root("ppo", arguments), assigned.faults)
+    (fault,) = ppo_faults("reward.answer_key=gold")  # the embedded problems
+    assert fault == "reward.answer_key is 'gold': the rows of data have no column 'gold'. Their columns: answer."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from verl.data.rlhf_dataset import RLHFDataset
@@ -150,3 +152,73 @@ def test_answers_are_found_in_the_tokens_of_a_byte_level_tokenizer():
     chat = [USER, {"role": "assistant", "content": " é 😀\nthe answer "}, USER, {"role": "assistant", "content": "two"}]
     row = SFTDataset.from_rows([{"messages": chat}], tokenizer, {"messages_key": "messages"})[0]
     assert tokenizer.decode(row["input_ids"][row["loss_mask"]]) == " é 😀\nthe answer <eos>two<eos>"
+
+
+# A chat that ends with the assistant, and tools
+
+
+def test_a_chat_that_ends_with_the_assistant_is_refused_since_its_answer_would_stand_in_the_prompt():
+    with pytest.raises(ConfigError) as caught:
+        prompts([{"prompt": [USER]}, {"prompt": [USER, ANSWER]}])
+    (fault,) = caught.value.faults
+    assert fault.startswith("the chat at row 1 ends with the assistant, whose words would stand in the prompt")
+    assert "Set final_assistant to drop, or to answer" in fault
+    skipped = prompts([{"prompt": [USER]}, {"prompt": [USER, ANSWER]}], on_bad_row="skip")
+    assert [skipped[index]["prompt_ids"] for index in range(len(skipped))] == [0]
+
+
+@pytest.mark.parametrize("how", ["drop", "answer"])
+def test_the_last_words_of_the_assistant_are_taken_out_of_the_prompt(how):
+    earlier = {"role": "assistant", "content": "11"}
+    chats = [[USER, ANSWER], [USER], [USER, earlier, USER, ANSWER, {"role": "assistant", "content": "so 2"}]]
+    dataset = prompts([{"prompt": chat} for chat in chats], final_assistant=how)
+    rows = [dataset[index] for index in range(3)]
+    assert rows[0]["prompt_text"] == rows[1]["prompt_text"] == "<user>1+1=<eos><assistant>"
+    assert rows[2]["prompt_text"] == "<user>1+1=<eos><assistant>11<eos><user>1+1=<eos><assistant>"
+    assert [row["prompt_messages"][-1] for row in rows] == [USER] * 3
+    assert [row.get("answer", "absent") for row in rows] == (["absent"] * 3 if how == "drop" else ["2", None, "so 2"])
+
+
+def test_the_words_of_the_assistant_do_not_replace_a_column():
+    with pytest.raises(ConfigError, match="final_assistant is 'answer', and row 0 has a column answer of its own"):
+        prompts([{"prompt": [USER, ANSWER], "answer": "3"}], final_assistant="answer")
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+WITH_TOOLS = "{% if tools %}<tools>{{ tools | tojson }}{% endif %}" + (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [{**TOOL, "strict": None}]])
+def test_tools_reach_the_template(tools, tmp_path):
+    rows = [{"prompt": [USER], "tools": tools}, {"prompt": [USER], "tools": None}, {"prompt": [USER], "tools": []}]
+    dataset = prompts(rows, chat_template=WITH_TOOLS)
+    texts = [dataset[index]["prompt_text"] for index in range(3)]
+    assert texts[0].startswith('<tools>[{"type": "function", "function": {"name": "add"')
+    assert "strict" not in texts[0]
+    assert texts[1] == texts[2] == "<user>1+1=<eos><assistant>"
+    sft = SFTDataset.from_rows(
+        [{"messages": [USER, ANSWER], "tools": tools}],
+        TOKENIZER,
+        {"messages_key": "messages", "chat_template": WITH_TOOLS},
+    )
+    assert TOKENIZER.decode(sft[0]["input_ids"]).startswith('<tools>[{"type": "function"')
+    assert learned(sft) == "2<eos>"
+
+
+@pytest.mark.parametrize(
+    ("tools", "fault"),
+    [
+        ([TOOL], "tools is given at row 0, and the chat template reads none: the policy would not see them"),
+        ("[1,", "tools is '\\[1,' at row 0: no JSON"),
+        ({"name": "add"}, "expected a list of JSON schemas"),
+    ],
+)
+def test_tools_that_no_template_reads_or_that_are_none_are_refused_by_name(tools, fault):
+    with pytest.raises(ConfigError, match=fault):
+        prompts([{"prompt": [USER], "tools": tools}])
+    conversations_with = [{"messages": [USER, ANSWER], "tools": tools}]
+    with pytest.raises(ConfigError, match=fault):
+        SFTDataset.from_rows(conversations_with, TOKENIZER, {"messages_key": "messages"})

@@ -414,7 +414,7 @@ def test_a_module_that_only_the_worker_cannot_import_is_named(tmp_path):
     ("settings", "fault"),
     [
         ({"timeout_s": 0.0}, r"timeout_s is 0: must be positive"),
-        ({"timeout_s": float("nan")}, r"timeout_s is nan: must be positive"),
+        ({"timeout_s": float("nan")}, r"timeout_s is nan: must be finite"),
         ({"num_workers": 0}, r"num_workers is 0: must be at least 1"),
         ({"error_score": float("inf")}, r"error_score is inf: must be finite"),
         ({"on_error": "score", "per_sample": False}, r"on_error is score: .* Set per_sample=true"),

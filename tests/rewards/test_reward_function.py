@@ -262,7 +262,7 @@ def test_a_callable_object_is_a_reward(batch):
     assert list(RewardFunction.wrap(Constant()).score(batch)["score"]) == [2.0] * 5
 
 
-@pytest.mark.parametrize("function", [None, 3, lambda texts: [1.0], lambda prompts: [1.0]])
+@pytest.mark.parametrize("function", [None, 3, lambda texts, others: [1.0], lambda prompts: [1.0]])
 def test_what_cannot_be_called_as_a_reward_is_refused_when_wrapped(function):
     with pytest.raises(RewardError):
         CallableReward(function)

@@ -33,7 +33,7 @@ VALUES = {
     "fsdp_sharding_strategy": "NO_SHARD",
     "num_nodes": "1",
 }
-GIVEN = {name: flag for flags in train.FLAGS.values() for name, flag in flags.items() if flag.needs is None}
+GIVEN = {name: flag for flags in train.FLAGS.values() for name, flag in flags.items()}
 
 
 def told(capsys, *arguments):
@@ -57,6 +57,8 @@ def test_every_flag_becomes_assignments_that_compose_and_pass_the_check(name, ca
     flag = [f"--{name}"] if GIVEN[name].kind is bool else [f"--{name}", value]
     if name in ("train_files", "eval_files"):
         flag += ["--train_files", "rows.jsonl", "--max_prompt_length", "16"]
+    if name == "buffer_warmup_steps":
+        flag += ["replay=tiered"]
     overrides = told(capsys, *flag)
     assert overrides
     arguments, assigned = command_line("ppo", [part for part in overrides if not part.startswith("hydra.")])
@@ -171,3 +173,13 @@ def test_faults_of_the_run_end_the_script_with_status_2(tmp_path):
     )
     assert (done.returncode, done.stderr) == (2, "trainer.seed is -1: must not be negative.\n")
     assert done.stdout == "python main_ppo.py trainer.seed=-1\n"
+
+
+def test_warming_a_buffer_up_is_a_flag_where_there_is_a_buffer_and_else_a_sentence(capsys):
+    line = ["--algorithm", "grpo", "--total_steps", "2", "--buffer_warmup_steps", "50", "--dry_run"]
+    train.main([*line, "replay=tiered", "algorithm.replay_fraction=0.5"])
+    assert "replay.buffer_warmup_steps=50 replay=tiered" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        train.main(line)
+    assert ended.value.code == 2
+    assert "--buffer_warmup_steps 50 needs a replay buffer to fill, and none is chosen. Add" in capsys.readouterr().err

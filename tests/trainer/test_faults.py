@@ -97,6 +97,18 @@ def test_texts_longer_than_the_context_of_the_models_are_refused(model32):
     ppo_run(model32, data=Prompts(max_prompt_length=59), rollout=HFRollout(max_new_tokens=5))
 
 
+def test_a_critic_that_is_never_built_is_asked_for_nothing(model32, tmp_path):
+    shorter = tmp_path / "shorter"
+    shutil.copytree(model32.path, shorter)
+    config = json.loads((shorter / "config.json").read_text())
+    (shorter / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    critic = Critic(model=Pretrained(path=str(shorter)), optimizer=AdamW(lr=1e-3))
+    settings = {"critic": critic, "data": Prompts(max_prompt_length=20), "rollout": HFRollout(max_new_tokens=5)}
+    (fault,) = faults_of(model32, PPO_ALGORITHM, **settings)
+    assert "critic.model holds 16" in fault
+    ppo_run(model32, GRPO_ALGORITHM, **settings)
+
+
 def test_several_processes_without_a_sharding_are_refused(model32):
     (fault,) = faults_of(model32, n_gpus_per_node=2)
     assert fault.startswith("trainer.n_gpus_per_node is 2: sharding=none runs in one process")

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.checkpoint.core.checkpoint import Checkpoint, parse_state, read_state
+from verl.checkpoint.core.checkpoint import Checkpoint, loss_points, parse_state, read_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import STATE, FileEntry
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory, ResolvedPath, resolve_path
@@ -127,7 +127,7 @@ class CheckpointManager:
     @property
     def loss_history(self) -> Sequence[dict[str, float]]:
         """The recorded loss curve, `step` and `loss` of each point."""
-        return [{**point, "loss": float(point["loss"])} for point in self.state.get("loss_history", [])]
+        return [{"step": step, "loss": loss} for step, loss in loss_points(self.state)]
 
     def get_loss(self) -> float | None:
         """The last recorded loss; None where there is none."""

@@ -11,7 +11,7 @@ import typer
 from packaging.version import Version
 
 import verl
-from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.checkpoint import Checkpoint, loss_points
 from verl.checkpoint.core.format_versions import FORMATS, FormatFinding, findings, format_of, is_ahead, parse_version
 from verl.checkpoint.core.manifest import LogicalTensor
 from verl.checkpoint.describe import CheckpointSummary, components
@@ -78,6 +78,9 @@ def print_inspection(
     _print_tensors(tensors, all_tensors)
     typer.echo("\ntrainer_state.json" + ("" if all_state else " (--state shows all of it)"))
     state = {key: value for key, value in summary.state.items() if key not in SHOWN_ABOVE}
+    if points := loss_points(summary.state):
+        step, loss = points[-1]
+        state["loss_history"] = f"{counted(len(points), 'step')}, the last one step {step}, loss {loss:.6g}"
     for line in outline(state, None if all_state else OUTLINE_DEPTH):
         typer.echo(f"  {line}")
 

@@ -3,7 +3,7 @@
 placement.start(roles, context, size) ──> RoleGroups ── actor, reference ──> one group of workers
                                                      ── critic ───────────> another, on other devices
 
-DeviceMesh(devices=["cuda:0", "cuda:1"], sub_meshes={"critic": ["cuda:1"], "rm": ["cuda:1"]})
+DeviceMesh(devices=["cuda:0", "cuda:1"], sub_meshes={"critic": ["cuda:1"], "rm": ["cuda:2"]})
 """
 
 from __future__ import annotations
@@ -120,12 +120,13 @@ def single_process_roles(shardings: Mapping[str, Sharding], roles: Collection[st
 class DeviceMesh(Placement):
     """Devices of this machine, and which roles live on which.
 
-    A role that no sub-mesh names lives on the devices that no sub-mesh names, or on all if each is named. Roles on the
-    same devices share their processes; a device may be in several sub-meshes.
+    A role that no sub-mesh names lives on those of `devices` that no sub-mesh names, or on all of them if each is
+    named. Roles on the same devices share their processes; a device may be in several sub-meshes.
 
     Args:
         devices: `cuda:N`, or `cpu:N` for a process that keeps to the N-th core that this one may use.
-        sub_meshes: role (actor, critic, reference, rm) -> some of the devices. On several of them the role is sharded.
+        sub_meshes: role (actor, critic, reference, rm) -> its devices, which may be some of `devices` or others. On
+            several of them the role is sharded.
     """
 
     devices: tuple[str, ...]
@@ -134,31 +135,26 @@ class DeviceMesh(Placement):
     def faults(self) -> Iterator[str]:
         if not self.devices:
             yield "devices is empty: name at least one, such as cuda:0 or cpu:0."
-        for name in self.devices:
-            if not re.fullmatch(r"(cpu|cuda):\d+", name):
-                yield f"devices has {name!r}: expected cuda:N or cpu:N."
-        for path, names in {
-            "devices": self.devices,
-            **{f"sub_meshes.{k}": v for k, v in self.sub_meshes.items()},
-        }.items():
+        for path, names in self._paths().items():
+            for name in names:
+                if not re.fullmatch(r"(cpu|cuda):\d+", name):
+                    yield f"{path} has {name!r}: expected cuda:N or cpu:N."
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 yield f"{path} has {', '.join(twice)} twice: a role has one process on a device."
         for role, names in self.sub_meshes.items():
             if role not in ROLES:
                 yield f"sub_meshes has {role!r}: there are the roles {', '.join(ROLES)}."
             if not names:
-                yield f"sub_meshes.{role} is empty: name at least one of {', '.join(self.devices)}, or leave it out."
-            if unknown := [name for name in names if name not in self.devices]:
-                yield f"sub_meshes.{role} has {', '.join(unknown)}: devices has {', '.join(self.devices)}."
+                yield f"sub_meshes.{role} is empty: name at least one device, such as cuda:0, or leave it out."
             if len({name.split(":")[0] for name in names}) > 1:
                 yield f"sub_meshes.{role} is {', '.join(names)}: the devices of a role are of one kind."
 
     def faults_with(self, shardings: Mapping[str, Sharding], size: int) -> Iterator[str]:
-        for kind, there in (("cpu", num_cores()), ("cuda", _num_gpus(self.devices))):
-            missing = [name for name in self.devices if name.startswith(kind) and int(name.split(":")[1]) >= there]
-            if missing:
-                what = "cores" if kind == "cpu" else "GPUs"
-                yield f"devices has {', '.join(missing)}: this machine has {there} {what}, numbered from 0."
+        there = {"cpu": num_cores(), "cuda": _num_gpus(self.all_devices)}
+        for path, names in self._paths().items():
+            for kind, what in (("cpu", "cores"), ("cuda", "GPUs")):
+                if missing := [x for x in names if x.startswith(kind) and int(x.split(":")[1]) >= there[kind]]:
+                    yield f"{path} has {', '.join(missing)}: this machine has {there[kind]} {what}, numbered from 0."
         if size != 1:
             yield f"devices: the mesh says how many processes there are. Set trainer.n_gpus_per_node=1, not {size}."
         for devices, members in self.groups(shardings).items():
@@ -167,6 +163,15 @@ class DeviceMesh(Placement):
                     f"sub_meshes puts {', '.join(whole)} on {', '.join(devices)}: sharding=none is for one device. "
                     "Set sharding=ddp, or give each role one device."
                 )
+
+    def _paths(self) -> dict[str, tuple[str, ...]]:
+        """Every list of devices, by its field."""
+        return {"devices": self.devices, **{f"sub_meshes.{role}": names for role, names in self.sub_meshes.items()}}
+
+    @property
+    def all_devices(self) -> tuple[str, ...]:
+        """Those of `devices`, and those that a sub-mesh alone names."""
+        return tuple(dict.fromkeys([*self.devices, *(x for names in self.sub_meshes.values() for x in names)]))
 
     def holds_reward(self) -> bool:
         return True

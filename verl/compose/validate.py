@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.component import Description, _as_declared, field_types, type_fault
+from verl.component import Description, _as_declared, field_types, non_finite, type_fault
 from verl.compose.suggestions import hint, nearest_path
 from verl.errors import ConfigError
 from verl.utils.component_exits import as_component_exit, raised_by_code
@@ -199,7 +199,9 @@ class _Validation:
                 continue
             values[name] = _as_declared(value, types[name])
             if (expected := type_fault(values[name], types[name])) is not None:
-                self._fault(path, f"{name} is {_shown(value)}: expected {expected}.{_untargeted(value)}")
+                numbers = [f"{below} is {x}: must be finite." for below, x in non_finite(name, values[name])]
+                wrong = f"{name} is {_shown(value)}: expected {expected}.{_untargeted(value)}"
+                self._report(numbers or [wrong], path)
                 values[name] = UNRESOLVED
         return self._made(kind, values, path, sound=len(self.faults) == before)
 

@@ -112,6 +112,9 @@ class ArithmeticPrompts(Arithmetic, PromptSource):
                 f"characters. Set it to {longest} or more."
             )
 
+    def columns(self) -> dict[str, frozenset[str]]:
+        return {"data": frozenset({"answer"})}
+
     def build(self, context: BuildContext) -> DataSplits:
         config = {"max_prompt_length": self.max_prompt_length}
         return DataSplits(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, TypeVar
 
 from verl.component import Description
+from verl.data.chat_template import FinalAssistant
 from verl.data.readers import OnBadRow
 from verl.data.sampler import Mixture
 from verl.errors import ConfigError
 from verl.protocol import DataProto
+
+_log = logging.getLogger(__name__)
 
 
 class Dataset(Protocol):
@@ -30,10 +34,50 @@ class Dataset(Protocol):
 class PromptSource(Description):
     """Base of what `data` may be in reinforcement learning: builds `DataSplits` of prompts."""
 
+    def columns(self) -> dict[str, frozenset[str]]:
+        """The columns beside the prompt, by what names the rows (`train_files`), of those whose columns are known
+        without the rows having been read."""
+        return {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource(Description):
     """Base of what `data` may be in supervised fine-tuning: builds `DataSplits` of texts to imitate."""
+
+
+def data_counts(splits: DataSplits) -> dict[str, int]:
+    """How many rows there are, how many repeat another, and how many of the evaluation are trained on.
+
+    Two rows are the same where their tokens are, whatever their other columns hold. Empty for data sets that do not
+    tell their rows apart by `digests`.
+    """
+    digests = {"train": getattr(splits.train, "digests", None), "eval": getattr(splits.eval, "digests", None)}
+    known = {name: found for name, found in digests.items() if found is not None}
+    counts = {f"{name}_rows": len(found) for name, found in known.items()}
+    counts |= {f"{name}_duplicates": len(found) - len(set(found)) for name, found in known.items()}
+    if len(known) == 2:
+        trained = set(known["train"])
+        counts["eval_rows_in_train"] = sum(digest in trained for digest in known["eval"])
+    return counts
+
+
+def duplicates_sentence(counts: Mapping[str, int]) -> str | None:
+    """What `data_counts` found that may not be meant, in words; None where there is nothing of the kind."""
+    found = []
+    for name, words in (("train", "training"), ("eval", "evaluation")):
+        if number := counts.get(f"{name}_duplicates"):
+            found.append(f"{number} of {counts[f'{name}_rows']} {words} rows repeat another one")
+    if number := counts.get("eval_rows_in_train"):
+        found.append(f"{number} of {counts['eval_rows']} evaluation rows are trained on, so evaluations flatter")
+    return f"Data: {'; '.join(found)}." if found else None
+
+
+def told_counts(splits: DataSplits) -> dict[str, int]:
+    """`data_counts`, of which what may not be meant is logged."""
+    counts = data_counts(splits)
+    if (sentence := duplicates_sentence(counts)) is not None:
+        _log.warning("%s", sentence)
+    return counts
 
 
 @dataclass(frozen=True)
@@ -70,6 +114,9 @@ class PromptOptions(PromptSource):
             message of a user and goes through the chat template too.
         on_bad_row: what happens to a row that cannot be used (no text, empty, not UTF-8, refused by the template).
             `error` refuses the data set; `skip` leaves the row out and says how many and which.
+        final_assistant: what happens to a chat that ends with the assistant, whose words would stand in the prompt and
+            may be the answer. `error` counts as a row that cannot be used; `drop` takes the message out of the prompt;
+            `answer` makes it the column `answer`, too.
     """
 
     prompt_key: str = "prompt"
@@ -78,6 +125,7 @@ class PromptOptions(PromptSource):
     chat_template: str | None = None
     system_prompt: str | None = None
     on_bad_row: OnBadRow = "error"
+    final_assistant: FinalAssistant = "error"
 
     def faults(self) -> Iterator[str]:
         if self.max_prompt_length < 1:

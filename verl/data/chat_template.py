@@ -4,14 +4,16 @@ wrote.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from verl.data.readers import DataRows, RowErrors
 from verl.errors import ConfigError
 
+FinalAssistant = Literal["error", "drop", "answer"]
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -39,20 +41,43 @@ class ChatTemplate:
             return list(messages)
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
+    def tools_of(self, tools: Any, place: str) -> list[Any] | None:
+        """A column `tools` as a template takes it: JSON schemas, or JSON text of them; None where there are none.
+
+        Raises:
+            ConfigError: they are no list of mappings, or the template does not read any.
+        """
+        if tools is None or tools == "" or (not isinstance(tools, str) and len(tools) == 0):
+            return None
+        try:
+            found = json.loads(tools) if isinstance(tools, str) else list(tools)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"tools is {shortened(tools)} at {place}: no JSON ({error}).") from error
+        if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+            raise ConfigError(f"tools is {shortened(tools)} at {place}: expected a list of JSON schemas.")
+        if "tools" not in (self.source or ""):
+            raise ConfigError(
+                f"tools is given at {place}, and the chat template reads none: the policy would not see them. Choose a "
+                "chat_template that does, or rename the column."
+            )
+        return [_without_nulls(tool) for tool in found] or None
+
     def messages_of(self, prompt: str | Messages) -> list[Mapping[str, Any]] | None:
         """The chat that a prompt is; None for a text, unless a system prompt makes it one."""
         if not isinstance(prompt, str):
             return self.with_system(prompt)
         return None if self.system_prompt is None else self.with_system([{"role": "user", "content": prompt}])
 
-    def render(self, messages: Messages, place: str, *, reply_follows: bool) -> str:
+    def render(self, messages: Messages, place: str, *, reply_follows: bool, tools: Any = None) -> str:
         """The text of a chat.
 
         Args:
             place: of the row, in words.
             reply_follows: end with the generation prompt, where the assistant begins to speak.
+            tools: what stands in the row's column `tools`, for the template.
         Raises:
-            ConfigError: there is no template, or it refuses the messages; names row, roles and the template's error.
+            ConfigError: there is no template, or it refuses the messages or knows no tools; names row, roles and the
+                template's error.
         """
         if self.source is None:
             raise ConfigError(
@@ -61,8 +86,14 @@ class ChatTemplate:
             )
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=reply_follows
+                list(messages),
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=reply_follows,
+                tools=self.tools_of(tools, place),
             )
+        except ConfigError:
+            raise
         except Exception as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ConfigError(f"chat_template refuses the roles {roles} at {place}: {error}.") from error
@@ -84,7 +115,10 @@ def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors)
             prompt = rows.values[index][key]
             messages = chat.messages_of(prompt)
             is_chat[index] = messages is not None
-            texts[index], fault = (prompt, None) if messages is None else _rendered(messages, chat, rows.place(index))
+            tools = rows.values[index].get("tools")
+            texts[index], fault = (
+                (prompt, None) if messages is None else _rendered(messages, chat, rows.place(index), tools)
+            )
         if fault is not None:
             bad.add(fault)
     tokens = _tokens(texts, is_chat, chat.tokenizer)
@@ -132,10 +166,57 @@ def _prompt_fault(rows: DataRows, key: str, index: int) -> str | None:
     return expected and f"{key} is {shortened(prompt)} at {rows.place(index)}: expected {expected}."
 
 
-def _rendered(messages: Messages, chat: ChatTemplate, place: str) -> tuple[str, str | None]:
+def _without_nulls(value: Any) -> Any:
+    """Without the keys that parquet gives every row of a column, null where a row had none."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def without_final_assistant(rows: DataRows, key: str, how: FinalAssistant) -> DataRows:
+    """Rows whose chats end before the assistant's last words, where these are not to stand in the prompt.
+
+    Args:
+        how: see `PromptOptions`; under `error` the rows stay, and are refused when they are rendered.
+    Raises:
+        ConfigError: the words are to be the column `answer`, and there is one.
+    """
+    if how == "error":
+        return rows
+    values = []
+    for index, row in enumerate(rows.values):
+        prompt, last = row.get(key), None
+        while _ends_with_assistant(prompt) and len(prompt) > 1:
+            last = prompt[-1] if last is None else last
+            prompt = list(prompt[:-1])
+        if last is not None and how == "answer" and "answer" in row:
+            raise ConfigError(
+                f"final_assistant is 'answer', and {rows.place(index)} has a column answer of its own. Set drop, or "
+                "rename the column."
+            )
+        answer = {"answer": last["content"]} if last is not None and how == "answer" else {}
+        values.append(row if last is None else {**row, key: prompt, **answer})
+    return replace(rows, values=values)
+
+
+def _ends_with_assistant(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, (list, tuple))
+        and bool(prompt)
+        and isinstance(prompt[-1], Mapping)
+        and prompt[-1].get("role") == "assistant"
+    )
+
+
+def _rendered(messages: Messages, chat: ChatTemplate, place: str, tools: Any) -> tuple[str, str | None]:
     """The text of a chat, or why the row has none."""
+    if _ends_with_assistant(messages):
+        return "", (
+            f"the chat at {place} ends with the assistant, whose words would stand in the prompt and may be the "
+            "answer. Set final_assistant to drop, or to answer to have them as the column answer"
+        )
     try:
-        return chat.render(messages, place, reply_follows=True), None
+        return chat.render(messages, place, reply_follows=True, tools=tools), None
     except ConfigError as error:
         if chat.source is None:  # no row could be rendered
             raise
@@ -156,7 +237,9 @@ def _tokens(texts: list[str], is_chat: list[bool], tokenizer: Any) -> list[list[
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def conversation_tokens(chat: ChatTemplate, messages: Messages, place: str) -> tuple[list[int], list[bool]]:
+def conversation_tokens(
+    chat: ChatTemplate, messages: Messages, place: str, tools: Any = None
+) -> tuple[list[int], list[bool]]:
     """The tokens of a conversation, and by token whether it is learned.
 
     A template that marks the assistant's part itself (`{% generation %}`) is asked. Of any other template the
@@ -166,6 +249,7 @@ def conversation_tokens(chat: ChatTemplate, messages: Messages, place: str) -> t
 
     Args:
         place: of the row, in words.
+        tools: what stands in the row's column `tools`.
     Raises:
         ConfigError: the template refuses the messages, or rewrites earlier turns when later ones follow, or no turn is
             the assistant's; names the row.
@@ -174,10 +258,10 @@ def conversation_tokens(chat: ChatTemplate, messages: Messages, place: str) -> t
     if not any(message["role"] == "assistant" for message in messages):
         raise ConfigError(f"{place} has no message of the role assistant: nothing is there to learn.")
     if GENERATION_BLOCK.search(chat.source or ""):
-        return _as_template_says(chat, messages, place)
-    text = chat.render(messages, place, reply_follows=False)
+        return _as_template_says(chat, messages, place, tools)
+    text = chat.render(messages, place, reply_follows=False, tools=tools)
     spans = [
-        _span(chat, messages, turn, text, place)
+        _span(chat, messages, turn, text, place, tools)
         for turn, message in enumerate(messages)
         if message["role"] == "assistant"
     ]
@@ -188,10 +272,10 @@ def conversation_tokens(chat: ChatTemplate, messages: Messages, place: str) -> t
     return list(encoded["input_ids"]), learned
 
 
-def _span(chat: ChatTemplate, messages: Messages, turn: int, text: str, place: str) -> tuple[int, int]:
+def _span(chat: ChatTemplate, messages: Messages, turn: int, text: str, place: str, tools: Any) -> tuple[int, int]:
     """Where in the text of the conversation a turn of the assistant lies, its end token included."""
-    before = chat.render(messages[:turn], place, reply_follows=True)
-    after = chat.render(messages[: turn + 1], place, reply_follows=False)
+    before = chat.render(messages[:turn], place, reply_follows=True, tools=tools)
+    after = chat.render(messages[: turn + 1], place, reply_follows=False, tools=tools)
     if not after.startswith(before) or not text.startswith(after):
         raise ConfigError(
             f"chat_template renders message {turn} at {place} otherwise when it is cut off there than within the whole "
@@ -203,7 +287,8 @@ def _span(chat: ChatTemplate, messages: Messages, turn: int, text: str, place: s
     return len(before), max(len(before), len(said if said.endswith(tuple(ends)) else after))
 
 
-def _as_template_says(chat: ChatTemplate, messages: Messages, place: str) -> tuple[list[int], list[bool]]:
+def _as_template_says(chat: ChatTemplate, messages: Messages, place: str, tools: Any) -> tuple[list[int], list[bool]]:
+    known = chat.tools_of(tools, place)
     try:
         encoded: Any = chat.tokenizer.apply_chat_template(
             list(messages),
@@ -211,6 +296,7 @@ def _as_template_says(chat: ChatTemplate, messages: Messages, place: str) -> tup
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
+            tools=known,
         )
     except Exception as error:
         roles = ", ".join(str(message["role"]) for message in messages)

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.component import BuildContext
 from verl.data.base import DataSplits, PromptOptions, SFTOptions
-from verl.data.readers import RowErrors, file_faults, read_rows
+from verl.data.readers import RowErrors, columns_of, file_faults, read_rows
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sampler import Mixture
 from verl.data.sft_dataset import SFTDataset
@@ -35,6 +35,10 @@ class PromptFiles(PromptOptions):
     def faults(self) -> Iterator[str]:
         yield from _split_faults(self)
         yield from super().faults()
+
+    def columns(self) -> dict[str, frozenset[str]]:
+        found = {name: columns_of(getattr(self, name)) for name in ("train_files", "eval_files")}
+        return {name: columns - {self.prompt_key} for name, columns in found.items() if columns}
 
     def build(self, context: BuildContext) -> DataSplits:
         return _build(self, context, RLHFDataset, PromptOptions)

@@ -166,6 +166,30 @@ def read_rows(files: Sequence[str | Path], bad: RowErrors, name: str = "data_fil
     return DataRows(values, places, numbers, sources)
 
 
+READ_AHEAD_BYTES = 16 << 20  # of JSON lines, whose columns only all of them tell
+
+
+def columns_of(files: Sequence[str | Path]) -> frozenset[str] | None:
+    """The columns of files, where they can be told without reading much: of parquet, and of JSONL that is not large.
+
+    None where they cannot: a file is large, or cannot be read, which is reported when it is.
+    """
+    found: set[str] = set()
+    for path in map(Path, files):
+        try:
+            if path.suffix == ".parquet":
+                import pyarrow.parquet
+
+                found.update(pyarrow.parquet.read_schema(path).names)
+            elif path.stat().st_size > READ_AHEAD_BYTES:
+                return None
+            else:
+                found.update(key for _, row in _read_jsonl(path) if isinstance(row, dict) for key in row)
+        except (OSError, ValueError):  # ArrowInvalid is a ValueError
+            return None
+    return frozenset(found)
+
+
 def _read_parquet(path: Path, seen: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
     import pyarrow
     import pyarrow.parquet

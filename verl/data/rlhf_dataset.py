@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from verl.data.base import PromptOptions, read_options
-from verl.data.chat_template import ChatTemplate, render_prompts
+from verl.data.chat_template import ChatTemplate, render_prompts, without_final_assistant
 from verl.data.readers import DataRows, RowErrors, read_rows
 from verl.data.tokenization import RaggedTokens, cut, fit_lengths, object_array, pad_id_of
 from verl.errors import ConfigError
@@ -68,6 +68,7 @@ class RLHFDataset:
         self.options = options
         self._pad_id = pad_id_of(tokenizer)
         num_rows = len(rows) + len(bad)
+        rows = without_final_assistant(rows, options.prompt_key, options.final_assistant)
         columns = _columns_beside(rows, options.prompt_key)
         chat = ChatTemplate(tokenizer, options.chat_template, options.system_prompt)
         texts, tokens = render_prompts(rows, options.prompt_key, chat, bad)
@@ -101,6 +102,11 @@ class RLHFDataset:
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return int(self._tokens.lengths.max()) if len(self) else 0
+
+    @property
+    def digests(self) -> list[bytes]:
+        """A hash of each row's tokens, by which rows are the same."""
+        return self._tokens.digests()
 
     def __len__(self) -> int:
         return len(self._prompt_ids)

@@ -39,6 +39,11 @@ class LossMaskedTokens:
         """A prompt and the completion that is learned."""
         return cls(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 
+    @property
+    def digests(self) -> list[bytes]:
+        """A hash of each row's tokens, by which rows are the same."""
+        return self._tokens.digests()
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -107,7 +112,9 @@ def from_conversations(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErr
             bad.add(fault)
             continue
         try:
-            tokens, learned = conversation_tokens(chat, rows.values[index][key], rows.place(index))
+            tokens, learned = conversation_tokens(
+                chat, rows.values[index][key], rows.place(index), rows.values[index].get("tools")
+            )
             found[index] = LossMaskedTokens(tokens, learned)
         except ConfigError as error:
             bad.add(str(error))

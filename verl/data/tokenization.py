@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,13 @@ class RaggedTokens:
 
     def __getitem__(self, index: int) -> Tensor:
         return self._flat[self._starts[index] : self._starts[index] + self.lengths[index]]
+
+    def digests(self) -> list[bytes]:
+        """A hash of each row: equal for equal tokens."""
+        return [hashlib.blake2b(self[index].numpy().tobytes(), digest_size=12).digest() for index in range(len(self))]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
 
     def padded(self, indices: Tensor, pad_id: int | bool, left: bool) -> tuple[Tensor, Tensor]:
         """The rows at `indices` [B], padded to the longest on one side: tokens [B S] and mask [B S] bool."""

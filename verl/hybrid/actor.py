@@ -31,7 +31,7 @@ from verl.hybrid.model_changes import (
     unwrapped,
     with_code_of_its_own,
 )
-from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_parallelism, own_device
+from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_config_from, hybrid_parallelism, own_device
 from verl.model_paths.check import forget
 from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA
@@ -69,6 +69,7 @@ class HybridActor:
             themselves.
         lora: train a low-rank adapter and leave the model frozen: a `LoRA`, or a mapping of its keys.
         seed: of the noise that samples are drawn with.
+        contiguous, auto_cache_clear: those keys of `hybrid_config`, as arguments of their own.
 
     Attributes:
         model: the Hugging Face model, with its adapter if it has one. May be set, unless it is divided.
@@ -89,8 +90,11 @@ class HybridActor:
         rollout: str | Rollout = "hf",
         lora: LoRA | Mapping[str, Any] | None = None,
         seed: int = 0,
+        *,
+        contiguous: bool | None = None,
+        auto_cache_clear: bool | None = None,
     ):
-        self._hybrid_config = described(HybridConfig, "hybrid_config", hybrid_config)
+        self._hybrid_config = hybrid_config_from(hybrid_config, contiguous, auto_cache_clear)
         _refuse_no_actor(model)
         company = hybrid_parallelism(self.hybrid_config, str(model.device))
         if company is not None:
@@ -125,15 +129,18 @@ class HybridActor:
         *,
         device: str = "auto",
         seed: int = 0,
+        contiguous: bool | None = None,
+        auto_cache_clear: bool | None = None,
         **source: Any,
     ) -> HybridActor:
         """Load a model and its tokenizer from a directory made by `save_pretrained`, or from the hub.
 
         Args:
             device: `auto` takes a GPU where there is one.
+            contiguous, auto_cache_clear: those keys of `hybrid_config`, as arguments of their own.
             source: further keys of `Pretrained`, such as `dtype`, `attention`, `revision`.
         """
-        config = described(HybridConfig, "hybrid_config", hybrid_config)  # before weights are loaded
+        config = hybrid_config_from(hybrid_config, contiguous, auto_cache_clear)  # before weights are loaded
         chosen = described(Pretrained, "from_pretrained", {"path": str(name_or_path), **source})
         place = own_device() if device == "auto" else device
         company, actor = hybrid_parallelism(config, place), cls.__new__(cls)

@@ -17,15 +17,19 @@ from verl.utils.memory import settle, used_bytes
 from verl.utils.temporary_directory import TemporaryDirectory
 
 Mode = Literal["train_to_generate", "generate_to_train", "round_trip", "reload"]
+STATES: dict[str, Mode] = {"eval": "train_to_generate", "train": "generate_to_train"}  # by where the switch ends
 MIB = 2**20
 
 
-def measure_switch_overhead(actor: HybridActor, mode: Mode = "train_to_generate", repeats: int = 20) -> dict[str, Any]:
+def measure_switch_overhead(
+    actor: HybridActor, mode: Mode | Literal["train", "eval"] = "train_to_generate", repeats: int = 20
+) -> dict[str, Any]:
     """Time a switch, and weigh it.
 
     Args:
         mode: `train_to_generate` is from a model in training, with gradients that wait for their step, to where the
-            engine draws the first token; `generate_to_train` is the way back; `round_trip` both. `reload` is what one
+            engine draws the first token; `generate_to_train` is the way back; `round_trip` both. `eval` and `train` are
+            names of the first two, by the state that the switch ends in. `reload` is what one
             set of weights saves: write them, and load them as a second model to sample from.
         repeats: measured, after one that is not.
     Returns:
@@ -34,7 +38,7 @@ def measure_switch_overhead(actor: HybridActor, mode: Mode = "train_to_generate"
     Raises:
         ConfigError: there is no such mode.
     """
-    known = get_args(Mode)
+    known = (*get_args(Mode), *STATES)
     if mode not in known:
         raise ConfigError(f"mode is {mode!r}: must be one of {', '.join(known)}.{hint(nearest(str(mode), known))}")
     if repeats < 1:
@@ -42,7 +46,8 @@ def measure_switch_overhead(actor: HybridActor, mode: Mode = "train_to_generate"
     if mode == "reload" and actor.process_group is not None:
         raise ConfigError("mode is 'reload': it loads the model into one process. Measure it with an actor in one.")
     was_training = [module for module in actor.model.modules() if module.training]
-    once = _Reload(actor) if mode == "reload" else _Switch(actor, mode)
+    mode = STATES.get(mode, mode)  # type: ignore[assignment]
+    once = _Reload(actor) if mode == "reload" else _Switch(actor, mode)  # type: ignore[arg-type]
     try:
         found = [once() for _ in range(repeats + 1)][1:]
     finally:

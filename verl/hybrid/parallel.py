@@ -10,9 +10,9 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from verl import config
 from verl.component import BuildContext, Description
+from verl.compose.suggestions import described
 from verl.engines.fsdp import units_of
 from verl.engines.parallel_dims import TENSOR, ShardedParallelism
 from verl.engines.tensor_parallel import heads_fault
@@ -77,6 +78,27 @@ class HybridConfig(Description):
     def clears_cache(self) -> bool:
         """Whether caches are given back, by this actor's setting or else by that of the process."""
         return config.auto_cache_clear if self.auto_cache_clear is None else self.auto_cache_clear
+
+
+def hybrid_config_from(
+    given: HybridConfig | Mapping[str, Any] | None, contiguous: bool | None, auto_cache_clear: bool | None
+) -> HybridConfig:
+    """The settings of an actor, of which some may be arguments of their own.
+
+    Raises:
+        ConfigError: a key is unknown, or one stands in both places with two values.
+    """
+    config = described(HybridConfig, "hybrid_config", given)
+    own = {"contiguous": contiguous, "auto_cache_clear": auto_cache_clear}
+    own = {name: value for name, value in own.items() if value is not None}
+    named = given if isinstance(given, Mapping) else {f.name: getattr(config, f.name) for f in fields(config) if given}
+    defaults = HybridConfig()
+    for name, value in own.items():
+        if name in named and named[name] not in (value, getattr(defaults, name)):
+            raise ConfigError(
+                f"{name} is {value!r}, and hybrid_config.{name} is {named[name]!r}: leave one of them out."
+            )
+    return replace(config, **own)  # type: ignore[arg-type]
 
 
 TIMEOUT_S = 600.0

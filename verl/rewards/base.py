@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -26,6 +26,7 @@ class RewardResult:
 
     Attributes:
         scores: [B] float64.
+        token_scores: [B T] float32, where the reward itself says which token is worth what; a row's sum is its score.
         parts: by name, [B] floats each: a metric `reward/NAME` (their mean) and a column of the sample tables.
         columns: by name, [B] of anything else, such as texts: a column `reward_NAME` of the sample tables.
     """
@@ -33,6 +34,7 @@ class RewardResult:
     scores: np.ndarray
     parts: dict[str, np.ndarray] = field(default_factory=dict)
     columns: dict[str, np.ndarray] = field(default_factory=dict)
+    token_scores: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,10 @@ class RewardDescription(Description):
     """
 
     is_model: ClassVar[bool] = False
+
+    def columns_read(self) -> Iterator[tuple[str, str]]:
+        """Yield each column of the data that it cannot do without, after what names it: `answer_key is 'answer'`."""
+        yield from ()
 
 
 class Reward:
@@ -102,18 +108,15 @@ class Reward:
         Args:
             batch: response_mask [B T]; `prompt_text`, `response_text` and the columns of the data.
         Returns:
-            token_level_scores [B T] float32: the score on the last True of response_mask, 0 elsewhere, so a row whose
-            mask is empty has none; and in `non_tensor_batch` `score`, B floats as they were rated, and a column
-            `reward/NAME` for each part of the rating and `reward_NAME` for each of its columns.
+            token_level_scores [B T] float32: those that the reward gives itself; else the score on the last True of
+            response_mask, 0 elsewhere, so a row whose mask is empty has none; and in `non_tensor_batch` `score`, B
+            floats as they were rated, and a column `reward/NAME` for each part of the rating and `reward_NAME` for each
+            of its columns.
         Raises:
             RewardError: the rating raised, or is not B finite numbers; names the sample and the function.
         """
         rating = self.rate_batch(batch)
-        mask = batch.batch["response_mask"]
-        last = last_true(mask)
-        rows = torch.nonzero(last >= 0).squeeze(1)
-        placed = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-        placed[rows, last[rows]] = torch.tensor(rating.scores, dtype=torch.float32, device=mask.device)[rows]
+        placed = token_scores_of(rating, batch.batch["response_mask"])
         parts = {f"reward/{name}": values.astype(object) for name, values in rating.parts.items()}
         columns = {f"reward_{name}": values for name, values in rating.columns.items()}
         return DataProto.from_dict(
@@ -121,6 +124,36 @@ class Reward:
             non_tensors={"score": rating.scores.astype(object), **parts, **columns},
             producer=self.producer,
         )
+
+
+def token_scores_of(rating: RewardResult, mask: torch.Tensor) -> torch.Tensor:
+    """What each token is worth [B T] float32: as the reward says, else all of a score on its last token.
+
+    Args:
+        mask: response_mask [B T].
+    """
+    if rating.token_scores is not None:
+        return rating.token_scores.to(device=mask.device, dtype=torch.float32)
+    last = last_true(mask)
+    rows = torch.nonzero(last >= 0).squeeze(1)
+    placed = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+    placed[rows, last[rows]] = torch.tensor(rating.scores, dtype=torch.float32, device=mask.device)[rows]
+    return placed
+
+
+def missing_columns(reward: Description, columns: Collection[str], where: str) -> Iterator[str]:
+    """Yield a sentence for each column that a reward reads and the data lack, opening with the reward's key.
+
+    Args:
+        columns: of the data, beside the prompt.
+        where: which rows lack it, in words.
+    """
+    if not isinstance(reward, RewardDescription):
+        return
+    for named_by, column in reward.columns_read():
+        if column not in columns and column not in ("prompt_messages", *TEXT_COLUMNS):
+            present = ", ".join(sorted(set(columns) - set(TEXT_COLUMNS))) or "none beside the prompt"
+            yield f"{named_by}: the {where} have no column {column!r}. Their columns: {present}."
 
 
 def texts_of(batch: DataProto) -> tuple[list[str], list[str], dict[str, list]]:

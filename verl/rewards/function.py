@@ -11,10 +11,18 @@ from typing import Any, Literal
 
 from verl.component import BuildContext
 from verl.errors import RewardError
-from verl.rewards.base import Reward, RewardDescription
-from verl.rewards.import_path import load_function, own_line, path_faults
+from verl.protocol import DataProto
+from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of
+from verl.rewards.import_path import load_function, own_line, path_faults, required_arguments, takes_batch
 from verl.rewards.process_pool import SampleReward, pool_faults
-from verl.rewards.validation import check_columns, named_parameters, reward_error
+from verl.rewards.validation import (
+    TOKEN_REWARDS,
+    batch_argument,
+    check_columns,
+    checked_token_scores,
+    named_parameters,
+    reward_error,
+)
 from verl.utils.component_exits import raised_by_code
 
 
@@ -23,6 +31,11 @@ class RewardFunction(RewardDescription):
     """A function of the user, found by name:
 
         def my_reward(prompts: list[str], responses: list[str], **columns: list) -> list[float]
+
+    or, of one argument, all of the batch, to say which token is worth what; it returns a DataProto with
+    `token_level_rewards` [B T], 0 wherever `response_mask` is False:
+
+        def my_reward(batch: DataProto) -> DataProto
 
     It is called once per batch, by keyword, and returns one finite number per response. A function without `**columns`
     receives only those columns of the data that it names. An `async def` is awaited; a list of coroutines is awaited
@@ -56,10 +69,17 @@ class RewardFunction(RewardDescription):
         for name in texts:
             if name in self.kwargs:
                 yield f"kwargs.{name}: is what the function is called with. Choose another name."
-        yield from pool_faults(self.timeout_s, self.num_workers, error_score=self.error_score)
+        yield from pool_faults(self.timeout_s, self.num_workers)
         if self.on_error == "score" and not self.per_sample:
             yield "on_error is score: a function of the whole batch fails as a whole. Set per_sample=true."
         yield from path_faults(self.path, self.kwargs, texts)
+
+    def columns_read(self) -> Iterator[tuple[str, str]]:
+        texts = ("prompt", "response") if self.per_sample else ("prompts", "responses")
+        if not self.per_sample and takes_batch(self.path, self.kwargs):
+            return
+        for name in required_arguments(self.path, (*texts, *self.kwargs)):
+            yield f"path is {self.path!r}, which takes {name}", name
 
     def build(self, context: BuildContext) -> Reward:
         if not self.per_sample:
@@ -93,7 +113,8 @@ class CallableReward(Reward):
             raise RewardError(f"reward is {function!r}: expected a function of prompts and responses.")
         self.function, self.kwargs = function, dict(kwargs or {})
         self._accepted = named_parameters(function)
-        for name in ("prompts", "responses", *self.kwargs):
+        self._takes_batch = batch_argument(function, self.kwargs) is not None
+        for name in self.kwargs if self._takes_batch else ("prompts", "responses", *self.kwargs):
             if self._accepted is not None and name not in self._accepted:
                 raise reward_error(f"a function that takes `{name}`", f"it takes {', '.join(self._accepted)}", function)
 
@@ -120,6 +141,26 @@ class CallableReward(Reward):
             expected = f"{len(responses)} finite numbers, one for each response"
             found = f"{type(error).__name__}: {error}{own_line(error, self.function)}"
             raise reward_error(expected, found, self.function, prompts, responses, sample) from error
+
+    def rate_batch(self, batch: DataProto) -> RewardResult:
+        """Rate every response, by token where the function takes the batch as it is."""
+        if not self._takes_batch or not len(batch):
+            return super().rate_batch(batch)
+        prompts, responses, _ = texts_of(batch)
+        own = DataProto.from_dict(
+            tensors={name: tensor.clone() for name, tensor in batch.batch.items()},
+            non_tensors={name: values.copy() for name, values in batch.non_tensor_batch.items()},
+            meta_info=dict(batch.meta_info),
+        )
+        try:
+            result = _awaited(self.function(own, **self.kwargs))
+        except BaseException as error:  # whatever user code raises is reported with its place
+            if not raised_by_code(error):
+                raise
+            found = f"{type(error).__name__}: {error}{own_line(error, self.function)}"
+            raise reward_error(TOKEN_REWARDS, found, self.function) from error
+        scores = checked_token_scores(result, batch.batch["response_mask"], prompts, responses, self.function)
+        return RewardResult(scores.double().sum(dim=1).cpu().numpy(), token_scores=scores)
 
     def _call(self, prompts: list[str], responses: list[str], columns: Mapping[str, list]) -> Any:
         if self._accepted is not None:

@@ -12,7 +12,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from verl.errors import RewardError
@@ -53,6 +53,41 @@ def path_faults(path: str, kwargs: dict, texts: Sequence[str] = ("prompts", "res
         yield f"{seen}: {file.name} defines no {name}. {hint}"
     elif isinstance(node := names.get(name), _Function):
         yield from _signature_faults(node, seen, kwargs, texts, file)
+
+
+def required_arguments(path: str, given: Sequence[str]) -> list[str]:
+    """The arguments without a default of the function that a path names, read from its source without running it.
+
+    Args:
+        given: those that it gets in any case.
+    Returns:
+        Their names; none where the source does not tell, as of a function with a decorator.
+    """
+    module, _, name = path.rpartition(":")
+    file, _ = _source_file(module) if module else (None, None)
+    if file is None:
+        return []
+    try:
+        node = dict(_top_level_names(ast.parse(file.read_bytes()).body)).get(name)
+    except (SyntaxError, ValueError, OSError):
+        return []
+    if not isinstance(node, _Function) or node.decorator_list:
+        return []
+    placed = [*node.args.posonlyargs, *node.args.args]
+    needed = placed[: len(placed) - len(node.args.defaults)]
+    needed += [arg for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None]
+    return [arg.arg for arg in needed if arg.arg not in given]
+
+
+def takes_batch(path: str, kwargs: Mapping[str, object]) -> bool:
+    """Whether the source of the function that a path names is of one of a whole DataProto, not of texts."""
+    module, _, name = path.rpartition(":")
+    file, _ = _source_file(module) if module else (None, None)
+    try:
+        node = None if file is None else dict(_top_level_names(ast.parse(file.read_bytes()).body)).get(name)
+    except (SyntaxError, ValueError, OSError):
+        return False
+    return isinstance(node, _Function) and not node.decorator_list and _takes_batch(node, kwargs)
 
 
 def load_function(path: str) -> Callable:
@@ -134,6 +169,8 @@ def _signature_faults(node: _Function, seen: str, kwargs: dict, texts: Sequence[
     if node.decorator_list or node.args.kwarg:
         return
     accepted = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+    if texts[0] == "prompts" and _takes_batch(node, kwargs):
+        texts = ()
     called_with = ", ".join(f"{name}=" for name in texts)
     for name in texts:
         if name not in accepted:
@@ -142,6 +179,21 @@ def _signature_faults(node: _Function, seen: str, kwargs: dict, texts: Sequence[
         if name not in accepted:
             nearest = difflib.get_close_matches(name, accepted, n=1)
             yield f"kwargs.{name}: {where} takes no such argument.{f' Did you mean {nearest[0]}?' if nearest else ''}"
+
+
+def _takes_batch(node: _Function, kwargs: Mapping[str, object]) -> bool:
+    """`verl.rewards.validation.batch_argument` of the source."""
+    placed = [*node.args.posonlyargs, *node.args.args]
+    needed = [arg.arg for arg in placed[: len(placed) - len(node.args.defaults)] if arg.arg not in kwargs]
+    placed = [arg for arg in placed if arg.arg not in kwargs]
+    names = {arg.arg for arg in (*placed, *node.args.kwonlyargs)}
+    if not placed or {"prompts", "responses"} & names:
+        return False
+    annotation = placed[0].annotation
+    if annotation is not None and ast.unparse(annotation).strip("'\"").rpartition(".")[2] == "DataProto":
+        return True
+    is_alone = needed == [placed[0].arg] and all(default is not None for default in node.args.kw_defaults)
+    return is_alone and node.args.kwarg is None and node.args.vararg is None
 
 
 def _import_file(file: Path):

@@ -1,48 +1,87 @@
 r"""Rules for mathematical answers as functions of text. Light: imported by worker processes that import nothing else.
 
 `gsm8k_score` compares the final number of a response; `math_score` compares answers by value: 0.5, 1/2 and \frac{1}{2}.
+Both read the final answer in the same way: what follows the last `####`, or what stands in the last `\boxed{}`.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 MARK = "####"
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+_MAX_DIGITS = 300  # of a number: a longer one is no answer, and costs time that grows with its square
 
 
-def gsm8k_score(prompts: list[str], responses: list[str], answer: list[str], needs_mark: bool = False) -> list[float]:
-    """1 where a response gives the answer, 0 elsewhere; for `reward=function
+def gsm8k_score(
+    prompts: Sequence[str], responses: Sequence[str], answer: Sequence[Any], needs_mark: bool = False
+) -> list[float]:
+    r"""1 where a response gives the answer, 0 elsewhere; for `reward=function
     reward.path=verl.rewards.math_rules:gsm8k_score`.
 
     Args:
         prompts: not looked at.
-        answer: the column with the number, such as `1,250`.
-        needs_mark: count only a number that follows `####`.
+        answer: the column with the number, such as `1,250`, or with a solution that ends with `#### 1,250` or
+            `\boxed{1250}`.
+        needs_mark: count only a number that follows `####` or stands in a box.
+    Raises:
+        ValueError: an answer in the data is no number.
     """
     return [
-        float(given is not None and given == number_of(truth))
-        for given, truth in ((final_number(text, needs_mark), truth) for text, truth in zip(responses, answer))
+        float(final_number(text, needs_mark) == _gold_number(truth, index))
+        for index, (text, truth) in enumerate(zip(responses, answer, strict=True))
     ]
 
 
-def final_number(text: str, needs_mark: bool = False) -> Decimal | None:
-    """The first number after the last `####`, or without a mark the last number; None where there is none."""
-    _, mark, after = text.rpartition(MARK)
-    if mark:
-        found = NUMBER.search(after)
-        return None if found is None else number_of(found[0])
-    found = NUMBER.findall(text)
-    return None if needs_mark or not found else number_of(found[-1])
+def final_number(text: str, needs_mark: bool = False) -> Fraction | None:
+    r"""The number that a text ends in; None where there is none, or no single one, such as in `5-7` or `2+3`.
+
+    It is the first number after the last `####`, past the last `=` of that line; else the last one in the last
+    `\boxed{}`; without a mark the last number of the text. `1/2` and `1 1/2` are one number each, signs of currency,
+    of percent, and units are not looked at.
+    """
+    marked = _marked_answer(text)
+    if marked is None:
+        if needs_mark or (number := number_of(text)) is not None:
+            return None if needs_mark else number
+        found = _numbers(_plain_text(text))
+        return found[-1].value if found else None
+    found = _numbers(_plain_text(marked).rpartition("=")[2], is_marked=True)
+    return found[0].value if found else None
 
 
-def number_of(text: str) -> Decimal | None:
-    """A number as it is written in text, thousands divided by commas; None where it is none."""
-    found = NUMBER.fullmatch(text.strip().removeprefix("$").removesuffix("."))
-    return None if found is None else Decimal(found[0].replace(",", ""))
+def number_of(text: str) -> Fraction | None:
+    """The value of a text that is one number, perhaps with a sign of currency and a unit; None where it is not."""
+    found = _numbers(_plain_text(text), is_marked=True)
+    return found[0].value if len(found) == 1 and found[0].starts_the_text else None
+
+
+def decimal_text(number: Fraction) -> str:
+    """`72`, `18.9`, or `1/3` where no decimal is exact; `number_of` reads it."""
+    rest = number.denominator
+    for factor in (2, 5):
+        while rest % factor == 0:
+            rest //= factor
+    if rest != 1:
+        return str(number)
+    return f"{Decimal(number.numerator) / Decimal(number.denominator):f}"
+
+
+def _gold_number(truth: Any, index: int) -> Fraction:
+    _refuse_other_types(truth)
+    text = str(truth)
+    number = number_of(text) if _marked_answer(text) is None else final_number(text)
+    if number is None:
+        raise ValueError(
+            f"the answer in the data is {truth!r:.200} at sample {index} of the batch: expected a number, such as "
+            f"'1,250', or a solution that ends with '{MARK} 1,250'"
+        )
+    return number
 
 
 def math_score(prompt: str, response: str, answer: str | float, correct: float, wrong: float) -> float:
@@ -53,26 +92,219 @@ def math_score(prompt: str, response: str, answer: str | float, correct: float, 
     """
     from math_verify import parse, verify
 
-    gold = _parsed_answer(answer, parse)
-    given = parse(_final(response), parsing_timeout=0)
+    _refuse_other_types(answer)
+    gold, given = _Answer.of(str(answer), is_alone=True), _Answer.of(response, is_alone=False)
     # Its own time-outs are left off, since they cannot end code that never comes back to Python.
-    return correct if given and verify(gold, given, timeout_seconds=0) else wrong
+    gold_values = parse(gold.readable, parsing_timeout=0)
+    if gold.number is None and not gold_values:
+        raise ValueError(f"the answer in the data is {answer!r}: it holds nothing that can be read as mathematics")
+    if given.text and (given.text == gold.text or gold.is_same_number(given)):
+        return correct
+    given_values = parse(given.readable, parsing_timeout=0)
+    return correct if given_values and verify(gold_values, given_values, timeout_seconds=0) else wrong
 
 
-def _parsed_answer(answer: Any, parse: Any) -> list:
+def _refuse_other_types(answer: Any) -> None:
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         raise ValueError(f"the answer in the data is {answer!r}: expected a text or a number")
-    text = _final(str(answer)).strip()
-    # bare LaTeX is only recognised within an environment
-    gold = parse(text if re.search(r"\\boxed|\$|\\\(|\\\[", text) else f"${text}$", parsing_timeout=0)
-    if not gold:
-        raise ValueError(f"the answer in the data is {answer!r}: it holds nothing that can be read as mathematics")
-    return gold
 
 
-def _final(text: str) -> str:
-    """What follows the last `####`, where there is one, as GSM8K marks a final answer."""
-    return text.rpartition("####")[2]
+@dataclass(frozen=True)
+class _Answer:
+    """The final answer in a text.
+
+    Attributes:
+        text: in one spelling of spaces, signs and delimiters; equal texts are equal answers.
+        number: where it is one, and nothing else.
+        is_percentage: `50%` is 50 as well as 0.5.
+        readable: what math-verify is given to read.
+    """
+
+    text: str
+    number: Fraction | None
+    is_percentage: bool
+    readable: str
+
+    @classmethod
+    def of(cls, text: str, *, is_alone: bool) -> _Answer:
+        """Of a text that `is_alone` an answer and nothing else, where nothing in it is marked as one."""
+        box, tail = _last_box(text), _after_mark(text)
+        marked = _marked_answer(text)
+        expression = text if marked is None else marked
+        plain = _plain_text(expression)
+        found = _numbers(plain, is_marked=True)
+        is_one_of_several = box is not None and _SEVERAL_BOXES.search(text) is not None
+        number = found[0] if len(found) == 1 and found[0].is_whole_text and not is_one_of_several else None
+        if number is not None and number.value is not None:
+            readable = rf"\boxed{{{number.value.numerator}/{number.value.denominator}}}"
+        elif box is not None:  # with what stands around it: "\boxed{1} and \boxed{2}" is one answer
+            readable = _without_currency(text if tail is None else tail)
+        elif tail is None and (not is_alone or re.search(r"(?<!\\)\$|\\\(|\\\[", text)):
+            readable = _without_currency(text)
+        else:
+            readable = rf"\boxed{{{_plain_text(expression, keeps_words=True)}}}" if plain else ""
+        value = None if number is None else number.value
+        is_percentage = number is not None and number.is_percentage
+        return cls(_one_spelling(text if is_one_of_several else expression), value, is_percentage, readable)
+
+    def is_same_number(self, other: _Answer) -> bool:
+        if self.number is None or other.number is None:
+            return False
+        if self.is_percentage == other.is_percentage:
+            return self.number == other.number
+        percentage, plain = (self, other) if self.is_percentage else (other, self)
+        return plain.number in (percentage.number, percentage.number / 100)  # type: ignore[operator]
+
+
+def _marked_answer(text: str) -> str | None:
+    """What is marked as the answer: in the last box, or the first line after the last `####`; None without a mark."""
+    if (box := _last_box(text)) is not None:
+        return box
+    if (tail := _after_mark(text)) is None:
+        return None
+    return next((line for line in map(str.strip, tail.splitlines()) if line), "")
+
+
+def _after_mark(text: str) -> str | None:
+    _, mark, tail = text.rpartition(MARK)
+    return tail if mark else None
+
+
+def _last_box(text: str) -> str | None:
+    r"""What stands in the last `\boxed{}` whose braces close, after the last `####` if there is one."""
+    tail = _after_mark(text)
+    text = text if tail is None else tail
+    for found in reversed(list(re.finditer(r"\\f?boxed\s*\{", text))):
+        depth = 1
+        for brace in re.finditer(r"\\[{}\\]|[{}]", text[found.end() :]):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if depth == 0:
+                return text[found.end() :][: brace.start()]
+    return None
+
+
+_SEVERAL_BOXES = re.compile(  # the last one is connected to one before it: "\boxed{1} and \boxed{2}"
+    r"\}\s*\$*\s*(?:,|\band\b|\bor\b|\\text\s*\{\s*(?:and|or)\s*\})(?:\s|,|\$|\band\b|\bor\b)*\\f?boxed\s*\{"
+    r"(?:(?!\\f?boxed\s*\{).)*$",
+    re.DOTALL,
+)
+
+# One spelling of what is written in many
+
+_MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63\uff0d", "-"))
+_VULGAR = {
+    "\u00bd": "1/2", "\u2153": "1/3", "\u2154": "2/3", "\u00bc": "1/4", "\u00be": "3/4", "\u2155": "1/5",
+    "\u215b": "1/8", "\u215c": "3/8", "\u215d": "5/8", "\u215e": "7/8",
+}  # fmt: skip
+_SPACE_COMMAND = re.compile(r"\\[,;:! ]|\\q?quad\b|~|[\u00a0\u2009\u202f]")
+_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?[\d,.]+)\s*\}|(\d))\s*(?:\{\s*([\d,.]+)\s*\}|(\d))")
+_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+
+
+def _plain_text(text: str, *, keeps_words: bool = False) -> str:
+    r"""The text with the signs of money, of thousands, of minus and of fractions as a keyboard has them.
+
+    Args:
+        keeps_words: leave `\text{cm}` as it is, by which math-verify tells a unit from a product of letters.
+    """
+    text = text.translate(_MINUS).replace("{,}", ",").replace(r"\%", "%").replace(r"\$", "$")
+    text = re.sub(r"(?<=\d)(?:\\[,;:!]|[\u00a0\u2009\u202f'])(?=\d{3}(?!\d))", ",", text)
+    text = _SPACE_COMMAND.sub(" ", text).replace(r"\left", "").replace(r"\right", "")
+    for sign, fraction in _VULGAR.items():
+        text = text.replace(sign, f" {fraction}")
+    text = _FRACTION.sub(lambda found: f" {found[1] or found[2]}/{found[3] or found[4]}", text)
+    text = re.sub(r"(?<![\w)}\]])- +(?=\d+/\d)", "-", text)  # of a fraction that was written in LaTeX
+    text = (text if keeps_words else _TEXT.sub(r"\1", text)).strip().strip("*`").strip()
+    for start, end in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        if len(text) > len(start + end) and text.startswith(start) and text.endswith(end):
+            text = text[len(start) : -len(end)].strip()
+    return re.sub(r"\.$", "", text).strip()
+
+
+def _one_spelling(text: str) -> str:
+    """For the comparison of two answers as texts: without spaces but those between letters or digits."""
+    return re.sub(r"\s*([^\w\s])\s*", r"\1", re.sub(r"\s+", " ", _plain_text(text))).strip()
+
+
+def _without_currency(text: str) -> str:
+    """For math-verify, which reads no escaped sign of dollars and no minus before one."""
+    text = re.sub(r"-\s*\\?\$\s*(?=[\d.])", "-", text.translate(_MINUS))
+    return text.replace(r"\$", "")
+
+
+# Numbers in a text
+
+_CURRENCY = r"(?:(?:US|C|A|NZ|HK|S)?\$|[€£¥₹₩₽₱]|(?:USD|EUR|GBP|INR|CAD|AUD|Rs\.?)(?=\s?[\d.]))"
+_INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d{2})+,\d{3}|\d+)(?![\d])"
+_DECIMAL = rf"(?:{_INTEGER}(?:\.\d+)?|\.\d+)"
+_NUMBER = re.compile(
+    rf"(?<![\w.])(?P<sign>(?<![\w)}}\]%])[-+](?:\s*(?={_CURRENCY}))?)?{_CURRENCY}?\s?(?P<sign_after>-(?=[\d.]))?"
+    rf"(?:(?P<whole>\d+)\s+(?P<mixed_over>\d+)\s?/\s?(?P<mixed_under>\d+)(?![\d,.]*\d)"
+    rf"|(?P<over>{_DECIMAL})\s?/\s?(?P<under>{_DECIMAL})"
+    rf"|(?P<decimal>{_DECIMAL})(?P<exponent>[eE][-+]?\d{{1,3}}(?!\w))?)"
+    rf"\s?(?:(?:{_CURRENCY}|dollars?\b|euros?\b|pounds?\b)(?!\s?\d))?\s?(?P<percent>%|percent\b|per cent\b)?"
+)
+# Between two numbers these make one of them: a range, a sum, a date, a ratio, a list, a decimal comma.
+_JOINS = re.compile(r"(?:\s*(?:[-+*/:^\u00d7\u00b7\u00f7x]|\\times|\\cdot|\\div)\s*|[,.]|\s*(?:to|or|and|through)\s+)$")
+
+
+@dataclass(frozen=True)
+class _TextNumber:
+    """A number in a text; `value` is None where it is part of a range, a sum, a date, a ratio or a list."""
+
+    value: Fraction | None
+    is_percentage: bool
+    starts_the_text: bool
+    is_whole_text: bool
+
+
+def _numbers(text: str, *, is_marked: bool = False) -> list[_TextNumber]:
+    """The numbers of a text in order; what joins several of them stands once, without a value.
+
+    Args:
+        is_marked: the text is an answer: a minus may stand apart from its digits, and so may groups of thousands.
+    """
+    if is_marked:
+        text = re.sub(r"^(\W*?[-+])\s+(?=[\d.])", r"\1", text)
+        if re.fullmatch(r"\D*?\d{1,3}(?: \d{3})+(?:\.\d+)?\D*", text):
+            text = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", ",", text)
+    found: list[_TextNumber] = []
+    last: re.Match[str] | None = None
+    for match in _NUMBER.finditer(text):
+        is_joined = last is not None and _JOINS.match(text[last.end() : match.start()] + _joining_sign(match))
+        if is_joined:
+            found[-1] = _TextNumber(None, False, found[-1].starts_the_text, False)
+        else:
+            starts = not re.search(r"\w", text[: match.start()])
+            rest = text[match.end() :]
+            is_number = not re.match(r"[,.:/]?\d|\s*[*\u00d7^]\s*[\d(]", rest)
+            is_whole = not text[: match.start()].strip() and not rest.strip(" .")
+            value = _value(match) if is_number else None
+            found.append(_TextNumber(value, match["percent"] is not None, starts, is_whole and is_number))
+        last = match
+    return found
+
+
+def _joining_sign(match: re.Match[str]) -> str:
+    """The minus of `5 -7`, which the pattern takes for a sign of the second number."""
+    return match["sign"].strip() if match["sign"] else ""
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    if len(found[0]) > _MAX_DIGITS:
+        return None
+    sign = -1 if "-" in (found["sign"] or "") + (found["sign_after"] or "") else 1
+    if found["whole"]:
+        under = int(found["mixed_under"])
+        return sign * (int(found["whole"]) + Fraction(int(found["mixed_over"]), under)) if under else None
+    if found["over"]:
+        under = _decimal(found["under"])
+        return sign * _decimal(found["over"]) / under if under else None
+    return sign * _decimal(found["decimal"] + (found["exponent"] or ""))
+
+
+def _decimal(text: str) -> Fraction:
+    return Fraction(text.replace(",", ""))
 
 
 for _name in ("math_verify", "math_verify.parser", "math_verify.grader"):  # they warn at every call

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from verl.component import BuildContext, Description
-from verl.errors import faults_below
+from verl.errors import RewardError, faults_below
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult
 
@@ -83,6 +83,11 @@ class NormalisedReward(Reward):
         rating = self.raw(batch)
         if self.norm is None or not len(batch):
             return rating
+        if rating.token_scores is not None:
+            raise RewardError(
+                "The reward says which token is worth what, and normalisation knows one score for each response. Rate "
+                "without it, or return one number for each response."
+            )
         if self._learns:
             self.norm.update(rating.scores)
         return RewardResult(self.norm(rating.scores), {"raw": rating.scores, **rating.parts})
@@ -119,6 +124,10 @@ class RewardNormalization(RewardDescription):
     """
 
     reward: Description
+
+    def columns_read(self) -> Iterator[tuple[str, str]]:
+        if isinstance(self.reward, RewardDescription):
+            yield from ((f"reward.{named_by}", column) for named_by, column in self.reward.columns_read())
 
     def build(self, context: BuildContext) -> Reward:
         with faults_below("reward"):

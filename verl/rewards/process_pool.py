@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import os
 import pickle
 import re
@@ -410,15 +409,12 @@ class SampleReward(Reward):
         )  # fmt: skip
 
 
-def pool_faults(timeout_s: float, num_workers: int, **scores: float) -> Iterator[str]:
-    """What is wrong with the settings of a pool, and with scores that are to be finite."""
+def pool_faults(timeout_s: float, num_workers: int) -> Iterator[str]:
+    """What is wrong with the settings of a pool."""
     if not 0 < timeout_s < 1e6:
         yield f"timeout_s is {timeout_s:g}: must be positive, and below a million seconds."
     if num_workers < 1:
         yield f"num_workers is {num_workers}: must be at least 1."
-    for name, score in scores.items():
-        if not math.isfinite(score):
-            yield f"{name} is {score}: must be finite."
 
 
 def _failure(outcome: PoolResult | None) -> str | None:

@@ -35,6 +35,9 @@ class ExactMatch(RewardDescription, Reward):
         if self.correct <= self.wrong:
             yield f"correct is {self.correct}: must exceed wrong, which is {self.wrong}."
 
+    def columns_read(self) -> Iterator[tuple[str, str]]:
+        yield f"answer_key is {self.answer_key!r}", self.answer_key
+
     def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
         """`correct` for each response that equals its answer, `wrong` for every other one.
 
@@ -110,9 +113,6 @@ class Length(RewardDescription, Reward):
             yield f"min_tokens is {self.min_tokens}: must not be negative."
         if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             yield f"max_tokens is {self.max_tokens}: must be at least min_tokens, which is {self.min_tokens}."
-        for name in ("inside", "outside"):
-            if not math.isfinite(getattr(self, name)):
-                yield f"{name} is {getattr(self, name)}: must be finite."
 
     @property
     def producer(self) -> Callable:
@@ -193,9 +193,12 @@ class MathAnswer(RewardDescription):
     num_workers: int = 4
 
     def faults(self) -> Iterator[str]:
-        yield from pool_faults(self.timeout_s, self.num_workers, correct=self.correct, wrong=self.wrong)
+        yield from pool_faults(self.timeout_s, self.num_workers)
         if self.correct <= self.wrong:
             yield f"correct is {self.correct}: must exceed wrong, which is {self.wrong}."
+
+    def columns_read(self) -> Iterator[tuple[str, str]]:
+        yield f"answer_key is {self.answer_key!r}", self.answer_key
 
     def build(self, context: BuildContext) -> SampleReward:
         return SampleReward(

@@ -5,7 +5,7 @@ wrong.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,65 @@ def checked_scores(result: Any, prompts: Sequence[str], responses: Sequence[str]
             error = reward_error(expected, found, function, prompts, responses, index)
             raise error if number is None else NonFiniteRewardError(str(error), _not_finite(items))
         scores[index] = number
+    return scores
+
+
+TOKEN_REWARDS = "a DataProto with token_level_rewards [B T], finite, and 0 where response_mask is False"
+
+
+def batch_argument(function: Callable, given: Collection[str] = ()) -> str | None:
+    """The argument by which a function takes a batch as it is; None of one that takes texts.
+
+    That is a function of one positional argument without a default, or whose first argument is annotated `DataProto`.
+
+    Args:
+        given: arguments that it gets by keyword.
+    """
+    try:
+        parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in given]
+    except (TypeError, ValueError):  # written in C, without a signature
+        return None
+    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not placed or {"prompts", "responses"} & {p.name for p in parameters}:
+        return None
+    annotation = getattr(placed[0].annotation, "__name__", placed[0].annotation)
+    is_annotated = str(annotation).strip("'\"").rpartition(".")[2] == "DataProto"
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    takes_columns = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return placed[0].name if is_annotated or (needed == [placed[0].name] and not takes_columns) else None
+
+
+def checked_token_scores(
+    result: Any, mask: torch.Tensor, prompts: Sequence[str], responses: Sequence[str], function: Callable
+) -> torch.Tensor:
+    """The rewards of tokens [B T] float32 in what a function of the batch returned.
+
+    Args:
+        mask: response_mask [B T].
+    Raises:
+        RewardError: they are not there, or of another shape, or not numbers, or stand on padding. A
+            NonFiniteRewardError where they are not finite.
+    """
+    tensors = getattr(result, "batch", None)
+    if tensors is None:
+        raise reward_error(TOKEN_REWARDS, f"{_shortened(result)} of type {type(result).__name__}", function)
+    found = tensors["token_level_rewards"] if "token_level_rewards" in tensors.keys() else None  # noqa: SIM118
+    if not isinstance(found, torch.Tensor):
+        present = ", ".join(sorted(tensors.keys())) or "none"
+        raise reward_error(TOKEN_REWARDS, f"no token_level_rewards. Its fields: {present}", function)
+    if found.shape != mask.shape or found.is_complex():
+        wanted = f"expected {list(mask.shape)}, as response_mask"
+        raise reward_error(TOKEN_REWARDS, f"a {found.dtype} tensor of shape {list(found.shape)}; {wanted}", function)
+    scores = found.detach().to(device=mask.device, dtype=torch.float32)
+    for wrong, words in (
+        (~torch.isfinite(scores), "a number that is not finite"),
+        ((scores != 0) & ~mask.bool(), "a number where response_mask is False"),
+    ):
+        if rows := torch.nonzero(wrong.any(dim=1)).flatten().tolist():
+            place = int(torch.nonzero(wrong[rows[0]]).flatten()[0])
+            said = f"{words}, {scores[rows[0], place].item():g} at place {place} of the response"
+            error = reward_error(TOKEN_REWARDS, said, function, prompts, responses, rows[0])
+            raise NonFiniteRewardError(str(error), rows) if "finite" in words else error
     return scores
 
 

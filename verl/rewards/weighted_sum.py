@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl.component import BuildContext, Description
 from verl.errors import faults_below
 from verl.protocol import DataProto
-from verl.rewards.base import Reward, RewardDescription, RewardResult
+from verl.rewards.base import Reward, RewardDescription, RewardResult, token_scores_of
 
 TAKEN = ("mean", "std", "failed")  # metrics `reward/NAME` of every reward
 
@@ -40,11 +40,14 @@ class WeightedSum(RewardDescription):
                 yield f"parts.{name}: expected a name of letters, digits, - and _, other than {', '.join(TAKEN)}."
             if name not in self.weights:
                 yield f"weights has no {name}: expected the weight of parts.{name}."
-        for name, weight in self.weights.items():
+        for name in self.weights:
             if name not in self.parts:
                 yield f"weights.{name}: there is no such part. The parts: {', '.join(self.parts)}."
-            if not math.isfinite(weight):
-                yield f"weights.{name} is {weight}: must be finite."
+
+    def columns_read(self) -> Iterator[tuple[str, str]]:
+        for name, part in self.parts.items():
+            if isinstance(part, RewardDescription):
+                yield from ((f"parts.{name}.{named_by}", column) for named_by, column in part.columns_read())
 
     def build(self, context: BuildContext) -> Reward:
         with ExitStack() as built:
@@ -69,14 +72,24 @@ class SumOfRewards(Reward):
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
         """The sum; `parts` has each part's scores, and what a part has of its own is there as `NAME_...`."""
-        total, parts, columns = np.zeros(len(batch)), {}, {}
+        total, parts, columns, ratings = np.zeros(len(batch)), {}, {}, {}
         for name, reward in self.parts.items():
-            rating = reward.rate_batch(batch)
+            rating = ratings[name] = reward.rate_batch(batch)
             total = total + self.weights[name] * rating.scores
             parts[name] = rating.scores
             parts |= {f"{name}_{inner}": values for inner, values in rating.parts.items()}
             columns |= {f"{name}_{inner}": values for inner, values in rating.columns.items()}
-        return RewardResult(total, parts, columns)
+        return RewardResult(total, parts, columns, self._token_scores(ratings, batch))
+
+    def _token_scores(self, ratings: Mapping[str, RewardResult], batch: DataProto) -> torch.Tensor | None:
+        """The sum by token, where a part says itself which token is worth what."""
+        if all(rating.token_scores is None for rating in ratings.values()):
+            return None
+        mask = batch.batch["response_mask"]
+        found = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        for name, rating in ratings.items():
+            found += self.weights[name] * token_scores_of(rating, mask)
+        return found
 
     def take(self) -> dict[str, float]:
         return {f"{name}_{inner}": x for name, reward in self.parts.items() for inner, x in reward.take().items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Storage(Description):
     """Objects below a prefix. Every kind has these settings.
 
     Args:
-        prefix: what every key begins with, such as `experiments/one`.
+        prefix: what every key begins with, such as `experiments/one`; a slash before or after it means nothing.
         concurrency: requests under way at a time.
         part_mib: largest request; a longer object travels in parts of this size, each retried alone.
         connect_timeout_s: to reach the store.
@@ -47,6 +48,11 @@ class Storage(Description):
     timeout_s: float = 60.0
     retries: int = 6
     backoff_s: float = 0.5
+
+    def __post_init__(self):
+        if isinstance(self.prefix, str):  # `runs/one/` is the same place
+            object.__setattr__(self, "prefix", self.prefix.strip("/"))
+        super().__post_init__()
 
     def faults(self) -> Iterator[str]:
         missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
@@ -195,16 +201,19 @@ class S3Storage(BucketStorage):
 
 @dataclass(frozen=True, kw_only=True)
 class OSSStorage(BucketStorage):
-    """Object storage of Alibaba Cloud. Credentials: `OSS_ACCESS_KEY_ID` and `OSS_ACCESS_KEY_SECRET` in the environment.
-    See `BucketStorage` for the others."""
+    """Object storage of Alibaba Cloud. Credentials: `OSS_ACCESS_KEY_ID` and `OSS_ACCESS_KEY_SECRET` in the environment;
+    without `endpoint_url` the endpoint is `OSS_ENDPOINT` of the environment. See `BucketStorage` for the others."""
 
     kind: ClassVar[str] = "oss"
     packages: ClassVar[tuple[str, ...]] = ("fsspec", "ossfs")
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
-        if self.endpoint_url is None:
-            yield "endpoint_url is null: give that of the region, such as https://oss-cn-hangzhou.aliyuncs.com."
+        if self.endpoint_url is None and not os.environ.get("OSS_ENDPOINT"):
+            yield (
+                "endpoint_url is null: give that of the region, such as https://oss-cn-hangzhou.aliyuncs.com, or "
+                "export OSS_ENDPOINT."
+            )
 
     def remedy(self, missing: list[str]) -> str:
         return "pip install ossfs"

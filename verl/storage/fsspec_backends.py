@@ -269,7 +269,7 @@ def oss_backend(storage: OSSStorage) -> Backend:
     import ossfs  # type: ignore[import-not-found]
 
     fs = ossfs.OSSFileSystem(
-        endpoint=storage.endpoint_url,
+        endpoint=storage.endpoint_url or os.environ.get("OSS_ENDPOINT"),
         key=os.environ.get("OSS_ACCESS_KEY_ID"),
         secret=os.environ.get("OSS_ACCESS_KEY_SECRET"),
         token=os.environ.get("OSS_SECURITY_TOKEN"),

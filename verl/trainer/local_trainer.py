@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.cluster.placement import DeviceMesh
+from verl.cluster.placement import ROLES, DeviceMesh
 from verl.component import Description, as_plain
 from verl.compose.build_trainer import build_trainer, without_data_files
+from verl.compose.command_line import parse_overrides
 from verl.compose.compose import choices_of
 from verl.compose.from_yaml import ComposedConfig, compose_over_default, read_short_file
+from verl.compose.overrides import flatten
 from verl.compose.validate import validate
 from verl.data.base import PromptOptions
 from verl.data.rlhf_dataset import RLHFDataset
@@ -41,6 +43,9 @@ class LocalPPOTrainer(BaseTrainer):
         overrides: laid over the file, as on the command line.
         device_mesh: which roles live on which devices of this machine, in place of the configured placement.
 
+    Where several devices are asked for (`trainer.n_gpus_per_node`, or a mesh) and no backend is named, they are used by
+    `sharding=ddp`; on a machine without GPUs the run takes one process, and says so.
+
     Attributes:
         config: the composed configuration.
         run: its checked description.
@@ -64,8 +69,9 @@ class LocalPPOTrainer(BaseTrainer):
         console = rich.get_console()
         short = read_short_file(config_path) if config_path is not None else {}
         given = _given(train_dataset, reward_fn)
-        composed = _compose(short, given, overrides, device_mesh)
-        for note in composed.notes:
+        chosen, notes = _sharding_for_devices(short, overrides, device_mesh)
+        composed = _compose(short, given, [*overrides, *chosen], device_mesh)
+        for note in [*notes, *composed.notes]:
             console.print(note, markup=False, soft_wrap=True)
         run = hand_over(validate(composed.config, composed.faults), carried_in(given))
         _refuse_other_options(run.data, train_dataset)
@@ -73,6 +79,38 @@ class LocalPPOTrainer(BaseTrainer):
         started = build_trainer(run, composed.config, overrides, console, choices=choices)
         self.config, self._closing = composed.config, started.closing
         self.run, self.run_dir, self.trainer = started.run, started.run_dir, started.trainer
+
+
+SHARDINGS = ("sharding", "trainer.backend", "actor_rollout.fsdp_config.sharding_strategy")  # keys that name one
+
+
+def _sharding_for_devices(
+    short: Mapping[str, Any], overrides: Sequence[str], device_mesh: DeviceMesh | None
+) -> tuple[list[str], list[str]]:
+    """What several devices need where no backend is named: data parallelism, or one process where there are none.
+
+    Returns:
+        Overrides, and a sentence for each.
+    """
+    import torch
+
+    named = {**dict(flatten(short)), **dict(parse_overrides(overrides)[0])}
+    if any(key in SHARDINGS or key.startswith("sharding.") for key in named):
+        return [], []
+    if device_mesh is not None:
+        sizes = device_mesh.sizes(ROLES, 1)
+        if max(sizes.values()) == 1:
+            return [], []
+        return ["sharding=ddp"], ["device_mesh has roles on several devices, and no backend is named: sharding=ddp."]
+    count, there = named.get("trainer.n_gpus_per_node", 1), torch.cuda.device_count()
+    if not isinstance(count, int) or count < 2:
+        return [], []
+    if there:
+        return ["sharding=ddp"], [f"trainer.n_gpus_per_node is {count}, and no backend is named: sharding=ddp."]
+    return ["trainer.n_gpus_per_node=1"], [
+        f"trainer.n_gpus_per_node is {count}, and this machine has no GPU: the run takes one process. For several on "
+        "its cores set trainer.backend=ddp."
+    ]
 
 
 def _given(train_dataset: Any, reward_fn: Callable | None) -> dict[str, Description]:

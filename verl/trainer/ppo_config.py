@@ -15,7 +15,7 @@ from verl.data.base import PromptSource
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError
 from verl.replay.config import TieredReplay
-from verl.rewards.base import RewardDescription
+from verl.rewards.base import RewardDescription, missing_columns
 from verl.rollout.base import Rollout
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
@@ -62,6 +62,9 @@ def faults_between(run: Any) -> Iterator[str]:
     yield from _replay_faults(run)
     yield from _placement_faults(run)
     yield from _context_faults(run)
+    for name, columns in run.data.columns().items():
+        where = "rows of data" if name == "data" else f"rows of data.{name}"
+        yield from (f"reward.{fault}" for fault in missing_columns(run.reward, columns, where))
     yield from _model_faults(run)
 
 
@@ -131,7 +134,7 @@ def _placement_faults(run: Any) -> Iterator[str]:
 def _context_faults(run: Any) -> Iterator[str]:
     prompt, response = getattr(run.data, "max_prompt_length", None), run.rollout.max_new_tokens
     for role in ("actor", "critic"):
-        described = getattr(run, role)
+        described = getattr(run, role) if role in run.roles else None  # one that is not built holds nothing
         limit = None if described is None else described.model.max_positions()
         if limit is None or prompt is None or prompt + response <= limit:
             continue
@@ -144,7 +147,7 @@ def _context_faults(run: Any) -> Iterator[str]:
 def _model_faults(run: Any) -> Iterator[str]:
     """Models that are no decoders, by the path of each."""
     for role in ("actor", "critic", "reference"):
-        model = getattr(getattr(run, role), "model", None)
+        model = getattr(getattr(run, role), "model", None) if role in run.roles else None
         if model is not None and (fault := model.policy_fault()) is not None:
             yield f"{role}.model.{fault}"
 

@@ -10,11 +10,12 @@ from verl.algorithms.kl import AdaptiveKLController
 from verl.checkpoint.resume_point import ResumePoint
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, as_plain
+from verl.data.base import told_counts
 from verl.data.sampler import EpochSampler, Mixture
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
 from verl.monitoring.nonfinite import NonFiniteGuard
-from verl.rewards.base import RewardDescription
+from verl.rewards.base import RewardDescription, missing_columns
 from verl.rollout.base import Rollout
 from verl.trainer.memory_estimate import log_estimate
 from verl.trainer.one_step_off import LengthPredictor, OneStepOffRollout
@@ -73,6 +74,8 @@ class PPOLifecycle:
             with faults_below("data"):
                 splits = run.data.build(context)
             self.train_data, self.eval_data = splits.train, splits.eval
+            self._refuse_missing_columns(run.reward)
+            self.data_counts = told_counts(splits)
             self.sampler = self._make_sampler(len(self.train_data), splits.mixture)
             self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
             if run.reward_as_role is None:
@@ -106,6 +109,14 @@ class PPOLifecycle:
         faults = [tokenizer_fault(name, model, self.tokenizer) for name, model in others.items()]
         if found := [fault for fault in faults if fault is not None]:
             raise ConfigError(found)
+
+    def _refuse_missing_columns(self, reward: RewardDescription) -> None:
+        """A reward names its columns; that one is missing is found before any weight is loaded."""
+        named = {"training rows": self.train_data, "evaluation rows": self.eval_data}
+        known = {name: columns for name, data in named.items() if (columns := getattr(data, "columns", None))}
+        with faults_below("reward"):
+            if faults := [x for name, columns in known.items() for x in missing_columns(reward, columns, name)]:
+                raise ConfigError(faults)
 
     def _make_sampler(self, size: int, mixture: Mixture | None) -> EpochSampler:
         seed, name = derive_seed(self.settings.seed, "data order"), "trainer.prompts_per_step"
@@ -200,6 +211,7 @@ class PPOLifecycle:
 
     def replace_reward(self, described: RewardDescription) -> None:
         """Rate by another reward from here on; policy, optimizer and place in the data stay."""
+        self._refuse_missing_columns(described)
         with faults_below("reward"):
             reward = described.build(self.context)
         self.reward.close()

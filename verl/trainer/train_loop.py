@@ -55,6 +55,7 @@ class LoopTrainer(Protocol):
     description: Any  # the run's description, written beside the results
     saving: CheckpointSaver
     restarts: list[str]
+    data_counts: dict[str, int]
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One training step, number `step` from 1; returns its metrics."""
@@ -89,6 +90,7 @@ class TrainResult:
         checkpoints: names of those that were saved.
         saves: what each of them cost: `stall_s` of the step, `total_s` until it was durable, `bytes`.
         error: what a failed run failed of, or a restarting one lost.
+        data: how many rows there are to train and to evaluate on, how many repeat another, how many are in both.
         restarts: which worker was lost, once for each time that the run went on from a checkpoint by itself.
     """
 
@@ -105,6 +107,7 @@ class TrainResult:
     saves: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
     restarts: list[str] = field(default_factory=list)
+    data: dict[str, int] = field(default_factory=dict)
 
     def as_plain(self) -> dict[str, Any]:
         """As JSON knows it."""
@@ -155,6 +158,7 @@ def fit(
 def _result_so_far(trainer: LoopTrainer) -> TrainResult:
     """What was done before: nothing, or what the checkpoint tells."""
     result, point = TrainResult(run_dir=trainer.run_dir, restarts=list(trainer.restarts)), trainer.saving.resumed
+    result.data = dict(trainer.data_counts)
     if point is not None:
         done = point.state.get("progress", {})
         result.steps, result.samples = point.step, done.get("samples", 0)

@@ -81,10 +81,9 @@ def test_rewards_without_names_of_their_own_are_numbered():
 
 
 def test_what_a_run_cannot_have_is_refused_in_words(dir32):
-    assert faults_of(dir32, actors=[dir32, dir32], critics=[dir32] * 2, data=None) == [
+    assert faults_of(dir32, actors=[dir32, dir32], critics=[dir32] * 2) == [
         "actors has 2. One policy is trained per run. To compare several, make a pipeline for each.",
         "critics has 2. A run has one value function, of one policy. Leave the others out.",
-        "data is missing: give rows with a `prompt`, an RLHFDataset, or a file.",
     ]
     assert faults_of(dir32, actors=[]) == ["actors is empty: give the policy to train."]
     assert faults_of(dir32, actors="model")[0] == "actors is 'model': expected a list, such as ['model']."
@@ -95,6 +94,8 @@ def test_what_a_run_cannot_have_is_refused_in_words(dir32):
         "reward_models[0].wieght is not a known key. Known: reward, weight, name."
     ]
     assert "weights.digits is nan" in faults_of(dir32, reward_models=[{"reward": digits, "weight": float("nan")}])[0]
+    with pytest.raises(ConfigError, match="data is missing: give rows with a `prompt`, an RLHFDataset, or a file"):
+        RLTrainer(declared(dir32, data=None))
     with pytest.raises(ConfigError, match="pipeline is a dict: expected a DataPipeline"):
         RLTrainer({"actors": []})
 

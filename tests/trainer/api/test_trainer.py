@@ -71,6 +71,31 @@ def faults_of(*args, **kwargs) -> list[str]:
     return caught.value.faults
 
 
+# What is refused before weights load
+
+
+def gold(prompts, responses, solution):
+    return [0.0 for _ in responses]
+
+
+def test_a_column_that_is_missing_is_found_before_weights_load(dir32, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(dir32, model, ignore=shutil.ignore_patterns("*.safetensors"))  # so that loading it would fail
+    rewards = {
+        "reward.gold() takes solution": gold,
+        "reward.answer_key is 'gold'": ExactMatch(answer_key="gold"),
+        "reward.reward.answer_key is 'gold'": RewardNormalization(reward=ExactMatch(answer_key="gold")),
+    }
+    for begins, reward in rewards.items():
+        (fault,) = faults_of(str(model), reward_model=reward)
+        assert fault.startswith(f"{begins}: the training rows have no column ")
+        assert fault.endswith("Their columns: answer.")
+    (fault,) = faults_of(str(model), reward_model=ExactMatch(), eval_dataset=[{"prompt": "1+1="}])
+    assert fault.startswith(
+        "reward.answer_key is 'answer': the evaluation rows have no column 'answer'. Their columns:"
+    )
+
+
 # Steps
 
 

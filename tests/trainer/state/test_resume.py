@@ -5,16 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from trainer.runs import PPO_ALGORITHM, Prompts
 from trainer.saved_runs import STEPS, course, digest, fit, newest, numbers
+from typer.testing import CliRunner
 
+from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.resume_point import find
+from verl.cli.checkpoint import app
 from verl.component import BuildContext
 from verl.errors import BadCheckpoint, ConfigError
+from verl.monitoring.config import Monitoring
+from verl.trainer.state.checkpointing import CheckpointSaver
 
 
 @pytest.fixture(scope="module")
@@ -234,3 +240,54 @@ def test_a_pointer_that_is_none_is_told(content, tmp_path):
     (tmp_path / "run/checkpoints.json").write_text(content)
     with pytest.raises(ConfigError, match="does not say where a run saves"):
         find(str(tmp_path / "run"), tmp_path)
+
+
+# The loss curve that a checkpoint keeps
+
+
+@pytest.fixture(scope="module")
+def skipping(model32, tmp_path_factory) -> Path:
+    """A run of ten steps that stopped after four; the fourth was skipped, since its loss was nan."""
+    directory = tmp_path_factory.mktemp("skipping")
+    settings = {"safety": Monitoring(on_non_finite="skip", plant_nan_at=4), "total_steps": 10, "stop_after": 4}
+    assert fit(course(model32, directory, PPO_ALGORITHM, **settings), directory / "run").status == "stopped"
+    return directory
+
+
+def test_a_checkpoint_of_a_run_answers_its_losses(whole):
+    manager, written = CheckpointManager(whole / "checkpoints"), numbers(whole / "run")
+    assert manager.loss_history == [{"step": step, "loss": one["actor/loss"]} for step, one in written.items()]
+    assert manager.get_loss() == written[STEPS]["actor/loss"]
+    told = CliRunner().invoke(app, ["inspect", str(whole / "checkpoints")])
+    assert told.exit_code == 0
+    shown = f"4 steps, the last one step 4, loss {manager.get_loss():.6g}"
+    assert re.search(rf"^  loss_history +{re.escape(shown)}$", told.stdout, re.MULTILINE)
+
+
+def test_a_skipped_step_is_no_point_of_the_loss_curve_and_the_run_goes_on_from_it(skipping, model32, tmp_path):
+    assert numbers(skipping / "run")[4]["actor/loss"] == "nan"  # as the metrics' file writes it
+    manager = CheckpointManager(skipping / "checkpoints")
+    assert manager.step == 4
+    assert [point["step"] for point in manager.loss_history] == [1, 2, 3]
+    assert all(isinstance(loss, float) for _, loss in manager.state["loss_history"])
+    assert manager.get_loss() == manager.loss_history[-1]["loss"]
+    told = CliRunner().invoke(app, ["inspect", str(skipping / "checkpoints"), "--json"])
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is no JSON")
+
+    assert json.loads(told.stdout, parse_constant=refuse)["trainer_state"]["loss_history"][-1][0] == 3
+    going_on = course(model32, tmp_path, PPO_ALGORITHM, total_steps=10, resume=str(skipping / "checkpoints"))
+    assert fit(going_on, tmp_path / "run").steps == 10
+    again = CheckpointManager(tmp_path / "checkpoints")
+    assert [point["step"] for point in again.loss_history] == [1, 2, 3, 5, 6, 7, 8, 9, 10]
+
+
+def test_a_loss_that_an_earlier_version_saved_as_a_text_does_not_end_the_resumed_run(skipping):
+    point = find(str(skipping / "checkpoints"), skipping)
+    history = [[step, "nan" if step % 7 == 0 else 1.0 + 0.01 * (step % 3)] for step in range(1, 41)]
+    earlier = dataclasses.replace(point, state={**point.state, "loss_history": history})
+    saver = CheckpointSaver(None, skipping, {}, {}, "actor/loss", earlier)
+    first = [saver.note(earlier.step + k, {"actor/loss": 30.0}) for k in range(1, 6)]
+    assert first[:4] == [None] * 4
+    assert "actor/loss was 1.01 +- 0.0" in (first[4] or "")

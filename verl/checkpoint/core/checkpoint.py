@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -161,6 +162,22 @@ def parse_state(directory: Path, data: bytes | memoryview) -> dict[str, Any]:
         return current_targets(state)
     except (ExternalInputError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(directory, [FileFault(STATE, f"it tells no state of a trainer: {error}")]) from error
+
+
+def loss_points(state: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """The loss curve of `trainer_state.json`: (step, loss), each loss a number.
+
+    Of every version of the file: an entry is `[step, loss]` or `{"step": ..., "loss": ...}`, and a loss that was not
+    finite may stand there as the text "nan", "inf" or "-inf". An entry that is neither is left out.
+    """
+    points = []
+    for entry in state.get("loss_history") or ():
+        try:
+            step, loss = (entry["step"], entry["loss"]) if isinstance(entry, Mapping) else entry
+            points.append((int(step), float(loss)))
+        except (KeyError, TypeError, ValueError):
+            continue
+    return points
 
 
 def _read_own(disk: FileSystem, directory: Path, name: str, limit: int) -> bytes:

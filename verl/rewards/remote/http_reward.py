@@ -49,6 +49,11 @@ class HTTPReward(RemoteDescription):
         if self.batch_size < 1:
             yield f"batch_size is {self.batch_size}: must be at least 1."
 
+    def columns_read(self) -> Iterator[tuple[str, str]]:
+        for name, source in self.fields.items():
+            if source not in ("prompt", "response"):
+                yield f"fields.{name} is {source!r}", source
+
     def build(self, context: BuildContext) -> HTTPScorer:
         return HTTPScorer(self, self.connect(context))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.component import BuildContext
 from verl.http_client.request import RetryableAnswer
-from verl.rewards.import_path import load_function, path_faults
+from verl.rewards.import_path import load_function, path_faults, required_arguments
 from verl.rewards.remote.remote_base import RemoteDescription, RemoteReward, RemoteSample, SampleRequest
 from verl.rewards.remote.score_parser import by_path, by_pattern, filled, number, places, shown
 from verl.rewards.validation import check_columns, named_parameters
@@ -78,6 +78,15 @@ class LLMJudge(RemoteDescription):
         if self.score_function is not None:
             for fault in path_faults(self.score_function, {}, ("reply",)):
                 yield fault.replace("path is", "score_function is", 1)
+
+    def columns_read(self) -> Iterator[tuple[str, str]]:
+        for key in ("template", "system"):
+            for name in places(getattr(self, key) or ""):
+                if name not in ("prompt", "response"):
+                    yield f"{key} has {{{name}}}", name
+        if self.score_function is not None:
+            for name in required_arguments(self.score_function, ("reply", "prompt", "response")):
+                yield f"score_function is {self.score_function!r}, which takes {name}", name
 
     def build(self, context: BuildContext) -> LLMJudgeReward:
         read = reader_of(self)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -132,8 +131,6 @@ class RemoteDescription(RewardDescription):
     cache_dir: str | None = None
 
     def faults(self) -> Iterator[str]:
-        if not math.isfinite(self.error_score):
-            yield f"error_score is {self.error_score}: must be finite."
         if not 0 <= self.cache_gib < 1e6:
             yield f"cache_gib is {self.cache_gib:g}: must not be negative; 0 keeps no answers."
 

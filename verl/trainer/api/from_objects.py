@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from verl.models.pretrained import ModelSource, Pretrained, without_dropout
 from verl.rewards.base import Reward, RewardDescription
 from verl.rewards.function import RewardFunction
 from verl.rewards.reward_model import ModelReward, RewardModel, RewardTokenizer
+from verl.rewards.validation import batch_argument, named_parameters
 from verl.rewards.weighted_sum import TAKEN, WeightedSum
 
 MICRO_BATCH_TOKENS = 16384  # of a reward model that was passed as an object
@@ -62,6 +63,14 @@ class RewardObject(RewardDescription):
     """
 
     name: str
+
+    def columns_read(self) -> Iterator[tuple[str, str]]:
+        reward, _ = getattr(self, "_carried", (None, None))
+        is_function = callable(reward) and not isinstance(reward, Reward) and not _is_module(reward)
+        if is_function and batch_argument(reward) is None:  # type: ignore[arg-type]
+            for name, is_required in (named_parameters(reward) or {}).items():  # type: ignore[arg-type]
+                if is_required and name not in ("prompts", "responses"):
+                    yield f"{self.name}() takes {name}", name
 
     def build(self, context: BuildContext) -> Reward:
         reward, tokenizer = carried_by(self)
@@ -213,10 +222,11 @@ def _dataset(rows: RLHFDataset | Sequence[Mapping[str, Any]], tokenizer: Any, op
     if not isinstance(rows, RLHFDataset):
         return RLHFDataset.from_rows(rows, tokenizer, options)
     theirs, ours = rows.collate([0]).meta_info["pad_token_id"], tokenizer.pad_token_id
-    if theirs != ours:
+    if theirs != ours and theirs not in tokenizer.all_special_ids:
         raise ConfigError(
             f"train_dataset pads with token {theirs}, the actor's tokenizer with {ours}: use that tokenizer."
         )
+    tokenizer.pad_token_id = theirs  # which the user has chosen, such as by `tokenizer.pad_token = tokenizer.eos_token`
     return rows
 
 

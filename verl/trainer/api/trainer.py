@@ -19,7 +19,7 @@ from verl.checkpoint.config import Checkpointing
 from verl.component import Description, as_plain, field_types
 from verl.compose.build_trainer import build_trainer
 from verl.compose.from_yaml import ComposedConfig, compose_over_default, read_short_file
-from verl.compose.load_option import rollout_kind
+from verl.compose.load_option import load_option, rollout_kind
 from verl.compose.overrides import flatten
 from verl.compose.suggestions import described, key_faults
 from verl.compose.validate import validate
@@ -43,11 +43,13 @@ from verl.trainer.train_loop import TrainResult
 from verl.utils.component_exits import component_exits
 
 PROMPTS_PER_STEP = 64  # at most, where nothing says how many
-OF_ROLLOUT = ("engine", "n")  # keys of rollout_config beside those of the engine: which one, and responses per prompt
-OF_TRAINING = {
+# Keys of rollout_config beside those of the engine: which one, responses per prompt, a limit of both texts together.
+OF_ROLLOUT = ("engine", "n", "max_length")
+OF_TRAINING = {  # keys of train_config that lie elsewhere, or have a second name
     "lr": "actor.optimizer.lr",
     "critic_lr": "critic.optimizer.lr",
-}  # keys of train_config that lie elsewhere
+    "num_epochs": "trainer.total_epochs",
+}
 
 
 class Trainer(BaseTrainer):
@@ -67,11 +69,14 @@ class Trainer(BaseTrainer):
         reward_tokenizer: of a reward model that is passed as a module and reads other tokens than the policy.
         eval_dataset: like `train_dataset`; None evaluates nothing.
         algorithm: an option of the group `algorithm`, or an `Algorithm`.
-        rollout_config: keys of the rollout engine (`temperature`, `max_new_tokens`, ...), `n` responses per prompt, and
-            `engine`, an option of the group `rollout`.
+        rollout_config: keys of the rollout engine (`temperature`, `max_new_tokens`, ...), `n` responses per prompt,
+            `engine`, an option of the group `rollout`, and in place of `max_new_tokens` a `max_length` of prompt and
+            response together, at most what the model holds: half of it is the response's, or what
+            `data_config["max_prompt_length"]` leaves.
         checkpoint_config: keys of `Checkpointing` (`save_dir`, `save_interval`, `keep_last_n`, ...); None saves only
             where `save_checkpoint` is called.
-        train_config: keys of `PPOSettings` (`total_steps`, `prompts_per_step`, `seed`, ...), `lr` and `critic_lr`.
+        train_config: keys of `PPOSettings` (`total_steps`, `prompts_per_step`, `seed`, ...), `lr`, `critic_lr`, and
+            `num_epochs` for `total_epochs`.
         data_config: keys of `PromptOptions`.
         lora: train a low-rank adapter: a `LoRA`, or a mapping of its keys.
         config: a short YAML file or a mapping, laid over the default, below all arguments.
@@ -121,11 +126,12 @@ class Trainer(BaseTrainer):
             given["critic.model"] = model_from_object("critic_model", critic_model, tokenizer)
         if lora is not None:
             given["actor.lora"] = described(LoRA, "lora", lora)
+        rollout_config, data_config = _with_lengths(given["actor.model"], rollout_config or {}, data_config or {})
         room = _room(given["actor.model"], rollout_config, data_config)
         given["data"] = data_from_object(train_dataset, eval_dataset, described(PromptOptions, "data_config", room))
         if isinstance(algorithm, Algorithm):
             given["algorithm"] = algorithm
-        below = _defaults(given, checkpoint_config is not None)
+        below = _defaults(given, checkpoint_config is not None, algorithm)
         above = _arguments(algorithm, rollout_config, checkpoint_config, train_config)
         composed = _compose(below, config, above, given, overrides)
         run = hand_over(validate(composed.config, composed.faults), carried_in(given))
@@ -163,17 +169,20 @@ def _refuse_unknown_keys(
         raise ConfigError(faults)
 
 
-def _defaults(given: Mapping[str, Description], saves: bool) -> dict[str, Any]:
+def _defaults(given: Mapping[str, Description], saves: bool, algorithm: str | Algorithm) -> dict[str, Any]:
     """What a library wants where nobody says otherwise: options of groups, and values by path."""
     data = given["data"]
-    rows = data.num_rows if isinstance(data, PromptsObject) else PROMPTS_PER_STEP
+    prompts = min(PROMPTS_PER_STEP, data.num_rows if isinstance(data, PromptsObject) else PROMPTS_PER_STEP)
+    if prompts % 2:  # of few rows; what a step has must divide into its mini-batches
+        chosen = algorithm if isinstance(algorithm, Algorithm) else load_option("ppo", "algorithm", algorithm)
+        prompts = max(prompts - prompts % chosen.mini_batches, 1)
     return {
         "actor": "pretrained",
         "critic": "own_model" if "critic.model" in given else "same_as_actor",
         "checkpoint": "async" if saves else "off",
         "data": "files",  # not the lengths that suit the embedded example
         "tracker.console": None,
-        "trainer.prompts_per_step": min(PROMPTS_PER_STEP, rows),
+        "trainer.prompts_per_step": prompts,
     }
 
 
@@ -232,6 +241,33 @@ def _refuse_objects_elsewhere(run: Any, given: Mapping[str, Description]) -> Non
         )
 
 
+def _with_lengths(
+    model: Description, rollout: Mapping[str, Any], data: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both configurations with the limits of prompts and responses that `max_length` of both together comes to."""
+    rollout, data = dict(rollout), dict(data)
+    total = rollout.pop("max_length", None)
+    if total is None:
+        return rollout, data
+    if not isinstance(total, int) or isinstance(total, bool) or total < 2:
+        raise ConfigError(f"rollout_config.max_length is {total!r}: expected a whole number of at least 2.")
+    context = model.max_positions() if isinstance(model, ModelSource) else None
+    total = total if context is None else min(total, context)
+    prompt, response = data.get("max_prompt_length"), rollout.get("max_new_tokens")
+    if prompt is not None and response is not None:
+        raise ConfigError(
+            f"rollout_config.max_length is {total}: data_config.max_prompt_length {prompt} and rollout_config."
+            f"max_new_tokens {response} say the same. Leave one of them out."
+        )
+    if response is None:
+        response = total // 2 if prompt is None else total - prompt
+    prompt = total - response if prompt is None else prompt
+    if prompt < 1 or response < 1:
+        known = "data_config.max_prompt_length" if "max_prompt_length" in data else "rollout_config.max_new_tokens"
+        raise ConfigError(f"rollout_config.max_length is {total}: {known} leaves nothing of it. Set that lower.")
+    return {**rollout, "max_new_tokens": response}, {**data, "max_prompt_length": prompt}
+
+
 def _room(model: Description, rollout: Mapping[str, Any] | None, data: Mapping[str, Any] | None) -> dict[str, Any]:
     """The options of the data, in which prompts leave room for responses in a short context."""
     options = dict(data or {})
@@ -267,7 +303,7 @@ class DataPipeline:
         critics: what the critic starts from, or none. With one the algorithm is `ppo`, unless `train_config` names
             another; without, `grpo`.
         references: what KL is measured against, or none.
-        data: prompts to train on.
+        data: prompts to train on; may be given to `RLTrainer` instead.
         eval_data: prompts to evaluate on, or None.
         tokenizer: of the policy; needed where it is a loaded model.
         rollout_config, checkpoint_config, data_config: as of `Trainer`.
@@ -299,8 +335,6 @@ class DataPipeline:
         faults = [fault for name, given in roles.items() for fault in _count_faults(name, given)]
         if not _is_list(reward_models):
             faults.append(f"reward_models is {reward_models!r}: expected a list of rewards.")
-        if data is None:
-            faults.append("data is missing: give rows with a `prompt`, an RLHFDataset, or a file.")
         if faults:
             raise ConfigError(faults)
         self.arguments = {
@@ -328,12 +362,22 @@ class RLTrainer:
 
     Args:
         pipeline: what to run.
+        data, eval_data: prompts to train and to evaluate on, where the pipeline has none.
+    Raises:
+        ConfigError: there are no prompts to train on, or the pipeline has some too.
     """
 
-    def __init__(self, pipeline: DataPipeline):
+    def __init__(self, pipeline: DataPipeline, data: Any = None, eval_data: Any = None):
         if not isinstance(pipeline, DataPipeline):
             raise ConfigError(f"pipeline is a {type(pipeline).__name__}: expected a DataPipeline.")
-        self.pipeline = pipeline
+        self.pipeline, self._arguments = pipeline, dict(pipeline.arguments)
+        for name, argument, rows in (("data", "train_dataset", data), ("eval_data", "eval_dataset", eval_data)):
+            if rows is not None and self._arguments[argument] is not None:
+                raise ConfigError(f"{name} is given, and the pipeline has {name} of its own: leave one of them out.")
+            if rows is not None:
+                self._arguments[argument] = rows
+        if self._arguments["train_dataset"] is None:
+            raise ConfigError("data is missing: give rows with a `prompt`, an RLHFDataset, or a file.")
 
     def run(self) -> TrainResult:
         """Train to the end, and let go of everything. May be called again, for a run of its own.
@@ -341,7 +385,7 @@ class RLTrainer:
         Raises:
             ConfigError: a fault in the parts, before any weight is loaded.
         """
-        with Trainer(**self.pipeline.arguments) as trainer:
+        with Trainer(**self._arguments) as trainer:
             return trainer.fit()
 
 

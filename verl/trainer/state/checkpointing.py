@@ -26,6 +26,7 @@ from verl.checkpoint.commit.fencing import RunLock
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.upload_state import write_upload_target
 from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.core.checkpoint import loss_points
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import POINTER, RESERVED, TAG, read_pointer
 from verl.checkpoint.remote.resolve import CheckpointTier
@@ -161,7 +162,8 @@ class CheckpointSaver:
         self.resumed, self.ancestors = point, ancestors_of(point)
         self.parent: ParentCheckpoint | None = None if point is None else parent_of(point, self._config)
         past = {} if point is None else point.state
-        self._history: deque[list[float]] = deque(past.get("loss_history", []), maxlen=HISTORY)
+        points = [(step, loss) for step, loss in loss_points(past) if math.isfinite(loss)]
+        self._history: deque[tuple[int, float]] = deque(points, maxlen=HISTORY)
         self._before = [loss for _, loss in self._history]
         self._wall_before = float(past.get("wall_clock_s", 0.0))
         self._best = past.get("best")
@@ -281,9 +283,12 @@ class CheckpointSaver:
         return left < self.settings.time_margin_s + 1.5 * self._longest_step_s
 
     def note(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Add a step to the loss curve; a sentence where the first losses after a resume jump."""
-        if (loss := metrics.get(self.loss_key)) is not None:
-            self._history.append([step, loss])
+        """Add a step to the loss curve; a sentence where the first losses after a resume jump.
+
+        A step whose loss is not finite, such as one that was skipped, is no point of the curve.
+        """
+        if (loss := metrics.get(self.loss_key)) is not None and math.isfinite(loss):
+            self._history.append((step, float(loss)))
         if self.resumed is None or step != self.resumed.step + JUMP_STEPS:
             return None
         return self._jump([value for at, value in self._history if at > self.resumed.step])

@@ -18,7 +18,11 @@ IDENTITY = ("actor.model", "actor.lora", "critic.model", "critic.lora", "referen
 ABSENT = "(not set)"
 KIND = "._target_"
 # Settings added later; a checkpoint without them behaves as if they had these values.
-DEFAULTS_OF_OLDER_CHECKPOINTS = {"algorithm.replay_fraction": 0.0, "algorithm.replay_max_staleness": 16}
+DEFAULTS_OF_OLDER_CHECKPOINTS = {
+    "algorithm.replay_fraction": 0.0,
+    "algorithm.replay_max_staleness": 16,
+    "data.final_assistant": "error",
+}
 # Of a reward, settings that decide how it is asked, and nothing about what it gives.
 REWARD_TRANSPORT_KEYS = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}
 REWARD_TRANSPORT_KEYS |= {"micro_batch_tokens", "endpoint", "sharding"}

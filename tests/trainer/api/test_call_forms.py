@@ -1,0 +1,306 @@
+"""Every form in which a script may hand over its parts runs as it is written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from verl import DataPipeline, DeviceMesh, HybridActor, RLTrainer, measure_switch_overhead
+from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.remote.resolve import tier_of
+from verl.data.rlhf_dataset import RLHFDataset
+from verl.engines.sharding import DDP
+from verl.errors import ConfigError, NonFiniteRewardError, RewardError
+from verl.protocol import DataProto
+from verl.rewards.function import CallableReward, RewardFunction
+from verl.rewards.rules import ExactMatch
+from verl.rewards.weighted_sum import SumOfRewards
+from verl.trainer.api.trainer import Trainer
+from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.utils.env_check import num_cores
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(2)]
+QUIET = ["tracker=none", "trainer.save_final=false", "trainer.num_threads=1", "trainer.eval_before=false"]
+SMALL = ["trainer.prompts_per_step=3", "trainer.total_steps=1", "trainer.eval_samples=0", "rollout.max_new_tokens=4"]
+
+
+def r(prompts, responses):
+    return [len(set(text)) / 9 for text in responses]
+
+
+# DataPipeline and RLTrainer
+
+
+def test_a_pipeline_takes_its_data_when_it_is_run_and_lengths_and_epochs_by_their_usual_names(dir32):
+    m = c = dir32
+    rows = ROWS[:5]  # which two mini-batches do not divide
+    pipeline = DataPipeline(
+        actors=[m],
+        reward_models=[r],
+        critics=[c],
+        rollout_config={"max_length": 512},
+        train_config={"num_epochs": 2},
+        overrides=[*QUIET, "trainer.eval_samples=0"],
+    )
+    result = RLTrainer(pipeline=pipeline, data=rows).run()
+    assert (result.status, result.steps) == ("finished", 2)  # two epochs of one step
+    assert result.data == {"train_rows": 5, "train_duplicates": 0}
+    assert "critic/loss" in result.last_metrics
+    within = DataPipeline(
+        actors=[m], reward_models=[r], critics=[c], data=rows, rollout_config={"max_length": 512},
+        train_config={"num_epochs": 2}, overrides=[*QUIET, "trainer.eval_samples=0"],
+    )  # fmt: skip
+    assert RLTrainer(pipeline=within).run().last_metrics["actor/loss"] == result.last_metrics["actor/loss"]
+    with pytest.raises(ConfigError, match="data is given, and the pipeline has data of its own"):
+        RLTrainer(pipeline=within, data=rows)
+    with pytest.raises(ConfigError, match="data is missing"):
+        RLTrainer(pipeline=pipeline)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "data", "lengths"),
+    [
+        ({"max_length": 40}, {}, (20, 20)),
+        ({"max_length": 40}, {"max_prompt_length": 10}, (10, 30)),
+        ({"max_length": 40, "max_new_tokens": 4}, {}, (36, 4)),
+        ({"max_length": 512}, {}, (32, 32)),  # the model holds 64
+    ],
+)
+def test_a_length_of_prompt_and_response_together_is_divided_between_them(rollout, data, lengths, dir32):
+    settings = {"train_config": {"total_steps": 1}, "overrides": QUIET, "data_config": data}
+    with Trainer(dir32, reward_model=r, train_dataset=ROWS, rollout_config=rollout, **settings) as made:
+        assert (made.run.data.max_prompt_length, made.run.rollout.max_new_tokens) == lengths
+
+
+@pytest.mark.parametrize(
+    ("rollout", "data", "fault"),
+    [
+        ({"max_length": "long"}, {}, "rollout_config.max_length is 'long': expected a whole number"),
+        ({"max_length": 8}, {"max_prompt_length": 8}, "data_config.max_prompt_length leaves nothing of it"),
+        ({"max_length": 8, "max_new_tokens": 9}, {}, "rollout_config.max_new_tokens leaves nothing of it"),
+        ({"max_length": 8, "max_new_tokens": 2}, {"max_prompt_length": 6}, "Leave one of them out"),
+    ],
+)
+def test_a_length_that_cannot_be_divided_is_refused(rollout, data, fault, dir32):
+    with pytest.raises(ConfigError, match=fault):
+        Trainer(dir32, reward_model=r, train_dataset=ROWS, rollout_config=rollout, data_config=data)
+
+
+# Devices
+
+
+def test_sub_meshes_may_name_devices_of_their_own():
+    mesh = DeviceMesh(
+        devices=["cuda:0", "cuda:1", "cuda:2", "cuda:3"],
+        sub_meshes={"rm": ["cuda:4", "cuda:5"], "critic": ["cuda:6", "cuda:7"]},
+    )
+    assert mesh.groups(("actor", "critic", "reference", "rm")) == {
+        ("cuda:0", "cuda:1", "cuda:2", "cuda:3"): ("actor", "reference"),
+        ("cuda:6", "cuda:7"): ("critic",),
+        ("cuda:4", "cuda:5"): ("rm",),
+    }
+    assert mesh.sizes(("actor", "rm"), 1) == {"actor": 4, "rm": 2}
+    there = torch.cuda.device_count()
+    faults = list(mesh.faults_with(dict.fromkeys(("actor", "critic", "rm"), DDP()), 1))
+    for path, names in (("devices", mesh.devices), *((f"sub_meshes.{k}", v) for k, v in mesh.sub_meshes.items())):
+        if missing := [name for name in names if int(name.split(":")[1]) >= there]:
+            assert f"{path} has {', '.join(missing)}: this machine has {there} GPUs, numbered from 0." in faults
+
+
+@pytest.mark.skipif(num_cores() < 2, reason="two cores")
+def test_a_role_on_a_device_that_its_sub_mesh_alone_names_trains(dir32, capsys):
+    mesh = DeviceMesh(devices=["cpu:0"], sub_meshes={"critic": ["cpu:1"]})
+    overrides = [*QUIET, *SMALL, "actor=pretrained", f"actor.model.path={dir32}", "algorithm=ppo"]
+    overrides += ["data.max_prompt_length=12", "checkpoint=off", "algorithm.mini_batches=1"]
+    with LocalPPOTrainer(None, ROWS, r, overrides=overrides, device_mesh=mesh) as made:
+        assert made.fit().status == "finished"
+
+
+SHORT = """
+trainer:
+  n_gpus_per_node: 2
+actor_rollout:
+  model_name_or_path: {model}
+data:
+  max_prompt_length: 12
+checkpoint: "off"
+algorithm:
+  mini_batches: 1
+"""
+
+
+def test_two_devices_in_a_short_file_are_used_where_there_are_devices_and_else_one_process_is_with_a_sentence(
+    dir32, tmp_path, capsys, monkeypatch
+):
+    config = tmp_path / "config.yaml"
+    config.write_text(SHORT.format(model=dir32))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with LocalPPOTrainer(config_path=config, train_dataset=ROWS, reward_fn=r, overrides=[*QUIET, *SMALL]) as made:
+        assert (type(made.run.sharding).__name__, made.run.trainer.n_gpus_per_node) == ("NoSharding", 1)
+        assert made.fit().status == "finished"
+    said = capsys.readouterr().out
+    assert "trainer.n_gpus_per_node is 2, and this machine has no GPU: the run takes one process." in said
+    from verl.trainer import local_trainer
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    chosen, notes = local_trainer._sharding_for_devices({"trainer": {"n_gpus_per_node": 2}}, [], None)
+    assert (chosen, notes[0]) == (
+        ["sharding=ddp"],
+        "trainer.n_gpus_per_node is 2, and no backend is named: sharding=ddp.",
+    )
+    for named in ({"trainer": {"backend": "fsdp", "n_gpus_per_node": 2}}, {"sharding": "none"}, {}):
+        assert local_trainer._sharding_for_devices(named, [], None) == ([], [])
+
+
+# HybridActor
+
+
+def test_views_are_laid_out_anew_on_an_argument_of_its_own(model32, dir32):
+    def scattered():
+        model = model32.load_causal_lm("cpu")
+        weight = model.model.embed_tokens.weight
+        wide = torch.empty(weight.shape[0], 2 * weight.shape[1])
+        wide[:, ::2] = weight.detach()
+        model.model.embed_tokens.weight = torch.nn.Parameter(wide[:, ::2])
+        return model
+
+    with pytest.raises(ConfigError, match="contiguous"):
+        HybridActor(model=scattered())
+    actor = HybridActor(model=scattered(), contiguous=True)
+    assert all(parameter.is_contiguous() for parameter in actor.parameters())
+    assert actor.hybrid_config.contiguous
+    loaded = HybridActor.from_pretrained(dir32, contiguous=True, auto_cache_clear=True)
+    assert (loaded.hybrid_config.contiguous, loaded.hybrid_config.auto_cache_clear) == (True, True)
+    assert HybridActor(scattered(), hybrid_config={"tp_size": 1}, contiguous=True).hybrid_config.contiguous
+    with pytest.raises(ConfigError, match=r"contiguous is False, and hybrid_config\.contiguous is True"):
+        HybridActor(scattered(), hybrid_config={"contiguous": True}, contiguous=False)
+
+
+@pytest.mark.parametrize(("mode", "canonical"), [("train", "generate_to_train"), ("eval", "train_to_generate")])
+def test_a_switch_is_named_by_the_state_that_it_ends_in(mode, canonical, dir32):
+    actor = HybridActor.from_pretrained(dir32)
+    found = measure_switch_overhead(actor, mode=mode, repeats=2)
+    assert found["latency_ms"] >= 0
+    assert found["mem_increase_mb"] >= 0
+    assert found["mode"] == canonical
+
+
+# Object storage
+
+
+def test_a_prefix_may_end_in_a_slash_and_the_endpoint_may_be_the_environment_s(monkeypatch):
+    table = {"type": "oss", "bucket": "models", "prefix": "verl-cold/", "upload_interval": 3600}
+    monkeypatch.delenv("OSS_ENDPOINT", raising=False)
+    with pytest.raises(ConfigError, match=r"cold_storage\.endpoint_url is null: .* or export OSS_ENDPOINT"):
+        Checkpointing(cold_storage=table)
+    monkeypatch.setenv("OSS_ENDPOINT", "http://localhost:1")
+    tier = tier_of(Checkpointing(cold_storage=table), None, "p", "e")
+    assert tier is not None
+    assert (tier.address, tier.upload_interval) == ("oss://models/verl-cold/checkpoints/p/e", 3600)
+    assert tier.storage.backend()._fs._endpoint == "http://localhost:1"
+
+
+# Rewards of a batch
+
+
+def by_token(batch: DataProto) -> DataProto:
+    """A tenth for each token that is not the first, and a half more for the last of an even row."""
+    mask = batch.batch["response_mask"]
+    rewards = 0.1 * mask.float()
+    rewards[:, 0] = 0.0
+    assert set(batch.non_tensor_batch) >= {"prompt_text", "response_text", "answer"}
+    return DataProto.from_dict(tensors={"token_level_rewards": rewards})
+
+
+def unannotated(batch):
+    return by_token(batch)
+
+
+RULE = """
+from verl.protocol import DataProto
+
+
+def by_token(batch: DataProto, worth=0.1) -> DataProto:
+    rewards = worth * batch.batch["response_mask"].float()
+    return DataProto.from_dict(tensors={"token_level_rewards": rewards})
+"""
+
+
+@pytest.mark.parametrize("reward_fn", [by_token, unannotated])
+def test_a_reward_of_the_batch_says_which_token_is_worth_what(reward_fn, dir32):
+    overrides = [*QUIET, *SMALL, "actor=pretrained", f"actor.model.path={dir32}", "algorithm=ppo"]
+    overrides += ["data.max_prompt_length=12", "checkpoint=off", "algorithm.mini_batches=1"]
+    with LocalPPOTrainer(None, ROWS, reward_fn=reward_fn, overrides=overrides) as made:
+        assert made.fit().status == "finished"
+        length = made.metrics["rollout/response_length_tokens"]
+        assert made.metrics["reward/mean"] == pytest.approx(0.1 * (length - 1), abs=1e-6)
+
+
+def batch_of(*lengths: int) -> DataProto:
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    texts = {"prompt_text": ["q"] * len(lengths), "response_text": ["a"] * len(lengths), "answer": ["a"] * len(lengths)}
+    return DataProto.from_dict(tensors={"response_mask": mask}, non_tensors=texts)
+
+
+def test_rewards_of_tokens_go_to_their_tokens_alone_in_a_sum_and_from_a_file(tmp_path):
+    batch = batch_of(3, 1)
+    scored = CallableReward(by_token).score(batch)
+    assert scored.batch["token_level_scores"].tolist() == [[0, pytest.approx(0.1), pytest.approx(0.1)], [0, 0, 0]]
+    assert list(scored["score"]) == pytest.approx([0.2, 0.0])
+    total = SumOfRewards({"steps": CallableReward(by_token), "right": ExactMatch()}, {"steps": 10.0, "right": 1.0})
+    assert total.score(batch).batch["token_level_scores"].tolist() == [[0, 1, 2], [1, 0, 0]]
+    (tmp_path / "rule.py").write_text(RULE)
+    described = RewardFunction(path=f"{tmp_path}/rule.py:by_token", kwargs={"worth": 2.0})
+    assert list(described.columns_read()) == []
+    assert described.build(None).score(batch).batch["token_level_scores"].tolist() == [[2, 2, 2], [2, 0, 0]]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("give", "kind", "found"),
+    [
+        (lambda mask: None, RewardError, "None of type NoneType"),
+        (lambda mask: {"rewards": mask.float()}, RewardError, "no token_level_rewards. Its fields: rewards"),
+        (lambda mask: {"token_level_rewards": mask.float()[:, :1]}, RewardError, "of shape [2, 1]; expected [2, 3]"),
+        (lambda mask: {"token_level_rewards": mask * torch.nan}, NonFiniteRewardError, "a number that is not finite"),
+        (
+            lambda mask: {"token_level_rewards": 1.0 + 0 * mask},
+            RewardError,
+            "where response_mask is False, 1 at place 1",
+        ),
+    ],
+)
+def test_rewards_of_tokens_that_are_none_are_named(give, kind, found):
+    def reward(batch):
+        tensors = give(batch.batch["response_mask"])
+        return None if tensors is None else DataProto.from_dict(tensors=tensors)
+
+    with pytest.raises(kind) as caught:
+        CallableReward(reward).score(batch_of(3, 1))
+    assert found in str(caught.value)
+    assert "The reward function reward() failed" in str(caught.value)
+
+
+# Tokenizers
+
+
+def test_the_pad_token_that_a_user_has_set_is_the_run_s(dir32, tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    metrics = []
+    for sets_it in (False, True):
+        tokenizer = AutoTokenizer.from_pretrained(dir32)
+        if sets_it:
+            assert tokenizer.pad_token != tokenizer.eos_token
+            tokenizer.pad_token = tokenizer.eos_token
+        dataset = RLHFDataset(file, tokenizer, {"max_prompt_length": 12})
+        overrides = [*QUIET, *SMALL, "actor=pretrained", f"actor.model.path={dir32}", "algorithm=grpo"]
+        overrides += ["data.max_prompt_length=12", "checkpoint=off", "trainer.prompts_per_step=6"]
+        with LocalPPOTrainer(None, dataset, r, overrides=overrides) as made:
+            assert made.trainer.tokenizer.pad_token_id == tokenizer.pad_token_id
+            made.step()
+            metrics.append({k: v for k, v in made.metrics.items() if not k.startswith(("time", "perf", "memory"))})
+    assert metrics[0]["actor/loss"] == pytest.approx(metrics[1]["actor/loss"], abs=1e-6)
+    assert metrics[0]["reward/mean"] == metrics[1]["reward/mean"]
