@@ -9,7 +9,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -53,7 +53,7 @@ class Retention(Description):
     keep_best: str | None = None
     best_mode: Literal["max", "min"] = "max"
     keep_every: int | None = None
-    lineage: Mapping[str, int] | None = None
+    lineage: dict[str, int] | None = None
 
     def covers(self, published: Checkpoint) -> bool:
         """Whether it decides on this checkpoint."""

@@ -21,6 +21,7 @@ from verl.component import BuildContext
 from verl.errors import BadCheckpoint, ConfigError
 from verl.monitoring.config import Monitoring
 from verl.trainer.state.checkpointing import CheckpointSaver
+from verl.trainer.state.save_directory import SaveDirectory
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +288,7 @@ def test_a_loss_that_an_earlier_version_saved_as_a_text_does_not_end_the_resumed
     point = find(str(skipping / "checkpoints"), skipping)
     history = [[step, "nan" if step % 7 == 0 else 1.0 + 0.01 * (step % 3)] for step in range(1, 41)]
     earlier = dataclasses.replace(point, state={**point.state, "loss_history": history})
-    saver = CheckpointSaver(None, skipping, {}, {}, "actor/loss", earlier)
+    saver = CheckpointSaver(None, SaveDirectory(skipping, None, resumed=earlier), {}, {}, "actor/loss")
     first = [saver.note(earlier.step + k, {"actor/loss": 30.0}) for k in range(1, 6)]
     assert first[:4] == [None] * 4
     assert "actor/loss was 1.01 +- 0.0" in (first[4] or "")
