@@ -18,6 +18,8 @@ def pinned(name: str) -> list[str]:
 setup(
     name="verl",
     version=version,
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     description="Reinforcement-learning post-training of language models, from a laptop to a cluster",
     long_description=(here / "README.md").read_text(),
     long_description_content_type="text/markdown",
