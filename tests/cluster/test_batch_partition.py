@@ -29,7 +29,7 @@ def columns(batch: DataProto) -> dict[str, list]:
 @given(batches, st.integers(1, 5))
 def test_dividing_and_joining_gives_the_same_rows_in_the_same_order(batch, parts):
     division = BatchPartition(batch, parts)
-    shares = division.divide(batch)
+    shares = division.split_rows(batch)
     joined = division.join(shares)
     assert len(shares) == parts
     assert columns(joined) == columns(batch)
@@ -40,7 +40,7 @@ def test_dividing_and_joining_gives_the_same_rows_in_the_same_order(batch, parts
 def test_several_answers_to_a_row_are_joined_beside_each_other(batch, parts, samples):
     division = BatchPartition(batch, parts)
     answers = []
-    for share in division.divide(batch):
+    for share in division.split_rows(batch):
         rows = share.select(["number"]).repeat(samples)
         numbers = torch.arange(samples).repeat(len(share))
         answers.append(rows.union(DataProto.from_dict({"sample_ids": numbers})))
@@ -52,7 +52,7 @@ def test_several_answers_to_a_row_are_joined_beside_each_other(batch, parts, sam
 
 @given(batches, st.integers(1, 5))
 def test_counts_differ_by_at_most_one_and_tokens_by_at_most_the_longest_row(batch, parts):
-    shares = BatchPartition(batch, parts).divide(batch)
+    shares = BatchPartition(batch, parts).split_rows(batch)
     counts = [len(share) for share in shares]
     tokens = [int(share["attention_mask"].sum()) for share in shares]
     longest = int(batch["attention_mask"].sum(dim=1).max()) if len(batch) else 0
@@ -64,7 +64,7 @@ def test_a_process_without_rows_may_answer_without_fields():
     batch = rows_of([3, 1])
     division = BatchPartition(batch, 3)
     answers = [
-        share.select(["number"], []) if len(share) else DataProto.from_dict({}) for share in division.divide(batch)
+        share.select(["number"], []) if len(share) else DataProto.from_dict({}) for share in division.split_rows(batch)
     ]
     assert sum(len(answer) == 0 for answer in answers) == 1
     assert division.join(answers)["number"].tolist() == [0, 1]
@@ -72,7 +72,7 @@ def test_a_process_without_rows_may_answer_without_fields():
 
 def test_prompts_are_weighed_by_their_own_mask():
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 1, 1]], dtype=torch.bool)
-    shares = BatchPartition(DataProto.from_dict({"prompt_mask": mask}), 2).divide(
+    shares = BatchPartition(DataProto.from_dict({"prompt_mask": mask}), 2).split_rows(
         DataProto.from_dict({"prompt_mask": mask})
     )
     assert sorted(int(share["prompt_mask"].sum()) for share in shares) == [3, 5]
@@ -83,7 +83,7 @@ def test_a_joined_answer_is_padded_to_the_longest_response_of_all(parts):
     batch = rows_of([5, 2, 4])
     division = BatchPartition(batch, parts)
     answers = []
-    for share in division.divide(batch):
+    for share in division.split_rows(batch):
         lengths = share["number"] + 1  # row 2 answers with three tokens
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         answers.append(

@@ -60,7 +60,7 @@ def test_rows_that_are_written_into_their_places_are_joined(rows, parts, each):
     layout = expectations(first, scored(first, each)).layout("toy.score", given)
     memory = np.full(layout.size, 255, np.uint8)
     division = BatchPartition(given, parts)
-    answers = [scored(part, each) for part in division.divide(given)]
+    answers = [scored(part, each) for part in division.split_rows(given)]
     placed = [write_output(answer, own, layout, memory) for answer, own in zip(answers, division.rows, strict=True)]
     assert all(type(answer) is WrittenOutput for answer in placed)
     room = SharedOutput(layout, lambda: memory)
@@ -75,7 +75,7 @@ def test_answers_that_are_not_what_was_expected_are_joined_by_the_driver():
     layout = expectations(given, scored(given)).layout("toy.score", given)
     memory, division = np.zeros(layout.size, np.uint8), BatchPartition(given, 3)
     cuts = [0, 5, 0]  # the second one is shorter
-    answers = [scored(part, cut=cut) for part, cut in zip(division.divide(given), cuts, strict=True)]
+    answers = [scored(part, cut=cut) for part, cut in zip(division.split_rows(given), cuts, strict=True)]
     placed = [write_output(answer, own, layout, memory) for answer, own in zip(answers, division.rows, strict=True)]
     assert [type(answer) is WrittenOutput for answer in placed] == [True, False, True]
     room = SharedOutput(layout, lambda: memory)

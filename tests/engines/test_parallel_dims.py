@@ -42,7 +42,7 @@ def parallel(request):
 def test_a_process_reads_its_slices_and_no_more(parallel, model64):
     whole, model = model64.load_causal_lm("cpu").state_dict(), model64.load_skeleton("causal_lm")
     model.weight_files = files = CountingFiles(Path(model64.path), "model")
-    parallel.divide(model)
+    parallel.shard_model(model)
     held = 0
     for name, x in model.named_parameters():
         box = tensor_layout(x).box(parallel.mesh, parallel.rank)
@@ -55,8 +55,8 @@ def test_a_process_reads_its_slices_and_no_more(parallel, model64):
 
 def test_whole_or_in_slices_a_process_comes_to_the_same_part(parallel, model64):
     sliced, loaded = ValueHeadModel(model64.load_skeleton("backbone")), ValueHeadModel(model64.load_backbone("cpu"))
-    parallel.divide(sliced)
-    parallel.divide(loaded)
+    parallel.shard_model(sliced)
+    parallel.shard_model(loaded)
     other = dict(loaded.named_parameters())
     for name, x in sliced.named_parameters():
         assert torch.equal(local(x), local(other[name])), name
@@ -69,7 +69,7 @@ def test_whole_or_in_slices_a_process_comes_to_the_same_part(parallel, model64):
 def test_the_factors_of_an_adapter_are_divided_as_the_layers_that_they_adapt(parallel, model64):
     model = LoRA(rank=2).apply(model64.load_causal_lm("cpu"), causal_lm=True)
     whole = {name: x.detach().clone() for name, x in model.named_parameters()}
-    parallel.divide(model)
+    parallel.shard_model(model)
     divided, tensors = dict(model.named_parameters()), dict[str, list[int]]()
     for name, x in divided.items():
         tensors[name] = [axis for dim, axis in tensor_layout(x).splits if dim == "tensor"]

@@ -53,7 +53,7 @@ class InStep:
         dispatch, division, shares = dispatch_of(self.types[role], method), None, self.shares[role]
         if dispatch.divides:
             division = BatchPartition(args[0], len(shares.speakers))
-            args = (division.divide(args[0])[shares.of_rank[self.rank]], *args[1:])
+            args = (division.split_rows(args[0])[shares.of_rank[self.rank]], *args[1:])
         answer = self.host.call(role, method, args)
         if division is not None:
             answers: list[Any] = [None] * self.world_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -32,6 +33,13 @@ raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
 print(cluster.pids[0], raylet, flush=True)
 toy.sleep(600, {sign!r}).result()
 """
+CALLS = """
+import torch
+from verl.protocol import DataProto
+rows = DataProto.from_dict({{"number": torch.arange(50000)}}, {{"text": ["x"] * 50000}})
+while True:
+    toy.double(rows).result()
+"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -51,3 +59,24 @@ def test_a_driver_that_is_interrupted_or_killed_leaves_no_worker_and_no_ray(numb
         driver.wait()
     assert len(pids) == 2
     assert all_gone(pids)
+
+
+def test_a_driver_that_ray_ends_for_its_raylet_says_so(tmp_path):
+    """Ray ends the driver in C++ now and then, by chance; else the call under way fails as a loss."""
+    script = tmp_path / "script.py"
+    calls = DRIVER.replace("toy.sleep(600, {sign!r}).result()", CALLS).replace("{sign!r}", "''")
+    script.write_text(calls.format(root=str(TESTS.parent), tests=str(TESTS)))
+    for _ in range(3):
+        driver = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        pids = [int(word) for word in driver.stdout.readline().split()]
+        time.sleep(1.0)
+        os.kill(pids[1], signal.SIGKILL)
+        _, said = driver.communicate(timeout=240)
+        words = (
+            "was killed or crashed, or ended with another of Ray's own",
+            "WorkerDied",
+            "the connection to Ray broke",
+        )
+        assert driver.returncode != 0
+        assert any(text in said for text in words), said
+        assert all_gone(pids)

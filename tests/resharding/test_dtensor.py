@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from verl.resharding.dtensor import is_divided, laid_out_as, local, mesh_dims, own_box, tensor_layout
+from verl.resharding.dtensor import is_divided, local, mesh_dims, own_box, read_slice_like, tensor_layout
 from verl.resharding.layout import Mesh
 
 MESH = Mesh((("shard", 2), ("tensor", 2)))
@@ -46,7 +46,7 @@ def test_each_rank_holds_the_box_that_its_layout_says(rank):
         box = layout.box(MESH, rank)
         assert torch.equal(local(x), whole[tuple(slice(a, b) for a, b in box)])
         assert own_box(x) == box
-        again = laid_out_as(x, whole * 2)
+        again = read_slice_like(x, whole * 2)
         assert torch.equal(local(again), local(x) * 2)
         assert again.placements == x.placements
     x = divided(torch.zeros(8), (Shard(0), Shard(0)))
@@ -60,6 +60,6 @@ def test_a_tensor_of_one_process_is_whole():
     assert local(x) is x
     assert mesh_dims(x) == ()
     assert (tensor_layout(x).splits, tensor_layout(x).itemsize) == ((), 8)
-    copy = laid_out_as(x, x)
+    copy = read_slice_like(x, x)
     assert torch.equal(copy, x)
     assert copy is not x

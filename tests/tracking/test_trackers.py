@@ -151,6 +151,13 @@ def test_the_description_builds_what_it_names_and_nothing_else(tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["a"] == 1.0
 
 
+def test_a_further_tracker_needs_a_name_of_its_own_and_no_other_edit(tmp_path):
+    running = Trackers(jsonl=JsonLines(), more={"mine": JsonLines()}).build(BuildContext())
+    assert list(running._trackers) == ["jsonl", "more.mine"]
+    with pytest.raises(ConfigError, match="more has the name 'console', which is a tracker of its own"):
+        Trackers(more={"console": JsonLines()})
+
+
 def test_a_tracker_of_the_wrong_kind_is_refused():
     with pytest.raises(ConfigError, match="jsonl is 'yes': expected a component"):
         Trackers(jsonl="yes")

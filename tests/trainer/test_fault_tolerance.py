@@ -16,7 +16,7 @@ from verl.tracking.base import Trackers
 from verl.tracking.console import Console
 from verl.tracking.logging_setup import setup_logging
 from verl.trainer import train_loop
-from verl.trainer.setup import _last_of, fit_through_losses
+from verl.trainer.setup import _last_of, fit_with_restarts
 
 
 def test_a_run_goes_on_from_its_own_checkpoints_and_never_from_those_of_an_earlier_run(model32, tmp_path):
@@ -38,7 +38,7 @@ def test_a_trainer_is_built_anew_in_the_same_place_and_ends_as_if_nothing_had_be
             return step(batch, number)
 
         trainer.step = step_and_lose
-        result = fit_through_losses(trainer, lambda may_restart: _as_it_is(trainer, may_restart), max_restarts=1)
+        result = fit_with_restarts(trainer, lambda may_restart: _as_it_is(trainer, may_restart), max_restarts=1)
     assert (result.status, result.steps) == ("finished", 4)
     assert result.restarts == ["rank 0 failed in actor.update at step 3"]
     assert result.checkpoints == ["global_step_3", "global_step_4"]
@@ -63,7 +63,7 @@ def test_a_run_that_goes_on_after_a_loss_is_restarting_and_not_failed(model32, t
             restart(resume, why)
 
         trainer.step, trainer.restart = step_and_lose, restart_and_look
-        fit_through_losses(trainer, lambda may_restart: _as_it_is(trainer, may_restart), max_restarts=1)
+        fit_with_restarts(trainer, lambda may_restart: _as_it_is(trainer, may_restart), max_restarts=1)
     undo()
     shown = screen.getvalue()
     assert statuses == ["restarting"]
@@ -92,7 +92,7 @@ def test_a_worker_that_is_lost_while_the_run_is_built_anew_costs_one_more_restar
 
         trainer.step = step_and_lose
         monkeypatch.setattr(type(trainer), "_start_roles", start_and_lose)
-        result = fit_through_losses(trainer, lambda may_restart: _as_it_is(trainer, may_restart), max_restarts=2)
+        result = fit_with_restarts(trainer, lambda may_restart: _as_it_is(trainer, may_restart), max_restarts=2)
     assert (result.status, result.steps, lost) == ("finished", 4, [])
     assert result.restarts == ["rank 0 failed in actor.update at step 3", "rank 0 failed in start"]
 
@@ -106,7 +106,7 @@ def test_without_restarts_the_loss_is_told_as_it_was(model32, tmp_path):
 
     with course(model32, tmp_path).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         with pytest.raises(WorkerDied) as caught:
-            fit_through_losses(trainer, lose, max_restarts=0)
+            fit_with_restarts(trainer, lose, max_restarts=0)
         assert caught.value is error
 
 

@@ -114,9 +114,9 @@ class KLInReward(_WeightedKL):
         scores, metrics = super().shape_rewards(batch)
         if not self.needs_reference:
             return scores, metrics
-        return self.charge(scores, batch, self.coef)[:2]
+        return self.subtract_kl(scores, batch, self.coef)[:2]
 
-    def charge(self, scores: Tensor, batch: DataProto, coef: float) -> tuple[Tensor, dict[str, float], float]:
+    def subtract_kl(self, scores: Tensor, batch: DataProto, coef: float) -> tuple[Tensor, dict[str, float], float]:
         """Rewards [B, T] less a coefficient times the KL, their metrics, and the mean KL of a response in nats."""
         mask = batch["response_mask"]
         kl = _estimate(self.estimator, batch["old_log_probs"], batch["ref_log_probs"], mask)
@@ -180,7 +180,7 @@ class AdaptiveKLController:
     def shape_rewards(self, batch: DataProto) -> tuple[Tensor, dict[str, float]]:
         """See `KLControl.shape_rewards`; moves the coefficient on."""
         options, scores = self.options, KLControl().shape_rewards(batch)[0]
-        rewards, metrics, kl = options.charge(scores, batch, self.coef)
+        rewards, metrics, kl = options.subtract_kl(scores, batch, self.coef)
         metrics |= {"kl/response_nats": kl, "kl/coef": self.coef}
         if responses := int(batch["response_mask"].any(dim=-1).sum()):
             error = min(max(kl / options.target - 1, -0.2), 0.2)

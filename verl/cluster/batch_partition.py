@@ -36,9 +36,9 @@ class BatchPartition:
     """
 
     def __init__(self, batch: DataProto, parts: int):
-        self.rows: list[Tensor] = _last.rows(batch, parts)
+        self.rows: list[Tensor] = _partition_cache.rows(batch, parts)
 
-    def divide(self, batch: DataProto) -> list[DataProto]:
+    def split_rows(self, batch: DataProto) -> list[DataProto]:
         return [batch[rows] for rows in self.rows]
 
     def join(self, answers: Sequence[DataProto], empty: Callable[..., Tensor] | None = None) -> DataProto:
@@ -53,11 +53,11 @@ class BatchPartition:
         if not given:
             return answers[0]
         each = len(given[0][1]) // len(given[0][0])
-        places = [partition_batch(rows, each) for rows, _ in given]
+        places = [answer_rows(rows, each) for rows, _ in given]
         return DataProto.concat([answer for _, answer in given], places, empty)
 
 
-def partition_batch(rows: Tensor, each: int) -> Tensor:
+def answer_rows(rows: Tensor, each: int) -> Tensor:
     """Which rows of a whole answer belong to some rows of a batch, where each is answered with so many."""
     return (rows[:, None] * each + torch.arange(each)).flatten()
 
@@ -86,7 +86,7 @@ class _PartitionCache:
         return known[parts]
 
 
-_last = _PartitionCache()
+_partition_cache = _PartitionCache()
 
 
 SMALL = 2**16  # bytes: answers below it are joined by the driver
@@ -137,16 +137,16 @@ class WrittenOutput(NamedTuple):
 
 
 def write_output(answer: Any, rows: Tensor, layout: OutputLayout, memory: np.ndarray) -> Any:
-    """Write the tensors of a process's answer into the room, if they are what was expected.
+    """Write the tensors of a process's answer into the shared memory, if they are what was expected.
 
     Args:
-        rows: of the batch, those that it answers.
+        rows: of the batch, those that this process was given.
     Returns:
-        Placed; the answer itself where it is something else.
+        `WrittenOutput`; the answer itself, unchanged, if it is not what was expected.
     """
     if type(answer) is not DataProto or not layout.fits(answer, len(rows)):
         return answer
-    places = partition_batch(rows, layout.each)
+    places = answer_rows(rows, layout.each)
     for name, whole in layout.fields(memory).items():
         set_rows(whole, places, answer[name].detach().to("cpu"))
     bound = {letter: size for letter, size in answer._bound.items() if letter == "B"}
@@ -180,7 +180,7 @@ class SharedOutput:
         """The answer of one, as it would have travelled by itself."""
         if type(answer) is not WrittenOutput:
             return answer
-        places = partition_batch(rows, self._layout.each)
+        places = answer_rows(rows, self._layout.each)
         return _with_tensors(answer.rest, {name: taken(x, places) for name, x in fields.items()}, answer.rest)
 
 

@@ -70,7 +70,7 @@ class InlineWorkerGroup:
         self._host.close()
 
 
-GRACE_S = 0.3  # an error waits so long to be told: a sibling's death, where that is the cause, is told first
+GRACE_S = 0.3  # delay before an error is reported, so that a sibling's death that caused it is reported first
 
 
 class LocalWorkerGroup:
@@ -111,19 +111,19 @@ class LocalWorkerGroup:
         self._failure: VerlError | None = None
         self._outbox: SimpleQueue[list[Message] | None] = SimpleQueue()
         self._post, self._joined, self._expected = MessagePacker(), ShmBlockPool(shared=False), OutputShapes()
-        self._mailboxes: list[ShmChannel] = []
+        self._channels: list[ShmChannel] = []
         self._sender = threading.Thread(target=self._send_calls, daemon=True)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._call_timeout_s, self._is_closed = call_timeout_s, threading.Event()
         self._devices = devices or [_device(context.device, rank) for rank in range(world_size)]
         logs = None if context.run_dir is None else context.run_dir / "workers" / name
-        self._crew = Launcher(world_size, num_threads, logs, call_timeout_s)
+        self._launcher = Launcher(world_size, num_threads, logs, call_timeout_s)
         atexit.register(self.close)
         try:
-            self._crew.start()
+            self._launcher.start()
             self._build_roles(host, context)
         except BaseException:
-            self._crew.kill()
+            self._launcher.kill()
             self.close()
             raise
 
@@ -136,9 +136,9 @@ class LocalWorkerGroup:
                 pending.future.set_exception(self._failure)
                 return pending.future
             number, self._next_number = self._next_number, self._next_number + 1
-            letters = self._letters(number, role, method, pending)
+            messages = self._messages(number, role, method, pending)
             self._pending[number], self._answers[number] = pending, {}
-            self._outbox.put(letters)
+            self._outbox.put(messages)
         return pending.future
 
     def _room(self, pending: PendingCall) -> tuple[OutputLayout | None, ShmBlock | None]:
@@ -151,8 +151,8 @@ class LocalWorkerGroup:
         pending.room = SharedOutput(layout, partial(lease, block.memory, release))
         return layout, block
 
-    def _letters(self, number: int, role: str, method: str, pending: PendingCall) -> list[Message]:
-        """What each rank is sent; those that share their rows are sent one letter."""
+    def _messages(self, number: int, role: str, method: str, pending: PendingCall) -> list[Message]:
+        """What each rank is sent; those that share their rows are sent one message."""
         args, division = pending.args, pending.division
         heard = pending.heard
         if division is None:
@@ -175,7 +175,7 @@ class LocalWorkerGroup:
         self._outbox.put(None)
         if self._watcher.is_alive():
             self._watcher.join(timeout=2 * STACK_TIMEOUT_S)
-        self._crew.end()
+        self._launcher.end()
         if self._sender.is_alive():
             self._sender.join(timeout=END_TIMEOUT_S)
         self._post.close()
@@ -184,16 +184,16 @@ class LocalWorkerGroup:
         ready = PendingCall("start", None, Dispatch(divides=False, joins=False, gathers=True), (), RowAssignment((0,)))
         self._pending[READY], self._answers[READY] = ready, {}
         search_path = tuple(map(os.path.abspath, sys.path))
-        for rank, connection in enumerate(self._crew.connections):
+        for rank, connection in enumerate(self._launcher.connections):
             kind, _, number = self._devices[rank].partition(":")
             core = int(number) if kind == "cpu" and number else None
             device = "cpu" if kind == "cpu" else self._devices[rank]
             own = replace(context, rank=rank, world_size=self.world_size, device=device)
             payload = pickle.dumps((host, replace(own, tokenizer=None)))
             with contextlib.suppress(OSError):  # the worker is gone: its listener says so
-                connection.send_bytes(pickle.dumps(WorkerStart(search_path, payload, self._crew.num_threads, core)))
-            self._mailboxes.append(mailbox := ShmChannel(connection, self._post))
-            threading.Thread(target=self._listen, args=(rank, mailbox), daemon=True).start()
+                connection.send_bytes(pickle.dumps(WorkerStart(search_path, payload, self._launcher.num_threads, core)))
+            self._channels.append(channel := ShmChannel(connection, self._post))
+            threading.Thread(target=self._listen, args=(rank, channel), daemon=True).start()
         self._sender.start()
         self._watcher.start()
         refuse_mixed_versions(ready.future.result(), "sharding")
@@ -204,17 +204,17 @@ class LocalWorkerGroup:
         A thread does it, because Ctrl-C strikes the main thread alone: it never leaves half a message on its way, nor
         one worker without the call in which its siblings wait for it.
         """
-        while (letters := self._outbox.get()) is not None:
-            for mailbox, letter in zip(self._mailboxes, letters, strict=True):
-                send_if_open(mailbox, letter)
-        for mailbox in self._mailboxes:
-            send_if_open(mailbox, self._post.pack(None))
+        while (messages := self._outbox.get()) is not None:
+            for channel, message in zip(self._channels, messages, strict=True):
+                send_if_open(channel, message)
+        for channel in self._channels:
+            send_if_open(channel, self._post.pack(None))
 
-    def _listen(self, rank: int, mailbox: ShmChannel) -> None:
+    def _listen(self, rank: int, channel: ShmChannel) -> None:
         """Take in the answers of one worker until it hangs up."""
         while True:
             try:
-                answer: WorkerReply = mailbox.receive()
+                answer: WorkerReply = channel.receive()
             except (EOFError, OSError):
                 return self._on_hang_up(rank)
             except Exception:  # noqa: BLE001 - an answer that cannot be read; whoever waits for it is told
@@ -241,12 +241,12 @@ class LocalWorkerGroup:
                 for other in range(self.world_size)
                 if other != rank and other not in answered and (answer.number, other) not in self._raised
             ]
-        stopped = next((other for other in others if self._crew.is_stopped(other)), None)
+        stopped = next((other for other in others if self._launcher.is_stopped(other)), None)
         if stopped is not None:
             detail = f"the process is stopped (SIGSTOP or SIGTSTP), and rank {rank} failed for it:\n{error}"
             return WorkerHung(stopped, pending.name, pending.step, detail)
         if gave_up_on_sibling(error):
-            blamed, detail = missed_exchange(rank, error, self._crew.stacks(others))
+            blamed, detail = missed_exchange(rank, error, self._launcher.stacks(others))
             return WorkerHung(blamed, pending.name, pending.step, detail)
         return WorkerError(rank, pending.name, pending.step, error)
 
@@ -270,7 +270,7 @@ class LocalWorkerGroup:
     def _watch(self) -> None:
         """Name who is silent, where nobody makes progress with the oldest call under way."""
         oldest, look_every_s = None, min(5.0, self._call_timeout_s / 5)
-        watch = ProgressWatch(self._crew.progress, self._call_timeout_s, look_every_s=2 * look_every_s)
+        watch = ProgressWatch(self._launcher.progress, self._call_timeout_s, look_every_s=2 * look_every_s)
         stopped = StoppedTime(look_every_s)
         while not self._is_closed.wait(look_every_s):
             with self._lock:
@@ -281,8 +281,8 @@ class LocalWorkerGroup:
             if number != oldest or pending is None:
                 oldest = number
                 watch.restart(limit_s)
-            elif watch.is_overdue or self._crew.stopped(waiting, stopped) >= self._call_timeout_s:
-                self._fail(self._crew.silence(waiting, pending.name, pending.step, limit_s))
+            elif watch.is_overdue or self._launcher.stopped(waiting, stopped) >= self._call_timeout_s:
+                self._fail(self._launcher.silence(waiting, pending.name, pending.step, limit_s))
                 return
             elif not watch.idle_s:
                 report()  # to whoever waits for this process
@@ -294,12 +294,12 @@ class LocalWorkerGroup:
             unanswered = [number for number in self._pending if rank not in self._answers[number]]
             pending = self._pending[min(unanswered)] if unanswered else None
         name, step = ("idle", self.step) if pending is None else (pending.name, pending.step)
-        self._fail(self._crew.death(rank, name, step))
+        self._fail(self._launcher.death(rank, name, step))
 
     def _fail(self, failure: WorkerError) -> None:
         """End the workers, and fail every call under way and all that come."""
         failed = self._withdraw(failure)
-        self._crew.kill()
+        self._launcher.kill()
         for pending in failed:
             pending.future.set_exception(failure)
 

@@ -111,7 +111,7 @@ class RoleGroups:
                 ending.callback(cluster.close)
 
 
-def undivided(shardings: Mapping[str, Sharding], roles: Collection[str]) -> list[str]:
+def single_process_roles(shardings: Mapping[str, Sharding], roles: Collection[str]) -> list[str]:
     """Those of some roles that cannot have several workers."""
     return [role for role in roles if not shardings[role].needs_processes]
 
@@ -162,7 +162,7 @@ class DeviceMesh(Placement):
         if size != 1:
             yield f"devices: the mesh says how many processes there are. Set trainer.n_gpus_per_node=1, not {size}."
         for devices, members in self.groups(shardings).items():
-            if len(devices) > 1 and (whole := undivided(shardings, members)):
+            if len(devices) > 1 and (whole := single_process_roles(shardings, members)):
                 yield (
                     f"sub_meshes puts {', '.join(whole)} on {', '.join(devices)}: sharding=none is for one device. "
                     "Set sharding=ddp, or give each role one device."

@@ -184,7 +184,7 @@ class MessagePacker:
         self.blocks = ShmBlockPool(shared=True)
 
     def pack(self, value: Any, receivers: int = 1, room: ShmBlock | None = None) -> Message:
-        """A letter to be sent to exactly so many; what it was made of may change from then on."""
+        """A message to be sent to exactly so many; what it was made of may change from then on."""
         head, buffers = serialize(value)
         if sum(buffer.nbytes for buffer in buffers) < SMALL:
             return Message(head, [_bytes(buffer) for buffer in buffers], room=room)
@@ -212,7 +212,7 @@ class ShmChannel:
     Args:
         post: packs what is sent here.
     Attributes:
-        room: that came with the letter received last, to be let go of before the answer is sent; None if none did.
+        room: that came with the message received last, to be let go of before the answer is sent; None if none did.
     """
 
     room: np.ndarray | None = None
@@ -224,8 +224,8 @@ class ShmChannel:
         self._theirs: dict[int, mmap.mmap] = {}
         self._done_with: deque[int] = deque()
 
-    def send(self, letter: Message) -> None:
-        """Send a letter.
+    def send(self, message: Message) -> None:
+        """Send a message.
 
         Raises:
             OSError: the other side is gone.
@@ -233,21 +233,23 @@ class ShmChannel:
         known = self._known
         gone = tuple(known - self._blocks.numbers())
         known.difference_update(gone)
-        block, room = (None if one is None else one.number for one in (letter.block, letter.room))
-        new = [one for one in (letter.block, letter.room) if one is not None and one.number not in known]
+        block, room = (None if one is None else one.number for one in (message.block, message.room))
+        new = [one for one in (message.block, message.room) if one is not None and one.number not in known]
         sizes = tuple((one.number, one.size) for one in new)
         done_with = tuple(self._done_with.popleft() for _ in range(len(self._done_with)))
         self._connection.send_bytes(
-            pickle.dumps(_MessageHeader(letter.head, letter.inline, block, letter.spans, room, sizes, done_with, gone))
+            pickle.dumps(
+                _MessageHeader(message.head, message.inline, block, message.spans, room, sizes, done_with, gone)
+            )
         )
         for one in new:
             if one.descriptor is None:
-                raise OSError("the memory of a letter was let go of: the run is being closed")
+                raise OSError("the memory of a message was let go of: the run is being closed")
             socket.send_fds(self._socket, [b"."], [one.descriptor])
             known.add(one.number)
 
     def receive(self) -> Any:
-        """The value of the next letter; its tensors may be kept as long as one likes.
+        """The value of the next message; its tensors may be kept as long as one likes.
 
         Raises:
             EOFError, OSError: the other side is gone.
@@ -278,7 +280,7 @@ class ShmChannel:
         """The memory of a file that comes next."""
         _, files, _, _ = socket.recv_fds(self._socket, 1, 1)
         if not files:
-            raise EOFError("the other side hung up in the midst of a letter")
+            raise EOFError("the other side hung up in the midst of a message")
         try:
             return map_shm_block(files[0], size)
         finally:
@@ -286,10 +288,10 @@ class ShmChannel:
                 os.close(file)
 
 
-def send_if_open(mailbox: ShmChannel, letter: Message) -> None:
-    """Send a letter, to somebody who may be gone: who listens to him will notice."""
+def send_if_open(channel: ShmChannel, message: Message) -> None:
+    """Send a message, to somebody who may be gone: who listens to him will notice."""
     with contextlib.suppress(OSError):
-        mailbox.send(letter)
+        channel.send(message)
 
 
 def _write(buffer: np.ndarray | RowSelection, into: np.ndarray) -> None:

@@ -89,14 +89,14 @@ def serve(connection: Connection) -> None:
             ShmChannel,
         )
 
-        mailbox = ShmChannel(connection, post := MessagePacker())
-        mailbox.send(post.pack(WorkerReply(READY, versions())))
+        channel = ShmChannel(connection, post := MessagePacker())
+        channel.send(post.pack(WorkerReply(READY, versions())))
         report("idle")
-        while (call := mailbox.receive()) is not None:
+        while (call := channel.receive()) is not None:
             report(f"{call.role}.{call.method}")
-            answer = _packed(post, _carry_out(host, call, mailbox.room))
-            call = mailbox.room = None  # what it lies on is used again, unless the role has kept something
-            mailbox.send(answer)
+            answer = _packed(post, _carry_out(host, call, channel.room))
+            call = channel.room = None  # what it lies on is used again, unless the role has kept something
+            channel.send(answer)
             report("idle")
     except (EOFError, ConnectionError):  # the driver is gone
         pass

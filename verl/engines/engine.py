@@ -21,7 +21,7 @@ from verl.model_paths.paths import PLAIN, ModelPaths, Scoring
 from verl.models.parallel_info import Autocast, compute_device, computing_in
 from verl.ops.loss_aggregation import LossTotals
 from verl.protocol import DataProto
-from verl.resharding.dtensor import ReadableTensor, laid_out_as
+from verl.resharding.dtensor import ReadableTensor, read_slice_like
 from verl.utils.progress import report
 
 Compute = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
@@ -164,7 +164,7 @@ class TrainingEngine:
                 found, wanted = list(tensor.shape), list(parameter.shape)
                 raise ValueError(f"the optimizer's state {name} has shape {found}, its parameter {wanted}")
             self.optimizer.state[parameter][key] = (
-                laid_out_as(parameter, tensor) if ndim else tensor[()].to(parameter.device, copy=True)
+                read_slice_like(parameter, tensor) if ndim else tensor[()].to(parameter.device, copy=True)
             )
             report()
         self.updates = updates

@@ -2,7 +2,7 @@
 
 forward   gather block ──> run ──> free it        backward   gather block ──> gradients ──> reduce-scatter
 
-`fill` loads into a sharded model that was made without weights what this process holds of each of them.
+`load_own_slices` reads this rank's slice of every weight into a sharded model that was built without weights.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def gathered(model: nn.Module, reshard: bool) -> Iterator[None]:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, files: SafetensorsReader, device: torch.device, resting: torch.device) -> None:
+def load_own_slices(model: nn.Module, files: SafetensorsReader, device: torch.device, resting: torch.device) -> None:
     """Give a model its memory and read its weights: of each, only the slice that this process has.
 
     Args:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.component import BuildContext
-from verl.engines.fsdp import fill, gathered, settle, shard_fully
+from verl.engines.fsdp import gathered, load_own_slices, settle, shard_fully
 from verl.engines.tensor_parallel import shard_over
 from verl.models.heads import backbone_of
 from verl.models.parallel_info import Autocast, ParallelInfo
@@ -39,7 +39,7 @@ class Parallelism:
         device: where it computes, and what it exchanges with siblings lies.
         mesh: the processes along the dimensions `replicate`, `shard` and `tensor`.
         in_step: whether every forward pass needs all siblings, so that they must run equally many.
-        divides_weights: whether `divide` leaves a process a part of the model alone.
+        divides_weights: whether `shard_model` leaves a process a part of the model alone.
     """
 
     rank = 0
@@ -49,7 +49,7 @@ class Parallelism:
     in_step = False
     divides_weights = False
 
-    def divide(self, model: nn.Module, autocast: Autocast = None) -> None:
+    def shard_model(self, model: nn.Module, autocast: Autocast = None) -> None:
         """Leave this process its part of a model, in place. `autocast` is the type that it will compute in."""
 
     def settle(self, model: nn.Module) -> None:
@@ -209,8 +209,8 @@ class ShardedParallelism(DataParallelism):
             )
         self._partial_over_tensor: set[int] = set()  # ids of parameters
 
-    def divide(self, model: nn.Module, autocast: Autocast = None) -> None:
-        """See `Parallelism.divide`. A head that stands on a backbone (a critic's) is small and stays whole."""
+    def shard_model(self, model: nn.Module, autocast: Autocast = None) -> None:
+        """See `Parallelism.shard_model`. A head that stands on a backbone (a critic's) is small and stays whole."""
         core: Any = backbone_of(model)
         partial = shard_over(core, self._device_mesh[TENSOR]) if self.mesh.extent(TENSOR) > 1 else []
         if self.fully:
@@ -225,7 +225,7 @@ class ShardedParallelism(DataParallelism):
             )
         if (files := getattr(core, "weight_files", None)) is not None:
             resting = torch.device("cpu") if self.offload else self.device
-            fill(core, files, self.device, resting)
+            load_own_slices(core, files, self.device, resting)
             del core.weight_files
         if not self.fully:
             model.to(self.device)

@@ -38,7 +38,7 @@ from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.rollout.base import SAME_TENSORS, GenerationRequest, Rollout, RolloutEngine, SyncResult
 from verl.utils.memory import release_cached
-from verl.workers.base import undivided
+from verl.workers.base import load_unsharded
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class HybridActor:
         if company is None:
             model = chosen.load_causal_lm(place)
         else:
-            model = undivided(chosen, "causal_lm", place, company, sliced=lora is None)
+            model = load_unsharded(chosen, "causal_lm", place, company, sliced=lora is None)
         actor._start(model, chosen.load_tokenizer(), rollout, lora, seed, company)
         return actor
 

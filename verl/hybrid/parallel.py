@@ -161,7 +161,7 @@ class HybridParallelism(ShardedParallelism):
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         if self.tensors > 1 and (fault := heads_fault(heads, kv_heads, self.tensors)) is not None:
             raise ConfigError(f"hybrid_config.tp_size {fault}")
-        self.divide(model)
+        self.shard_model(model)
         if self.tensors > 1:
             self._complete_over_siblings(model)
         for unit in units_of(model):

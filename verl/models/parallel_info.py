@@ -71,7 +71,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor if gather is None else gather()
 
 
-def laid_out_as(tensor: Tensor, like: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """A tensor that every process has whole, divided as another is; nothing is sent."""
     if not hasattr(like, "placements"):
         return tensor

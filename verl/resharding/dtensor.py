@@ -74,15 +74,15 @@ class ReadableTensor(Protocol):
 
 
 def own_part(x: Tensor, whole: ReadableTensor) -> Tensor:
-    """What this process has of `whole` if it is laid out as `x` is; `local(x).copy_(own_part(x, whole))` loads it."""
+    """This rank's slice of `whole`, sharded like `x`: `local(x).copy_(own_part(x, whole))` loads it."""
     box = own_box(x) if x.numel() else ()
     if box is None:
         return torch.empty(local(x).shape, dtype=whole.dtype)
     return whole[tuple(slice(start, stop) for start, stop in box)]
 
 
-def laid_out_as(x: Tensor, whole: ReadableTensor) -> Tensor:
-    """A copy of `whole` of which this process keeps what it keeps of `x`, on the device of `x`."""
+def read_slice_like(x: Tensor, whole: ReadableTensor) -> Tensor:
+    """`whole`, sharded like `x`, on the device of `x`: each rank reads its own slice alone."""
     own = own_part(x, whole).to(local(x).device, copy=True)
     if not is_divided(x):
         return own

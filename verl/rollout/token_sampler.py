@@ -1,4 +1,4 @@
-"""From logits to the next token of each row: the sampling rule of every rollout engine."""
+"""From logits to the next token of each row: the sampling rule of the rollout engines hf and vllm."""
 
 from __future__ import annotations
 

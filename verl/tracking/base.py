@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -101,6 +101,7 @@ class Trackers(Description):
 
     Args:
         console, jsonl, tensorboard, wandb, curves: description of one tracker each.
+        more: further trackers, by names of their own.
     """
 
     console: TrackerDescription | None = None
@@ -108,6 +109,11 @@ class Trackers(Description):
     tensorboard: TrackerDescription | None = None
     wandb: TrackerDescription | None = None
     curves: TrackerDescription | None = None
+    more: dict[str, TrackerDescription] = field(default_factory=dict)
+
+    def faults(self) -> Iterator[str]:
+        for name in self.more.keys() & {one.name for one in fields(self)}:
+            yield f"more has the name {name!r}, which is a tracker of its own: choose another."
 
     def faults_here(self) -> Iterator[str]:
         for name, kind in self._described().items():
@@ -119,9 +125,10 @@ class Trackers(Description):
         return TrackerSet({name: kind.build(context) for name, kind in self._described().items()})
 
     def _described(self) -> dict[str, TrackerDescription]:
-        # The console starts last and closes last: it shows what the others have to say.
-        names = ("jsonl", "tensorboard", "wandb", "curves", "console")
-        return {name: kind for name in names if (kind := getattr(self, name)) is not None}
+        described = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "more"}
+        described |= {f"more.{name}": one for name, one in self.more.items()}  # as the configuration says it
+        described["console"] = described.pop("console")  # starts last and closes last: it shows what the others say
+        return {name: kind for name, kind in described.items() if kind is not None}
 
 
 class TrackerSet(Tracker):

@@ -21,7 +21,7 @@ from verl.trainer.one_step_off import LengthPredictor, OneStepOffRollout
 from verl.trainer.replay_mixing import ReplayMixing
 from verl.trainer.setup import (
     ProcessState,
-    fit_through_losses,
+    fit_with_restarts,
     prepare_context,
     prepare_saving,
     rank_writers_of,
@@ -213,7 +213,7 @@ class PPOLifecycle:
         def fit_once(may_restart: bool) -> TrainResult:
             return fit(self, as_plain(self.description), may_restart=may_restart)
 
-        return fit_through_losses(self, fit_once, self.max_restarts)
+        return fit_with_restarts(self, fit_once, self.max_restarts)
 
     @property
     def max_restarts(self) -> int:

@@ -1,8 +1,9 @@
 """Set-up and tear-down that all trainers share (device, seeds, threads, roles, restored state), and fault tolerance.
 
-A run that loses a worker restarts from its last checkpoint, a bounded number of times:
+With `trainer=ray` a run that loses a worker, or one of whose workers hangs, restarts from its last checkpoint, at most
+`trainer.placement.max_restarts` times; otherwise it ends with `WorkerDied` or `WorkerHung`:
 
-fit ──> WorkerDied ──> the last checkpoint ──> new workers ──> fit
+fit ──> WorkerDied (WorkerHung included) ──> the last checkpoint ──> new workers ──> fit
 """
 
 from __future__ import annotations
@@ -245,7 +246,7 @@ class Restartable(Protocol):
     def restart(self, resume: str | None, why: str) -> None: ...
 
 
-def fit_through_losses(trainer: Restartable, fit: Callable[[bool], TrainResult], max_restarts: int) -> TrainResult:
+def fit_with_restarts(trainer: Restartable, fit: Callable[[bool], TrainResult], max_restarts: int) -> TrainResult:
     """Train to the end, whatever workers are lost.
 
     Args:

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class OrphanCleanup:
         process_groups: Sequence[int] = (),
         shared_directories: Sequence[str | Path] = (),
         environment: Sequence[str] = (),
+        last_words: Mapping[int, str] | None = None,
     ) -> int:
         """Have these removed and ended once this process is gone. Register what is to be made before it is made.
 
@@ -70,6 +71,8 @@ class OrphanCleanup:
             process_groups: of processes that this process started.
             environment: entries `NAME=VALUE` that are in the environment of processes to be ended, and of no others.
             shared_directories: of which what nobody uses is removed; see `remove_unused`.
+            last_words: by process id; written to standard error if that process had ended before this one was gone.
+                For a library that ends this process without a word when another one has ended.
         Returns:
             A number for `withdraw`.
         """
@@ -79,6 +82,7 @@ class OrphanCleanup:
             "process_groups": list(process_groups),
             "environment": list(environment),
             "shared_directories": [os.path.abspath(directory) for directory in shared_directories],
+            "last_words": {str(process): text for process, text in (last_words or {}).items()},
         }
         with self._lock:
             number = next(self._numbers)
@@ -146,7 +150,6 @@ def _started() -> subprocess.Popen[bytes]:
         [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
         bufsize=0,
         cwd="/",
         start_new_session=True,
@@ -277,8 +280,21 @@ def main(owner: int) -> None:
         registered.pop(message["number"], None)
         if message["entry"] is not None:
             registered[message["number"]] = message["entry"]
+    for process, text in [pair for entry in registered.values() for pair in entry["last_words"].items()]:
+        if not _is_there(int(process)):
+            with contextlib.suppress(OSError):
+                os.write(2, f"{text}\n".encode())
     for entry in registered.values():
         clean_up(entry)
+
+
+def _is_there(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return not Path("/proc/self").exists()  # a system that does not tell
+    except (OSError, IndexError):
+        return True
 
 
 def _resume_without_parent() -> None:

@@ -50,7 +50,7 @@ class Actor(TrainedRole):
         """
         model = self.load("causal_lm", context.device, restore, "actor", parallel)
         paths_for(model, context.row_tokens or rollout.max_new_tokens, "actor.model")
-        parallel.divide(model, self.autocast)
+        parallel.shard_model(model, self.autocast)
         engine = self.engine(model, parallel, total_updates)
         if restore is not None:
             restore.optimizer(engine, "actor")
@@ -136,7 +136,8 @@ class ActorWorker(TrainedWorker):
     def update(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on a mini-batch of experience; returns metrics of the whole mini-batch.
 
-        Without `old_log_probs` it is the only one of its step, and tells what is otherwise known before the update.
+        If the batch has no `old_log_probs`, this is the only update of the step, and its metrics also contain what is
+        otherwise measured before the update.
         """
         self.sampler.rest()
         self.first_batch.look(batch)
@@ -176,9 +177,13 @@ class ActorWorker(TrainedWorker):
     def _loss(self, model: nn.Module, micro: MicroBatch, totals: LossTotals) -> tuple[Tensor, dict[str, Tensor]]:
         algorithm, x = self.algorithm, dict(micro.tensors)
         mask, is_first = x["response_mask"], "old_log_probs" not in x
-        rewarded = algorithm.entropy_coef > 0
+        has_entropy_bonus = algorithm.entropy_coef > 0
         scores = token_log_probs(
-            model, self.head, micro, self.temperature, entropy="grad" if rewarded else "value" if is_first else None
+            model,
+            self.head,
+            micro,
+            self.temperature,
+            entropy="grad" if has_entropy_bonus else "value" if is_first else None,
         )
         if is_first:  # the only update of a step: the weights are still those that sampled
             x["old_log_probs"] = scores.log_probs.detach()
@@ -192,7 +197,7 @@ class ActorWorker(TrainedWorker):
             stats["rollout/entropy_nats"] = scores.entropies
             if (kl := algorithm.kl.measure(x["old_log_probs"], x)) is not None:
                 stats["kl/reference_nats"] = kl
-        if rewarded:
+        if has_entropy_bonus:
             per_token = per_token - algorithm.entropy_coef * scores.entropies
             stats["entropy"] = scores.entropies
         loss = aggregate(per_token, mask, algorithm.aggregation, totals, algorithm.norm_length)

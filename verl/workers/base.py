@@ -80,10 +80,10 @@ class TrainedRole(Description):
     ) -> Any:
         """The model, from where the role starts or from a checkpoint, with its adapter if it trains one.
 
-        It is still to be divided: see `undivided`.
+        It is not sharded yet: the caller does that with `parallel.shard_model`.
         """
         source = self.model if restore is None or self.lora is not None else restore.model(self.model, component)
-        model = undivided(source, kind, device, parallel, sliced=self.lora is None)
+        model = load_unsharded(source, kind, device, parallel, sliced=self.lora is None)
         if self.lora is None:
             return model
         model = self.lora.apply(model, causal_lm=kind == "causal_lm")
@@ -101,10 +101,10 @@ class TrainedRole(Description):
         )
 
 
-def undivided(
+def load_unsharded(
     source: ModelSource, kind: Literal["causal_lm", "backbone"], device: str, parallel: Parallelism, sliced: bool = True
 ) -> Any:
-    """A model as `parallel.divide` wants it: without weights if it can read slices of them, or whole.
+    """A model as `parallel.shard_model` wants it: without weights if it can read slices of them, or whole.
 
     Args:
         device: where it is whole if weights are not divided; main memory otherwise.

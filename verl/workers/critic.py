@@ -51,7 +51,7 @@ class Critic(TrainedRole):
         elif (head := self.model.value_head()) is not None:
             model.load_head(head)
         paths_for(model.backbone, context.row_tokens or 1, "critic.model")
-        parallel.divide(model, self.autocast)
+        parallel.shard_model(model, self.autocast)
         engine = self.engine(model, parallel, total_updates)
         if restore is not None:
             restore.optimizer(engine, "critic")

@@ -5,6 +5,7 @@ one.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from verl.checkpoint.read.lazy_tensors import DeviceMap, LazyTensor, lazy_tensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
-from verl.errors import ConfigError
+from verl.errors import CheckpointNotFound, ConfigError
 from verl.models.heads import backbone_of, load_head
 from verl.models.hf_state_dict import (
     ADAPTER_BIN,
@@ -84,7 +85,18 @@ class RestoreSource:
     verify: bool = True
 
     def reader(self) -> CheckpointReader:
+        """Reads the checkpoint.
+
+        Raises:
+            CheckpointNotFound: this process, perhaps on another machine than the driver, has no such directory.
+        """
         disk = FileSystem()
+        if not self.directory.is_dir():
+            raise CheckpointNotFound(
+                f"{self.directory}, which the run resumes from, is not on the machine {socket.gethostname()}: each "
+                "machine reads the checkpoint. Put checkpoint.save_dir on a file system that all of them mount at this "
+                f"path, or copy {self.directory} to {socket.gethostname()}."
+            )
         return CheckpointReader(open_checkpoint(disk, self.directory), disk, self.verify, writable=True)
 
     def model(self, described: ModelSource, component: str) -> ModelSource:

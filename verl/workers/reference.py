@@ -22,7 +22,7 @@ from verl.models.lora import adapter_off
 from verl.models.pretrained import ModelSource
 from verl.protocol import DataProto
 from verl.workers.actor import Actor, ActorWorker
-from verl.workers.base import undivided
+from verl.workers.base import load_unsharded
 from verl.workers.first_batch_check import FirstBatchCheck
 
 
@@ -57,9 +57,9 @@ class Reference(Description):
         if self.model is None and actor.lora is not None and running is not None:
             engine = self._engine(running.model, parallel, actor)
             return ReferenceWorker(engine, temperature, lambda: adapter_off(running.model))
-        model = undivided(self.model or actor.model, "causal_lm", context.device, parallel).requires_grad_(False)
+        model = load_unsharded(self.model or actor.model, "causal_lm", context.device, parallel).requires_grad_(False)
         paths_for(model, context.row_tokens or 1, "reference.model")
-        parallel.divide(model, actor.autocast)
+        parallel.shard_model(model, actor.autocast)
         return ReferenceWorker(self._engine(model, parallel, actor), temperature)
 
     def _engine(self, model: nn.Module, parallel: Parallelism, actor: Actor) -> TrainingEngine:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from itertools import product
 
 import pytest
 import torch
+from faults.disks import KILLED, KillingDisk
+from faults.scenarios import page_aligned_view
 
 from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.direct_io import FileImage
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
 from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.read.verify import verify
 from verl.checkpoint.save.async_writer import CheckpointWriter
+from verl.checkpoint.save.save_executor import execute_plan
 from verl.checkpoint.save.save_plan import (
     MultiWriterSave,
+    SavePlan,
     abandon_missing,
     collect_reports,
     open_report_directory,
@@ -26,6 +33,7 @@ from verl.errors import CheckpointIncomplete
 from verl.resharding.layout import Layout, Mesh, TensorLayout, volume
 from verl.workers.rank_checkpoint import assign_slices, model_files, owners
 
+CONTENT = b'{"version": 1}'
 VALUES = torch.arange(12.0).view(4, 3)
 
 
@@ -37,11 +45,15 @@ class Two:
         self.claim, self.late_s = self.store.claim_directory(), late_s
         self.main = CheckpointWriter(self.store)
 
-    def begin(self, step: int) -> MultiWriterSave:
+    def staged(self, step: int) -> MultiWriterSave:
+        """A save that is begun, of which nothing is written."""
         names = ("rank_0", "rank_1")
         self.staging = self.store.begin(step, participants=names)
         open_report_directory(self.store.disk, self.staging.directory, "n")
-        joint = MultiWriterSave(directory=self.staging.directory, name="main", others=names, late_s=self.late_s)
+        return MultiWriterSave(directory=self.staging.directory, name="main", others=names, late_s=self.late_s)
+
+    def begin(self, step: int) -> MultiWriterSave:
+        joint = self.staged(step)
         state = SavedComponent(files={"state.json": b"{}"})
         self.main.save(SaveRequest(step=step, components={"scheduler": state}, joint=joint), self.staging)
         return joint
@@ -105,6 +117,37 @@ def test_a_participant_that_is_late_lost_or_wrong_ends_the_save_and_nothing_else
     two.main.drain()
     assert two.store.newest().step == 2
     two.main.close()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_writer_that_is_killed_anywhere_is_followed_by_one_that_publishes_the_same(moment, tmp_path):
+    """Also where reports were read, or the rename was made, before the kill."""
+    killed = 0
+    for at in range(1000):
+        two = Two(tmp_path / f"c{at}")
+        two.main.close()
+        joint = two.staged(1)
+        image = FileImage(path="scheduler/state.json", begin=0, sizes=(len(CONTENT),))
+        plan = SavePlan(step=1, tag=None, num_bytes=len(CONTENT), images=(image,), tensors=(), joint=joint)
+        for rank in (0, 1):
+            two.write(joint, rank)
+        child = os.fork()
+        if not child:
+            store = CheckpointStore(two.store.directory, "r", KillingDisk(at, moment), two.claim)
+            execute_plan(store, plan, page_aligned_view(CONTENT))
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status == 0:
+            break
+        assert status == KILLED
+        killed += 1
+        store = CheckpointStore(two.store.directory, "r", claim=two.claim)
+        report = execute_plan(store, plan, page_aligned_view(CONTENT))
+        assert report.name == "global_step_1"
+        assert verify(store.disk, store.directory / "global_step_1", "full") == []
+        assert not joint.directory.exists()
+        assert [one.step for one in store.complete()] == [1]
+    assert killed > 15
 
 
 def test_a_report_is_kept_and_a_failure_after_it_changes_nothing(tmp_path):

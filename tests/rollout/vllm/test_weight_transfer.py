@@ -92,7 +92,7 @@ def delivered(source, sizes, fully, lora, rank, world_size):
                 torch.nn.init.normal_(parameter)
     expected = {w.name: w.make().detach().to(DTYPE, copy=True) for w in weights_of(model)}
     parallel = ShardedParallelism(context, 60.0, sizes, fully=fully)
-    parallel.divide(model)
+    parallel.shard_model(model)
     siblings = len(model.divided.siblings)
     spied, exchange = [], dist.batch_isend_irecv
 

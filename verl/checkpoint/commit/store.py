@@ -123,7 +123,7 @@ class CheckpointStore(CheckpointDirectory):
         cold = read_upload_target(self.disk, self.directory)
         return newest, max(following, 1 + (cold.sequence_floor if cold else 0))
 
-    # -- for Staging and retention, with the lock held ----------------------------------------------------------------
+    # -- for SaveTransaction and retention, with the lock held ------------------------------------------------------
 
     def rename_into_place(self, staged: Path, name: str) -> Path:
         """Publish: the one operation after which the checkpoint is there. A name in use gets a suffix."""

@@ -2,10 +2,11 @@
 rename.
 
 1  space checked, staging directory made         CheckpointStore.begin
-2  files written, hashed and synced              Participant, in any number of threads and processes
-3  reports joined, sizes and tiling checked      Staging.commit, from here on
+2  files written, hashed and synced              RankWriter, in any number of threads and processes
+3  reports joined, sizes and tiling checked      SaveTransaction.commit, from here on
 4  lock; claim still ours?                       a fenced trainer ends here
-5  trainer_state.json, manifest.json, COMMIT     each written aside, synced, renamed; directories synced, leaves first
+5  trainer_state.json, manifest.json, COMMIT     each written aside, synced, renamed; after a kill from here on the
+                                                 next attempt goes on here. Reports removed; directories synced
 6  rename to global_step_N; both parents synced  only now is it saved
 7  `latest`, deduplication index                 conveniences: what fails here is logged
 """
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import verl
 from verl.checkpoint.commit.rank_writer import RankReport, RankWriter
-from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint
 from verl.checkpoint.core.filesystem import FileHandle, files_below, remove_tree, write_by_rename, write_errors
 from verl.checkpoint.core.hashing import Leaf, digest_of
 from verl.checkpoint.core.manifest import (
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAIN = "main"
+REPORTS = "reports"  # below a staging directory: what the others wrote, until the save is published
 
 
 class SaveTransaction:
@@ -113,6 +115,31 @@ class SaveTransaction:
         self._share(published, shared)
         return published
 
+    def finish_commit(self) -> Checkpoint | None:
+        """Publish what an earlier process was publishing when it was killed; None if it had not come so far.
+
+        `COMMIT` is written once everything is complete; what is left then is the rename.
+
+        Raises:
+            CheckpointIncomplete: the directory is gone, and what lay in it was not published.
+            CheckpointFenced, CheckpointWriteFailed: as in `commit`.
+        """
+        assert self._is_open, "a save is committed once"
+        with self._store.ownership.locked(), write_errors(f"publishing step {self.step}"):
+            self._store.ownership.check()
+            try:
+                names = self._disk.names(self.directory)
+            except FileNotFoundError:
+                newest, _ = self._store.newest_and_next_sequence()
+                own = (self.step, self.tag, self._store.run_id)
+                if newest is None or (newest.manifest.step, newest.manifest.tag, newest.manifest.run_id) != own:
+                    raise CheckpointIncomplete(self.directory, [FileFault(MANIFEST, "the directory is gone")]) from None
+                self._store.point_latest(newest.name)
+                return newest
+            if COMMIT not in names:
+                return None
+            return self._rename(open_checkpoint(self._disk, self.directory).manifest)
+
     def abort(self) -> None:
         """Remove what was written. Called again, or after a commit, it does nothing."""
         if not self._is_open:
@@ -136,7 +163,8 @@ class SaveTransaction:
         """The manifest of what was reported, once it agrees with what is there; sequence and time come later."""
         entries = {entry.path: entry for report in reports for entry in report.files}
         with write_errors("looking at what was written"):
-            sizes, _ = files_below(self._disk, self.directory)
+            found, _ = files_below(self._disk, self.directory)
+        sizes = {path: size for path, size in found.items() if not path.startswith(f"{REPORTS}/")}
         tensors, contradictions = join_tensors(tensor for report in reports for tensor in report.tensors)
         faults = [
             *_faults_of_participants(self._expected, reports),
@@ -166,7 +194,12 @@ class SaveTransaction:
         manifest = self._with_state(manifest, sequence, checksum, state)
         data = manifest.to_bytes()
         write_by_rename(self._disk, self.directory / MANIFEST, data)
-        write_by_rename(self._disk, self.directory / COMMIT, commit_line(data))
+        write_by_rename(self._disk, self.directory / COMMIT, commit_line(data))  # still below staging/: not visible yet
+        return self._rename(manifest)
+
+    def _rename(self, manifest: Manifest) -> Checkpoint:
+        """Make visible what is complete, `COMMIT` included."""
+        remove_tree(self._disk, self.directory / REPORTS)  # not before: whoever goes on after a kill needs them
         open_verified(self._disk, self.directory)  # nothing is published that discovery would refuse
         for directory in files_below(self._disk, self.directory)[1]:
             self._disk.sync_directory(directory)

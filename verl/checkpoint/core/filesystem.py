@@ -317,9 +317,12 @@ def write_file(disk: FileSystem, path: Path, buffers: Iterable[Any]) -> tuple[Le
     return tuple(hasher.leaves)
 
 
+TEMPORARY_SUFFIX = ".tmp"  # of a file that gets its name once it is whole
+
+
 def write_by_rename(disk: FileSystem, path: Path, data: bytes) -> None:
     """Write a small file so that its name, once there, always leads to all of it. Syncs the file, not the directory."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         write_file(disk, temporary, [data])
     except FileExistsError:  # a process was killed here once

@@ -18,9 +18,18 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.transaction import SaveTransaction
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.direct_io import FEWEST_DIRECT_BYTES, FileImage, ImageSource
-from verl.checkpoint.core.filesystem import FileSystem, write_errors
+from verl.checkpoint.core.filesystem import TEMPORARY_SUFFIX, FileSystem, write_errors
 from verl.checkpoint.core.hashing import Leaf, hash_buffers
-from verl.checkpoint.core.manifest import BASE_SUFFIX, DELTA_SUFFIX, ITEM_BYTES, FileEntry, LogicalTensor
+from verl.checkpoint.core.manifest import (
+    BASE_SUFFIX,
+    COMMIT,
+    DELTA_SUFFIX,
+    ITEM_BYTES,
+    MANIFEST,
+    STATE,
+    FileEntry,
+    LogicalTensor,
+)
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import open_verified
 from verl.checkpoint.retention import Retention, prune
@@ -206,12 +215,18 @@ def execute_plan(
     chosen = choose_forms(store, plan, source)
     with _begun(store, plan, chosen) as staging:
         begin_s = clock.lap()
-        hash_s = _write(staging.main, plan, source, fewest_direct_bytes, chosen)
-        _take_over(store, staging, plan)
-        source.wait(plan.num_bytes)
-        reports = [] if plan.joint is None else _reports_of_others(store, plan.joint)
+        hash_s, reports = 0.0, []
+        published = None if plan.joint is None else staging.finish_commit()
+        if published is None:
+            if plan.joint is not None:
+                _remove_own(store.disk, plan, plan.joint)
+            hash_s = _write(staging.main, plan, source, fewest_direct_bytes, chosen)
+            _take_over(store, staging, plan)
+            source.wait(plan.num_bytes)
+            reports = [] if plan.joint is None else _reports_of_others(store, plan.joint)
         write_s = clock.lap()
-        published = staging.commit(reports, state=plan.state, metrics=plan.metrics)
+        if published is None:
+            published = staging.commit(reports, state=plan.state, metrics=plan.metrics)
     commit_s = clock.lap()
     pruned, prune_error = _prune(store, retention)
     return SaveReport(
@@ -225,7 +240,6 @@ def execute_plan(
 
 def _begun(store: CheckpointStore, plan: SavePlan, chosen: Mapping[str, FileForm]) -> SaveTransaction:
     if plan.joint is not None:  # the trainer has begun it, and holds the lock on its directory
-        _remove_own(store.disk, plan, plan.joint)
         return SaveTransaction(store, plan.joint.directory, plan.step, plan.tag, plan.joint.others, lease=None)
     outside = sum(copied.source.stat().st_size for copied in plan.copies if copied.source.exists())
     return store.begin(
@@ -276,10 +290,13 @@ def _num_bytes(report: RankReport) -> int:
 def _remove_own(disk: FileSystem, plan: SavePlan, joint: MultiWriterSave) -> None:
     """What an attempt before this one left, whose process was killed."""
     with write_errors(f"going on with the save of step {plan.step}"):
-        for path in (*plan.images, *plan.links, *plan.copies, *plan.shared):
-            for suffix in ("", DELTA_SUFFIX, BASE_SUFFIX):
-                with contextlib.suppress(FileNotFoundError):
-                    disk.unlink(joint.directory / (path.path + suffix))
+        written = [one.path for one in (*plan.images, *plan.links, *plan.copies, *plan.shared)]
+        names = [path + suffix for path in written for suffix in ("", DELTA_SUFFIX, BASE_SUFFIX)]
+        if joint.commits:
+            names += [path + suffix for path in (MANIFEST, STATE, COMMIT) for suffix in ("", TEMPORARY_SUFFIX)]
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                disk.unlink(joint.directory / name)
 
 
 def _write(

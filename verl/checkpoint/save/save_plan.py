@@ -13,12 +13,12 @@ from typing import Any
 
 import verl
 from verl.checkpoint.commit.rank_writer import RankReport
+from verl.checkpoint.commit.transaction import REPORTS
 from verl.checkpoint.core.direct_io import FileImage
 from verl.checkpoint.core.filesystem import (
     FileSystem,
     files_below,
     make_directories,
-    remove_tree,
     write_by_rename,
     write_errors,
 )
@@ -28,7 +28,7 @@ from verl.errors import CheckpointIncomplete, FileFault
 
 log = logging.getLogger(__name__)
 
-DESK, NONCE = "reports", "nonce"
+NONCE = "nonce"
 REPORT_LIMIT_BYTES = 2**28
 LATE_S = 900.0  # a participant of which nothing has come for so long is given up
 LOOK_EVERY_S = 0.005
@@ -60,14 +60,14 @@ class MultiWriterSave:
 def open_report_directory(disk: FileSystem, directory: Path, nonce: str) -> None:
     """Make the place for reports in a staging directory, and the nonce by which others know that they see it."""
     with write_errors("opening a save for several processes"):
-        make_directories(disk, directory / DESK, directory)
-        write_by_rename(disk, directory / DESK / NONCE, nonce.encode())
+        make_directories(disk, directory / REPORTS, directory)
+        write_by_rename(disk, directory / REPORTS / NONCE, nonce.encode())
 
 
 def sees_nonce(disk: FileSystem, directory: Path, nonce: str) -> bool:
     """Whether this process sees the very directory that the driver opened, and not another of that name."""
     try:
-        return disk.read(directory / DESK / NONCE, 1024) == nonce.encode()
+        return disk.read(directory / REPORTS / NONCE, 1024) == nonce.encode()
     except OSError:
         return False
 
@@ -80,21 +80,21 @@ def submit_report(disk: FileSystem, directory: Path, report: RankReport) -> None
     )  # fmt: skip
     text = json.dumps({"shared": report.shared, "manifest": wrapped.to_bytes().decode()})
     with write_errors(f"reporting what {report.name} wrote"):
-        write_by_rename(disk, directory / DESK / report.name, text.encode())
+        write_by_rename(disk, directory / REPORTS / report.name, text.encode())
 
 
 def submit_failure(disk: FileSystem, directory: Path, name: str, error: str) -> None:
     """Report that a participant failed, unless it has reported already or the save was given up."""
-    path = directory / DESK / name
+    path = directory / REPORTS / name
     with contextlib.suppress(OSError):
-        if name not in disk.names(directory / DESK):
+        if name not in disk.names(directory / REPORTS):
             write_by_rename(disk, path, json.dumps({"error": error}).encode())
 
 
 def collect_reports(
     disk: FileSystem, directory: Path, names: Sequence[str], late_s: float = LATE_S
 ) -> list[RankReport]:
-    """Wait for the reports of all participants, and take away where they lay.
+    """Wait for the reports of all participants, which stay where they are until the save is published.
 
     They come in the order of the names, whoever was first: the same content is then the same manifest.
 
@@ -108,13 +108,12 @@ def collect_reports(
     waiting = _Waiting(disk, directory)
     while True:
         with write_errors("looking for reports"):
-            arrived = [name for name in disk.names(directory / DESK) if name in missing]
+            arrived = [name for name in disk.names(directory / REPORTS) if name in missing]
             for name in arrived:
-                reports[name] = _report(name, disk.read(directory / DESK / name, REPORT_LIMIT_BYTES), directory)
+                reports[name] = _report(name, disk.read(directory / REPORTS / name, REPORT_LIMIT_BYTES), directory)
                 missing.remove(name)
                 waiting.restart()
             if not missing:
-                remove_tree(disk, directory / DESK)
                 return [reports[name] for name in names]
             idle_s = waiting.idle_s()
         if idle_s > late_s:

@@ -66,6 +66,7 @@ class RaySession:
     _users: ClassVar[int] = 0
     _opened: ClassVar[bool] = False
     _mark: ClassVar[int] = -1
+    _words: ClassVar[int] = -1
     _watch: ClassVar[StoppedWatch | None] = None
     _held: ClassVar[TemporaryDirectory | None] = None
 
@@ -116,6 +117,7 @@ class RaySession:
         if held is not None:
             held.cleanup()
             CLEANUP.withdraw(cls._mark)
+            CLEANUP.withdraw(cls._words)
 
     def _open(self, wanted: RaySettings) -> None:
         quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": logging.ERROR}
@@ -158,8 +160,20 @@ class RaySession:
             raise
         finally:
             del os.environ[SESSION_VARIABLE]
+        RaySession._words = CLEANUP.register(last_words=_last_words(ray._private.worker._global_node))
         daemons = {pid: f"Ray's {name}" for pid, name in children(RaySession._held.name.encode()).items()}
         RaySession._watch = StoppedWatch(daemons, wanted.call_timeout_s, "trainer.placement.call_timeout_s")
+
+
+def _last_words(node: Any) -> dict[int, str]:
+    """What is said if Ray ends this process for the end of one of its own; it does so without a word."""
+    (raylet,) = node.all_processes["raylet"]
+    text = (
+        f"Ray's raylet (process {raylet.process.pid}) was killed or crashed, or ended with another of Ray's own "
+        "processes, and Ray ended this process for it. Published checkpoints are whole: start the run again with "
+        "resume=latest."
+    )
+    return {raylet.process.pid: text}
 
 
 def _show_token() -> bool:

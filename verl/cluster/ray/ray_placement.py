@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from verl.cluster.local_worker_group import InlineWorkerGroup
-from verl.cluster.placement import ROLES, DivisibleHost, Placement, RoleGroups, undivided
+from verl.cluster.placement import ROLES, DivisibleHost, Placement, RoleGroups, single_process_roles
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext
 from verl.engines.sharding import Sharding
@@ -92,7 +92,7 @@ class RayPlacement(Placement):
         for pool, members in self.groups(roles).items():
             count = self.workers.get(pool, size)
             field_name = f"workers.{pool}" if pool in self.workers else "pools"
-            if count > 1 and (whole := undivided(shardings, members)):
+            if count > 1 and (whole := single_process_roles(shardings, members)):
                 yield (
                     f"{field_name}: the pool {pool} ({', '.join(whole)}) has {count} workers, and sharding=none is "
                     "for one. Set sharding=ddp, or one worker."

@@ -47,7 +47,7 @@ from verl.errors import VerlError, WorkerDied, WorkerError, WorkerHung
 from verl.utils.child_process import excerpt
 from verl.utils.progress import Progress, ProgressWatch, report, state_of
 
-GRACE_S = 0.5  # an error waits so long to be told: a sibling's death, where that is the cause, is told first
+GRACE_S = 0.5  # delay before an error is reported, so that a sibling's death that caused it is reported first
 STACK_TIMEOUT_S = 5.0
 LOOK_EVERY_S = 5.0
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
@@ -104,14 +104,14 @@ class RayLauncher:
         """
         size = self._group.size
         self._actors = [self._hire(rank) for rank in range(size)]
-        here = self._gather("start", [actor.versions.remote() for actor in self._actors], START_TIMEOUT_S)
+        here = self._await_replies("start", [actor.versions.remote() for actor in self._actors], START_TIMEOUT_S)
         refuse_mixed_versions(here, "trainer.placement.address")
-        places = self._gather("start", [actor.place.remote() for actor in self._actors], START_TIMEOUT_S)
+        places = self._await_replies("start", [actor.place.remote() for actor in self._actors], START_TIMEOUT_S)
         nodes, self.pids = [place.address for place in places], [place.pid for place in places]
         self.shares_store = {place.node for place in places} == {ray.get_runtime_context().get_node_id()}
         is_one_machine = len(set(nodes)) == 1
         meeting = "127.0.0.1" if is_one_machine else nodes[0]
-        (address,) = self._gather("start", [self._actors[0].free_address.remote(meeting)], START_TIMEOUT_S)
+        (address,) = self._await_replies("start", [self._actors[0].free_address.remote(meeting)], START_TIMEOUT_S)
         search_path, refs = tuple(map(os.path.abspath, sys.path)), []
         device = "cuda:0" if context.device.startswith("cuda") else context.device  # Ray shows each the GPU it gives it
         for rank, actor in enumerate(self._actors):
@@ -168,10 +168,10 @@ class RayLauncher:
         Raises:
             WorkerError: one of them raised; WorkerDied where one has ended, WorkerHung where one is silent.
         """
-        told: list[RayReply] = self._gather(name, refs, timeout_s, step, lambda one: one[1] is not None)
+        told: list[RayReply] = self._await_replies(name, refs, timeout_s, step, lambda one: one[1] is not None)
         return [deserialize(parcel) for parcel, _ in told]
 
-    def _gather(
+    def _await_replies(
         self,
         name: str,
         refs: Sequence[Any],
@@ -348,12 +348,12 @@ class RayWorkerGroup:
         self._pending: list[PendingCall] = []
         self._inbox: SimpleQueue[tuple[PendingCall, list[Any]] | None] = SimpleQueue()
         self._joined = ShmBlockPool(shared=False)
-        self._crew: RayLauncher | None = None
+        self._launcher: RayLauncher | None = None
         self._collector = threading.Thread(target=self._collect, daemon=True)
         logs = None if context.run_dir is None else context.run_dir.absolute() / "workers"
         try:
-            self._crew = RayLauncher(session, group, logs)
-            self._crew.start(host, context)
+            self._launcher = RayLauncher(session, group, logs)
+            self._launcher.start(host, context)
         except BaseException:
             self._kill()
             self.close()
@@ -363,7 +363,7 @@ class RayWorkerGroup:
     @property
     def pids(self) -> list[int]:
         """Process ids by rank, each on its own machine."""
-        return [] if self._crew is None else self._crew.pids
+        return [] if self._launcher is None else self._launcher.pids
 
     def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
         """Send a call to every actor. Its future fails with a WorkerError; after `close`, with a VerlError."""
@@ -374,7 +374,7 @@ class RayWorkerGroup:
                 pending.future.set_exception(self._failure)
                 return pending.future
             try:
-                refs = self._crew.call(role, method, *self._sent(pending), pending.heard)
+                refs = self._launcher.call(role, method, *self._sent(pending), pending.heard)
             except (RayError, OSError, ValueError) as error:
                 pending.future.set_exception(_refusal(error, pending.name, self.step))
                 return pending.future
@@ -387,9 +387,9 @@ class RayWorkerGroup:
         args, division = pending.args, pending.division
         if division is None:
             return [serialize(args)] * self.world_size, [None] * self.world_size
-        if self._crew.shares_store:  # all may read all of it: they take their rows themselves, side by side
+        if self._launcher.shares_store:  # all may read all of it: they take their rows themselves, side by side
             return [serialize(args)] * self.world_size, [division.rows[part] for part in pending.shares.of_rank]
-        shares = [serialize((part, *args[1:])) for part in division.divide(args[0])]
+        shares = [serialize((part, *args[1:])) for part in division.split_rows(args[0])]
         return [shares[part] for part in pending.shares.of_rank], [None] * self.world_size
 
     def close(self) -> None:
@@ -398,8 +398,8 @@ class RayWorkerGroup:
         is_idle, withdrawn = not self._pending, self._withdraw(ended)
         for pending in withdrawn or []:
             pending.future.set_exception(ended)
-        if is_idle and withdrawn is not None and self._crew is not None:
-            self._crew.end()
+        if is_idle and withdrawn is not None and self._launcher is not None:
+            self._launcher.end()
         self._kill()
         self._inbox.put(None)
         if self._collector.is_alive():
@@ -411,10 +411,13 @@ class RayWorkerGroup:
         while (received := self._inbox.get()) is not None:
             pending, refs = received
             try:
-                answers = self._crew.answers(pending.name, pending.step, refs, self._group.call_timeout_s)
+                answers = self._launcher.answers(pending.name, pending.step, refs, self._group.call_timeout_s)
                 result = pending.result(dict(enumerate(answers)), self._joined.empty)
             except WorkerError as failure:
                 self._fail(failure)
+            except (RayError, OSError) as error:
+                broken = f"the connection to Ray broke ({type(error).__name__}: {error})"
+                self._fail(WorkerDied(0, pending.name, pending.step, broken))
             except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future
                 if self._taken(pending):
                     pending.future.set_exception(error)
@@ -447,8 +450,8 @@ class RayWorkerGroup:
             return failed
 
     def _kill(self) -> None:
-        if self._crew is not None:
-            self._crew.kill()
+        if self._launcher is not None:
+            self._launcher.kill()
 
 
 def _refusal(error: Exception, name: str, step: int | None) -> VerlError:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from verl.models.parallel_info import full_tensor, laid_out_as
+from verl.models.parallel_info import full_tensor, shard_like
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _delta(layer: Any, adapter: str, like: Tensor) -> Tensor:
     if factors[0] is a and factors[1] is b:
         return layer.get_delta_weight(adapter)
     delta = factors[1] @ factors[0] * layer.scaling[adapter]
-    return laid_out_as(delta.T if layer.fan_in_fan_out else delta, like)
+    return shard_like(delta.T if layer.fan_in_fan_out else delta, like)
 
 
 def _saved_names(base: Any, state: Mapping[str, Tensor]) -> list[str]:

@@ -17,7 +17,7 @@ from verl.rewards.base import RewardDescription
 from verl.trainer.api.from_objects import reward_from_object
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.ppo_config import PPORun
-from verl.trainer.setup import fit_through_losses
+from verl.trainer.setup import fit_with_restarts
 from verl.trainer.state.resume import load_checkpoint
 from verl.trainer.state.training_identity import identity_of
 from verl.trainer.train_loop import TrainLoop, TrainResult, fit
@@ -73,7 +73,7 @@ class BaseTrainer:
         In Ray, a lost worker costs the steps since the last save: see `verl.trainer.setup`.
         """
         self._under_way()
-        return fit_through_losses(self.trainer, self._fit_once, self.trainer.max_restarts)
+        return fit_with_restarts(self.trainer, self._fit_once, self.trainer.max_restarts)
 
     def _fit_once(self, may_restart: bool) -> TrainResult:
         if self._course.is_over:  # a worker was lost, and the trainer is built anew

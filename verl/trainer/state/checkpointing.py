@@ -195,8 +195,9 @@ class CheckpointSaver:
         (run_dir / POINTER).write_text(json.dumps(pointer, indent=2) + "\n")
         if self.parts is not None and (fault := self.parts.look(store)) is not None:
             _log.warning(
-                "%s: the driver gathers and writes every checkpoint. Put checkpoint.save_dir where all machines see "
-                "it, and every process writes its own part.",
+                "%s: the driver gathers and writes every checkpoint, and a resume or a restart of this run will be "
+                "refused where a machine does not have the checkpoint. Put checkpoint.save_dir where all machines see "
+                "it; then every process also writes its own part.",
                 fault,
             )
             self.parts = None

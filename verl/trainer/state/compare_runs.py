@@ -30,7 +30,7 @@ TIMES = (
     "sync/proof_s",
     "perf/peak_memory_mib",
     "timing/",
-)  # and what begins so: never equal, and of no consequence
+)  # metrics with these prefixes differ in every run and are ignored
 STATES = ("dataloader/state.json", "scheduler/state.json", "rng/python.json", "rng/numpy.json")
 OF_ONE_LAYOUT = ("rng",)  # generators: roles in the driver's process draw from its own, roles elsewhere have theirs
 

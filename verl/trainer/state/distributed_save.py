@@ -39,12 +39,12 @@ class _RoleProcesses:
     """Processes that hold the same roles."""
 
     lead: Any  # a handle to one of these roles
-    berths: list[RankInfo]
+    rank_infos: list[RankInfo]
     first_rank: int
 
     @property
     def names(self) -> list[str]:
-        return [f"rank_{self.first_rank + rank}" for rank in range(len(self.berths))]
+        return [f"rank_{self.first_rank + rank}" for rank in range(len(self.rank_infos))]
 
 
 class RankWriters:
@@ -56,7 +56,7 @@ class RankWriters:
 
     def __init__(self, trained: Mapping[str, Any], settings: Checkpointing):
         self._trained, self._settings = dict(trained), settings
-        self._crews: list[_RoleProcesses] = []
+        self._groups: list[_RoleProcesses] = []
         self._under_way: list[MultiWriterSave] = []
         self._is_copying = False
 
@@ -72,25 +72,25 @@ class RankWriters:
             store.disk.make_directory(desk)
             try:
                 open_report_directory(store.disk, desk, nonce)
-                berths = {name: role.look(desk, nonce).result() for name, role in self._trained.items()}
+                rank_infos = {name: role.look(desk, nonce).result() for name, role in self._trained.items()}
             finally:
                 remove_tree(store.disk, desk)
-        self._crews, first_rank = [], 0
-        for name, found in berths.items():
+        self._groups, first_rank = [], 0
+        for name, found in rank_infos.items():
             if found[0].roles[0] == name:
-                self._crews.append(_RoleProcesses(self._trained[name], found, first_rank))
+                self._groups.append(_RoleProcesses(self._trained[name], found, first_rank))
                 first_rank += len(found)
-        return self._blind([berth.sees for crew in self._crews for berth in crew.berths], store.directory)
+        return self._blind([info.sees for group in self._groups for info in group.rank_infos], store.directory)
 
     def states(self) -> dict[str, RemoteRoleState]:
         """What is told of each role."""
-        found = {name: state for crew in self._crews for name, state in crew.lead.remote_states().result().items()}
+        found = {name: state for group in self._groups for name, state in group.lead.remote_states().result().items()}
         return {name: found[name] for name in self._trained}
 
     def prepare(self, store: CheckpointStore, is_async: bool) -> None:
         """Have every process allocate the memory for saves in the background."""
-        for crew in self._crews:
-            crew.lead.prepare_parts(self._setting(store, is_async, crew))
+        for group in self._groups:
+            group.lead.prepare_parts(self._setting(store, is_async, group))
 
     def save(self, writer: CheckpointWriter, request: SaveRequest, num_bytes: int) -> None:
         """Begin a save. What becomes of it, `writer` tells; nothing of it is raised but the loss of a worker.
@@ -125,8 +125,8 @@ class RankWriters:
         """Have every process wait until its copy is made, before whatever it is asked to do next."""
         if self._is_copying:
             self._is_copying = False
-            for crew in self._crews:
-                crew.lead.wait_copied()
+            for group in self._groups:
+                group.lead.wait_copied()
 
     def give_up(self, reason: str) -> None:
         """Let saves end whose processes are gone."""
@@ -139,7 +139,7 @@ class RankWriters:
     def _begin(
         self, store: CheckpointStore, step: int, tag: str | None, num_bytes: int
     ) -> tuple[SaveTransaction, MultiWriterSave, str]:
-        others, nonce = [name for crew in self._crews for name in crew.names], secrets.token_hex(16)
+        others, nonce = [name for group in self._groups for name in group.names], secrets.token_hex(16)
         staging = store.begin(step, tag, num_bytes, FILES_OF_A_PART * len(others), others)
         try:
             open_report_directory(store.disk, staging.directory, nonce)
@@ -154,13 +154,13 @@ class RankWriters:
         """Have every process take part. Returns why one cannot."""
         self._is_copying = True
         answers: list[Future[list[bool]]] = []
-        for crew in self._crews:
-            setting = self._setting(writer.store, writer.mode == "async", crew)
+        for group in self._groups:
+            setting = self._setting(writer.store, writer.mode == "async", group)
             order = RankSaveOrder(setting=setting, step=step, staging=joint.directory, nonce=nonce)
-            answers.append(crew.lead.save_part(order))
+            answers.append(group.lead.save_part(order))
         return self._blind([sees for answer in answers for sees in answer.result()], writer.store.directory)
 
-    def _setting(self, store: CheckpointStore, is_async: bool, crew: _RoleProcesses) -> RankSaveSettings:
+    def _setting(self, store: CheckpointStore, is_async: bool, group: _RoleProcesses) -> RankSaveSettings:
         return RankSaveSettings(
             directory=store.directory,
             run_id=store.run_id,
@@ -169,7 +169,7 @@ class RankWriters:
             is_async=is_async,
             use_safetensors=self._settings.use_safetensors,
             max_shard_bytes=int(self._settings.max_shard_gib * 2**30),
-            first_rank=crew.first_rank,
+            first_rank=group.first_rank,
             increment=self._settings.increment,
             writer_timeout_s=self._settings.writer_timeout_s,
         )
@@ -183,6 +183,6 @@ class RankWriters:
         return f"{', '.join(blind[:3])}{more} cannot see {directory} as the driver does"
 
     def _who(self) -> Iterator[str]:
-        for crew in self._crews:
-            for name, berth in zip(crew.names, crew.berths, strict=True):
-                yield f"{name} ({', '.join(berth.roles)}) on {berth.host}"
+        for group in self._groups:
+            for name, rank_info in zip(group.names, group.rank_infos, strict=True):
+                yield f"{name} ({', '.join(rank_info.roles)}) on {rank_info.host}"

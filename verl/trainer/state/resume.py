@@ -63,13 +63,13 @@ COMPONENTS = ("actor", "critic", "optimizer", "scheduler", "dataloader", "rng", 
 
 
 def load_checkpoint(
-    course: TrainLoop,
+    loop: TrainLoop,
     path: str | Path,
     components: Sequence[str] | None = None,
     mmap: bool = False,
     device_map: DeviceMap = None,
 ) -> ResumePoint:
-    """Take a checkpoint over into the trainer of a course.
+    """Take a checkpoint over into the trainer of a loop.
 
     Nothing is changed before every byte that is asked for has been hashed.
 
@@ -85,18 +85,18 @@ def load_checkpoint(
         CheckpointNotFound: there is no checkpoint.
         BadCheckpoint: it is damaged.
     """
-    trainer: Any = course.trainer
+    trainer: Any = loop.trainer
     chosen = _chosen(trainer, components)
     _refuse_devices(device_map)
-    course.settle()
+    loop.settle()
     point = find(str(path), trainer.saving.directory, verify=False)
     if point is None:
         raise CheckpointNotFound(f"path is {path!r}: there is no checkpoint in {trainer.saving.directory}")
     if components is None and point.state.get("identity"):
         own = trainer.saving.identity or identity_of(as_plain(trainer.description), trainer.tokenizer)
-        _refuse_other_training(point, own)
+        _refuse_with_path(point, own)
     _verify(point, chosen)
-    course.begin(evaluates=False)
+    loop.begin(evaluates=False)
     for name in trainer.trained:
         source = CheckpointSelection(point.published.directory, name in chosen, "optimizer" in chosen, mmap, device_map)
         getattr(trainer, name).load(name, source).result()
@@ -105,11 +105,11 @@ def load_checkpoint(
         trainer.load_data_position(point)
     if "scheduler" in chosen:
         trainer.load_driver_state(point)
-        course.go_on_from(point)
+        loop.go_on_from(point)
     if "replay_buffer" in chosen:
         trainer.reuse.load(point)
     if "rng" in chosen:
-        course.restore_generators(point)
+        loop.restore_generators(point)
     return point
 
 
@@ -139,7 +139,7 @@ def _refuse_devices(device_map: DeviceMap) -> None:
             raise ConfigError(f"device_map is {device_map!r}: torch has no {device} here ({reason}).") from error
 
 
-def _refuse_other_training(point: ResumePoint, own: Mapping[str, Any]) -> None:
+def _refuse_with_path(point: ResumePoint, own: Mapping[str, Any]) -> None:
     try:
         refuse_other_identity(point, own)
     except ConfigError as error:

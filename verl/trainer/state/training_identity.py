@@ -1,5 +1,8 @@
 """Training identity: model, tokenizer, data and algorithm, which a resume must not change; how two configurations
 differ.
+
+Optimizer, seed, sharding and whatever else is not in `IDENTITY` may change at a resume; the run then names each change.
+Who refuses: `refuse_other_identity` in `verl/trainer/state/resume.py`.
 """
 
 from __future__ import annotations
@@ -14,11 +17,11 @@ from blake3 import blake3
 IDENTITY = ("actor.model", "actor.lora", "critic.model", "critic.lora", "reference.model", "data", "algorithm")
 ABSENT = "(not set)"
 KIND = "._target_"
-# Settings that older checkpoints do not know, and what they did: the same as with these values.
-LATER = {"algorithm.replay_fraction": 0.0, "algorithm.replay_max_staleness": 16}
+# Settings added later; a checkpoint without them behaves as if they had these values.
+DEFAULTS_OF_OLDER_CHECKPOINTS = {"algorithm.replay_fraction": 0.0, "algorithm.replay_max_staleness": 16}
 # Of a reward, settings that decide how it is asked, and nothing about what it gives.
-OF_ASKING = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}
-OF_ASKING |= {"micro_batch_tokens", "endpoint", "sharding"}
+REWARD_TRANSPORT_KEYS = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}
+REWARD_TRANSPORT_KEYS |= {"micro_batch_tokens", "endpoint", "sharding"}
 DIGEST = "blake3"  # the only key of what stands for the content of a file or directory
 
 
@@ -38,7 +41,7 @@ def reward_identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Files of functions and models of this machine are replaced by digests of their content, as in `identity_of`.
     """
-    own = {path: value for path, value in _flat(config) if OF_ASKING.isdisjoint(path.split("."))}
+    own = {path: value for path, value in _flat(config) if REWARD_TRANSPORT_KEYS.isdisjoint(path.split("."))}
     return {path: _rates_by(value) for path, value in own.items()}
 
 
@@ -54,7 +57,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     Of a component in whose place stands another one, or none, the `_target_` alone: their fields are not comparable.
     """
     old, new = dict(_flat(before)), dict(_flat(now))
-    for path, value in LATER.items():
+    for path, value in DEFAULTS_OF_OLDER_CHECKPOINTS.items():
         if path in new and f"algorithm{KIND}" in old:
             old.setdefault(path, value)
     found = {

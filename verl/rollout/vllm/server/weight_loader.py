@@ -3,9 +3,9 @@
     q_proj, k_proj, v_proj ──> rows of qkv_proj ──┬── a parameter that is there (on a GPU, embeddings, norms): copied
     gate_proj, up_proj     ──> rows of gate_up    └── packed for the CPU: packed anew from the chunk, where they adjoin
 
-A layer that is packed gives its former memory back before it takes new, and the holes that this leaves go back to the
-system after each landing. Layers are known by the names of their classes, as in the proof of a sync, which reads all of
-them after each landing.
+A packed layer frees its old buffer before it allocates the new one, and free memory goes back to the system after each
+load. Layers are recognised by class name, as in weight verification, which reads every layer after each load; for a
+layer of another class `UnsupportedLayer` is raised, and `WorkerExtension` has vLLM reload the weights.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class InPlaceLoader:
         self._starts, self._slices = starts or {}, dict[str, list[tuple[slice, ...]]]()
         self._packed_names = PACKED | dict(getattr(model, "packed_modules_mapping", None) or {})
         self._shapes = shapes
-        self._takers: dict[str, list[Callable[[str, Tensor], None]]] = {name: [] for name in shapes}
+        self._writers: dict[str, list[Callable[[str, Tensor], None]]] = {name: [] for name in shapes}
         self._packings: list[PackedLayer] = []
         self._embeddings: dict[int, str] = {}  # of a parameter: the name that it comes by
         modules = dict(model.named_modules())
         for path, module in modules.items():
             self._find(plain_name(path), module)
         self._mind_heads(modules.values(), getattr(model, "lm_head", None))
-        if homeless := [name for name, takers in self._takers.items() if not takers]:
+        if homeless := [name for name, takers in self._writers.items() if not takers]:
             raise UnsupportedLayer(f"{homeless[0]} has no place")
 
     def wanted(self) -> dict[str, Box]:
@@ -92,7 +92,7 @@ class InPlaceLoader:
     @torch.no_grad()
     def take(self, name: str, tensor: Tensor) -> None:
         """Put one tensor where it belongs; it may be a view that lasts until `keep`."""
-        for taker in self._takers[name]:
+        for taker in self._writers[name]:
             taker(name, tensor)
 
     def keep(self) -> None:
@@ -123,7 +123,7 @@ class InPlaceLoader:
             pieces.append(LoadSlice(tensor, (rows, *columns), part.local))
             if layer.bias is not None:
                 self._expect(bias, (part.rows,))
-                self._copied(bias, (rows,), layer.bias.data[part.local])
+                self._register_copy(bias, (rows,), layer.bias.data[part.local])
         pieces = [replace(piece, read=self._moved(piece.name, piece.source)) for piece in pieces]
         pieces.sort(key=lambda piece: piece.rows.start)
         self._matrix(layer, pieces)
@@ -132,12 +132,12 @@ class InPlaceLoader:
     def _matrix(self, layer: Any, pieces: Sequence[LoadSlice]) -> None:
         if layer.weight.numel():
             for piece in pieces:
-                self._copied(piece.name, piece.source, layer.weight.data[piece.rows])
+                self._register_copy(piece.name, piece.source, layer.weight.data[piece.rows])
             return
         packing = PackedLayer(layer, pieces)
         self._packings.append(packing)
         for name in dict.fromkeys(piece.name for piece in pieces):
-            self._takers[name].append(packing.take)
+            self._writers[name].append(packing.take)
         for piece in packing.pieces:
             self._slices.setdefault(piece.name, []).append(piece.source)
 
@@ -149,7 +149,7 @@ class InPlaceLoader:
         self._expect(tensor, (layer.org_vocab_size, layer.embedding_dim))
         start, end = indices.org_vocab_start_index, indices.org_vocab_end_index
         self._embeddings[id(layer.weight)] = tensor
-        self._copied(tensor, (slice(start, end),), layer.weight.data[: end - start])
+        self._register_copy(tensor, (slice(start, end),), layer.weight.data[: end - start])
         self._whole(name, layer, {key: value for key, value in layer._parameters.items() if key != "weight"})
 
     def _mind_heads(self, modules: Any, head: Any) -> None:
@@ -158,7 +158,9 @@ class InPlaceLoader:
             if "VocabParallelEmbedding" not in (kinds := kinds_of(layer)) or not hasattr(layer, "cpu_linear"):
                 continue
             if "ParallelLMHead" in kinds or layer is head:
-                self._takers[self._embeddings[id(layer.weight)]].append(lambda _, __, layer=layer: repack_weight(layer))
+                self._writers[self._embeddings[id(layer.weight)]].append(
+                    lambda _, __, layer=layer: repack_weight(layer)
+                )
             else:
                 layer.cpu_linear = torch.nn.functional.linear
 
@@ -167,7 +169,7 @@ class InPlaceLoader:
         for key, parameter in parameters.items():
             if parameter is not None:
                 self._expect(f"{name}.{key}", tuple(parameter.shape))
-                self._copied(f"{name}.{key}", (), parameter.data)
+                self._register_copy(f"{name}.{key}", (), parameter.data)
 
     def _nothing_else(self, name: str, layer: nn.Module, *known: str) -> None:
         if others := [key for key, value in layer._parameters.items() if value is not None and key not in known]:
@@ -177,10 +179,10 @@ class InPlaceLoader:
         if self._shapes.get(name) != shape:
             raise UnsupportedLayer(f"{name} does not come as {list(shape)}")
 
-    def _copied(self, name: str, source: tuple[slice, ...], target: Tensor) -> None:
+    def _register_copy(self, name: str, source: tuple[slice, ...], target: Tensor) -> None:
         read = self._moved(name, source)
         self._slices.setdefault(name, []).append(source)
-        self._takers[name].append(lambda _, tensor: target.copy_(tensor[read]))
+        self._writers[name].append(lambda _, tensor: target.copy_(tensor[read]))
 
     def _moved(self, name: str, source: tuple[slice, ...]) -> tuple[slice, ...]:
         """Where a slice of the whole tensor lies in what comes of it."""
@@ -191,7 +193,7 @@ class InPlaceLoader:
 
 
 def pack_weight(layer: Any, weight: Tensor) -> None:
-    """Pack a matrix as vLLM does after loading; its former memory is free before."""
+    """Pack a matrix as vLLM does after loading; the old packed buffer is freed first."""
     held, layer.cpu_linear = layer.weight, None
     layer.weight = nn.Parameter(weight, requires_grad=False)
     layer.quant_method.process_weights_after_loading(layer)

@@ -71,7 +71,7 @@ class WorkerExtension:
         start = time.perf_counter()
         feed = feeds[self.rank]
         chunks = feed.chunks
-        landing = self._landing(feed) if loading.in_place else "it is asked for"
+        landing = self._loader_or_reason(feed) if loading.in_place else "it is asked for"
         reader = self._opened(feed)
         waited = reader.waited_s
         try:
@@ -97,7 +97,7 @@ class WorkerExtension:
             self._reader = StreamReader(feed.handle, feed.reader)
         return self._reader
 
-    def _landing(self, feed: FeedPlan) -> InPlaceLoader | str:
+    def _loader_or_reason(self, feed: FeedPlan) -> InPlaceLoader | str:
         """The places of these tensors, found with the first sync; or why vLLM has to load its model anew."""
         coming = {place.name: place.shape for places in feed.chunks for place in places}
         if self._found is None or self._found[0] != (coming, feed.slices):
