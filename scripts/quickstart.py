@@ -50,7 +50,7 @@ def main() -> None:
     }
     (ROOT / args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(
-        f"\nGreedy accuracy on the held-out problems: {before['eval/accuracy']:.1%} after SFT ({sft['wall_s']:.0f} s), "
+        f"\nGreedy accuracy on held-out problems: {before['eval/accuracy']:.1%} after SFT ({sft['wall_s']:.0f} s),\n"
         f"{after['eval/accuracy']:.1%} after {ppo['steps']} steps of PPO ({ppo['wall_s']:.0f} s, "
         f"{summary['samples_per_s']} samples/s).\n"
         f"  curves   {args.out / 'ppo/curves.png'}\n"

@@ -44,6 +44,16 @@ def test_help_lists_the_groups_and_neither_help_nor_check_imports_anything_heavy
     assert "HEAVY AFTER CHECK []" in done.stdout
 
 
+@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job"]])
+def test_a_reader_that_leaves_is_no_error_of_what_is_only_shown(flags, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, str(ROOT / "main_ppo.py"), *flags]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_faults_print_as_a_list_without_traceback_exit_2_and_leave_no_directory(tmp_path):
     done = run(
         tmp_path, str(ROOT / "main_ppo.py"), "actor=lama8b", "trainer.lr=1", "trainer.backend=dp3", "trainer.seed=-1"

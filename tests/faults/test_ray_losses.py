@@ -109,5 +109,7 @@ def test_restarts_are_bounded_and_begin_anew_where_nothing_was_saved(killing, mo
     with pytest.raises(WorkerDied, match=r"restarted 1 times before, and trainer\.placement\.max_restarts"):
         fit(run, tmp_path / "run")
     assert "from the beginning, for it had saved nothing yet" in caplog.text
+    assert caplog.text.count("The run is restarting after step 0.") == 1  # the first loss ends nothing
+    assert caplog.text.count("The run has failed after step 0.") == 1
     assert len(json.loads((tmp_path / "run/summary.json").read_text())["restarts"]) == 1
     assert all_gone(pids)

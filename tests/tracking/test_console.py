@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from verl.errors import ConfigError
-from verl.tracking.console import Console, ConsoleTracker
+from verl.tracking.console import Console, ConsoleTracker, set_command
 
 
 def screen(terminal: bool) -> RichConsole:
@@ -87,6 +87,49 @@ def test_the_stage_times_of_a_step_stand_in_one_line_without_what_came_between_s
         tracker.stage(name, STAGES.get(name, 0.71), "")
     tracker.log({"reward/mean": 1.0, "timing/gen_s": 1.24, "timing/reward_s": 0.02, "timing/update_actor_s": 0.71}, 1)
     assert shown(console).splitlines()[-1] == "  gen 1.24s  reward 0.02s  update_actor 0.71s"
+
+
+def ended(tmp_path, command: tuple[str, ...] = (), **changes) -> list[str]:
+    summary = {
+        "status": "finished", "steps": 9, "wall_s": 12.3, "error": None, "saved": ["actor"], "checkpoints": [],
+        "evaluations": {"0": {"eval/score": 1.0, "eval/accuracy": 0.644}, "9": {"eval/accuracy": 0.992}},
+    }  # fmt: skip
+    (tmp_path / "samples").mkdir(exist_ok=True)
+    console = screen(terminal=False)
+    tracker = ConsoleTracker(Console(), console)
+    tracker.start("verl/ppo", {}, tmp_path, 9)
+    set_command(command)
+    try:
+        tracker.result({**summary, **changes})
+        tracker.close(changes.get("status", "finished"))
+    finally:
+        set_command(())
+    return shown(console).splitlines()[1:]
+
+
+def test_a_run_ends_with_before_and_after_its_directory_and_three_commands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path.parent)
+    assert ended(tmp_path) == [
+        "run finished after 9 of 9 steps, 12 s",
+        "  accuracy 0.644 -> 0.992 (held-out rows, step 0 -> 9)",
+        f"  results in {tmp_path.name}",
+        "  next:",
+        f"    verl samples {tmp_path.name}",
+        f"    verl eval {tmp_path.name}",
+        f'    verl generate {tmp_path.name} --prompt "..."',
+    ]
+
+
+def test_a_run_that_is_not_over_ends_with_the_command_that_goes_on(tmp_path):
+    command = ("python", "main_ppo.py", "resume=latest", "trainer.stop_after=4", "actor.model.path=a b")
+    stopped = ended(tmp_path, command, status="stopped", steps=4, checkpoints=["global_step_4"])
+    assert stopped[0] == "run stopped after 4 of 9 steps, 12 s"
+    assert stopped[-3] == f"    python main_ppo.py 'actor.model.path=a b' resume={tmp_path}"
+    failed = ended(tmp_path, command, status="failed", steps=4, error="RewardError: no\n  Expected: more")
+    assert failed[:2] == ["run failed after 4 of 9 steps, 12 s", "  RewardError: no"]
+    assert failed[-3] == f"    less {tmp_path}/run.log"
+    restarting = ended(tmp_path, command, status="restarting", steps=4, error="WorkerDied: gone")
+    assert restarting[-1] == f"  results in {tmp_path}"  # nobody has to do anything
 
 
 def test_a_terminal_breaks_long_sentences_between_words_only():

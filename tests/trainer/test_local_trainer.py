@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from verl.compose.compose import compose_root
 from verl.compose.schema import conf_dir
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError
 from verl.models.tiny import TinyModel
-from verl.trainer.local_trainer import LocalPPOTrainer
+from verl.trainer.local_trainer import LocalPPOTrainer, _compose
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 SHORT = {
@@ -69,6 +70,22 @@ def test_a_script_that_torchrun_has_started_twice_does_not_train_twice(short_fil
         monkeypatch.setenv(name, value)
     (fault,) = faults_of(short_file(), train_dataset=ROWS, reward_fn=score)
     assert "torchrun has started this script 2 times" in fault
+
+
+def test_a_line_for_every_stage_is_the_default_of_a_script_and_not_of_a_command():
+    def is_long(*overrides: str) -> bool:
+        return _compose({}, {}, list(overrides), None).config.tracker.console.stage_lines
+
+    assert is_long()
+    assert not is_long("tracker.console.stage_lines=false")
+    assert "console" not in _compose({}, {}, ["tracker=none"], None).config.tracker
+    assert not compose_root("ppo").tracker.console.stage_lines
+
+
+def test_a_run_that_this_machine_cannot_have_leaves_no_directory(short_file, monkeypatch):
+    faults = faults_of(short_file(resume="/no/such/run"), train_dataset=ROWS, reward_fn=score)
+    assert faults[0].startswith("resume is '/no/such/run': no such directory")
+    assert not Path("outputs").exists()
 
 
 def test_a_short_file_with_rows_and_a_reward_function_trains(short_file):

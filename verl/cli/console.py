@@ -17,12 +17,12 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TextIO, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import typer
 
 from verl.errors import BadCheckpoint, ConfigError, VerlError
-from verl.tracking.console import fitting_columns
+from verl.tracking.console import fitting_columns, reader_may_leave
 
 FOUND, FAILED = 1, 2
 F = TypeVar("F", bound=Callable[..., Any])
@@ -43,51 +43,6 @@ def command(app: typer.Typer, name: str) -> Callable[[F], F]:
         return function
 
     return register
-
-
-class _UnreadOutput:
-    """Standard output whose reader may leave, as `head` does: what follows is written nowhere, and the command goes on
-    to its own exit status."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with self._leaving():
-            return self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with self._leaving():
-            self._stream.flush()
-
-    @contextlib.contextmanager
-    def _leaving(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
-
-
-@contextlib.contextmanager
-def reader_may_leave() -> Iterator[None]:
-    """Within, a closed pipe at standard output is no error."""
-    before = sys.stdout
-    if isinstance(before, _UnreadOutput):
-        yield
-        return
-    output: Any = _UnreadOutput(before)
-    sys.stdout = output
-    try:
-        yield
-    finally:
-        output.flush()
-        sys.stdout = before
 
 
 @contextlib.contextmanager

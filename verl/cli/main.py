@@ -9,13 +9,14 @@ from typer.core import TyperGroup
 
 import verl
 from verl.cli import checkpoint  # which adds its commands to those of checkpoint.py
-from verl.cli.console import one_line_errors, reader_may_leave
+from verl.cli.console import one_line_errors
 from verl.cli.generate import evaluate, generate
 from verl.cli.lineage import lineage
 from verl.cli.models import print_families, print_kept, print_summary
 from verl.cli.resume_check import resume_check
 from verl.cli.samples import samples
 from verl.errors import ConfigError
+from verl.tracking.console import reader_may_leave
 from verl.utils.component_exits import component_exits
 from verl.utils.env_check import BACKENDS, check_env
 

@@ -39,6 +39,7 @@ WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--confi
 _INFORMED_OF = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _MULTIRUN = ("-m", "--multirun")
 SHOWS_ONLY = ("--cfg", "-c", "--info", "-i")  # these print and never reach the run's own check
+PRINTS_ONLY = (*SHOWS_ONLY, "--help", "-h", "--hydra-help", "--version")
 _SHOWN = ("job", "hydra", "all")
 _PARSER = OverridesParser.create()
 

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -32,12 +32,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.compose import schema
-from verl.compose.command_line import SHOWS_ONLY, command_line, composition_faults
+from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults
 from verl.compose.overrides import Overrides
 from verl.compose.print_config import print_start, remove_refused, save_config
 from verl.compose.schema import conf_dir
 from verl.errors import CheckpointError, ConfigError, VerlError, WorkerError
-from verl.tracking.console import set_command, shown_path
+from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG, setup_logging
 from verl.utils import torchrun
 from verl.utils.component_exits import component_exits
@@ -153,7 +153,9 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
                 if assigned.faults and any(a.partition("=")[0] in SHOWS_ONLY for a in arguments):
                     raise ConfigError(assigned.faults)
                 sys.argv[1:] = arguments
-                _run_hydra(root, main, assigned.faults)
+                only_shows = any(argument in PRINTS_ONLY for argument in arguments)
+                with reader_may_leave() if only_shows else nullcontext():
+                    _run_hydra(root, main, assigned.faults)
 
         return command
 

@@ -79,9 +79,7 @@ def _actor_dir(name: str, console: Console, overrides: Sequence[str]) -> Path:
     if (final / "actor" / "config.json").is_file():
         console.print(f"{WARM_START}{name} lies in {final}", soft_wrap=True)
         return final / "actor"
-    console.print(
-        f"{WARM_START}{name} is made once, by main_sft.py experiment={name}, about a minute ...", soft_wrap=True
-    )
+    console.print(f"{WARM_START}{name} is made once, in about a minute ...", soft_wrap=True)
     begin = time.monotonic()
     _make(run, final)
     console.print(f"{WARM_START}{name} made in {time.monotonic() - begin:.0f} s, kept in {final}", soft_wrap=True)

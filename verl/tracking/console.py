@@ -6,22 +6,22 @@ step 12/300  reward 0.812  kl 0.0128  entropy 4.48  length 7.67  0.90s  eta 4:22
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
+import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from verl.component import BuildContext
 from verl.tracking.base import Tracker, TrackerDescription, short, stage_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.console import Console as RichConsole
     from rich.progress import Progress
 
@@ -267,9 +267,10 @@ def result_lines(
 def shown_path(path: Path) -> str:
     """Relative to the working directory where it lies below it."""
     try:
-        return str(path.absolute().relative_to(Path.cwd()))
+        below = path.absolute().relative_to(Path.cwd())
     except (ValueError, OSError):
         return str(path)
+    return str(path.absolute() if below == Path() else below)
 
 
 def _before_and_after(evaluations: Mapping[Any, Mapping[str, float]]) -> str:
@@ -378,3 +379,48 @@ def fitting_columns(widths: Sequence[int], width: int, drop: Sequence[int]) -> l
 def visible(text: str) -> str:
     """Control characters, which a model may well produce, as escapes; line breaks and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+class _UnreadOutput:
+    """Standard output whose reader may leave, as `head` does: what follows is written nowhere, and the command goes on
+    to its own exit status."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._leaving():
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._leaving():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _leaving(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Within, a closed pipe at standard output is no error."""
+    before = sys.stdout
+    if isinstance(before, _UnreadOutput):
+        yield
+        return
+    output: Any = _UnreadOutput(before)
+    sys.stdout = output
+    try:
+        yield
+    finally:
+        output.flush()
+        sys.stdout = before

@@ -170,30 +170,27 @@ def finish_panel(axes: Axes, name: str) -> None:
 
 
 def moving_average(values: Sequence[float]) -> list[float]:
-    """Centred average over about a tenth of the series, so that the curve does not lag behind it; gaps stay gaps.
+    """Centred average over about a sixth of the series, its middle weighing most; gaps stay gaps.
 
-    Near the ends the window becomes narrower on both sides: it is always as far to the left as to the right, and a
-    straight line is left as it is.
+    At each point a straight line is fitted to its neighbours (LOESS), so that the curve neither lags behind the series
+    nor bends at its ends, where one side has no neighbours: a straight line is left as it is.
     """
     import numpy as np
 
-    smooth = np.array(values, dtype=np.float64)
-    half = max(1, len(smooth) // 40)
-    for _ in range(2):  # twice: weights that fall off linearly
-        smooth = _box_average(smooth, half)
-    return smooth.tolist()
+    raw = np.array(values, dtype=np.float64)
+    reach = min(max(1, len(raw) // 12), (len(raw) - 1) // 2)
+    if reach < 1:
+        return list(values)
+    is_there = np.isfinite(raw)
+    filled, distance = np.where(is_there, raw, 0.0), np.arange(-reach, reach + 1)
+    weight = 1.0 - np.abs(distance) / (reach + 1)
 
+    def around(series: np.ndarray, power: int) -> np.ndarray:
+        return np.correlate(series, weight * distance**power, "same")
 
-def _box_average(values: np.ndarray, half: int) -> np.ndarray:
-    import numpy as np
-
-    count, is_there = len(values), np.isfinite(values)
-    filled, box = np.where(is_there, values, 0.0), np.ones(2 * half + 1)
-    if count < len(box):
-        return values
-    sums, counts = np.convolve(filled, box, "same"), np.convolve(is_there, box, "same")
-    for reach in range(half):  # of the first and the last places
-        for place in (reach, count - 1 - reach):
-            window = slice(place - reach, place + reach + 1)
-            sums[place], counts[place] = filled[window].sum(), is_there[window].sum()
-    return np.where(is_there, sums / np.maximum(counts, 1), np.nan)
+    count, first, second = (around(is_there.astype(np.float64), power) for power in (0, 1, 2))
+    mean, slope = around(filled, 0), around(filled, 1)
+    spread = count * second - first * first
+    with np.errstate(invalid="ignore", divide="ignore"):
+        fitted = np.where(spread > 1e-9, (second * mean - first * slope) / spread, mean / count)
+    return np.where(is_there, fitted, np.nan).tolist()

@@ -334,7 +334,8 @@ class TrainLoop:
             if may_restart and isinstance(error, WorkerDied):
                 result.status = "restarting"
             told = {"console": False}  # the console tracker says it where the run ends
-            _log.error("The run is %s after step %d.", result.status, result.steps, exc_info=True, extra=told)
+            what = "is restarting" if result.status == "restarting" else "has failed"
+            _log.error("The run %s after step %d.", what, result.steps, exc_info=True, extra=told)
             setattr(error, IN_RUN_LOG, True)
 
     def end(self) -> None:
