@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl.checkpoint.core.filesystem import NO_LOCK, FileHandle, FileSystem, write_by_rename, write_errors
-from verl.checkpoint.read.discovery import FORMAT, OWNER, RUN_LOCK
+from verl.checkpoint.read.discovery import FORMAT, OWNER, RUN_LOCK, refuse_inside
 from verl.errors import CheckpointFenced, CheckpointWriteFailed
 from verl.utils.external_input import ExternalInputError, parse_as, parse_mapping
 
@@ -182,6 +182,7 @@ class RunLock:
         Raises:
             CheckpointWriteFailed: the directory cannot be made or written.
         """
+        refuse_inside(self._path.parent, "checkpoint.save_dir")
         with write_errors(f"claiming {self._path.parent}"):
             for path in (self._path.parent, *self._path.parent.parents):
                 if path.exists():

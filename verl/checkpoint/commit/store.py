@@ -27,7 +27,16 @@ from verl.checkpoint.core.filesystem import (
     write_file,
 )
 from verl.checkpoint.core.manifest import FORMAT_NAME, FORMAT_VERSION
-from verl.checkpoint.read.discovery import FORMAT, LATEST, RESERVED, STAGING, TAG, TRASH, CheckpointDirectory
+from verl.checkpoint.read.discovery import (
+    FORMAT,
+    LATEST,
+    RESERVED,
+    STAGING,
+    TAG,
+    TRASH,
+    CheckpointDirectory,
+    refuse_inside,
+)
 from verl.errors import ConfigError, NoSpaceForCheckpoint
 from verl.utils.external_input import checked_name
 
@@ -164,6 +173,7 @@ class CheckpointStore(CheckpointDirectory):
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
+        refuse_inside(self.directory, "a directory for checkpoints")
         missing = [path for path in (self.directory, *self.directory.parents) if not self.exists(path)]
         for path in (*reversed(missing or [self.directory]), self.directory / STAGING):
             with contextlib.suppress(FileExistsError):
