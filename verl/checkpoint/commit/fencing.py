@@ -203,6 +203,16 @@ class RunLock:
             os.pwrite(self._fd, data, 0)
         return None
 
+    def renew(self) -> bool:
+        """Take the lock again if somebody has removed its file; whether that was so."""
+        if self._fd is None or self._is_current(self._fd):
+            return False
+        self._of_this_process.pop(os.path.realpath(self._path), None)
+        os.close(self._fd)
+        self._fd = None
+        self.acquire()
+        return True
+
     def release(self) -> None:
         """Let others have the directory; may be called again. One that was made for this and is empty goes, too."""
         if self._fd is None:

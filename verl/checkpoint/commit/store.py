@@ -21,6 +21,7 @@ from verl.checkpoint.core.filesystem import (
     FileHandle,
     FileSystem,
     is_directory,
+    readable_size,
     remove_content,
     remove_tree,
     write_errors,
@@ -115,6 +116,12 @@ class CheckpointStore(CheckpointDirectory):
             )
         assert step >= 0, step
         self.claim_directory()
+        if not (self.exists(self.directory / FORMAT) and self.exists(self.directory / STAGING)):
+            log.error(
+                "%s WAS REMOVED, with what lay there, and is made again for the save of step %d", self.directory, step
+            )
+            with write_errors(f"making {self.directory} again", "What lay there is gone"):
+                self._prepare()
         self._check_space(needed_bytes, needed_files)
         directory = self.directory / STAGING / f"{step}-{secrets.token_hex(6)}"
         with write_errors(f"beginning the save of step {step}"), self.ownership.locked():
@@ -206,8 +213,9 @@ class CheckpointStore(CheckpointDirectory):
             space = self.disk.space(self.directory)
         if space.bytes < needed_bytes + OWN_BYTES:
             raise NoSpaceForCheckpoint(
-                f"{self.directory} has {space.bytes / 2**30:.2f} GiB free and the save needs "
-                f"{needed_bytes / 2**30:.2f} GiB; nothing was written. Free some, or lower checkpoint.keep_last_n"
+                f"{self.directory} has {readable_size(space.bytes)} free and the save needs "
+                f"{readable_size(needed_bytes + OWN_BYTES)}; nothing was written. Free some, or lower "
+                "checkpoint.keep_last_n"
             )
         if space.inodes is not None and space.inodes < needed_files + OWN_FILES:
             raise NoSpaceForCheckpoint(
