@@ -256,7 +256,8 @@ def test_an_edited_source_and_another_number_of_threads_are_told_and_where_a_run
     said = [record.getMessage() for record in caplog.records if "differs from" in record.getMessage()]
     assert [line.removeprefix("differs from the resumed run: ") for line in said] == [
         f"reward.path: the source of {rule}:rate was edited since the save",
-        "threads of torch: 7 before, 1 now. Sums may be rounded otherwise; set trainer.num_threads=7 for the same numbers",
+        "threads of torch: 7 before, 1 now. Sums may be rounded otherwise; set trainer.num_threads=7 for the same "
+        "numbers",
     ]
 
 

@@ -116,10 +116,10 @@ class CheckpointStore(CheckpointDirectory):
             )
         assert step >= 0, step
         self.claim_directory()
-        if not (self.exists(self.directory / FORMAT) and self.exists(self.directory / STAGING)):
-            log.error(
-                "%s WAS REMOVED, with what lay there, and is made again for the save of step %d", self.directory, step
-            )
+        with write_errors(f"looking at {self.directory}"):
+            is_there = self.exists(self.directory / FORMAT) and self.exists(self.directory / STAGING)
+        if not is_there:
+            log.error("%s WAS REMOVED, with what lay there, and is made again", self.directory)
             with write_errors(f"making {self.directory} again", "What lay there is gone"):
                 self._prepare()
         self._check_space(needed_bytes, needed_files)
