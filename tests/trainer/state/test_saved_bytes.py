@@ -12,6 +12,7 @@ from trainer.saved_runs import course, fit
 
 from verl.engines.sharding import DDP, FSDP
 from verl.models.lora import LoRA
+from verl.models.tiny import TinyModel
 
 CHANGING = {"trainer_state.json", "manifest.json", "COMMIT"}  # times, and what the run is called
 
@@ -25,6 +26,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole": {"algorithm": PPO_ALGORITHM},
     "shards": {"algorithm": PPO_ALGORITHM, "save": {"max_shard_gib": 3e-5}},
     "bin": {"algorithm": PPO_ALGORITHM, "save": {"use_safetensors": False}},
+    "built": {"algorithm": PPO_ALGORITHM, "model": TinyModel(), "save": {"max_shard_gib": 1e-4}},
+    "built, bin": {"algorithm": GRPO_ALGORITHM, "model": TinyModel(), "save": {"use_safetensors": False}},
     "adapter": {"algorithm": GRPO_ALGORITHM, "lora": LoRA(rank=2)},
     "ddp": {"algorithm": GRPO_ALGORITHM, "sharding": DDP(), "n_gpus_per_node": 2},
     "fsdp": {"algorithm": GRPO_ALGORITHM, "sharding": FSDP(), "n_gpus_per_node": 2, "save": {"max_shard_gib": 3e-5}},
@@ -34,7 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def of_way(model: Any, directory: Path, way: str, **options: Any) -> Any:
     chosen = {**WAYS[way], **options}
     lora = chosen.pop("lora", None)
-    run = course(model, directory, **chosen)
+    run = course(chosen.pop("model", model), directory, **chosen)
     return dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=lora))
 
 
