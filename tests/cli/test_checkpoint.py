@@ -16,10 +16,12 @@ from golden_run import as_of_format, flip_bit, golden_run, script
 from trainer.saved_runs import course, fit
 from typer.testing import CliRunner
 
+from verl.checkpoint.commit.fencing import RunLock
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.manager import CheckpointManager
 from verl.cli.checkpoint import _telling
 from verl.cli.main import app
+from verl.errors import ConfigError
 
 SHARD = "actor/model-00002-of-00003.safetensors"
 
@@ -313,3 +315,26 @@ def test_of_many_metrics_the_list_shows_the_few_that_tell_most():
     many = {f"timing/{i}_s": 0.1 for i in range(40)}
     assert _telling({**many, "reward/mean": 0.5, "eval/accuracy": 0.8}) == {"eval/accuracy": 0.8, "reward/mean": 0.5}
     assert len(_telling(many)) == 3
+
+
+@pytest.mark.parametrize("command", ["export", "materialize"])
+@pytest.mark.parametrize(
+    "out",
+    ["global_step_200/model", "global_step_200/actor/model", "linked/model", "staging/model", "objects/x/y", "trash/m"],
+)
+def test_nothing_is_written_into_a_checkpoint_or_among_the_files_of_a_store(command, out, directory):
+    (directory / "linked").symlink_to(directory / "global_step_200/actor")
+    before = sorted(directory.rglob("*"))
+    status, _, said = run(command, directory / "global_step_200", directory / out)
+    assert status == 2
+    assert "which is never changed. Give a directory elsewhere" in said or "is the store's own, which it cleans" in said
+    assert sorted(directory.rglob("*")) == before
+    assert run("verify", directory / "global_step_200", "--full")[0] == 0
+
+
+def test_no_directory_of_checkpoints_is_made_inside_a_checkpoint(directory):
+    with pytest.raises(ConfigError, match="it lies in the checkpoint .*global_step_200, which is never changed"):
+        CheckpointStore(directory / "global_step_200/checkpoints").claim_directory()
+    with pytest.raises(ConfigError, match=r"checkpoint\.save_dir is .*which is never changed"):
+        RunLock(directory / "global_step_200/checkpoints", "run", {}).acquire()
+    assert run("verify", directory / "global_step_200")[0] == 0

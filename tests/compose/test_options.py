@@ -145,3 +145,21 @@ def test_an_unknown_root_key_in_an_experiment_is_rejected(tmp_path):
     (tmp_path / "experiment" / "odd.yaml").write_text("# @package _global_\ntrainr:\n  seed: 5\n")
     with pytest.raises(ConfigCompositionException, match="odd"):
         compose_root("ppo", ["experiment=odd", f"hydra.searchpath=[file://{tmp_path}]"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], "ppo_tiny"),
+        (["algorithm=grpo"], "grpo_tiny"),
+        (["algorithm=dapo"], "dapo_tiny"),
+        (["algorithm=gspo", "actor=qwen2_0_5b"], "gspo_qwen2-0.5b-instruct"),
+        (["algorithm=reinforce_pp_baseline", "actor=tiny_scratch"], "reinforce_pp_baseline_tiny"),
+        (["actor=pretrained", "++actor.model.path='/data/My Models/a,b/'"], "ppo_a-b"),
+        (["actor=pretrained"], "ppo_pretrained"),
+        (["++trainer.experiment_name=mine"], "mine"),
+        (["experiment=arithmetic_grpo"], "arithmetic_grpo"),
+    ],
+)
+def test_an_experiment_without_a_name_has_that_of_its_algorithm_and_model(overrides, name):
+    assert compose_root("ppo", overrides).trainer.experiment_name == name

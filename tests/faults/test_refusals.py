@@ -158,7 +158,7 @@ def test_an_error_in_a_thread_that_nobody_looked_at_stops_the_commit(tmp_path):
 
 def test_a_save_larger_than_the_free_space_is_refused_before_anything_is_written(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
-    with pytest.raises(NoSpaceForCheckpoint, match=r"GiB free and the save needs 931322\.57 GiB; nothing was written"):
+    with pytest.raises(NoSpaceForCheckpoint, match=r"GiB free and the save needs 931322\.58 GiB; nothing was written"):
         store.begin(100, needed_bytes=10**15)
     with pytest.raises(NoSpaceForCheckpoint, match="inodes"):
         store.begin(100, needed_files=10**15)

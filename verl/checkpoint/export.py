@@ -34,6 +34,7 @@ from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, MANIFEST_LIMIT_BYTES, Manifest, commit_line
 from verl.checkpoint.core.safetensors_format import INDEX_NAME, TensorBytes, render, render_shards
 from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.read.discovery import refuse_inside
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.read.verify import open_verified
 from verl.errors import ConfigError
@@ -47,9 +48,10 @@ def require_unused(disk: FileSystem, out: Path) -> Path:
     """Where to write, as an absolute path.
 
     Raises:
-        ConfigError: something is there already.
+        ConfigError: something is there already, or it lies in a checkpoint.
     """
     out = Path(os.path.abspath(out))
+    refuse_inside(out, "OUT")
     if os.path.lexists(out) and not (out.is_dir() and not disk.names(out)):
         raise ConfigError(f"OUT is {out}: there is something already. Give a directory that does not exist yet.")
     return out

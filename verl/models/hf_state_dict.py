@@ -25,7 +25,8 @@ class HFStateDict:
     """What a directory made by `save_pretrained` holds.
 
     Attributes:
-        tensors: the live weights under their names in the file; tied ones once.
+        tensors: the live weights under their names in the file, in order of these; tied ones once. A model that was
+            built has its parameters in another order than one that was loaded, and its files must not.
         file: the file that takes them, or None for `model.safetensors` and its shards.
         files: small files by name.
     """
@@ -50,7 +51,8 @@ def hf_state_dict(model: Any, tensors: Mapping[str, Tensor] | None = None) -> HF
         tensors: those of `live_tensors` made whole, for a model that has only parts of them.
     """
     tensors = live_tensors(model) if tensors is None else tensors
-    return HFStateDict(saved_tensors(model, tensors), saved_file(model), small_files(model, tensors))
+    found = saved_tensors(model, tensors)
+    return HFStateDict({name: found[name] for name in sorted(found)}, saved_file(model), small_files(model, tensors))
 
 
 def saved_file(model: Any) -> str | None:

@@ -34,7 +34,7 @@ def path_faults(path: str, kwargs: dict, texts: Sequence[str] = ("prompts", "res
     if not module or not name.isidentifier():
         yield f"{seen}: {FORMS}."
         return
-    file, fault = _source_file(module)
+    file, fault = source_file(module)
     if fault:
         yield f"{seen}: {fault}."
     if file is None:
@@ -119,7 +119,7 @@ def own_line(error: BaseException, function: Callable) -> str:
     return f"\n  Raised at line {own[-1].lineno}: {own[-1].line}".rstrip(": ") if own else ""
 
 
-def _source_file(module: str) -> tuple[Path | None, str | None]:
+def source_file(module: str) -> tuple[Path | None, str | None]:
     """The file that holds the source, where there is one, and what is wrong where it cannot be found."""
     if module.endswith(".py"):
         file = Path(module)

@@ -37,6 +37,7 @@ class RetryPolicy:
 
     def __init__(self, retries: int, backoff_s: float):
         self._retries, self._backoff_s = retries, backoff_s
+        self._chance = random.Random()  # of its own: the random numbers of a training stay as they are
         self._closed = threading.Event()
 
     def __call__(self, what: str, request: Callable[[], T]) -> T:
@@ -64,7 +65,7 @@ class RetryPolicy:
 
     def _pause_s(self, number: int) -> float:
         longest = min(self._backoff_s * 2**number, LONGEST_BACKOFF_S)
-        return longest * random.uniform(0.5, 1.0)  # so that many that failed at once do not come back at once
+        return longest * self._chance.uniform(0.5, 1.0)  # so that many that failed at once do not come back at once
 
 
 Data = bytes | bytearray | memoryview

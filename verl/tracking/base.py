@@ -16,6 +16,7 @@ from verl.component import BuildContext, Description, package_fault
 from verl.errors import ConfigError
 from verl.utils.component_exits import as_component_exit, raised_by_code
 from verl.utils.redact import redact, redact_tree
+from verl.utils.seeding import kept_generators
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,8 @@ class TrackerSet(Tracker):
     """The running trackers of one run. `close` may be called any number of times; later calls of all kinds do nothing.
 
     A tracker that fails in `start` is an error. One that fails afterwards is named once in a warning and training
-    goes on; it is called again all the same, so that a disk which has room again is written to again.
+    goes on; it is called again all the same, so that a disk which has room again is written to again. What a tracker
+    draws from the global random generators is put back: with it and without it training is the same.
 
     Args:
         trackers: running trackers by the name under which the configuration knows them.
@@ -163,7 +165,8 @@ class TrackerSet(Tracker):
         try:
             for name, tracker in self._trackers.items():
                 started[name] = tracker
-                tracker.start(redact(run_name), config, run_dir, total_steps)
+                with kept_generators():
+                    tracker.start(redact(run_name), config, run_dir, total_steps)
         except BaseException as error:
             self._trackers = started
             self.close("failed")
@@ -176,11 +179,13 @@ class TrackerSet(Tracker):
     def resume(self, identity: Mapping[str, Any]) -> None:
         for name, tracker in self._trackers.items():
             if name in identity:
-                tracker.resume(identity[name])
+                with kept_generators():
+                    tracker.resume(identity[name])
 
     def identity(self) -> dict[str, Any]:
         """By name of the tracker."""
-        found = {name: tracker.identity() for name, tracker in self._trackers.items()}
+        with kept_generators():
+            found = {name: tracker.identity() for name, tracker in self._trackers.items()}
         return {name: identity for name, identity in found.items() if identity}
 
     def stage(self, name: str, seconds: float, note: str = "") -> None:
@@ -223,7 +228,8 @@ class TrackerSet(Tracker):
 
     def _close(self, name: str, tracker: Tracker, status: str) -> None:
         try:
-            tracker.close(status)
+            with kept_generators():
+                tracker.close(status)
         except BaseException as error:  # the others still have to be released
             if not raised_by_code(error):
                 raise
@@ -235,7 +241,8 @@ class TrackerSet(Tracker):
 
     def _call(self, name: str, tracker: Tracker, call: Callable[[Tracker], None]) -> None:
         try:
-            call(tracker)
+            with kept_generators():
+                call(tracker)
         except BaseException as error:  # a number that cannot be shown is no reason to lose a training run
             if not raised_by_code(error):
                 raise

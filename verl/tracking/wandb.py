@@ -6,6 +6,7 @@ import contextlib
 import json
 import netrc
 import os
+import random
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -84,6 +85,9 @@ class WandBTracker(Tracker):
             import wandb
         except ImportError as error:
             raise ImportError("the package wandb is missing: pip install wandb") from error
+        from wandb.sdk.lib import retry
+
+        retry.random = random.Random()  # its threads wait by chance while training goes on
         chosen = self._settings
         self._wandb = wandb
         is_same = chosen.on_resume == "same"

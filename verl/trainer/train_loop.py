@@ -8,21 +8,26 @@ evaluate ── [ step ── log ── evaluate every eval_interval steps ─�
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import re
+import shutil
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from verl.checkpoint.core.filesystem import write_errors
 from verl.checkpoint.resume_point import ResumePoint
 from verl.checkpoint.save.save_plan import SaveOutcome
 from verl.data.base import Dataset
 from verl.data.sampler import EpochSampler
-from verl.errors import CheckpointFenced, WorkerDied, WorkerError
+from verl.errors import CheckpointFenced, VerlError, WorkerDied, WorkerError
 from verl.monitoring.nonfinite import NonFiniteGuard, StepSkipped
 from verl.protocol import DataProto
 from verl.tracking.base import TrackerSet
@@ -453,7 +458,42 @@ def _finish(trainer: LoopTrainer, result: TrainResult) -> None:
             result.status = status
 
 
+@contextmanager
+def _whole_or_nothing(run_dir: Path) -> Iterator[None]:
+    """Half a directory of weights is none: what was being written is removed.
+
+    Raises:
+        CheckpointWriteFailed: the file system refused.
+    """
+    there = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
+    try:
+        with write_errors(
+            f"writing the final weights to {run_dir}", "The last checkpoint holds them, if one was saved"
+        ):
+            try:
+                yield
+            except OSError:
+                raise
+            except Exception as error:
+                # safetensors and torch have errors of their own for what the file system says
+                if isinstance(error, VerlError) or "os error" not in str(error).lower():
+                    raise
+                raise OSError(_errno_in(str(error)), str(error)) from error
+    except BaseException:
+        for path in run_dir.iterdir() if run_dir.is_dir() else ():
+            if path.name in ("actor", "critic") and path.name not in there:
+                shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def _errno_in(text: str) -> int:
+    """The number of the error of the system that a message tells, `(os error 28)`."""
+    found = re.search(r"os error (\d+)", text, re.IGNORECASE)
+    return int(found[1]) if found else errno.EIO
+
+
 def _save(trainer: LoopTrainer, result: TrainResult) -> None:
     with trainer.stages.stage("save") as note:
-        result.saved = trainer.save(trainer.run_dir)
+        with _whole_or_nothing(trainer.run_dir):
+            result.saved = trainer.save(trainer.run_dir)
         note.say(", ".join(str(path) for path in result.saved))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
+if TYPE_CHECKING:
+    import torch
 
-RngState = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors by name, and the rest as plain JSON values
+RngState = tuple[dict[str, "torch.Tensor"], dict[str, Any]]  # tensors by name, and the rest as plain JSON values
 
 
 def derive_seed(seed: int, *names: object) -> int:
@@ -26,6 +28,9 @@ def seed_everything(seed: int) -> None:
     Backward passes of indexing are not deterministic without the last part; see torch.use_deterministic_algorithms.
     On a GPU an operation that has no deterministic form warns and goes on.
     """
+    import numpy as np
+    import torch
+
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed workspace
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -37,6 +42,9 @@ def seed_everything(seed: int) -> None:
 
 def rng_state() -> RngState:
     """The state of every global generator of this process."""
+    import numpy as np
+    import torch
+
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors |= {f"cuda_{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
@@ -51,6 +59,9 @@ def rng_state() -> RngState:
 
 def set_rng_state(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
     """Go on from what `rng_state` gave; generators of GPUs that are not here are left out."""
+    import numpy as np
+    import torch
+
     torch.set_rng_state(tensors["torch"])
     for i in range(torch.cuda.device_count()):
         if f"cuda_{i}" in tensors:
@@ -59,3 +70,24 @@ def set_rng_state(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any])
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = plain["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+
+
+@contextlib.contextmanager
+def kept_generators() -> Iterator[None]:
+    """Within, code of others may draw from the global generators: afterwards they are as they were.
+
+    For what lies beside a training and must not change it, such as a tracker that samples rows. What has not been
+    imported has no generator.
+    """
+    python = random.getstate()
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    of_torch = None if torch is None else torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None and of_numpy is not None:
+            numpy.random.set_state(of_numpy)
+        if torch is not None and of_torch is not None:
+            torch.set_rng_state(of_torch)

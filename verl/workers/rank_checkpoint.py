@@ -375,7 +375,8 @@ def _division(
     owner = dict.fromkeys(live, 0)
     if names is None:
         return owner, None, None
-    sizes = {name: live[own].numel() * live[own].element_size() for name, own in names.items()}
+    # In order of names: a model that was built has its parameters in another order than one that was loaded.
+    sizes = {name: live[own].numel() * live[own].element_size() for name, own in sorted(names.items())}
     writes = owners(sizes, num_ranks)
     owner |= {names[name]: rank for name, rank in writes.items()}
     files, index = model_files(sizes, writes, num_ranks, max_bytes)

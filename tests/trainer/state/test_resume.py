@@ -14,12 +14,15 @@ from trainer.runs import PPO_ALGORITHM, Prompts
 from trainer.saved_runs import STEPS, course, digest, fit, newest, numbers
 from typer.testing import CliRunner
 
+from verl.checkpoint.core.hashing import digest_of
+from verl.checkpoint.core.manifest import commit_line
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.resume_point import find
 from verl.cli.checkpoint import app
 from verl.component import BuildContext
 from verl.errors import BadCheckpoint, ConfigError
 from verl.monitoring.config import Monitoring
+from verl.rewards.function import RewardFunction
 from verl.trainer.state.checkpointing import CheckpointSaver
 from verl.trainer.state.save_directory import SaveDirectory
 
@@ -292,3 +295,38 @@ def test_a_loss_that_an_earlier_version_saved_as_a_text_does_not_end_the_resumed
     first = [saver.note(earlier.step + k, {"actor/loss": 30.0}) for k in range(1, 6)]
     assert first[:4] == [None] * 4
     assert "actor/loss was 1.01 +- 0.0" in (first[4] or "")
+
+
+# What is told of a resume, and what is not
+
+
+def test_an_edited_source_and_another_number_of_threads_are_told_and_where_a_run_ends_is_not(model32, tmp_path, caplog):
+    rule = tmp_path / "rule.py"
+    rule.write_text("def rate(prompts, responses):\n    return [float(len(r)) for r in responses]\n")
+    reward = RewardFunction(path=f"{rule}:rate")
+    fit(course(model32, tmp_path, reward=reward, stop_after=1), tmp_path / "first")
+    fit(course(model32, tmp_path, reward=reward, resume="latest", stop_after=2), tmp_path / "second")
+    assert "differs from the resumed run" not in caplog.text
+    rule.write_text("def rate(prompts, responses):\n    return [-float(len(r)) for r in responses]\n")
+    file = copied_state(tmp_path / "checkpoints/global_step_2", num_threads=7)
+    assert file.is_file()
+    fit(course(model32, tmp_path, reward=reward, resume="latest", stop_after=3), tmp_path / "third")
+    said = [record.getMessage() for record in caplog.records if "differs from" in record.getMessage()]
+    assert [line.removeprefix("differs from the resumed run: ") for line in said] == [
+        f"reward.path: the source of {rule}:rate was edited since the save",
+        "threads of torch: 7 before, 1 now. Sums may be rounded otherwise; set trainer.num_threads=7 for the same "
+        "numbers",
+    ]
+
+
+def copied_state(checkpoint: Path, **changed: object) -> Path:
+    """Give a checkpoint another `trainer_state.json`, for which it vouches."""
+    state, manifest = (json.loads((checkpoint / name).read_text()) for name in ("trainer_state.json", "manifest.json"))
+    data = json.dumps({**state, **changed}).encode()
+    (entry,) = [entry for entry in manifest["files"] if entry["path"] == "trainer_state.json"]
+    entry |= {"size": len(data), "blake3": digest_of(data), "leaves": [[len(data), digest_of(data)]]}
+    (checkpoint / "trainer_state.json").write_bytes(data)
+    signed = json.dumps(manifest).encode()
+    (checkpoint / "manifest.json").write_bytes(signed)
+    (checkpoint / "COMMIT").write_bytes(commit_line(signed))
+    return checkpoint / "trainer_state.json"

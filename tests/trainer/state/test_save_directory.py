@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,19 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from storage.s3_server import Fault
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run
 
 from verl.checkpoint.commit.fencing import RunLock
+from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import read_state
-from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.retention import Retention
 from verl.component import BuildContext
-from verl.errors import CheckpointFenced, ConfigError
-from verl.storage.config import LocalStorage
+from verl.errors import CheckpointFenced, ConfigError, NoSpaceForCheckpoint
+from verl.storage.config import LocalStorage, S3Storage
 from verl.tracking.base import Trackers
 from verl.tracking.console import Console
+from verl.trainer.train_loop import TrainLoop
 
 OTHER = Prompts(train=("1+1=", "2+2=", "3+3=", "4+4="))
 TESTS = Path(__file__).resolve().parents[2]
@@ -278,3 +282,66 @@ def test_a_job_that_was_killed_goes_on_from_its_own_newest_beside_an_unrelated_r
     assert [start["parent"] and start["parent"]["step"] >= last for start in starts] == [None, True]
     assert again > last
     assert names(other) == ["global_step_2", "global_step_3"]
+
+
+# -- what happens to the directory meanwhile ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_directory_that_was_removed_while_training_is_made_again(is_async, model32, tmp_path, caplog):
+    made = run(model32, save={"save_async": is_async}, total_steps=4)
+    with made.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        course = TrainLoop(trainer, {})
+        course.open()
+        course.step()
+        course.settle()
+        shutil.rmtree(trainer.saving.directory)
+        course.step()
+        course.settle()
+        course.step()
+        course.settle()
+        course.end()
+        directory = trainer.saving.directory
+    assert names(directory) == ["global_step_2", "global_step_3"]
+    assert "The checkpoint of step" not in caplog.text
+    assert fit(run(model32, total_steps=4, resume="latest")) == directory
+
+
+def test_final_weights_that_do_not_fit_are_told_in_words_and_leave_no_half(model32, tmp_path, monkeypatch):
+    made = run(model32, total_steps=1, save_final=True)
+    with made.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        whole = trainer.save
+
+        def full(directory: Path) -> Any:
+            whole(directory)
+            raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+        monkeypatch.setattr(trainer, "save", full)
+        with pytest.raises(
+            NoSpaceForCheckpoint, match=r"writing the final weights to .*run failed: .*No space left.*last"
+        ):
+            trainer.fit()
+    assert not (tmp_path / "run/actor").exists()
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("status", [404, 403])
+@pytest.mark.parametrize("resume", [None, "latest"])
+def test_a_store_that_refuses_is_told_before_weights_are_loaded(status, resume, model32, proxy, tmp_path, caplog):
+    proxy.misbehave = lambda request: Fault(status=status, body=b"<Error><Code>NoSuchBucket</Code></Error>")
+    storage = S3Storage(bucket="no-such-bucket", endpoint_url=proxy.url, retries=0)
+    made = run(model32, storage=storage, resume=resume)
+    with pytest.raises(ConfigError, match="cannot be asked|which refuses: .*Mend that") as refused:
+        made.build(BuildContext(run_dir=tmp_path / "run"))
+    assert len(refused.value.faults) == 1
+    assert "Traceback" not in caplog.text
+    assert not Path("checkpoints").exists()
+
+
+def test_a_full_disk_is_told_in_sizes_that_differ(tmp_path):
+    class Full(FileSystem):
+        def space(self, path: Path) -> FreeSpace:
+            return FreeSpace(bytes=2_000_000, inodes=None)
+
+    with pytest.raises(NoSpaceForCheckpoint, match=r"has 1\.91 MiB free and the save needs 3\.86 MiB"):
+        CheckpointStore(tmp_path / "checkpoints", disk=Full()).begin(1, needed_bytes=3_000_000)

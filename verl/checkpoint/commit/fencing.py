@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl.checkpoint.core.filesystem import NO_LOCK, FileHandle, FileSystem, write_by_rename, write_errors
-from verl.checkpoint.read.discovery import FORMAT, OWNER, RUN_LOCK
+from verl.checkpoint.read.discovery import FORMAT, OWNER, RUN_LOCK, refuse_inside
 from verl.errors import CheckpointFenced, CheckpointWriteFailed
 from verl.utils.external_input import ExternalInputError, parse_as, parse_mapping
 
@@ -182,6 +182,7 @@ class RunLock:
         Raises:
             CheckpointWriteFailed: the directory cannot be made or written.
         """
+        refuse_inside(self._path.parent, "checkpoint.save_dir")
         with write_errors(f"claiming {self._path.parent}"):
             for path in (self._path.parent, *self._path.parent.parents):
                 if path.exists():
@@ -201,6 +202,16 @@ class RunLock:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, data, 0)
         return None
+
+    def renew(self) -> bool:
+        """Take the lock again if somebody has removed its file; whether that was so."""
+        if self._fd is None or self._is_current(self._fd):
+            return False
+        self._of_this_process.pop(os.path.realpath(self._path), None)
+        os.close(self._fd)
+        self._fd = None
+        self.acquire()
+        return True
 
     def release(self) -> None:
         """Let others have the directory; may be called again. One that was made for this and is empty goes, too."""

@@ -21,13 +21,23 @@ from verl.checkpoint.core.filesystem import (
     FileHandle,
     FileSystem,
     is_directory,
+    readable_size,
     remove_content,
     remove_tree,
     write_errors,
     write_file,
 )
 from verl.checkpoint.core.manifest import FORMAT_NAME, FORMAT_VERSION
-from verl.checkpoint.read.discovery import FORMAT, LATEST, RESERVED, STAGING, TAG, TRASH, CheckpointDirectory
+from verl.checkpoint.read.discovery import (
+    FORMAT,
+    LATEST,
+    RESERVED,
+    STAGING,
+    TAG,
+    TRASH,
+    CheckpointDirectory,
+    refuse_inside,
+)
 from verl.errors import ConfigError, NoSpaceForCheckpoint
 from verl.utils.external_input import checked_name
 
@@ -106,6 +116,12 @@ class CheckpointStore(CheckpointDirectory):
             )
         assert step >= 0, step
         self.claim_directory()
+        with write_errors(f"looking at {self.directory}"):
+            is_there = self.exists(self.directory / FORMAT) and self.exists(self.directory / STAGING)
+        if not is_there:
+            log.error("%s WAS REMOVED, with what lay there, and is made again", self.directory)
+            with write_errors(f"making {self.directory} again", "What lay there is gone"):
+                self._prepare()
         self._check_space(needed_bytes, needed_files)
         directory = self.directory / STAGING / f"{step}-{secrets.token_hex(6)}"
         with write_errors(f"beginning the save of step {step}"), self.ownership.locked():
@@ -164,6 +180,7 @@ class CheckpointStore(CheckpointDirectory):
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
+        refuse_inside(self.directory, "a directory for checkpoints")
         missing = [path for path in (self.directory, *self.directory.parents) if not self.exists(path)]
         for path in (*reversed(missing or [self.directory]), self.directory / STAGING):
             with contextlib.suppress(FileExistsError):
@@ -196,8 +213,9 @@ class CheckpointStore(CheckpointDirectory):
             space = self.disk.space(self.directory)
         if space.bytes < needed_bytes + OWN_BYTES:
             raise NoSpaceForCheckpoint(
-                f"{self.directory} has {space.bytes / 2**30:.2f} GiB free and the save needs "
-                f"{needed_bytes / 2**30:.2f} GiB; nothing was written. Free some, or lower checkpoint.keep_last_n"
+                f"{self.directory} has {readable_size(space.bytes)} free and the save needs "
+                f"{readable_size(needed_bytes + OWN_BYTES)}; nothing was written. Free some, or lower "
+                "checkpoint.keep_last_n"
             )
         if space.inodes is not None and space.inodes < needed_files + OWN_FILES:
             raise NoSpaceForCheckpoint(

@@ -359,10 +359,24 @@ def clone(disk: FileSystem, source: Path, target: Path) -> bool:
     return True
 
 
+def readable_size(num_bytes: int) -> str:
+    """Bytes for people, with three digits or more, so that two sizes that differ by some per cent look different.
+
+    >>> readable_size(1_234_567), readable_size(2**40)
+    ('1.18 MiB', '1024.00 GiB')
+    """
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes} bytes"
+
+
 @contextlib.contextmanager
-def write_errors(doing: str) -> Iterator[None]:
+def write_errors(doing: str, beside: str = "Earlier checkpoints are untouched") -> Iterator[None]:
     """What the file system refuses inside is raised as an error of the checkpoint, with what was being done.
 
+    Args:
+        beside: what became of everything else.
     Raises:
         NoSpaceForCheckpoint: the disk or the quota is full.
         CheckpointWriteFailed: anything else.
@@ -374,7 +388,7 @@ def write_errors(doing: str) -> Iterator[None]:
     except OSError as error:
         kind = NoSpaceForCheckpoint if error.errno in (errno.ENOSPC, errno.EDQUOT) else CheckpointWriteFailed
         where = f" ({error.filename})" if error.filename else ""
-        raise kind(f"{doing} failed: {error.strerror or error}{where}. Earlier checkpoints are untouched") from error
+        raise kind(f"{doing} failed: {error.strerror or error}{where}. {beside}") from error
 
 
 @contextlib.contextmanager

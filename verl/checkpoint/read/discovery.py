@@ -13,7 +13,7 @@ from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem, is_directory, read_errors
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, is_readable
 from verl.checkpoint.read.verify import Level, open_verified
-from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew
+from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, ConfigError
 from verl.storage.config import is_address
 from verl.utils.external_input import NAME, ExternalInputError, parse_as
 
@@ -296,6 +296,30 @@ def _below(disk: FileSystem, directory: Path, levels: int) -> list[Path]:
     if found or levels == 1:
         return found
     return [path for below in inside for path in _below(disk, below, levels - 1)]
+
+
+OWN_DIRECTORIES = (STAGING, TRASH, OBJECTS, PINS, UPLOADED)  # of a store: what else lies there is removed, or believed
+
+
+def refuse_inside(path: Path, what: str) -> None:
+    """Let nothing be written into a checkpoint, which would be damaged by it, nor among a store's own files.
+
+    Args:
+        path: that something is to be made at; links on the way to it are followed.
+        what: is to be made there, for the message, such as `OUT`.
+    Raises:
+        ConfigError: it lies within.
+    """
+    real = Path(os.path.realpath(path))
+    for inner, outer in zip((real, *real.parents), real.parents):
+        named = outer.name.startswith("global_step_") and ((outer / COMMIT).exists() or (outer / MANIFEST).exists())
+        if named or ((outer / COMMIT).is_file() and (outer / MANIFEST).is_file()):
+            told = f"it lies in the checkpoint {outer}, which is never changed"
+        elif inner.name in OWN_DIRECTORIES and (outer / FORMAT).is_file():
+            told = f"{inner} is the store's own, which it cleans"
+        else:
+            continue
+        raise ConfigError(f"{what} is {str(path)!r}: {told}. Give a directory elsewhere.")
 
 
 HEAD_BYTES = 512

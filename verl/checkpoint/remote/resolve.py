@@ -47,6 +47,13 @@ class CheckpointTier:
         """Its checkpoints; nothing is asked yet."""
         return RemoteStore(self.storage.connect())
 
+    def refused(self, error: StorageRefused) -> ConfigError:
+        """What to say, and what to do, where the store says no."""
+        return ConfigError(
+            f"storage leads to {self.address}, which refuses: {error}. Mend that, or keep checkpoints on the local "
+            "disk alone with checkpoint.upload_interval=null."
+        )
+
     def cold(self) -> UploadTarget:
         """What the directory is to know of it. Publications go on from the highest number that the store has.
 
@@ -60,10 +67,7 @@ class CheckpointTier:
         try:
             floor = checkpoints.highest_sequence()
         except StorageRefused as error:
-            raise ConfigError(
-                f"storage leads to {self.address}, which refuses: {error}. Mend that, or keep checkpoints on the local "
-                "disk alone with checkpoint.upload_interval=null."
-            ) from error
+            raise self.refused(error) from error
         except StorageError as error:
             floor = int(time.time())
             log.error("%s cannot be asked (%s): publications are numbered from %d", self.address, error, floor)

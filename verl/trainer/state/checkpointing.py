@@ -42,6 +42,7 @@ from verl.trainer.state.lineage import Lineage, ParentCheckpoint, code_version
 from verl.trainer.state.resume import parent_of
 from verl.trainer.state.save_directory import SaveDirectory, ancestors_of
 from verl.trainer.state.train_state import TrainState
+from verl.trainer.state.training_identity import sources_of
 from verl.utils.redact import redact_tree
 from verl.workers.load_state import RemoteRoleState, SavedRoleState
 
@@ -174,6 +175,11 @@ class CheckpointSaver:
         """Tell later checkpoints of a component that was replaced while the run goes on."""
         self._config = redact_tree(dict(config))
         self._contents = TrainState(self.settings, self._config, self.uses)
+        self.__dict__.pop("_sources", None)
+
+    @cached_property
+    def _sources(self) -> dict[str, Any]:
+        return sources_of(self._config)
 
     @cached_property
     def _code(self) -> dict[str, Any]:
@@ -303,6 +309,8 @@ class CheckpointSaver:
         """
         if self._writer is None:
             return
+        if self._lock is not None and self._lock.renew():  # the directory was removed: what was linked to is gone
+            self._contents = TrainState(self.settings, self._config, self.uses)
         self._saved_step, self._last_save = step, time.monotonic()
         self._save(self._writer, self._request(self._contents, step, roles, state, facts), roles)
 
@@ -450,6 +458,8 @@ class CheckpointSaver:
             "code": self._code,
             "identity": self.identity,
             "config": self._config,
+            "sources": self._sources,
+            "num_threads": torch.get_num_threads(),
         }
 
     def _jump(self, first: list[float]) -> str | None:

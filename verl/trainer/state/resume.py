@@ -20,7 +20,7 @@ from verl.checkpoint.resume_point import ResumePoint, find
 from verl.component import as_plain
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.trainer.state.lineage import ParentCheckpoint
-from verl.trainer.state.training_identity import DIGEST, differences, identity_of
+from verl.trainer.state.training_identity import DIGEST, differences, identity_of, sources_of
 from verl.workers.load_state import CheckpointSelection
 
 if TYPE_CHECKING:
@@ -45,12 +45,35 @@ def refuse_other_identity(point: ResumePoint, identity: Mapping[str, Any]) -> No
 def tell_differences(point: ResumePoint, config: Mapping[str, Any]) -> list[str]:
     """A line for each value that differs from the checkpoint's and may."""
     found = _told(point.state.get("config", {}), config)
-    return [f"{path}: {_shown(before)} before, {_shown(now)} now" for path, (before, now) in found.items()]
+    told = [f"{path}: {_shown(before)} before, {_shown(now)} now" for path, (before, now) in found.items()]
+    before, now = point.state.get("sources"), sources_of(config)
+    if isinstance(before, Mapping):
+        edited = [path for path in now if path in before and before[path] != now[path] and path not in found]
+        named = {path: _at(config, path) for path in edited}
+        told += [f"{path}: the source of {name} was edited since the save" for path, name in named.items()]
+    threads, here = point.state.get("num_threads"), torch.get_num_threads()
+    if isinstance(threads, int) and threads != here and "trainer.num_threads" not in found:
+        told.append(
+            f"threads of torch: {threads} before, {here} now. Sums may be rounded otherwise; set "
+            f"trainer.num_threads={threads} for the same numbers"
+        )
+    return told
+
+
+def _at(config: Mapping[str, Any], path: str) -> Any:
+    node: Any = config
+    for key in path.split("."):
+        node = node[int(key)] if isinstance(node, (list, tuple)) else node[key]
+    return node
+
+
+# Where a run ends, and where the checkpoint lies: nothing of what is trained.
+OF_THIS_START = ("resume", "trainer.stop_after")
 
 
 def _told(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Differences but that of `resume`, which says only where the checkpoint lies."""
-    return {path: values for path, values in differences(before, now).items() if path != "resume"}
+    """Differences of what is trained, and how."""
+    return {path: values for path, values in differences(before, now).items() if path not in OF_THIS_START}
 
 
 def _shown(value: Any) -> str:

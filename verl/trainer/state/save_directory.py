@@ -27,7 +27,7 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.remote.resolve import CheckpointTier, tier_of
 from verl.checkpoint.resume_point import ResumePoint, find
-from verl.errors import BadCheckpoint, ConfigError, StorageError
+from verl.errors import BadCheckpoint, ConfigError, StorageError, StorageRefused
 from verl.storage.config import Storage
 from verl.trainer.config import LoopSettings
 from verl.trainer.state.resume import refuse_other_identity
@@ -266,6 +266,8 @@ def _newest_state(tier: CheckpointTier) -> Mapping[str, Any] | None:
     try:
         records = remote.records()
         return remote.state(remote.open(records[-1])) if records else None
+    except StorageRefused as error:
+        raise tier.refused(error) from error
     except (StorageError, BadCheckpoint, ValueError) as error:
         _log.warning("%s cannot be asked whose checkpoints it holds: %s", tier.address, error)
         return None

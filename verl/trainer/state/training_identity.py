@@ -8,11 +8,14 @@ Who refuses: `refuse_other_identity` in `verl/trainer/state/resume.py`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
+
+from verl.rewards.import_path import source_file
 
 IDENTITY = ("actor.model", "actor.lora", "critic.model", "critic.lora", "reference.model", "data", "algorithm")
 ABSENT = "(not set)"
@@ -26,6 +29,7 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
 # Of a reward, settings that decide how it is asked, and nothing about what it gives.
 REWARD_TRANSPORT_KEYS = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}
 REWARD_TRANSPORT_KEYS |= {"micro_batch_tokens", "endpoint", "sharding"}
+FUNCTION = re.compile(r"[^\s:]+:[A-Za-z_]\w*")  # file.py:function or module:function
 DIGEST = "blake3"  # the only key of what stands for the content of a file or directory
 
 
@@ -53,6 +57,30 @@ def _rates_by(value: Any) -> Any:
     """The content of what rates, of `file.py:function` too."""
     file, _, function = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     return [content_of(file), function] if file and Path(file).is_file() else content_of(value)
+
+
+def sources_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The code that a configuration names and that is not verl's own, by path: a digest of the file that holds it.
+
+    A function (`file.py:function`, `module:function`) and a component's class stay under one name when they are edited.
+    """
+    found: dict[str, Any] = {}
+    for path, value in _flat(config):
+        if not isinstance(value, str) or value.startswith("verl."):
+            continue
+        if path.endswith(KIND):
+            module = value.rpartition(".")[0]
+        elif FUNCTION.fullmatch(value):
+            module = value.rpartition(":")[0]
+        else:
+            continue
+        try:
+            file, _ = source_file(module)
+        except (ImportError, OSError, KeyError):
+            continue
+        if file is not None and file.is_file():
+            found[path] = {DIGEST: _file_digest(file)}
+    return found
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
