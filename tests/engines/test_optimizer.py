@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl.engines.optimizer import AdamW
+from verl.engines.optimizer import AdamW, lr_for_size
 from verl.errors import ConfigError
 
 
@@ -63,7 +63,7 @@ def test_the_first_step_moves_each_weight_by_the_rate():
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"lr": -1.0}, "lr is -1.0: must be a finite number, at least 0"),
+        ({"lr": -1.0}, "lr is -1.0: must be at least 0"),
         ({"betas": [0.9]}, "betas is"),
         ({"betas": [0.9, 1.0]}, "betas is"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
@@ -75,3 +75,21 @@ def test_the_first_step_moves_each_weight_by_the_rate():
 def test_what_is_wrong_with_an_optimizer_is_said_by_field(options, fault):
     with pytest.raises(ConfigError, match=fault):
         AdamW(**{"lr": 1.0, **options})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "lr"),
+    [(8_000_000_000, 1e-6), (494_000_000, 1e-6), (300_000_000, 1e-6), (3_000_000, 4e-5), (100, 1e-3)],
+)
+def test_a_learning_rate_suits_the_size_of_the_model(parameters, lr):
+    assert lr_for_size(parameters) == pytest.approx(lr, rel=0.02)
+
+
+def test_a_rate_that_is_not_given_is_chosen_for_the_model_and_the_role(model32):
+    model = model32.load_causal_lm("cpu")
+    chosen = AdamW().for_model(model)
+    assert chosen.lr == pytest.approx(lr_for_size(sum(p.numel() for p in model.parameters())), rel=0.05)
+    assert AdamW().for_model(model, 10.0).lr == pytest.approx(10 * chosen.lr, rel=0.05)
+    assert AdamW(lr=0.5).for_model(model, 10.0).lr == 0.5
+    large = torch.nn.Linear(30_000, 10_000, bias=False, device="meta")
+    assert (AdamW().for_model(large).lr, AdamW().for_model(large, 10.0).lr) == (1e-6, 1e-5)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from verl.compose.compose import compose_root
+from verl.compose.validate import validate
+from verl.compose.warm_start import resolve_warm_starts
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -55,3 +63,21 @@ def test_the_walk_through_of_the_library_runs_cell_by_cell():
 def test_every_example_of_the_library_is_named_on_its_page():
     page = (ROOT / "docs/library.md").read_text()
     assert [file.name for file in EXAMPLES.glob("*.py") if f"`examples/{file.name}`" not in page] == []
+
+
+@pytest.mark.exhaustive
+def test_the_example_of_the_readme_learns(tmp_path, monkeypatch):
+    """From the model that the quickstart leaves; its reward before and after is what the page claims."""
+    policy = resolve_warm_starts(validate(compose_root("ppo", ["actor=tiny"])), Console(quiet=True)).actor.model.path
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "README.md").read_text().partition("From Python, with a short file")[2]
+    config = re.search(r"```yaml\n(.*?)```", page, flags=re.DOTALL)[1]  # type: ignore[index]
+    assert "outputs/quickstart/sft/actor" in config
+    Path("config.yaml").write_text(config.replace("outputs/quickstart/sft/actor", policy))
+    names: dict = {}
+    exec(compile(re.search(r"```python\n(.*?)```", page, flags=re.DOTALL)[1], "README.md", "exec"), names)  # type: ignore[index]
+    lines = (names["trainer"].run_dir / "metrics.jsonl").read_text().splitlines()
+    rewards = [record["reward/mean"] for record in map(json.loads, lines) if "reward/mean" in record]
+    assert len(rewards) == 100
+    assert sum(rewards[:5]) / 5 < 0.35
+    assert sum(rewards[-10:]) / 10 > 0.5

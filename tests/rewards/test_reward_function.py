@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import sys
 from textwrap import dedent
 
@@ -77,8 +79,7 @@ def test_a_function_in_a_module_is_found_without_importing_its_package(tmp_path,
     described = RewardFunction(path="my_rewards_pkg.sums:my_reward")
     assert "my_rewards_pkg" not in sys.modules
     assert list(described.build(BuildContext()).score(batch)["score"]) == [1.0] * 5
-    assert sys.modules.pop("my_rewards_pkg.sums")
-    assert sys.modules.pop("my_rewards_pkg")
+    assert "my_rewards_pkg" not in sys.modules  # but in the process that calls it
 
 
 def test_describing_a_function_runs_none_of_its_file(written, tmp_path):
@@ -184,7 +185,6 @@ def test_a_function_that_raises_is_reported_with_its_own_line_and_sample(written
     with pytest.raises(RewardError) as refused:
         reward.score(batch)
     message = str(refused.value)
-    assert isinstance(refused.value.__cause__, ZeroDivisionError)
     assert "Found: ZeroDivisionError: division by zero" in message
     assert "Raised at line 3: return 1 / (int(text) - 3)" in message
     assert "Sample: 3, prompt 'prompt 3', response 'response 3'" in message
@@ -326,11 +326,70 @@ def test_a_name_that_may_be_a_function_is_no_fault(written, source):
 
 def test_a_file_that_raises_when_imported_is_a_reward_error_with_its_cause(written):
     described = written("import no_such_package_here\ndef my_reward(prompts, responses): return []")
-    with pytest.raises(RewardError, match="importing it raised ModuleNotFoundError") as refused:
+    with pytest.raises(RewardError, match="importing it raised ModuleNotFoundError: No module named 'no_such"):
         described.build(BuildContext())
-    assert isinstance(refused.value.__cause__, ModuleNotFoundError)
 
 
 def test_a_name_that_cannot_be_called_is_a_reward_error(written):
     with pytest.raises(RewardError, match="my_reward is 3, which cannot be called"):
         written("my_reward = 3").build(BuildContext())
+
+
+# A batch is one call in a process of its own, which can be killed
+
+
+@pytest.mark.parametrize("hang", ["time.sleep(1000)", "while True: pass"])
+def test_a_function_of_the_batch_that_hangs_is_ended_at_its_deadline_and_its_line_named(hang, written, batch):
+    described = written(
+        f"""
+        import time
+
+        def my_reward(prompts, responses, answer):
+            if answer[0] != "hang":
+                return [1.0] * len(answer)
+            {hang}
+        """
+    )
+    reward = dataclasses.replace(described, timeout_s=1.0).build(BuildContext())
+    try:
+        assert list(reward.score(batch)["score"]) == [1.0] * 5
+        hanging = copy.deepcopy(batch)
+        hanging.non_tensor_batch["answer"][:] = "hang"
+        with pytest.raises(RewardError) as ended:
+            reward.score(hanging)
+        assert "Found: no answer within timeout_s, which is 1: its process was killed" in str(ended.value)
+        assert "It was at line 7, in my_reward()" in str(ended.value)
+        assert "Source: my_reward() at line 4 in reward.py" in str(ended.value)
+        assert list(reward.score(batch)["score"]) == [1.0] * 5  # by another process
+    finally:
+        reward.close()
+
+
+def test_a_function_of_the_batch_that_ends_its_process_ends_nothing_else(written, batch):
+    reward = written("import os\ndef my_reward(prompts, responses): os._exit(3)").build(BuildContext())
+    with pytest.raises(RewardError, match="the process ended with exit code 3"):
+        reward.score(batch)
+    reward.close()
+
+
+def test_what_a_function_of_the_batch_gives_may_be_anything_that_can_be_sent(written, batch):
+    source = "import {module}\ndef my_reward(prompts, responses): return {value}"
+    for module, value in (
+        ("numpy", "numpy.arange(5)"),
+        ("torch", "torch.arange(5) / 2"),
+        ("torch", "[torch.ones(())] * 5"),
+    ):
+        reward = written(source.format(module=module, value=value)).build(BuildContext())
+        assert len(reward.score(batch)["score"]) == 5
+        reward.close()
+    reward = written("def my_reward(prompts, responses): return (1.0 for _ in prompts)").build(BuildContext())
+    with pytest.raises(RewardError, match="Found: <generator object .* of type generator"):
+        reward.score(batch)
+    reward.close()
+
+
+def test_a_batch_has_a_minute_and_a_sample_ten_seconds_unless_something_else_is_said(written):
+    described = written("def my_reward(prompts, responses): return []")
+    assert described.call_timeout_s == 60.0
+    assert dataclasses.replace(described, timeout_s=2.5).call_timeout_s == 2.5
+    assert RewardFunction(path="verl.rewards.math_rules:math_score", per_sample=True).call_timeout_s == 10.0

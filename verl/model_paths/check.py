@@ -36,6 +36,7 @@ from verl.model_paths.twin import (
 )
 from verl.models.call import has_lm_head, takes, unwrapped
 from verl.models.pretrained import quiet_transformers
+from verl.ops.logprobs import response_positions
 from verl.utils.progress import report
 
 TOLERANCE = 1e-4  # nats, of one number of the twin in float32
@@ -273,8 +274,7 @@ class Examination:
                 states = states_of(model, input_ids=line, **inputs)
             except Exception:  # noqa: BLE001 - a model that takes no mask of its own
                 states = states_of(model, input_ids=line)
-            first = line.shape[1] - len(row.response) - 1
-            yield name, -1.0, numbers_of(model, states[0, first:-1], row.response)
+            yield name, -1.0, numbers_of(model, response_positions(states, len(row.response))[0], row.response)
 
     # How it may be run
 

@@ -18,6 +18,7 @@ from verl.model_paths.decode import Decoder
 from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.model_paths.paths import ModelPaths
 from verl.models.call import call_model
+from verl.ops.logprobs import response_positions
 from verl.protocol import DataProto
 
 OTHERS = 7  # tokens beside the given one whose log-probs are compared
@@ -81,9 +82,8 @@ def numbers_of(model: Any, states: Tensor, tokens: Tensor) -> Tensor:
 
 def alone(model: Any, row: TrialRow, **inputs: Any) -> Tensor:
     """The numbers of a response [T n] from a plain forward pass of its row: no other row, no padding, no cache."""
-    states = states_of(model, input_ids=row.tokens[None], **inputs)[0]
-    first = len(row.prompt) - 1
-    return numbers_of(model, states[first : first + len(row.response)], row.response)
+    states = states_of(model, input_ids=row.tokens[None], **inputs)
+    return numbers_of(model, response_positions(states, len(row.response))[0], row.response)
 
 
 def scored(model: Any, rows: Sequence[TrialRow], paths: ModelPaths) -> list[Tensor]:

@@ -1,6 +1,8 @@
 """Log-probabilities and entropies of response tokens, and estimates of the KL divergence from them.
 
-B responses, P prompt length, T response length, S = P + T. Here is the only one-token shift of a language model.
+B responses, P prompt length, T response length, S = P + T. The one-token shift of a language model is
+`response_positions`. Where responses do not stand in the same columns, the index of what predicts a token is computed
+instead: for packed rows in `verl/ops/packing.py`, for rows moved to the left in `verl/model_paths/micro_batch.py`.
 
 Estimates per token of KL(pi || ref), in nats, from tokens that pi sampled (Schulman 2020, "Approximating KL
 Divergence", http://joschu.net/blog/kl-approx.html):

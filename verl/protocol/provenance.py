@@ -43,8 +43,13 @@ class Source(NamedTuple):
         return self.line
 
 
-def source_of(producer: Callable) -> Source:
-    """The source of any callable: functions, methods, partials, wrapped functions, modules, callable objects."""
+def source_of(producer: Callable | Source) -> Source:
+    """The source of any callable: functions, methods, partials, wrapped functions, modules, callable objects.
+
+    Of a function in another process its source itself is known.
+    """
+    if isinstance(producer, Source):
+        return producer
     kind: Any = producer
     for _ in range(_WRAPPINGS):
         if isinstance(kind, (functools.partial, functools.partialmethod)):

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
+import pickle
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from verl.component import BuildContext
 from verl.errors import RewardError
 from verl.protocol import DataProto
+from verl.protocol.provenance import Source
 from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of
-from verl.rewards.import_path import load_function, own_line, path_faults, required_arguments, takes_batch
-from verl.rewards.process_pool import SampleReward, pool_faults
-from verl.rewards.validation import (
-    TOKEN_REWARDS,
-    batch_argument,
-    check_columns,
-    checked_token_scores,
-    named_parameters,
-    reward_error,
+from verl.rewards.import_path import (
+    Signature,
+    awaited,
+    own_line,
+    path_faults,
+    required_arguments,
+    signature_of,
+    takes_batch,
 )
+from verl.rewards.process_pool import ProcessPool, SampleReward, pool_faults
+from verl.rewards.validation import TOKEN_REWARDS, check_columns, checked_token_scores, reward_error
 from verl.utils.component_exits import raised_by_code
 
 
@@ -43,14 +43,15 @@ class RewardFunction(RewardDescription):
 
         def my_reward(prompt: str, response: str, **columns) -> float
 
-    in worker processes, so that a call that hangs or crashes costs its own sample only.
+    so that a call that hangs or crashes costs its own sample only. Either is called in a process of its own, which
+    imports its file and never the main script.
 
     Args:
         path: `package.module:function`, or `file.py:function` with the file relative to the working directory.
         kwargs: further keyword arguments of every call; they win over a column of the same name.
         per_sample: whether the function rates one response at a time, in worker processes.
-        timeout_s: seconds for one sample, after which its process is killed. For `per_sample`.
-        num_workers: processes. For `per_sample`.
+        timeout_s: seconds for one call, after which its process is killed; null is 10 for a sample and 60 for a batch.
+        num_workers: processes that rate samples, under `per_sample`; a batch is one call, in one process.
         on_error: `raise` ends the run at a sample that raises, hangs, crashes or gives no finite number; `score` gives
             it `error_score`, warns, and counts it in `reward/failed`. `score` needs `per_sample`.
         error_score: see `on_error`.
@@ -59,7 +60,7 @@ class RewardFunction(RewardDescription):
     path: str
     kwargs: dict[str, Any] = field(default_factory=dict)
     per_sample: bool = False
-    timeout_s: float = 10.0
+    timeout_s: float | None = None
     num_workers: int = 4
     on_error: Literal["raise", "score"] = "raise"
     error_score: float = 0.0
@@ -69,10 +70,16 @@ class RewardFunction(RewardDescription):
         for name in texts:
             if name in self.kwargs:
                 yield f"kwargs.{name}: is what the function is called with. Choose another name."
-        yield from pool_faults(self.timeout_s, self.num_workers)
+        yield from pool_faults(self.call_timeout_s, self.num_workers)
         if self.on_error == "score" and not self.per_sample:
             yield "on_error is score: a function of the whole batch fails as a whole. Set per_sample=true."
         yield from path_faults(self.path, self.kwargs, texts)
+
+    @property
+    def call_timeout_s(self) -> float:
+        """Of one call."""
+        usual = SAMPLE_TIMEOUT_S if self.per_sample else BATCH_TIMEOUT_S
+        return usual if self.timeout_s is None else self.timeout_s
 
     def columns_read(self) -> Iterator[tuple[str, str]]:
         texts = ("prompt", "response") if self.per_sample else ("prompts", "responses")
@@ -83,11 +90,11 @@ class RewardFunction(RewardDescription):
 
     def build(self, context: BuildContext) -> Reward:
         if not self.per_sample:
-            return CallableReward(load_function(self.path), self.kwargs)
+            return ProcessReward(self.path, self.kwargs, self.call_timeout_s)
         return SampleReward(
             self.path,
             self.kwargs,
-            timeout_s=self.timeout_s,
+            timeout_s=self.call_timeout_s,
             num_workers=self.num_workers,
             error_score=self.error_score if self.on_error == "score" else None,
         )
@@ -96,6 +103,9 @@ class RewardFunction(RewardDescription):
     def wrap(function: Callable, **kwargs: Any) -> CallableReward:
         """The reward that calls `function`, for use as a library."""
         return CallableReward(function, kwargs)
+
+
+SAMPLE_TIMEOUT_S, BATCH_TIMEOUT_S = 10.0, 60.0
 
 
 class CallableReward(Reward):
@@ -111,9 +121,11 @@ class CallableReward(Reward):
     def __init__(self, function: Callable, kwargs: Mapping[str, Any] | None = None):
         if not callable(function):
             raise RewardError(f"reward is {function!r}: expected a function of prompts and responses.")
-        self.function, self.kwargs = function, dict(kwargs or {})
-        self._accepted = named_parameters(function)
-        self._takes_batch = batch_argument(function, self.kwargs) is not None
+        self._describe(function, kwargs or {}, signature_of(function, kwargs or {}))
+
+    def _describe(self, function: Callable | Source, kwargs: Mapping[str, Any], signature: Signature) -> None:
+        self.function: Any = function
+        self.kwargs, self._accepted, self._takes_batch = dict(kwargs), signature.accepted, signature.takes_batch
         for name in self.kwargs if self._takes_batch else ("prompts", "responses", *self.kwargs):
             if self._accepted is not None and name not in self._accepted:
                 raise reward_error(f"a function that takes `{name}`", f"it takes {', '.join(self._accepted)}", function)
@@ -137,10 +149,9 @@ class CallableReward(Reward):
         except BaseException as error:  # whatever user code raises is reported with its place
             if not raised_by_code(error):
                 raise
-            sample = self._find_sample(prompts, responses, columns, type(error))
+            sample = self._find_sample(prompts, responses, columns, error)
             expected = f"{len(responses)} finite numbers, one for each response"
-            found = f"{type(error).__name__}: {error}{own_line(error, self.function)}"
-            raise reward_error(expected, found, self.function, prompts, responses, sample) from error
+            raise reward_error(expected, self._words(error), self.function, prompts, responses, sample) from error
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
         """Rate every response, by token where the function takes the batch as it is."""
@@ -153,12 +164,11 @@ class CallableReward(Reward):
             meta_info=dict(batch.meta_info),
         )
         try:
-            result = _awaited(self.function(own, **self.kwargs))
+            result = self._invoke(own)
         except BaseException as error:  # whatever user code raises is reported with its place
             if not raised_by_code(error):
                 raise
-            found = f"{type(error).__name__}: {error}{own_line(error, self.function)}"
-            raise reward_error(TOKEN_REWARDS, found, self.function) from error
+            raise reward_error(TOKEN_REWARDS, self._words(error), self.function) from error
         scores = checked_token_scores(result, batch.batch["response_mask"], prompts, responses, self.function)
         return RewardResult(scores.double().sum(dim=1).cpu().numpy(), token_scores=scores)
 
@@ -167,17 +177,31 @@ class CallableReward(Reward):
             columns = {name: values for name, values in columns.items() if name in self._accepted}
         # Lists of its own, so that a function that changes them does not change what it is checked against.
         columns = {name: list(values) for name, values in columns.items()}
-        result = self.function(prompts=list(prompts), responses=list(responses), **{**columns, **self.kwargs})
-        return _awaited(result)
+        return self._invoke({"prompts": list(prompts), "responses": list(responses), **columns})
 
-    def _find_sample(self, prompts: list, responses: list, columns: Mapping[str, list], kind: type) -> int | None:
+    def _invoke(self, given: DataProto | dict[str, Any]) -> Any:
+        """Call the function with a batch, or with keyword arguments."""
+        if isinstance(given, DataProto):
+            return awaited(self.function(given, **self.kwargs))
+        return awaited(self.function(**{**given, **self.kwargs}))
+
+    def _words(self, error: BaseException) -> str:
+        """What was raised, with the line of the user's file."""
+        return f"{type(error).__name__}: {error}{own_line(error, self.function)}"
+
+    def _is_alike(self, error: BaseException, first: BaseException) -> bool:
+        return isinstance(error, type(first))
+
+    def _find_sample(
+        self, prompts: list, responses: list, columns: Mapping[str, list], first: BaseException
+    ) -> int | None:
         """The first sample on which the function raises this kind of error by itself, or None."""
         if len(responses) == 1:
             return 0
 
         def raises(start: int, end: int) -> bool:
             part = {name: values[start:end] for name, values in columns.items()}
-            return self._raises(prompts[start:end], responses[start:end], part, kind)
+            return self._raises(prompts[start:end], responses[start:end], part, first)
 
         start, end = 0, len(responses)
         while end - start > 1:
@@ -185,33 +209,67 @@ class CallableReward(Reward):
             start, end = (start, middle) if raises(start, middle) else (middle, end)
         return start if raises(start, end) else None
 
-    def _raises(self, prompts: list, responses: list, columns: Mapping[str, list], kind: type) -> bool:
+    def _raises(self, prompts: list, responses: list, columns: Mapping[str, list], first: BaseException) -> bool:
         try:
             self._call(prompts, responses, columns)
         except BaseException as error:  # user code may raise anything
             if not raised_by_code(error):
                 raise
-            return isinstance(error, kind)
+            return self._is_alike(error, first)
         return False
 
 
-def _awaited(result: Any) -> Any:
-    """The result; where it is a coroutine, or a list of coroutines, what they give, awaited concurrently."""
-    one = inspect.isawaitable(result)
-    items: list = [result] if one else list(result) if isinstance(result, (list, tuple)) else []
-    if not any(map(inspect.isawaitable, items)):
-        return result
+class CallFailed(Exception):
+    """A call in another process came to nothing.
 
-    async def value(item: Any) -> Any:
-        return await item if inspect.isawaitable(item) else item
+    Attributes:
+        kind: of the exception that the function raised; None where it did not answer in time, or its process ended.
+    """
 
-    async def every() -> Any:
-        values = await asyncio.gather(*map(value, items))
-        return values[0] if one else values
+    def __init__(self, words: str, kind: str | None):
+        super().__init__(words)
+        self.kind = kind
 
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(every())
-    with ThreadPoolExecutor(1) as thread:  # in a notebook, whose loop already runs in this thread
-        return thread.submit(asyncio.run, every()).result()
+
+class ProcessReward(CallableReward):
+    """A reward that calls a function by its path in a process of its own. `close` ends it.
+
+    Args:
+        path, kwargs: as in `RewardFunction`.
+        timeout_s: for one call; then the process is killed, and the next call starts another.
+    Raises:
+        RewardError: the function cannot be imported, or does not take what it is given.
+    """
+
+    def __init__(self, path: str, kwargs: Mapping[str, Any], timeout_s: float):
+        self._pool = ProcessPool(path, "", kwargs, timeout_s, num_workers=1, whole_batch=True)
+        try:
+            source, signature = self._pool.facts
+            self._pool.file = source.file
+            self._describe(source, kwargs, signature)
+        except BaseException:
+            self._pool.close()
+            raise
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _invoke(self, given: DataProto | dict[str, Any]) -> Any:
+        (outcome,) = self._pool.rate([given])
+        assert outcome is not None
+        if outcome.failure is not None:
+            raise CallFailed(outcome.failure, outcome.failure.partition(":")[0] if outcome.was_raised else None)
+        return pickle.loads(outcome.score)
+
+    def _words(self, error: BaseException) -> str:
+        return str(error) if isinstance(error, CallFailed) else super()._words(error)
+
+    def _is_alike(self, error: BaseException, first: BaseException) -> bool:
+        return isinstance(error, CallFailed) and isinstance(first, CallFailed) and error.kind == first.kind
+
+    def _find_sample(
+        self, prompts: list, responses: list, columns: Mapping[str, list], first: BaseException
+    ) -> int | None:
+        if isinstance(first, CallFailed) and first.kind is None:  # parts of the batch would hang again
+            return None
+        return super()._find_sample(prompts, responses, columns, first)

@@ -1,19 +1,24 @@
 """Imports the function that `module:function` or `file.py:function` names; its source is checked before it is
-imported.
+imported, its signature afterwards. Light: worker processes import it.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import difflib
 import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from verl.errors import RewardError
 from verl.protocol.provenance import source_of
@@ -64,7 +69,7 @@ def required_arguments(path: str, given: Sequence[str]) -> list[str]:
         Their names; none where the source does not tell, as of a function with a decorator.
     """
     module, _, name = path.rpartition(":")
-    file, _ = _source_file(module) if module else (None, None)
+    file, _ = source_file(module) if module else (None, None)
     if file is None:
         return []
     try:
@@ -82,7 +87,7 @@ def required_arguments(path: str, given: Sequence[str]) -> list[str]:
 def takes_batch(path: str, kwargs: Mapping[str, object]) -> bool:
     """Whether the source of the function that a path names is of one of a whole DataProto, not of texts."""
     module, _, name = path.rpartition(":")
-    file, _ = _source_file(module) if module else (None, None)
+    file, _ = source_file(module) if module else (None, None)
     try:
         node = None if file is None else dict(_top_level_names(ast.parse(file.read_bytes()).body)).get(name)
     except (SyntaxError, ValueError, OSError):
@@ -110,6 +115,83 @@ def load_function(path: str) -> Callable:
         found = "defines no such name" if function is None else f"{name} is {function!r}, which cannot be called"
         raise RewardError(f"path is {path!r}: {module_name} {found}.")
     return function
+
+
+def named_parameters(function: Callable) -> dict[str, bool] | None:
+    """The keyword arguments that a function names, each with whether it is required; None where it takes any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C, without a signature
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {
+        parameter.name: parameter.default is parameter.empty
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+
+
+def batch_argument(function: Callable, given: Collection[str] = ()) -> str | None:
+    """The argument by which a function takes a batch as it is; None of one that takes texts.
+
+    That is a function of one positional argument without a default, or whose first argument is annotated `DataProto`.
+
+    Args:
+        given: arguments that it gets by keyword.
+    """
+    try:
+        parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in given]
+    except (TypeError, ValueError):  # written in C, without a signature
+        return None
+    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not placed or {"prompts", "responses"} & {p.name for p in parameters}:
+        return None
+    annotation = getattr(placed[0].annotation, "__name__", placed[0].annotation)
+    is_annotated = str(annotation).strip("'\"").rpartition(".")[2] == "DataProto"
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    takes_columns = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return placed[0].name if is_annotated or (needed == [placed[0].name] and not takes_columns) else None
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a function takes.
+
+    Attributes:
+        accepted: keyword arguments, each with whether it is required; None where it takes any.
+        takes_batch: it takes a whole DataProto, and no texts.
+    """
+
+    accepted: dict[str, bool] | None
+    takes_batch: bool
+
+
+def signature_of(function: Callable, given: Collection[str] = ()) -> Signature:
+    """What a function takes; `given` are arguments that it gets by keyword in any case."""
+    return Signature(named_parameters(function), batch_argument(function, given) is not None)
+
+
+def awaited(result: Any) -> Any:
+    """The result; where it is a coroutine, or a list of coroutines, what they give, awaited concurrently."""
+    one = inspect.isawaitable(result)
+    items: list = [result] if one else list(result) if isinstance(result, (list, tuple)) else []
+    if not any(map(inspect.isawaitable, items)):
+        return result
+
+    async def value(item: Any) -> Any:
+        return await item if inspect.isawaitable(item) else item
+
+    async def every() -> Any:
+        values = await asyncio.gather(*map(value, items))
+        return values[0] if one else values
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(every())
+    with ThreadPoolExecutor(1) as thread:  # in a notebook, whose loop already runs in this thread
+        return thread.submit(asyncio.run, every()).result()
 
 
 def own_line(error: BaseException, function: Callable) -> str:

@@ -19,7 +19,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from verl.rewards.import_path import load_function, own_line
+from verl.errors import RewardError
+from verl.protocol.provenance import source_of
+from verl.rewards.import_path import awaited, load_function, own_line, signature_of
 from verl.utils.child_process import end_with_parent
 from verl.utils.progress import Progress
 
@@ -31,15 +33,17 @@ def serve(connection: Connection, trace_fd: int, progress: Progress) -> None:
     try:
         function = load_function(start["path"])
     except BaseException as error:  # noqa: BLE001 - the driver's to handle
-        connection.send(("error", f"{type(error).__name__}: {error}"))
+        own = str(error).removeprefix(f"path is {start['path']!r}: ") if isinstance(error, RewardError) else None
+        connection.send(("error", own.rstrip(".") if own else f"{type(error).__name__}: {error}"))
         return
-    connection.send(("ready", None))
+    connection.send(("ready", (source_of(function), signature_of(function, start["kwargs"]))))
+    rated = _rated_batch if start["whole_batch"] else _rated
     while True:
         message = connection.recv_bytes()
         progress.advance("rating a sample")
         # This watchdog needs no interpreter: it also ends code that never lets go of it, and one whose driver is gone.
         faulthandler.dump_traceback_later(start["timeout_s"], exit=True, file=trace_fd)
-        answer = _rated(function, message, start["kwargs"])
+        answer = rated(function, message, start["kwargs"])
         faulthandler.cancel_dump_traceback_later()
         progress.advance("waiting for a sample")
         connection.send(answer)
@@ -54,6 +58,19 @@ def _rated(function: Callable, message: bytes, kwargs: dict[str, Any]) -> tuple[
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
         return "error", f"{type(error).__name__}: {error}{own_line(error, function)}"
     return ("error", number) if isinstance(number, str) else ("score", number)
+
+
+def _rated_batch(function: Callable, message: bytes, kwargs: dict[str, Any]) -> tuple[str, bytes | str]:
+    try:
+        given = pickle.loads(message)
+        result = awaited(function(**{**given, **kwargs}) if isinstance(given, dict) else function(given, **kwargs))
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
+        return "error", f"{type(error).__name__}: {error}{own_line(error, function)}"
+    try:
+        return "score", pickle.dumps(result)
+    except Exception:  # noqa: BLE001 - pickling runs the code of what it is given
+        text = repr(result)
+        return "error", f"{text if len(text) <= 120 else text[:110] + ' ...'} of type {type(result).__name__}"
 
 
 async def _awaited(result: Any) -> Any:

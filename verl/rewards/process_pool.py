@@ -29,10 +29,10 @@ import numpy as np
 
 from verl.errors import NonFiniteRewardError, RewardError
 from verl.protocol import DataProto
-from verl.protocol.provenance import source_of
+from verl.protocol.provenance import Source, source_of
 from verl.rewards.base import Reward, RewardResult, texts_of
-from verl.rewards.import_path import load_function
-from verl.rewards.validation import LARGEST, check_columns, named_parameters, reward_error
+from verl.rewards.import_path import Signature, load_function, named_parameters
+from verl.rewards.validation import LARGEST, check_columns, reward_error
 from verl.utils.child_process import StoppedTime, kill, limit_waits
 from verl.utils.progress import Progress, ProgressWatch, is_stopped, report, state_of
 
@@ -50,11 +50,13 @@ class PoolResult:
 
     Attributes:
         is_blameless: it is not the sample that kept its worker from an answer.
+        was_raised: the failure is an exception of the function, and not an end of its time or its process.
     """
 
-    score: float | None = None
+    score: Any = None
     failure: str | None = None
     is_blameless: bool = False
+    was_raised: bool = False
 
 
 class ProcessPool:
@@ -65,15 +67,26 @@ class ProcessPool:
         file: that holds the function, to say where in it a sample was when its time ran out.
         kwargs: further keyword arguments of every call.
         timeout_s: for one sample, from when it is handed to a worker.
+        whole_batch: a sample is all of a batch, as keyword arguments or as a DataProto, and what the function returns
+            comes back pickled, whatever it is; else it is one number.
     Raises:
         RewardError: the function cannot be imported in a worker.
     """
 
-    def __init__(self, path: str, file: str, kwargs: Mapping[str, Any], timeout_s: float, num_workers: int):
+    def __init__(
+        self,
+        path: str,
+        file: str,
+        kwargs: Mapping[str, Any],
+        timeout_s: float,
+        num_workers: int,
+        whole_batch: bool = False,
+    ):
         self.path, self.file, self.timeout_s = path, file, timeout_s
         search_path = [os.path.abspath(entry) for entry in sys.path]
         self._start = pickle.dumps(
             {"path": _absolute(path), "kwargs": dict(kwargs), "timeout_s": timeout_s, "sys_path": search_path}
+            | {"whole_batch": whole_batch}
         )
         self._workers: list[_PoolProcess] = []
         atexit.register(self.close)
@@ -86,7 +99,12 @@ class ProcessPool:
             self.close()
             raise
 
-    def rate(self, samples: Sequence[dict[str, Any]], stop_at_failure: bool = False) -> list[PoolResult | None]:
+    @property
+    def facts(self) -> tuple[Source, Signature]:
+        """Where the function is defined, and what it takes, as its workers found it."""
+        return self._workers[0].facts
+
+    def rate(self, samples: Sequence[Any], stop_at_failure: bool = False) -> list[PoolResult | None]:
         """Rate every sample, each by one call with its keyword arguments.
 
         Args:
@@ -182,7 +200,7 @@ class ProcessPool:
             if worker.trace():
                 return self._late(worker, is_blameless=is_early)
             return PoolResult(failure=f"the process ended with {words}")
-        return PoolResult(score=detail) if kind == "score" else PoolResult(failure=detail)
+        return PoolResult(score=detail) if kind == "score" else PoolResult(failure=detail, was_raised=True)
 
     def _late(self, worker: _PoolProcess, state: str = "", is_blameless: bool = False) -> PoolResult:
         lines = re.findall(rf'File "{re.escape(self.file)}", (line \d+) in (\S+)', worker.trace())
@@ -199,6 +217,8 @@ class _PoolProcess:
     Attributes:
         watch: of the time that it has had for its sample, as far as the driver itself was not stopped.
     """
+
+    facts: tuple[Source, Signature]
 
     def __init__(self, start: bytes, timeout_s: float):
         self.ended = False
@@ -239,6 +259,7 @@ class _PoolProcess:
                 detail = f"the process ended with {self.exit_words()}"
         if kind != "ready":
             raise RewardError(f"path is {path!r}: a worker process could not import it: {detail}.")
+        self.facts = detail
         return True
 
     @property
@@ -290,7 +311,7 @@ class _PoolProcess:
 
 
 def _packed(
-    samples: Sequence[dict[str, Any]], outcomes: list[PoolResult | None], stop_at_failure: bool
+    samples: Sequence[Any], outcomes: list[PoolResult | None], stop_at_failure: bool
 ) -> Generator[tuple[int, bytes], None, None]:
     """Each sample as it is sent; the outcome of one that cannot be sent is noted."""
     for index, sample in enumerate(samples):

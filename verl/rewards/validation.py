@@ -4,21 +4,22 @@ wrong.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from verl.errors import NonFiniteRewardError, RewardError
-from verl.protocol.provenance import source_of
+from verl.protocol.provenance import Source, source_of
 
 # Scores travel as float32; what overflows there is no finite number here.
 LARGEST = float(np.finfo(np.float32).max)
 
 
-def checked_scores(result: Any, prompts: Sequence[str], responses: Sequence[str], function: Callable) -> np.ndarray:
+def checked_scores(
+    result: Any, prompts: Sequence[str], responses: Sequence[str], function: Callable | Source
+) -> np.ndarray:
     """The result of a reward function as B float64.
 
     Args:
@@ -51,30 +52,8 @@ def checked_scores(result: Any, prompts: Sequence[str], responses: Sequence[str]
 TOKEN_REWARDS = "a DataProto with token_level_rewards [B T], finite, and 0 where response_mask is False"
 
 
-def batch_argument(function: Callable, given: Collection[str] = ()) -> str | None:
-    """The argument by which a function takes a batch as it is; None of one that takes texts.
-
-    That is a function of one positional argument without a default, or whose first argument is annotated `DataProto`.
-
-    Args:
-        given: arguments that it gets by keyword.
-    """
-    try:
-        parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in given]
-    except (TypeError, ValueError):  # written in C, without a signature
-        return None
-    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if not placed or {"prompts", "responses"} & {p.name for p in parameters}:
-        return None
-    annotation = getattr(placed[0].annotation, "__name__", placed[0].annotation)
-    is_annotated = str(annotation).strip("'\"").rpartition(".")[2] == "DataProto"
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    takes_columns = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return placed[0].name if is_annotated or (needed == [placed[0].name] and not takes_columns) else None
-
-
 def checked_token_scores(
-    result: Any, mask: torch.Tensor, prompts: Sequence[str], responses: Sequence[str], function: Callable
+    result: Any, mask: torch.Tensor, prompts: Sequence[str], responses: Sequence[str], function: Callable | Source
 ) -> torch.Tensor:
     """The rewards of tokens [B T] float32 in what a function of the batch returned.
 
@@ -110,7 +89,7 @@ def checked_token_scores(
 def reward_error(
     expected: str,
     found: str,
-    function: Callable,
+    function: Callable | Source,
     prompts: Sequence[str] = (),
     responses: Sequence[str] = (),
     sample: int | None = None,
@@ -167,23 +146,8 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:80]} ... {text[-30:]}"
 
 
-def named_parameters(function: Callable) -> dict[str, bool] | None:
-    """The keyword arguments that a function names, each with whether it is required; None where it takes any."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C, without a signature
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {
-        parameter.name: parameter.default is parameter.empty
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
-
-
 def check_columns(
-    accepted: Mapping[str, bool] | None, columns: Mapping[str, list], given: Sequence[str], function: Callable
+    accepted: Mapping[str, bool] | None, columns: Mapping[str, list], given: Sequence[str], function: Callable | Source
 ) -> None:
     """Check that the data has what a function needs.
 

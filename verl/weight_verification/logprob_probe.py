@@ -13,7 +13,7 @@ import torch
 
 from verl.models.parallel_info import Autocast, computing_in
 from verl.ops.counter_rng import uniform
-from verl.ops.logprobs import log_probs_of
+from verl.ops.logprobs import log_probs_of, response_positions
 from verl.weight_verification.fingerprint import as_array
 
 ROWS, LENGTH = 1, 16  # one forward pass over few tokens: its cost is that of reading the weights once
@@ -34,7 +34,8 @@ def trainer_log_probs(model: Any, rows: tuple[tuple[int, ...], ...], autocast: A
     tokens = torch.tensor(rows, device=model.device)
     with computing_in(autocast, model):
         logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
-    return as_array(log_probs_of(logits[:, :-1], tokens[:, 1:]))
+    following = tokens[:, 1:]
+    return as_array(log_probs_of(response_positions(logits, following.shape[1]), following))
 
 
 def engine_log_probs(llm: Any, rows: tuple[tuple[int, ...], ...], lora_request: Any = None) -> np.ndarray:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -34,6 +34,9 @@ from verl.workers.rank_checkpoint import RankCheckpointWriter, RankInfo, RankSav
 _log = logging.getLogger(__name__)
 
 
+ADAPTER_LR_FACTOR = 10.0  # of a low-rank adapter in place of all weights
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainedRole(Description):
     """A role whose weights are updated.
@@ -50,7 +53,12 @@ class TrainedRole(Description):
             and it leaves clearly fewer tokens; `off` pads. Changes no result but by rounding.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
         sharding: of this role alone; null for that of the run.
+
+    Attributes:
+        lr_factor: of the learning rate that suits the model's size, where the optimizer names none.
     """
+
+    lr_factor: ClassVar[float] = 1.0
 
     model: ModelSource
     optimizer: AdamW
@@ -96,8 +104,9 @@ class TrainedRole(Description):
         if self.gradient_checkpointing:
             enable: Any = model.gradient_checkpointing_enable
             enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        optimizer = self.optimizer.for_model(model, self.lr_factor * (1.0 if self.lora is None else ADAPTER_LR_FACTOR))
         return TrainingEngine(
-            model, parallel, self.micro_batch_tokens, self.optimizer, total_updates, self.autocast, self.packing
+            model, parallel, self.micro_batch_tokens, optimizer, total_updates, self.autocast, self.packing
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ class Critic(TrainedRole):
     The head is read from the model's directory if a critic was saved there, and starts at zero otherwise. See
     `TrainedRole` for the arguments.
     """
+
+    lr_factor: ClassVar[float] = 10.0
 
     def start(
         self,

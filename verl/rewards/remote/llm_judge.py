@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from verl.component import BuildContext
 from verl.http_client.request import RetryableAnswer
-from verl.rewards.import_path import load_function, path_faults, required_arguments
+from verl.rewards.import_path import load_function, named_parameters, path_faults, required_arguments
 from verl.rewards.remote.remote_base import RemoteDescription, RemoteReward, RemoteSample, SampleRequest
 from verl.rewards.remote.score_parser import by_path, by_pattern, filled, number, places, shown
-from verl.rewards.validation import check_columns, named_parameters
+from verl.rewards.validation import check_columns
 from verl.utils.component_exits import raised_by_code
 
 OURS = ("model", "messages", "stream", "n")  # fields of the request that `options` may not set

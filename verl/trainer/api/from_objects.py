@@ -24,8 +24,8 @@ from verl.models.interfaces import as_reward_model, check_interface
 from verl.models.pretrained import ModelSource, Pretrained, without_dropout
 from verl.rewards.base import Reward, RewardDescription
 from verl.rewards.function import RewardFunction
+from verl.rewards.import_path import batch_argument, named_parameters
 from verl.rewards.reward_model import ModelReward, RewardModel, RewardTokenizer
-from verl.rewards.validation import batch_argument, named_parameters
 from verl.rewards.weighted_sum import TAKEN, WeightedSum
 
 MICRO_BATCH_TOKENS = 16384  # of a reward model that was passed as an object
