@@ -21,7 +21,7 @@ from trainer.test_sft import sft_run
 from verl.algorithms.advantages import AdvantageEstimator
 from verl.algorithms.dynamic_sampling import DynamicSampling
 from verl.algorithms.kl import AdaptiveKLInReward
-from verl.component import BuildContext
+from verl.component import BuildContext, MaybeInfinite
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import DDP
 from verl.errors import NonFiniteError, NonFiniteRewardError
@@ -51,7 +51,7 @@ class WrongAt(RewardDescription):
     """
 
     calls: tuple[int, ...]
-    value: float
+    value: MaybeInfinite
     checked: bool = True
 
     def build(self, context: BuildContext) -> Reward:
