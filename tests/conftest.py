@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import rich
 import torch
 from random_models import save_random_model
 from storage.gcs_server import gcs_server
@@ -43,9 +44,20 @@ def answer_to_interruption() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def console() -> Iterator[None]:
+    """No test leaves this process another console."""
+    rich.get_console()
+    before = vars(rich._console).copy()
+    yield
+    vars(rich._console).clear()
+    vars(rich._console).update(before)
+
+
+@pytest.fixture(autouse=True)
 def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs write below the directory that they are started in; a test's is its own."""
+    """Runs write below the directory that they are started in; a test's is its own. Output has no width."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
 
 
 @pytest.fixture(scope="session")

@@ -48,6 +48,9 @@ def here(model32, tmp_path_factory, s3_url) -> Iterator[Path]:
         yield directory / "checkpoints/global_step_2"
 
 
+TRUSTED = ("reward._target_=trainer.runs.Arbitrary", "data._target_=trainer.runs.Prompts")  # of the tests
+
+
 def told(*arguments, status: int = 0) -> str:
     result = CliRunner().invoke(app, [*map(str, arguments)])
     assert result.exit_code == status, result.output
@@ -55,7 +58,9 @@ def told(*arguments, status: int = 0) -> str:
 
 
 def test_a_policy_in_a_store_answers_as_the_one_on_the_disk(here):
-    on_disk, in_store = (json.loads(told("eval", place, "--json")) for place in (here, f"{ADDRESS}/global_step_2"))
+    on_disk, in_store = (
+        json.loads(told("eval", place, "--json", *TRUSTED)) for place in (here, f"{ADDRESS}/global_step_2")
+    )
     assert in_store == {**on_disk, "actor": f"{ADDRESS}/global_step_2"}
     assert told("generate", ADDRESS, "--prompt", "5+5=") == told("generate", here, "--prompt", "5+5=")
     assert not [*Path().iterdir()], "what was fetched is gone"

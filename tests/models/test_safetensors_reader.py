@@ -8,7 +8,7 @@ import pytest
 import torch
 from random_models import save_random_model
 
-from verl.engines.fsdp import fill
+from verl.engines.fsdp import load_own_slices
 from verl.models.pretrained import Pretrained, SafetensorsReader
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def test_slices_make_the_model_that_is_loaded_whole(family, tied, tmp_path):
     source = Pretrained(path=str(path), attention="eager" if family in ("gemma2", "gptj") else "sdpa")
     whole, model = source.load_causal_lm("cpu"), source.load_skeleton("causal_lm")
     assert all(p.is_meta for p in model.parameters())
-    fill(model, model.weight_files, CPU, CPU)
+    load_own_slices(model, model.weight_files, CPU, CPU)
     wanted, found = everything(whole), everything(model)
     assert wanted.keys() == found.keys()
     assert all(torch.equal(x, found[name]) and x.dtype == found[name].dtype for name, x in wanted.items())
@@ -40,7 +40,7 @@ def test_slices_make_the_model_that_is_loaded_whole(family, tied, tmp_path):
 
 def test_a_backbone_is_read_from_the_directory_of_its_language_model(model32):
     whole, model = model32.load_backbone("cpu"), model32.load_skeleton("backbone")
-    fill(model, model.weight_files, CPU, CPU)
+    load_own_slices(model, model.weight_files, CPU, CPU)
     assert all(torch.equal(x, model.state_dict()[name]) for name, x in whole.state_dict().items())
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from roles import start_actor
 
+from verl.component import MaybeInfinite
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, assemble
@@ -25,7 +26,7 @@ class OwnRollout(Rollout):
         uses_assemble: otherwise it joins its rows itself.
     """
 
-    log_prob: float = -1.0
+    log_prob: MaybeInfinite = -1.0
     token: int = 5
     uses_assemble: bool = True
 

@@ -167,8 +167,19 @@ def test_a_main_script_ends_with_a_status_and_the_line(script, how, settings, st
     assert said in done.stderr
 
 
-@pytest.mark.parametrize("how", ["sys.exit(0)", "exit()", "os._exit(0)", "raise KeyboardInterrupt"])
-def test_an_exit_of_a_reward_function_names_the_sample(how, tmp_path):
+SAMPLE = r"Raised at line 4: [\s\S]*Sample: 3,"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("sys.exit(0)", SAMPLE),
+        ("exit()", SAMPLE),
+        ("raise KeyboardInterrupt", SAMPLE),
+        ("os._exit(0)", "the process ended with exit code 0"),
+    ],
+)
+def test_an_exit_of_a_reward_function_names_the_sample(how, said, tmp_path):
     (tmp_path / "c.py").write_text(
         f"import os, sys\ndef rate(prompts, responses):\n    if '3' in responses:\n        {how}\n"
         "    return [1.0] * len(prompts)\n"
@@ -178,5 +189,5 @@ def test_an_exit_of_a_reward_function_names_the_sample(how, tmp_path):
         {"response_mask": torch.ones(5, 1, dtype=torch.bool)}, {"prompt_text": texts, "response_text": texts}
     )
     reward = RewardFunction(path=f"{tmp_path}/c.py:rate").build(BuildContext())
-    with pytest.raises(RewardError, match=r"Raised at line 4: [\s\S]*Sample: 3,"), component_exits():
+    with pytest.raises(RewardError, match=said), component_exits():
         reward.score(batch)

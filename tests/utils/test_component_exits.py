@@ -61,6 +61,8 @@ def test_errors_and_nested_exits_are_told_once(component):
 
 @pytest.mark.parametrize("handling", [component_exits, lambda: StopRequest().listening()])
 def test_a_real_interruption_stays_one(handling):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
+
     def interrupt():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # the first is a request where a run listens

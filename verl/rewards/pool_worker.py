@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import hashlib
 import inspect
 import math
 import os
 import pickle
+import random
 import signal
 import sys
 from collections.abc import Callable
@@ -51,7 +53,9 @@ def serve(connection: Connection, trace_fd: int, progress: Progress) -> None:
 
 def _rated(function: Callable, message: bytes, kwargs: dict[str, Any]) -> tuple[str, float | str]:
     try:
-        result = function(**{**pickle.loads(message), **kwargs})
+        given = pickle.loads(message)
+        seed_by_content(given)
+        result = function(**{**given, **kwargs})
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
         number = plain_number(result)
@@ -63,6 +67,7 @@ def _rated(function: Callable, message: bytes, kwargs: dict[str, Any]) -> tuple[
 def _rated_batch(function: Callable, message: bytes, kwargs: dict[str, Any]) -> tuple[str, bytes | str]:
     try:
         given = pickle.loads(message)
+        seed_by_content(given)
         result = awaited(function(**{**given, **kwargs}) if isinstance(given, dict) else function(given, **kwargs))
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
         return "error", f"{type(error).__name__}: {error}{own_line(error, function)}"
@@ -71,6 +76,30 @@ def _rated_batch(function: Callable, message: bytes, kwargs: dict[str, Any]) -> 
     except Exception:  # noqa: BLE001 - pickling runs the code of what it is given
         text = repr(result)
         return "error", f"{text if len(text) <= 120 else text[:110] + ' ...'} of type {type(result).__name__}"
+
+
+def seed_by_content(given: Any) -> None:
+    """Seed the global generators of this process from what the function is given.
+
+    A function that draws from them then gives the same for the same rows, whatever it was asked before: a run that is
+    resumed is the run that was never stopped.
+
+    Args:
+        given: keyword arguments, or a DataProto.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    if isinstance(given, dict):
+        digest.update(repr(given).encode("utf-8", "backslashreplace"))
+    else:
+        digest.update(repr([array.tolist() for array in given.non_tensor_batch.values()]).encode("utf-8", "replace"))
+        for tensor in given.batch.values():
+            digest.update(tensor.detach().to("cpu").contiguous().view(-1).numpy(force=True).tobytes())
+    seed = int.from_bytes(digest.digest()) % 2**32
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
 
 
 async def _awaited(result: Any) -> Any:

@@ -170,6 +170,7 @@ class RunLock:
         self._path = directory / RUN_LOCK
         self._made: list[Path] = []
         self._fd: int | None = None
+        self._is_held = False  # as long as it is meant to be; the file may be gone
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         pid, host = os.getpid(), socket.gethostname()
         self._own = LockHolder(
@@ -192,7 +193,7 @@ class RunLock:
             key = os.path.realpath(self._path)
             before = self._of_this_process.get(key)
             if before is not None and before._own.pid == self._own.pid:  # of a fork, it is the parent's
-                self._fd, before._fd = before._fd, None
+                self._fd, before._fd, before._is_held = before._fd, None, False
                 self._made = before._made
             elif (holder := self._lock()) is not None:
                 return holder
@@ -201,20 +202,27 @@ class RunLock:
             data = json.dumps(asdict(self._own)).encode() + b"\n"
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, data, 0)
+        self._is_held = True
         return None
 
     def renew(self) -> bool:
-        """Take the lock again if somebody has removed its file; whether that was so."""
-        if self._fd is None or self._is_current(self._fd):
+        """Take the lock again if somebody has removed its file; whether that was so.
+
+        Raises:
+            CheckpointWriteFailed: as in `acquire`; it is tried again the next time.
+        """
+        if not self._is_held or (self._fd is not None and self._is_current(self._fd)):
             return False
         self._of_this_process.pop(os.path.realpath(self._path), None)
-        os.close(self._fd)
-        self._fd = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
         self.acquire()
         return True
 
     def release(self) -> None:
         """Let others have the directory; may be called again. One that was made for this and is empty goes, too."""
+        self._is_held = False
         if self._fd is None:
             return
         self._of_this_process.pop(os.path.realpath(self._path), None)
@@ -273,7 +281,7 @@ class RunLock:
     def _is_current(self, fd: int) -> bool:
         try:
             named, opened = os.stat(self._path), os.fstat(fd)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
 

@@ -309,7 +309,13 @@ class CheckpointSaver:
         """
         if self._writer is None:
             return
-        if self._lock is not None and self._lock.renew():  # the directory was removed: what was linked to is gone
+        try:
+            was_removed = self._lock is not None and self._lock.renew()
+        except CheckpointError as error:
+            self._saved_step, self._last_save = step, time.monotonic()
+            self._writer.note(SaveOutcome(step=step, tag=facts.get("tag"), error=error))
+            return
+        if was_removed:  # what was linked to is gone
             self._contents = TrainState(self.settings, self._config, self.uses)
         self._saved_step, self._last_save = step, time.monotonic()
         self._save(self._writer, self._request(self._contents, step, roles, state, facts), roles)
