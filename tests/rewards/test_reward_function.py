@@ -70,6 +70,42 @@ def test_a_function_in_a_file_sees_texts_columns_and_kwargs(written, batch):
     assert scored["token_level_scores"][:, 1].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
 
 
+@pytest.mark.parametrize("form", ["batch", "sample", "data"])
+def test_a_function_that_draws_gives_the_same_for_the_same_rows_whatever_came_before(form, tmp_path, batch):
+    """So a run that is resumed, in a new process, is the run that was never stopped."""
+    path = tmp_path / "luck.py"
+    path.write_text(
+        dedent("""
+        import random, numpy, torch
+
+        def luck():
+            return random.random() + numpy.random.rand() + float(torch.rand(()))
+
+        def sample(prompt, response):
+            return luck()
+
+        def batch(prompts, responses):
+            return [luck() for _ in responses]
+
+        def data(batch):
+            mask = batch["response_mask"]
+            return type(batch).from_dict({"token_level_rewards": torch.where(mask, luck(), 0.0)})
+        """)
+    )
+    reward = RewardFunction(path=f"{path}:{form}", per_sample=form == "sample")
+    one, other = reward.build(BuildContext()), reward.build(BuildContext())
+    rows, later = batch[:3], batch[2:]
+    try:
+        found = [
+            x.score(given)["score"].tolist() for x, given in ((one, rows), (one, later), (one, rows), (other, rows))
+        ]
+    finally:
+        one.close()
+        other.close()
+    assert found[0] == found[2] == found[3]
+    assert found[0][:2] != found[1][:2]
+
+
 def test_a_function_in_a_module_is_found_without_importing_its_package(tmp_path, monkeypatch, batch):
     package = tmp_path / "my_rewards_pkg"
     package.mkdir()
