@@ -86,7 +86,9 @@ RUNS = {
     ),
     "grpo": GoldenRun(GRPO),
     "grpo_lora": GoldenRun([*GRPO, "actor.lora={_target_:verl.models.lora.LoRA,rank:2}"]),
-    "fsdp": GoldenRun([*RL, "algorithm=ppo", "sharding=fsdp", "trainer.n_gpus_per_node=2"]),
+    "fsdp": GoldenRun(
+        [*RL, "algorithm=ppo", "critic.optimizer.lr=1.0e-5", "sharding=fsdp", "trainer.n_gpus_per_node=2"]
+    ),
     "tp_fsdp": GoldenRun([*GRPO, "sharding=tp_fsdp", "sharding.tensor_parallel=2", "trainer.n_gpus_per_node=4"]),
     "vllm": GoldenRun([*GRPO, "rollout=vllm", "rollout.kv_cache_gib=0.05", "rollout.num_threads=1"], hidden=64),
     "replay_incremental": GoldenRun(
