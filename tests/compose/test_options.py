@@ -42,6 +42,10 @@ NEEDED = {  # what an option leaves to the user
 }
 
 
+IDENTITIES = json.loads((Path(__file__).parents[1] / "golden/identities.json").read_text())
+"""Of every shipped configuration, by root and options, recorded before components were checked by pydantic."""
+
+
 def applies(root: str, option: str) -> bool:
     other = PPO_ONLY if root == "sft" else SFT_ONLY
     other = other | (set(CLIENTS) if root == "sft" else set())  # what they lack is told once
@@ -64,21 +68,24 @@ def test_option_composes_and_checks_in_ppo(option, users_files):
         with pytest.raises(ConfigError, match=f"pip install {client}"):
             validate(compose_root("ppo", arguments))
         return
-    assert type(validate(compose_root("ppo", arguments))).__name__ == "PPORun"
+    run = validate(compose_root("ppo", arguments))
+    assert (type(run).__name__, run.identity()) == ("PPORun", IDENTITIES[f"ppo {option}"])
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if applies("sft", option)])
 def test_option_composes_and_checks_in_sft(option, users_files):
     arguments, assigned = command_line("sft", [option, *NEEDED.get(option, [])])
     assert assigned.faults == []
-    assert type(validate(compose_root("sft", arguments))).__name__ == "SFTRun"
+    run = validate(compose_root("sft", arguments))
+    assert (type(run).__name__, run.identity()) == ("SFTRun", IDENTITIES[f"sft {option}"])
 
 
 @pytest.mark.parametrize("experiment", group_options(conf_dir())["experiment"])
 @pytest.mark.parametrize("debug", group_options(conf_dir())["debug"])
 def test_debug_goes_with_every_experiment(experiment, debug, users_files):
     root, option = "sft" if f"experiment={experiment}" in SFT_ONLY else "ppo", f"experiment={experiment}"
-    validate(compose_root(root, [option, f"debug={debug}", *NEEDED.get(option, [])]))
+    run = validate(compose_root(root, [option, f"debug={debug}", *NEEDED.get(option, [])]))
+    assert run.identity() == IDENTITIES[f"{root} {option} debug={debug}"]
 
 
 @pytest.mark.parametrize("experiment", group_options(conf_dir())["experiment"])
