@@ -8,18 +8,17 @@ B responses, T response length. An estimator runs on the whole batch of a step, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from verl.component import Description
+from verl.component import Description, component
 from verl.ops.masking import centred_in_groups, group_sums, masked_sum, masked_whiten
 from verl.protocol import DataProto
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class AdvantageEstimator(Description):
     """Base of the estimators; a subclass declares what it needs and computes two fields.
 
@@ -44,7 +43,7 @@ class AdvantageEstimator(Description):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class GAE(AdvantageEstimator):
     """Generalised advantage estimation.
 
@@ -88,7 +87,7 @@ class GAE(AdvantageEstimator):
         return DataProto.from_dict({"advantages": advantages, "returns": returns})
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class GRPO(AdvantageEstimator):
     """The advantage of GRPO with outcome rewards: a response against its siblings.
 

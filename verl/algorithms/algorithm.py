@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from verl.algorithms.advantages import AdvantageEstimator
 from verl.algorithms.dynamic_sampling import DynamicSampling
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.algorithms.kl import KLControl, NoKL
 from verl.algorithms.losses import ClippedValueLoss, PolicyLoss, ValueLoss
-from verl.component import Description
+from verl.component import Description, component
 from verl.ops.loss_aggregation import Aggregation
 
 NORMED = "seq-mean-token-sum-norm"
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Algorithm(Description):
     """What is done with a batch of scored responses; the loop asks it, and never its name, what a run needs.
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from verl.component import Description
+from verl.component import Description, component
 from verl.errors import RewardError
 from verl.ops.masking import centred_in_groups
 from verl.protocol import DataProto
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class DynamicSampling(Description):
     """Dynamic sampling of DAPO: train on groups whose rewards differ, and draw further prompts in place of the others.
 

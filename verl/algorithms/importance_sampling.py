@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from verl.component import Description
+from verl.component import Description, component
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
 
 _MAX_LOG_WEIGHT = 20.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TruncatedIS(Description):
     """Weigh each advantage by how much likelier the trainer finds the token than the engine that drew it.
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.errors import ConfigError
 from verl.ops.logprobs import ESTIMATORS, Estimator
 from verl.ops.masking import masked_mean, masked_sum
@@ -21,7 +20,7 @@ from verl.protocol import DataProto
 _COEFS = torch.finfo(torch.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class KLControl(Description):
     """Base of the KL controls; by itself it changes neither reward nor loss."""
 
@@ -67,12 +66,12 @@ class KLControl(Description):
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class NoKL(KLControl):
     """No reference, no penalty."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class _WeightedKL(KLControl):
     coef: float
 
@@ -85,7 +84,7 @@ class _WeightedKL(KLControl):
             yield f"coef is {self.coef}: must be a finite number, at least 0."
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class KLInReward(_WeightedKL):
     """Each token pays for its distance to the reference out of its reward.
 
@@ -129,7 +128,7 @@ class KLInReward(_WeightedKL):
         return scores - coef * kl, metrics, of_responses
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class AdaptiveKLInReward(KLInReward):
     """KLInReward whose coefficient is led so that the KL of a response comes near a target.
 
@@ -203,7 +202,7 @@ class AdaptiveKLController:
         self.coef = float(state["coef"])
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class KLInLoss(_WeightedKL):
     """A term of the loss pulls the policy to the reference, and the reward stays what was scored.
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from verl.component import Description
+from verl.component import Description, component
 from verl.ops.logprobs import k3
 from verl.ops.masking import masked_mean
 
 _MAX_LOG_RATIO = 20.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class PolicyLoss(Description):
     """Base of the policy losses."""
 
@@ -36,7 +35,7 @@ class PolicyLoss(Description):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class PPOClip(PolicyLoss):
     """The clipped surrogate of PPO.
 
@@ -84,7 +83,7 @@ class PPOClip(PolicyLoss):
         return loss, _stats(ratio, is_clipped, log_ratio, mask)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class GSPO(PolicyLoss):
     """The loss of GSPO: one ratio for a whole response, clipped for the whole response.
 
@@ -127,7 +126,7 @@ class GSPO(PolicyLoss):
         return torch.maximum(free, held), _stats(ratio, held > free, log_ratio, mask)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class CISPO(PolicyLoss):
     """The loss of CISPO: REINFORCE under a clipped importance weight that carries no gradient.
 
@@ -184,7 +183,7 @@ def _clip_faults(clip_low: float, clip_high: float) -> Iterator[str]:
         yield f"clip_high is {clip_high}: must be a finite number, at least 0."
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ValueLoss(Description):
     """Base of the value losses."""
 
@@ -200,7 +199,7 @@ class ValueLoss(Description):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ClippedValueLoss(ValueLoss):
     """Half the squared error, the worse of that of V and of V held near its old self.
 

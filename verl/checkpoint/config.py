@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.save.save_plan import IncrementalSettings
-from verl.component import Description
+from verl.component import Description, component
 from verl.errors import ConfigError
 from verl.storage.config import storage_from
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Checkpointing(Description):
     """Settings of `checkpoint=async`, `checkpoint=sync` and `checkpoint=incremental`.
 

@@ -28,14 +28,14 @@ from verl.checkpoint.core.filesystem import (
 )
 from verl.checkpoint.read.discovery import FORMAT, PINS, STAGING, TRASH
 from verl.checkpoint.read.verify import Level
-from verl.component import Description
+from verl.component import Description, component
 from verl.errors import CheckpointNotFound
 
 FEWEST_KEPT = 2
 PIN_LIMIT_BYTES = 65_536
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Retention(Description):
     """Which checkpoints are kept. Pinned and tagged ones always are, and so are the two newest.
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.data.base import DataSplits, PromptSource, TextSource
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
@@ -18,7 +17,7 @@ Split = Literal["train", "eval"]
 MAX_ROWS_WITHOUT_SIZE = 100_000
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Arithmetic(Description):
     """All sums of two numbers of `digits` digits, in a seeded order, divided into training and held-out problems.
 
@@ -93,7 +92,7 @@ class Arithmetic(Description):
         return right * self._count + left
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ArithmeticPrompts(Arithmetic, PromptSource):
     """Prompts for reinforcement learning, with the column `answer` for the reward.
 
@@ -123,7 +122,7 @@ class ArithmeticPrompts(Arithmetic, PromptSource):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ArithmeticSFT(Arithmetic, TextSource):
     """Problems with their answers for supervised fine-tuning; each answer ends with the tokenizer's EOS.
 

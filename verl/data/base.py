@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, TypeVar
 
-from verl.component import Description
+from verl.component import Description, component
 from verl.data.chat_template import FinalAssistant
 from verl.data.readers import OnBadRow
 from verl.data.sampler import Mixture
@@ -30,7 +30,7 @@ class Dataset(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class PromptSource(Description):
     """Base of what `data` may be in reinforcement learning: builds `DataSplits` of prompts."""
 
@@ -40,7 +40,7 @@ class PromptSource(Description):
         return {}
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TextSource(Description):
     """Base of what `data` may be in supervised fine-tuning: builds `DataSplits` of texts to imitate."""
 
@@ -99,7 +99,7 @@ Truncation = Literal["error", "left", "right", "drop"]
 Options = TypeVar("Options", bound=Description)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class PromptOptions(PromptSource):
     """How rows become prompts.
 
@@ -132,7 +132,7 @@ class PromptOptions(PromptSource):
             yield f"max_prompt_length is {self.max_prompt_length}: must be at least 1."
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class SFTOptions(TextSource):
     """How rows become sequences to imitate.
 

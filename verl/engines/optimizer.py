@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from verl.component import Description
+from verl.component import Description, component
 from verl.resharding.dtensor import mesh_dims
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def lr_for_size(parameters: int) -> float:
     return min(LARGEST_LR, LARGE_LR * max(1.0, LARGE_PARAMETERS / max(1, parameters)) ** 0.8)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class AdamW(Description):
     """Adam with decoupled weight decay, and a learning rate that is a pure function of the number of updates made.
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.engines.parallel_dims import DataParallelism, Parallelism
 from verl.models.model_stats import ModelStats
 
@@ -51,7 +51,7 @@ class ShardingCost:
         return micro_batches * self.per_micro_batch + updates * self.per_update
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Sharding(Description):
     """How a model in training is divided.
 
@@ -136,12 +136,12 @@ class Sharding(Description):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class NoSharding(Sharding):
     """One process holds everything: the driver's own."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class _Processes(Sharding):
     """Several processes.
 
@@ -161,7 +161,7 @@ class _Processes(Sharding):
                 yield f"{name} is {getattr(self, name)}: must be above 0."
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class DDP(_Processes):
     """Data parallelism: every process holds the whole model and trains on its share of the rows.
 
@@ -175,7 +175,7 @@ class DDP(_Processes):
         return DataParallelism(context, self.timeout_s)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class FSDP(_Processes):
     """Fully sharded data parallelism: each process holds a part of all weights, gradients and optimizer state.
 
@@ -220,7 +220,7 @@ class FSDP(_Processes):
         return ShardedParallelism(context, self.timeout_s, sizes, fully=True, reshard=reshard, offload=self.cpu_offload)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class HSDP(FSDP):
     """FSDP within each of several replicas: gathering stays within a replica, gradients are added up over them.
 
@@ -242,7 +242,7 @@ class HSDP(FSDP):
         return self.replicas, world_size // self.replicas, 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TP(_Processes):
     """Tensor parallelism: each process computes a part of every linear layer, on the same rows as its siblings.
 
@@ -288,7 +288,7 @@ class TP(_Processes):
         return world_size // tensors, 1, tensors
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TPFSDP(FSDP):
     """Tensor parallelism within groups of processes, and FSDP across the groups.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.errors import ConfigError
 from verl.utils.redact import looks_secret, redact
 
@@ -20,7 +20,7 @@ _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~\-]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Endpoint(Description):
     """A server that is asked over HTTP. Its key is never part of a configuration, only the name of its place is.
 

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from verl import config
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.compose.suggestions import described
 from verl.engines.fsdp import units_of
 from verl.engines.parallel_dims import TENSOR, ShardedParallelism
@@ -31,7 +31,7 @@ from verl.resharding.dtensor import is_divided, local
 from verl.workers.rank_checkpoint import whole_on_first
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class HybridConfig(Description):
     """Settings of a `HybridActor`.
 

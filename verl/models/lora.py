@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from verl.component import Description
+from verl.component import Description, component
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class LoRA(Description):
     """A low-rank update W + (alpha / rank) B A of each chosen linear layer, with only A and B trained.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from verl.component import component
 from verl.models.pretrained import ModelSource, without_dropout
 from verl.utils.seeding import derive_seed
 
@@ -65,7 +65,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 INITIALIZER_RANGE = 0.06  # std of the first weights: with the usual 0.02 a net this narrow learns far more slowly
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TinyModel(ModelSource):
     """A randomly initialised Qwen2 with untied embeddings and a character tokenizer.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
-from verl.component import Description
+from verl.component import Description, component
 from verl.monitoring.log_prob_gap import LogProbGapLimit
 
 WATCHED = (
@@ -21,7 +21,7 @@ WATCHED = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Monitoring(Description):
     """The safety of a run. Nothing of it changes a number of a sound run.
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from verl.component import Description
+from verl.component import Description, component
 from verl.models.parallel_info import Numerics
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
@@ -35,7 +35,7 @@ CAP_NATS = 0.3
 FAR = 4.0  # times: a part of the tokens whose gap is so much larger than that of the others is named
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class LogProbGapLimit(Description):
     """How far the log-probs of the engine that samples may be from the trainer's, and what happens beyond.
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from verl.component import Description
+from verl.component import Description, component
 from verl.replay.sampling import SamplingStrategy
 
 MIB = 2**20
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TieredReplay(Description):
     """Settings of `replay=tiered`: the newest rows in device memory, most on the local disk, the oldest in `storage`.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.protocol.provenance import Source
@@ -26,7 +26,7 @@ from verl.rewards.validation import TOKEN_REWARDS, check_columns, checked_token_
 from verl.utils.component_exits import raised_by_code
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class RewardFunction(RewardDescription):
     """A function of the user, found by name:
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.errors import ConfigError, faults_below
 from verl.model_paths.classifier import text_batches_for
 from verl.models.heads import RewardHeadModel, label_fault
@@ -155,7 +155,7 @@ def _plain(prompt: str, messages: Any) -> str:
     return prompt if not messages else "".join(f"{message['content']}\n" for message in messages)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class RewardModel(RewardDescription):
     """What a reward model says of the prompt with its response.
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult
 from verl.rewards.process_pool import SampleReward, pool_faults
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ExactMatch(RewardDescription, Reward):
     """Compare each response with a column of the data.
 
@@ -64,7 +63,7 @@ class ExactMatch(RewardDescription, Reward):
         return response.strip() == answer.strip() if self.ignore_whitespace else response == answer
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Format(RewardDescription, Reward):
     """`correct` where the response matches a regular expression, `wrong` elsewhere.
 
@@ -95,7 +94,7 @@ class Format(RewardDescription, Reward):
         return [self.correct if match(text.strip() if self.whole else text) else self.wrong for text in responses]
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Length(RewardDescription, Reward):
     """`inside` where a response has min_tokens to max_tokens tokens, both included, and `outside` elsewhere.
 
@@ -125,7 +124,7 @@ class Length(RewardDescription, Reward):
         return RewardResult(np.where(fits, self.inside, self.outside))
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Overlong(RewardDescription, Reward):
     """Soft overlong punishment: nothing up to a buffer before the limit, then linearly down to -penalty at the limit.
 
@@ -170,7 +169,7 @@ def response_lengths(batch: DataProto) -> np.ndarray:
     return batch.batch["response_mask"].sum(dim=1).double().cpu().numpy()
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class MathAnswer(RewardDescription):
     """Compare the last answer in a response with a column of the data, by value: 0.5, 1/2 and \\boxed{\\frac12} agree.
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.errors import ConfigError, RolloutError
 from verl.models.parallel_info import Autocast
 from verl.ops.counter_rng import TRAINING
@@ -22,7 +22,7 @@ LARGEST_LOG_PROB = 1e-3  # nats above 0 that are put down to rounding; more is n
 PLACEHOLDER = -9000.0  # nats: at and below it stands what engines write for minus infinity, such as vLLM's -9999
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Rollout(Description):
     """How responses are drawn, by any engine.
 

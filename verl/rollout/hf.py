@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.model_paths.check import paths_for
 from verl.model_paths.decode import Choose, Decoder
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
@@ -18,7 +17,7 @@ from verl.rollout.base import ALONE, GenerationRequest, Rollout, RolloutEngine, 
 from verl.rollout.token_sampler import TokenSampler
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class HFRollout(Rollout):
     """Generate with the training model itself, through transformers; nothing is copied and nothing to sync.
 

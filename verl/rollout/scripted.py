@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
 from verl.rollout.base import ALONE, GenerationRequest, Rollout, RolloutEngine, assemble, stop_tokens
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ScriptedRollout(Rollout):
     """Answer from a list; the log-probabilities are the model's own for that text.
 

@@ -7,12 +7,13 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
-from verl.component import BuildContext, Description
+from pydantic import AfterValidator
+
+from verl.component import BuildContext, Description, component
 from verl.errors import ConfigError
 from verl.utils.redact import redact
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Storage(Description):
     """Objects below a prefix. Every kind has these settings.
 
@@ -41,18 +42,13 @@ class Storage(Description):
     kind: ClassVar[str] = ""
     packages: ClassVar[tuple[str, ...]] = ("fsspec",)
 
-    prefix: str = ""
+    prefix: Annotated[str, AfterValidator(lambda prefix: prefix.strip("/"))] = ""
     concurrency: int = 8
     part_mib: int = 16
     connect_timeout_s: float = 10.0
     timeout_s: float = 60.0
     retries: int = 6
     backoff_s: float = 0.5
-
-    def __post_init__(self):
-        if isinstance(self.prefix, str):  # `runs/one/` is the same place
-            object.__setattr__(self, "prefix", self.prefix.strip("/"))
-        super().__post_init__()
 
     def faults(self) -> Iterator[str]:
         missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
@@ -104,7 +100,7 @@ class Storage(Description):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class LocalStorage(Storage):
     """A directory, such as one on a network file system. See `Storage` for the others.
 
@@ -134,7 +130,7 @@ class LocalStorage(Storage):
         return LocalBackend(Path(self.path, self.prefix).absolute())
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class MemoryStorage(Storage):
     """Memory of this process, for tests; what is put there ends with it. See `Storage` for the others."""
 
@@ -150,7 +146,7 @@ class MemoryStorage(Storage):
         return memory_backend(self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class BucketStorage(Storage):
     """What the stores of clouds share. See `Storage` for the others.
 
@@ -179,7 +175,7 @@ class BucketStorage(Storage):
         return f"{self.kind}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class S3Storage(BucketStorage):
     """S3 and what speaks its language. Credentials: the environment (`AWS_ACCESS_KEY_ID`, ...), `~/.aws`, or the role
     of the machine; `AWS_ENDPOINT_URL` is heeded too. See `BucketStorage` for the others.
@@ -199,7 +195,7 @@ class S3Storage(BucketStorage):
         return S3Backend(self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class OSSStorage(BucketStorage):
     """Object storage of Alibaba Cloud. Credentials: `OSS_ACCESS_KEY_ID` and `OSS_ACCESS_KEY_SECRET` in the environment;
     without `endpoint_url` the endpoint is `OSS_ENDPOINT` of the environment. See `BucketStorage` for the others."""
@@ -224,7 +220,7 @@ class OSSStorage(BucketStorage):
         return oss_backend(self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class GCSStorage(BucketStorage):
     """Google Cloud Storage. Credentials: `GOOGLE_APPLICATION_CREDENTIALS`, those of gcloud, or those of the machine.
     See `BucketStorage` for the others."""

@@ -14,11 +14,10 @@ import textwrap
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription, short, stage_line
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ _STEP_S = "timing/step_s"
 _FROM_BOTH_ENDS = ("prompt", "prompt_text")  # prompts often begin alike
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Console(TrackerDescription):
     """Lines on standard output; with a progress line below them where that is a terminal.
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class MetricSeries:
     evaluated: bool = False  # measured by evaluations, so drawn with its points
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Curves(TrackerDescription):
     """`curves.png` in the run directory, written when the run closes, however it ended.
 

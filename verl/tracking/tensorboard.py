@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TensorBoard(TrackerDescription):
     """Event files in `run_dir/tensorboard`; look at them with `tensorboard --logdir RUN_DIR`.
 

@@ -10,12 +10,11 @@ import random
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription
 from verl.utils.child_process import StoppedWatch, children
 from verl.utils.temporary_directory import TemporaryDirectory
@@ -25,7 +24,7 @@ SERVICE = b"wandb-core"
 _TEMPORARY: list[TemporaryDirectory] = []  # of this process, once it has used W&B
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class WandB(TrackerDescription):
     """A W&B run, its files below the run directory; the jobs of a sweep are one group, named after its directory.
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
 
 import torch
 
 from verl.cluster.placement import Placement
-from verl.component import Description
+from verl.component import Description, component
 from verl.monitoring.config import Monitoring
 from verl.trainer.timers import Profile
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class LoopSettings(Description):
     """What PPO and SFT share.
 
@@ -96,7 +96,7 @@ class LoopSettings(Description):
         return epochs if self.total_steps is None else min(epochs, self.total_steps)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class PPOSettings(LoopSettings):
     """Settings of a policy-gradient run. See `LoopSettings` for the others.
 
@@ -139,7 +139,7 @@ class PPOSettings(LoopSettings):
         return self.placement is not None and self.placement.spans_machines
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class SFTSettings(LoopSettings):
     """Settings of supervised fine-tuning. See `LoopSettings` for the others.
 

@@ -6,11 +6,10 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.component import Description
+from verl.component import Description, component
 from verl.tracking.base import TrackerSet
 from verl.utils.progress import report
 
@@ -50,7 +49,7 @@ class StageTimers:
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Profile(Description):
     """Profile some steps of a run that holds its roles in this process (sharding=none); it slows those steps down.
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
-from verl.component import Description
+from verl.component import Description, component
 from verl.dispatch import on_all, on_each
 from verl.engines.engine import Packs, TrainingEngine
 from verl.engines.optimizer import AdamW
@@ -37,7 +36,7 @@ _log = logging.getLogger(__name__)
 ADAPTER_LR_FACTOR = 10.0  # of a low-rank adapter in place of all weights
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TrainedRole(Description):
     """A role whose weights are updated.
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.dispatch import by_rows
 from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine
@@ -26,7 +25,7 @@ from verl.workers.base import load_unsharded
 from verl.workers.first_batch_check import FirstBatchCheck
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Reference(Description):
     """The policy that the actor is kept near.
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from verl.cluster.local_worker_group import InlineWorkerGroup
 from verl.cluster.placement import ROLES, DivisibleHost, Placement, RoleGroups, single_process_roles
 from verl.cluster.rpc import WorkerGroup
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.engines.sharding import Sharding
 
 MAIN = "main"
 LEAST_OBJECT_STORE_MIB = 75
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class RayPlacement(Placement):
     """Roles in Ray actors: a worker of a pool holds every role of the pool.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.http_client.request import RetryableAnswer
 from verl.rewards.remote.remote_base import RemoteDescription, RemoteReward, RemoteSample, SampleRequest
 from verl.rewards.remote.score_parser import at, column, number, shown
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from verl.http_client.client import HTTPClient
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class HTTPReward(RemoteDescription):
     """Post samples to `base_url`, and read their scores in the same order.
 

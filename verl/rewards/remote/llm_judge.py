@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.http_client.request import RetryableAnswer
 from verl.rewards.import_path import load_function, named_parameters, path_faults, required_arguments
 from verl.rewards.remote.remote_base import RemoteDescription, RemoteReward, RemoteSample, SampleRequest
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from verl.http_client.client import HTTPClient
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class LLMJudge(RemoteDescription):
     """Ask a chat model for a score: POST `base_url/chat/completions`, one request for each response.
 

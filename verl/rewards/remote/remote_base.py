@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.errors import ConfigError, NonFiniteRewardError, RewardError, faults_below
 from verl.http_client.cache import AnswerCache, default_directory, key_of
 from verl.http_client.endpoint import Endpoint
@@ -108,7 +108,7 @@ class RequestStats:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class RemoteDescription(RewardDescription):
     """Base of rewards that a server gives.
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.http_client.endpoint import Endpoint
 from verl.models.parallel_info import Autocast
 from verl.rollout.base import Rollout, RolloutEngine
 from verl.rollout.server.protocols import DIVIDED
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ServerRollout(Rollout):
     """Generate on a server that somebody else runs.
 

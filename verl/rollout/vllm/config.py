@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.errors import ConfigError
 from verl.models.parallel_info import Autocast
 from verl.rollout.base import ALONE, Rollout, RolloutEngine
@@ -14,7 +14,7 @@ from verl.rollout.vllm.client.engine_args import DIVIDED, HIGHEST_RANK, LORA_RAN
 from verl.utils.env_check import vllm_fault
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class VLLMRollout(Rollout):
     """Generate by vLLM, in a process of its own beside each process that trains, or each group of tensor-parallel ones.
 

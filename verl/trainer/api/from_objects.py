@@ -9,13 +9,12 @@ import copy
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.data.base import DataSplits, PromptOptions, PromptSource
 from verl.data.files import PromptFiles
 from verl.data.rlhf_dataset import RLHFDataset
@@ -31,7 +30,7 @@ from verl.rewards.weighted_sum import TAKEN, WeightedSum
 MICRO_BATCH_TOKENS = 16384  # of a reward model that was passed as an object
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class PromptsObject(PromptOptions):
     """Prompts passed as `train_dataset`, and as `eval_dataset` if those are rows too.
 
@@ -54,7 +53,7 @@ class PromptsObject(PromptOptions):
         return DataSplits(train=_dataset(train, context.tokenizer, options), eval=eval_data)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class RewardObject(RewardDescription):
     """A function, a running reward, or a reward model of torch.
 
@@ -86,7 +85,7 @@ class RewardObject(RewardDescription):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ModelObject(ModelSource):
     """A loaded Hugging Face model. As the actor it is the object itself that trains; other roles take copies of it.
 
