@@ -7,13 +7,13 @@ B responses, T response length. An estimator runs on the whole batch of a step, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
+from pydantic import PositiveFloat
 from torch import Tensor
 
-from verl.component import Description, component
+from verl.component import Description, UnitInterval, component
 from verl.ops.masking import centred_in_groups, group_sums, masked_sum, masked_whiten
 from verl.protocol import DataProto
 
@@ -65,16 +65,11 @@ class GAE(AdvantageEstimator):
         ConfigError: gamma or lam outside [0, 1].
     """
 
-    gamma: float = 1.0
-    lam: float = 1.0
+    gamma: UnitInterval = 1.0
+    lam: UnitInterval = 1.0
     whiten: bool = True
 
     needs_values: ClassVar[bool] = True
-
-    def faults(self) -> Iterator[str]:
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                yield f"{name} is {getattr(self, name)}: must lie in [0, 1]."
 
     @torch.no_grad()
     def __call__(self, batch: DataProto) -> DataProto:
@@ -109,13 +104,9 @@ class GRPO(AdvantageEstimator):
     """
 
     normalize_std: bool = True
-    epsilon: float = 1e-6
+    epsilon: PositiveFloat = 1e-6
 
     needs_groups: ClassVar[bool] = True
-
-    def faults(self) -> Iterator[str]:
-        if not self.epsilon > 0:
-            yield f"epsilon is {self.epsilon}: must be above 0."
 
     @torch.no_grad()
     def __call__(self, batch: DataProto) -> DataProto:

@@ -5,14 +5,13 @@ B responses, T response length. R_i is the sum of the rewards of response i, l_i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import AdvantageEstimator, discounted_sums, per_response
-from verl.component import component
+from verl.component import UnitInterval, component
 from verl.ops.masking import centred_in_groups, group_sums, masked_sum, masked_whiten
 from verl.protocol import DataProto
 
@@ -80,10 +79,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
         ConfigError: gamma outside [0, 1].
     """
 
-    gamma: float = 1.0
-
-    def faults(self) -> Iterator[str]:
-        yield from _gamma_faults(self.gamma)
+    gamma: UnitInterval = 1.0
 
     @torch.no_grad()
     def __call__(self, batch: DataProto) -> DataProto:
@@ -134,12 +130,9 @@ class ReMax(AdvantageEstimator):
         ConfigError: gamma outside [0, 1].
     """
 
-    gamma: float = 1.0
+    gamma: UnitInterval = 1.0
 
     needs_greedy_baseline: ClassVar[bool] = True
-
-    def faults(self) -> Iterator[str]:
-        yield from _gamma_faults(self.gamma)
 
     @torch.no_grad()
     def __call__(self, batch: DataProto) -> DataProto:
@@ -152,8 +145,3 @@ class ReMax(AdvantageEstimator):
 def _on_tokens(x: Tensor, mask: Tensor) -> Tensor:
     """A number per response [B] at each token of the mask [B, T], 0 off it."""
     return torch.where(mask, x.unsqueeze(-1), 0.0)
-
-
-def _gamma_faults(gamma: float) -> Iterator[str]:
-    if not 0 <= gamma <= 1:
-        yield f"gamma is {gamma}: must lie in [0, 1]."

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor
 
 from verl.component import Description, component
@@ -35,12 +36,8 @@ class DynamicSampling(Description):
         ConfigError: max_rounds below 1.
     """
 
-    max_rounds: int = 4
+    max_rounds: PositiveInt = 4
     on_none: Literal["error", "skip"] = "error"
-
-    def faults(self) -> Iterator[str]:
-        if self.max_rounds < 1:
-            yield f"max_rounds is {self.max_rounds}: must be at least 1."
 
     def __call__(self, scores: Tensor, group_ids: Tensor) -> Tensor:
         """True for each row [B] of a group whose scores [B] are not all equal."""

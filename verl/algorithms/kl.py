@@ -6,9 +6,10 @@ B responses, T response length. All KLs are of the policy to the reference, KL(p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from verl.component import BuildContext, Description, component
@@ -73,15 +74,11 @@ class NoKL(KLControl):
 
 @component
 class _WeightedKL(KLControl):
-    coef: float
+    coef: NonNegativeFloat
 
     @property
     def needs_reference(self) -> bool:
         return self.coef > 0
-
-    def faults(self) -> Iterator[str]:
-        if not 0 <= self.coef < math.inf:
-            yield f"coef is {self.coef}: must be a finite number, at least 0."
 
 
 @component
@@ -154,13 +151,9 @@ class AdaptiveKLInReward(KLInReward):
         ConfigError: a number outside its range.
     """
 
-    target: float
-    horizon: float = 10000.0
-
-    def faults(self) -> Iterator[str]:
-        for name in ("coef", "target", "horizon"):
-            if not 0 < getattr(self, name) < math.inf:
-                yield f"{name} is {getattr(self, name)}: must be a finite number above 0."
+    coef: PositiveFloat
+    target: PositiveFloat
+    horizon: PositiveFloat = 10000.0
 
     def build(self, context: BuildContext) -> AdaptiveKLController:
         return AdaptiveKLController(self)

@@ -6,13 +6,14 @@ token; `verl.ops.loss_aggregation` makes a scalar of them.   B responses, T resp
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import Annotated
 
 import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from verl.component import Description, component
+from verl.component import Description, UnitInterval, component
 from verl.ops.logprobs import k3
 from verl.ops.masking import masked_mean
 
@@ -59,14 +60,9 @@ class PPOClip(PolicyLoss):
         ConfigError: a bound outside its range.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-
-    def faults(self) -> Iterator[str]:
-        yield from _clip_faults(self.clip_low, self.clip_high)
-        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
-            yield f"dual_clip is {self.dual_clip}: must be a finite number above 1, or null."
+    clip_low: UnitInterval = 0.2
+    clip_high: NonNegativeFloat = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
 
     def __call__(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         mask, old_log_probs = batch["response_mask"], batch["old_log_probs"]
@@ -108,11 +104,8 @@ class GSPO(PolicyLoss):
         ConfigError: a bound outside its range.
     """
 
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
-
-    def faults(self) -> Iterator[str]:
-        yield from _clip_faults(self.clip_low, self.clip_high)
+    clip_low: UnitInterval = 3e-4
+    clip_high: NonNegativeFloat = 4e-4
 
     def __call__(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         mask = batch["response_mask"]
@@ -148,11 +141,8 @@ class CISPO(PolicyLoss):
         ConfigError: a bound outside its range.
     """
 
-    clip_low: float = 1.0
-    clip_high: float = 4.0
-
-    def faults(self) -> Iterator[str]:
-        yield from _clip_faults(self.clip_low, self.clip_high)
+    clip_low: UnitInterval = 1.0
+    clip_high: NonNegativeFloat = 4.0
 
     def __call__(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         mask = batch["response_mask"]
@@ -174,13 +164,6 @@ def _stats(ratio: Tensor, is_clipped: Tensor, log_ratio: Tensor, mask: Tensor) -
         "clip_fraction": is_clipped.to(ratio.dtype),
         "approx_kl": k3(torch.zeros_like(ratio), log_ratio.detach()),
     }
-
-
-def _clip_faults(clip_low: float, clip_high: float) -> Iterator[str]:
-    if not 0 <= clip_low <= 1:
-        yield f"clip_low is {clip_low}: must lie in [0, 1]."
-    if not 0 <= clip_high < math.inf:
-        yield f"clip_high is {clip_high}: must be a finite number, at least 0."
 
 
 @component
@@ -219,11 +202,7 @@ class ClippedValueLoss(ValueLoss):
         ConfigError: clip not above 0.
     """
 
-    clip: float | None = 0.2
-
-    def faults(self) -> Iterator[str]:
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            yield f"clip is {self.clip}: must be a finite number above 0, or null."
+    clip: PositiveFloat | None = 0.2
 
     def __call__(self, values: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         mask, old_values, returns = batch["response_mask"], batch["values"], batch["returns"]

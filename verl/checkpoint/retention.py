@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pydantic import PositiveInt
+
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.upload_state import forget_removed_uploads, waiting_for_upload
 from verl.checkpoint.core.checkpoint import Checkpoint
@@ -49,10 +51,10 @@ class Retention(Description):
             decides on all.
     """
 
-    keep_last_n: int | None = None
+    keep_last_n: PositiveInt | None = None
     keep_best: str | None = None
     best_mode: Literal["max", "min"] = "max"
-    keep_every: int | None = None
+    keep_every: PositiveInt | None = None
     lineage: dict[str, int] | None = None
 
     def covers(self, published: Checkpoint) -> bool:
@@ -60,14 +62,6 @@ class Retention(Description):
         if self.lineage is None:
             return True
         return published.sequence <= self.lineage.get(published.manifest.run_id, 0)
-
-    def faults(self) -> Iterator[str]:
-        if self.keep_last_n is not None and self.keep_last_n < 1:
-            yield f"keep_last_n is {self.keep_last_n}: it must be at least 1, or null to keep every checkpoint"
-        if self.keep_every is not None and self.keep_every < 1:
-            yield f"keep_every is {self.keep_every}: it is a number of steps, at least 1, or null"
-        if self.best_mode not in ("max", "min"):
-            yield f"best_mode is {self.best_mode!r}: it must be max or min"
 
     def kept(self, complete: list[Checkpoint], pinned: Iterable[str]) -> dict[str, str]:
         """The names of those that stay, with the reason.

@@ -10,9 +10,10 @@ adding up to parts of x; adding up to the whole sends twice that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
+
+from pydantic import PositiveFloat, PositiveInt
 
 from verl.component import BuildContext, Description, component
 from verl.engines.parallel_dims import DataParallelism, Parallelism
@@ -151,14 +152,9 @@ class _Processes(Sharding):
             has one, goes first.
     """
 
-    timeout_s: float = 600.0
-    call_timeout_s: float = 1800.0  # type: ignore[misc]
+    timeout_s: PositiveFloat = 600.0
+    call_timeout_s: PositiveFloat = 1800.0  # type: ignore[misc]
     needs_processes: ClassVar[bool] = True
-
-    def faults(self) -> Iterator[str]:
-        for name in ("timeout_s", "call_timeout_s"):
-            if getattr(self, name) <= 0:
-                yield f"{name} is {getattr(self, name)}: must be above 0."
 
 
 @component
@@ -228,12 +224,7 @@ class HSDP(FSDP):
         replicas: each holds the model once, divided over its processes. See `FSDP` for the others.
     """
 
-    replicas: int = 2
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if self.replicas < 1:
-            yield f"replicas is {self.replicas}: must be at least 1."
+    replicas: PositiveInt = 2
 
     def size_fault(self, world_size: int) -> str | None:
         return _division_fault("replicas", self.replicas, world_size)
@@ -256,12 +247,7 @@ class TP(_Processes):
             has one, goes first.
     """
 
-    tensor_parallel: int | None = None
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if self.tensor_parallel is not None and self.tensor_parallel < 1:
-            yield f"tensor_parallel is {self.tensor_parallel}: must be at least 1, or null for all processes."
+    tensor_parallel: PositiveInt | None = None
 
     def size_fault(self, world_size: int) -> str | None:
         return _division_fault("tensor_parallel", self.tensor_parallel or world_size, world_size)
@@ -296,12 +282,7 @@ class TPFSDP(FSDP):
         tensor_parallel: processes of a group, next to each other; see `TP`. See `FSDP` for the others.
     """
 
-    tensor_parallel: int = 2
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if self.tensor_parallel < 1:
-            yield f"tensor_parallel is {self.tensor_parallel}: must be at least 1."
+    tensor_parallel: PositiveInt = 2
 
     def size_fault(self, world_size: int) -> str | None:
         return _division_fault("tensor_parallel", self.tensor_parallel, world_size)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from verl.component import Description, component
@@ -52,14 +53,8 @@ class LogProbGapLimit(Description):
     """
 
     on_excess: Literal["stop", "warn"] = "stop"
-    limit_nats: float | None = None
-    factor: float = 5.0
-
-    def faults(self) -> Iterator[str]:
-        if self.limit_nats is not None and not 0 < self.limit_nats < math.inf:
-            yield f"limit_nats is {self.limit_nats}: must be a finite number above 0, or null for that of the type."
-        if not 1 <= self.factor < math.inf:
-            yield f"factor is {self.factor}: must be a finite number, at least 1."
+    limit_nats: PositiveFloat | None = None
+    factor: Annotated[float, Field(ge=1)] = 5.0
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from verl.component import BuildContext, component
 from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult
-from verl.rewards.process_pool import SampleReward, pool_faults
+from verl.rewards.process_pool import SampleReward
 
 
 @component
@@ -102,14 +103,12 @@ class Length(RewardDescription, Reward):
         max_tokens: None for no upper bound.
     """
 
-    min_tokens: int = 1
+    min_tokens: NonNegativeInt = 1
     max_tokens: int | None = None
     inside: float = 0.0
     outside: float = -1.0
 
     def faults(self) -> Iterator[str]:
-        if self.min_tokens < 0:
-            yield f"min_tokens is {self.min_tokens}: must not be negative."
         if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             yield f"max_tokens is {self.max_tokens}: must be at least min_tokens, which is {self.min_tokens}."
 
@@ -141,17 +140,13 @@ class Overlong(RewardDescription, Reward):
         penalty: of a response at or above the limit.
     """
 
-    max_tokens: int
-    buffer_tokens: int
-    penalty: float = 1.0
+    max_tokens: PositiveInt
+    buffer_tokens: NonNegativeInt
+    penalty: NonNegativeFloat = 1.0
 
     def faults(self) -> Iterator[str]:
-        if self.max_tokens < 1:
-            yield f"max_tokens is {self.max_tokens}: must be at least 1."
-        elif not 0 <= self.buffer_tokens <= self.max_tokens:
+        if self.buffer_tokens > self.max_tokens:
             yield f"buffer_tokens is {self.buffer_tokens}: must lie in [0, max_tokens], which is {self.max_tokens}."
-        if not 0 <= self.penalty < math.inf:
-            yield f"penalty is {self.penalty}: must be finite and not negative."
 
     @property
     def producer(self) -> Callable:
@@ -188,11 +183,10 @@ class MathAnswer(RewardDescription):
     answer_key: str = "answer"
     correct: float = 1.0
     wrong: float = 0.0
-    timeout_s: float = 5.0
-    num_workers: int = 4
+    timeout_s: Annotated[float, Field(gt=0, lt=1e6)] = 5.0
+    num_workers: PositiveInt = 4
 
     def faults(self) -> Iterator[str]:
-        yield from pool_faults(self.timeout_s, self.num_workers)
         if self.correct <= self.wrong:
             yield f"correct is {self.correct}: must exceed wrong, which is {self.wrong}."
 

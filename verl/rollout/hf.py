@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor
 
 from verl.component import BuildContext, component
@@ -31,14 +31,9 @@ class HFRollout(Rollout):
 
     may_change: ClassVar[bool] = True
 
-    max_rows: int = 512
+    max_rows: PositiveInt = 512
     share_prefix: bool = True
     drop_finished: bool = True
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if self.max_rows < 1:
-            yield f"max_rows is {self.max_rows}: must be at least 1."
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE

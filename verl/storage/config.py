@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from verl.component import BuildContext, Description, component
 from verl.errors import ConfigError
@@ -43,12 +43,12 @@ class Storage(Description):
     packages: ClassVar[tuple[str, ...]] = ("fsspec",)
 
     prefix: Annotated[str, AfterValidator(lambda prefix: prefix.strip("/"))] = ""
-    concurrency: int = 8
-    part_mib: int = 16
-    connect_timeout_s: float = 10.0
-    timeout_s: float = 60.0
-    retries: int = 6
-    backoff_s: float = 0.5
+    concurrency: PositiveInt = 8
+    part_mib: Annotated[int, Field(ge=5, le=5120)] = 16
+    connect_timeout_s: Annotated[float, Field(gt=0, lt=1e6)] = 10.0
+    timeout_s: Annotated[float, Field(gt=0, lt=1e6)] = 60.0
+    retries: NonNegativeInt = 6
+    backoff_s: Annotated[float, Field(ge=0, le=30)] = 0.5
 
     def faults(self) -> Iterator[str]:
         missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
@@ -61,17 +61,6 @@ class Storage(Description):
             yield f"prefix is {self.prefix!r}: expected names joined by slashes, such as experiments/one."
         elif redact(self.prefix) != self.prefix:
             yield "prefix looks like a secret (not shown), which no configuration may hold."
-        if self.concurrency < 1:
-            yield f"concurrency is {self.concurrency}: must be at least 1."
-        if not 5 <= self.part_mib <= 5120:
-            yield f"part_mib is {self.part_mib}: must lie between 5 and 5120, as S3 wants it."
-        if self.retries < 0:
-            yield f"retries is {self.retries}: must not be negative."
-        for name in ("connect_timeout_s", "timeout_s"):
-            if not 0 < getattr(self, name) < 1e6:
-                yield f"{name} is {getattr(self, name):g}: must be above 0."
-        if not 0 <= self.backoff_s <= 30:
-            yield f"backoff_s is {self.backoff_s:g}: must lie between 0 and 30."
 
     def remedy(self, missing: list[str]) -> str:
         """The line that installs what is missing."""

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from pydantic import NonNegativeInt
+
 from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription, short, stage_line
 
@@ -62,11 +64,7 @@ class Console(TrackerDescription):
         "sft/loss",
         _STEP_S,
     )
-    sample_rows: int = 3
-
-    def faults(self) -> Iterator[str]:
-        if self.sample_rows < 0:
-            yield f"sample_rows is {self.sample_rows}: must be 0 or more."
+    sample_rows: NonNegativeInt = 3
 
     def build(self, context: BuildContext) -> ConsoleTracker:
         return ConsoleTracker(self)

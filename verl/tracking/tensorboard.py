@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import PositiveInt
+
 from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription
 
@@ -26,11 +28,7 @@ class TensorBoard(TrackerDescription):
 
     package: ClassVar[str] = "tensorboard"
 
-    flush_s: int = 30
-
-    def faults(self):
-        if self.flush_s < 1:
-            yield f"flush_s is {self.flush_s}: must be 1 or more."
+    flush_s: PositiveInt = 30
 
     def build(self, context: BuildContext) -> TensorBoardTracker:
         return TensorBoardTracker(self)

@@ -11,8 +11,10 @@ import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
+
+from pydantic import Field
 
 from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription
@@ -42,18 +44,12 @@ class WandB(TrackerDescription):
 
     package: ClassVar[str] = "wandb"
 
-    project: str = "verl"
+    project: Annotated[str, Field(min_length=1)] = "verl"
     entity: str | None = None
     tags: tuple[str, ...] = ()
     mode: Literal["auto", "online", "offline"] = "auto"
     on_resume: Literal["same", "child"] = "same"
-    timeout_s: float = 60.0
-
-    def faults(self) -> Iterator[str]:
-        if not self.project:
-            yield "project is '': must name a W&B project."
-        if not 0 < self.timeout_s < 1e9:
-            yield f"timeout_s is {self.timeout_s:g}: must be positive and finite."
+    timeout_s: Annotated[float, Field(gt=0, lt=1e9)] = 60.0
 
     def build(self, context: BuildContext) -> WandBTracker:
         sweep = context.run_dir.resolve().parent.name if context.job and context.run_dir is not None else None

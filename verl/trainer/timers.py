@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import PositiveInt
+
 from verl.component import Description, component
 from verl.tracking.base import TrackerSet
 from verl.utils.progress import report
@@ -64,16 +66,11 @@ class Profile(Description):
         shapes: tell calls of an operator with different shapes apart.
     """
 
-    first_step: int = 2
-    num_steps: int = 2
-    num_rows: int = 40
+    first_step: PositiveInt = 2
+    num_steps: PositiveInt = 2
+    num_rows: PositiveInt = 40
     memory: bool = False
     shapes: bool = False
-
-    def faults(self) -> Iterator[str]:
-        for name in ("first_step", "num_steps", "num_rows"):
-            if getattr(self, name) < 1:
-                yield f"{name} is {getattr(self, name)}: must be at least 1."
 
 
 class Profiler:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from verl.component import BuildContext, Description, component
@@ -37,12 +38,8 @@ class Reference(Description):
     """
 
     model: ModelSource | None = None
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: PositiveInt = 16384
     sharding: Sharding | None = None
-
-    def faults(self) -> Iterator[str]:
-        if self.micro_batch_tokens < 1:
-            yield f"micro_batch_tokens is {self.micro_batch_tokens}: must be at least 1."
 
     def start(
         self,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from verl.component import BuildContext, component
 from verl.http_client.request import RetryableAnswer
@@ -42,7 +44,7 @@ class LLMJudge(RemoteDescription):
         min_score, max_score: a score outside of them is none; null: no bound.
     """
 
-    model: str
+    model: Annotated[str, Field(min_length=1)]
     template: str
     system: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -54,8 +56,6 @@ class LLMJudge(RemoteDescription):
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
-        if not self.model:
-            yield "model is '': expected the name of the judge, as its server knows it."
         if "response" not in places(self.template):
             yield "template has no {response}: the judge would not see what it judges."
         for name in OURS:
