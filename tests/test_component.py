@@ -7,15 +7,27 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import PositiveFloat, PositiveInt
 
 from verl import errors
-from verl.component import BuildContext, Description, MaybeInfinite, as_plain, component, field_types, in_words
+from verl.component import (
+    BuildContext,
+    Description,
+    MaybeInfinite,
+    UnitInterval,
+    as_plain,
+    component,
+    faults_of,
+    field_types,
+    in_words,
+)
 from verl.errors import (
     ActorBusy,
     BadCheckpoint,
@@ -238,6 +250,133 @@ def test_a_description_survives_pickling_with_its_identity(cap, size, targets, w
     again = pickle.loads(pickle.dumps(made))
     assert again == made
     assert again.identity() == made.identity()
+
+
+class Marked(Inner):
+    """A subclass without a decorator and without fields of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByHand(Description):
+    """A description that the standard decorator made."""
+
+    rate: PositiveFloat = 1
+    sizes: tuple[int, ...] = ()
+    part: Inner | None = None
+
+    def faults(self) -> Iterator[str]:
+        if len(self.sizes) > 2:
+            yield f"sizes is {self.sizes}: at most 2."
+
+
+def test_components_and_objects_in_fields_stay_the_same_objects():
+    part, anything = Marked(rate=1), [object(), {"a": [1]}]
+    made = Outer(part=part, anything=anything)
+    assert made.part is part
+    assert made.anything is anything
+    assert anything[1] == {"a": [1]}
+    again = dataclasses.replace(made, size=3)
+    assert (again.size, again.part, again.anything) == (3, part, anything)
+    assert again.part is part
+    assert again == Outer(part=Marked(rate=1.0), anything=anything, size=3)
+    assert len({Inner(), Inner(), Inner(rate=1)}) == 2
+    assert type(pickle.loads(pickle.dumps(part))) is Marked
+
+
+def test_a_description_made_by_the_standard_decorator_is_checked_alike():
+    part = Inner()
+    made = ByHand(rate=2, sizes=[1, 2], part=part)
+    assert (made.rate, type(made.rate), made.sizes) == (2.0, float, (1, 2))
+    assert made.part is part
+    assert type(made) is ByHand
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert type(ByHand().rate) is float
+    with pytest.raises(ConfigError) as caught:
+        ByHand(rate=0, sizes=[1, 2, 3])
+    assert caught.value.faults == ["rate is 0: must be above 0.", "sizes is (1, 2, 3): at most 2."]
+
+
+def test_a_missing_and_an_unknown_key_are_faults_as_others_are():
+    @component
+    class Needs(Description):
+        size: PositiveInt
+        name: str = ""
+
+    with pytest.raises(ConfigError) as caught:
+        Needs(sise=1, name=2)  # type: ignore[call-arg]
+    assert sorted(caught.value.faults) == [
+        "name is 2: expected a text.",
+        "sise is not a known key: Needs has no such field. Did you mean size?",
+        "size is missing: Needs needs it.",
+    ]
+
+
+@component
+class Rules(Description):
+    """Rules across fields, some of which read a field that is at fault."""
+
+    low: PositiveInt = 1
+    high: PositiveInt = 2
+    mode: Literal["a", "b"] = "a"
+    extra: int | None = None
+    share: UnitInterval = 0.5
+    names: tuple[str, ...] = ()
+    auto: Literal["auto"] | PositiveInt = "auto"
+
+    def faults(self) -> Iterator[str]:
+        if self.low > self.high:
+            yield f"low is {self.low}: above high."
+        if not self.low < self.high:
+            yield "low is not below."
+        if self.mode == "b" and self.extra is None:
+            yield "extra is null: mode=b needs it."
+        if "," in "".join(sorted(self.names)):
+            yield "names has a comma."
+        if self.extra is not None and self.extra > 9:
+            yield f"extra is {self.extra}: at most 9."
+
+
+@pytest.mark.parametrize(
+    ("values", "faults"),
+    [
+        ({"low": 3}, ["low is 3: above high.", "low is not below."]),
+        ({"low": 0, "mode": "b"}, ["low is 0: must be at least 1.", "extra is null: mode=b needs it."]),
+        ({"low": 0, "mode": "c"}, ["low is 0: must be at least 1.", "mode is 'c': expected one of a, b."]),
+        ({"high": None, "extra": 10}, ["high is None: expected a whole number.", "extra is 10: at most 9."]),
+        ({"share": 1.5, "extra": 10}, ["share is 1.5: must lie in [0, 1].", "extra is 10: at most 9."]),
+        ({"auto": 0}, ["auto is 0: expected one of auto or a whole number that must be at least 1."]),
+        ({"names": [1], "low": 3}, ["names[0] is 1: expected a text.", "low is 3: above high.", "low is not below."]),
+    ],
+)
+def test_rules_across_fields_are_told_where_what_they_read_is_sound(values, faults):
+    with pytest.raises(ConfigError) as caught:
+        Rules(**values)
+    assert caught.value.faults == faults
+
+
+@pytest.mark.parametrize(
+    ("details", "fault"),
+    [
+        ({"type": "greater_than", "loc": ("low",), "input": 0, "ctx": {"gt": 0}}, "low is 7: must be at least 1."),
+        ({"type": "finite_number", "loc": ("share",), "input": 0}, "share is 7: must be finite."),
+        ({"type": "string_type", "loc": ("names", 0), "input": 1}, "names[0] is 7: expected a text."),
+        ({"type": "literal_error", "loc": ("mode",), "input": 1}, "mode is 7: expected one of a, b."),
+        ({"type": "int_type", "loc": ("extra",), "input": ""}, "extra is 7: expected a whole number or null."),
+        (
+            {"type": "unexpected_keyword_argument", "loc": ("hihg",)},
+            "hihg is not a known key: Rules has no such field. Did you mean high?",
+        ),
+    ],
+)
+def test_what_pydantic_found_is_told_in_our_words(details, fault):
+    values = dict.fromkeys(("low", "share", "mode", "extra", "hihg"), 7) | {"names": (7,)}
+    assert faults_of(Rules, values, [details]) == [fault]
+
+
+def test_no_validator_is_built_before_a_component_is_made():
+    code = "import verl.rollout.vllm.config as m; print(type(vars(m.VLLMRollout)['__pydantic_validator__']).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "MockValSer"
 
 
 def test_the_plain_form_is_json_with_targets_at_every_level():

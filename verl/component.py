@@ -146,6 +146,10 @@ class Description:
         schema["post_init"] = False  # `set_fields` calls it
         return schema
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"x-component": cls.__name__} if schema["type"] == "is-instance" else handler(schema)
+
 
 def package_fault(package: str, setting: str) -> str | None:
     """What to say where a package is not installed that a component needs.
@@ -400,9 +404,11 @@ def _bounds(annotation: Any) -> str:
     if _bare(annotation) is int and "gt" in found:
         found["ge"] = found.pop("gt") + 1
     low, high = found.get("ge", found.get("gt")), found.get("le", found.get("lt"))
-    if low is not None and high is not None:
+    if low is not None and high is not None and ("ge" in found or "le" in found):
         return f"lie in {'[' if 'ge' in found else '('}{low:g}, {high:g}{']' if 'le' in found else ')'}"
-    return " and ".join(f"be {_WORDS_OF_BOUNDS[name]} {bound}" for name, bound in found.items())
+    if found in ({}, {"ge": 0}):
+        return "not be negative" if found else ""
+    return "be " + " and ".join(f"{_WORDS_OF_BOUNDS[name]} {bound:g}" for name, bound in found.items())
 
 
 def _metadata(annotation: Any) -> Iterator[Any]:

@@ -230,7 +230,7 @@ def _import(target: str) -> type[Description] | str:
     if found is None:
         return f"{module_name} has no {name}"
     if not (isinstance(found, type) and issubclass(found, Description)):
-        return "it is no description; give a frozen dataclass that inherits verl.component.Description"
+        return "it is no description; give a class that inherits verl.component.Description, decorated by `component`"
     return found
 
 
