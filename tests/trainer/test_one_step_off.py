@@ -19,7 +19,7 @@ CORRECTION = "algorithm.correction={_target_:verl.algorithms.importance_sampling
         ([CORRECTION, "algorithm=dapo"], "selection draws further batches"),
         ([CORRECTION, "algorithm=remax"], "greedy baseline"),
         ([CORRECTION, "trainer.repeat_first_batch=true"], "every batch is the first"),
-        ([CORRECTION, "trainer.rollout_ahead=2"], "must be 0, or 1"),
+        ([CORRECTION, "trainer.rollout_ahead=2"], "must lie in \\[0, 1\\]"),
     ],
 )
 def test_it_is_refused_with_the_reason(overrides, says):

@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from verl.errors import ReplayCorrupt
 from verl.replay.buffer import TieredBuffer
 from verl.replay.checkpoint_state import COMPONENT, FILE, VERSION, ReplayState, SharedShard
 from verl.replay.disk_tier import SUFFIX, MappedShard, ReplayShard, index_name, read_index
-from verl.utils.external_input import ExternalInputError, parse_mapping, whole_number
+from verl.utils.external_input import ByteCount, ExternalInputError, parse_as
 
 _log = logging.getLogger(__name__)
 
@@ -65,25 +66,23 @@ def restore_buffer(buffer: TieredBuffer, directory: Path, verify: bool) -> None:
         ReplayCorrupt: rows are missing, or not what was written.
     """
     assert not len(buffer.index), "only an empty buffer takes another one's rows"
-    told = _read(directory / FILE)
+    saved = _read(directory / FILE)
     index, out_of_reach = buffer.index, list[ReplayShard]()
-    for entry in sorted(told["shards"], key=lambda entry: entry["first_row"]):
-        place = entry.pop("place")
-        shard = ReplayShard.from_json(entry)
+    for entry in sorted(saved.shards, key=lambda entry: entry.first_row):
+        shard = entry.shard
         if not len(index):
             index.first = index.end = shard.first_row
         index.append(_lost_rows(shard.first_row - index.end), is_there=False)
-        if place == "cold" and buffer.cold is None:
+        if entry.place == "cold" and buffer.cold is None:
             out_of_reach.append(shard)
             index.append(read_index((directory / index_name(shard)).read_bytes()))
         else:
-            index.append(_take_over(buffer, directory, shard, place == "cold", verify))
-    index.append(_lost_rows(told["end"] - index.end), is_there=False)
-    for first, end in told["lost"]:
+            index.append(_take_over(buffer, directory, shard, entry.place == "cold", verify))
+    index.append(_lost_rows(saved.end - index.end), is_there=False)
+    for first, end in saved.lost:
         index.lose(first, end)
-    index.drop_before(told["first"])
-    buffer.num_groups, buffer.num_steps = told["num_groups"], told["num_steps"]
-    buffer.num_lost = told["num_lost"]
+    index.drop_before(saved.first)
+    buffer.num_groups, buffer.num_steps, buffer.num_lost = saved.num_groups, saved.num_steps, saved.num_lost
     if num_lost := sum(index.lose(shard.first_row, shard.end) for shard in out_of_reach):
         buffer.num_lost += num_lost
         _log.warning(
@@ -96,25 +95,50 @@ def restore_buffer(buffer: TieredBuffer, directory: Path, verify: bool) -> None:
 
 def cold_names(directory: Path) -> set[str]:
     """The shards in the store that checkpoints below a directory need."""
-    told = [_read(file) for file in directory.glob(f"*/{COMPONENT}/{FILE}")]
-    shards = [entry for one in told for entry in one["shards"] if entry.pop("place") == "cold"]
-    return {ReplayShard.from_json(entry).name for entry in shards}
+    saved = [_read(file) for file in directory.glob(f"*/{COMPONENT}/{FILE}")]
+    return {shard.name for one in saved for shard in one.shards if shard.place == "cold"}
 
 
-def _read(file: Path) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class SavedShard(ReplayShard):
+    """A shard of a saved buffer, and whether its rows are here or in the store."""
+
+    place: Literal["here", "cold"]
+
+    @property
+    def shard(self) -> ReplayShard:
+        return ReplayShard(first_row=self.first_row, num_rows=self.num_rows, size=self.size, leaves=self.leaves)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedBuffer:
+    """What `buffer.json` holds.
+
+    Attributes:
+        first, end: of the rows, the end excluded.
+        lost: ranges of rows that are gone, ends excluded.
+    """
+
+    version: ByteCount
+    first: ByteCount
+    end: ByteCount
+    num_groups: ByteCount
+    num_steps: ByteCount
+    num_lost: ByteCount
+    lost: tuple[tuple[ByteCount, ByteCount], ...]
+    shards: tuple[SavedShard, ...]
+
+
+def _read(file: Path) -> SavedBuffer:
     try:
-        told = parse_mapping(file.read_bytes())
-        if (version := whole_number(told.get("version"))) > VERSION:
-            raise ReplayCorrupt(f"{file} is of version {version}: this verl reads up to {VERSION}")
-        for key in ("first", "end", "num_groups", "num_steps", "num_lost"):
-            whole_number(told.get(key))
-        for first, end in told["lost"]:
-            whole_number(whole_number(end) - whole_number(first))
-        if not all(entry["place"] in ("here", "cold") for entry in told["shards"]):
-            raise ReplayCorrupt(f"{file} lists a shard that is in no place that this verl knows")
-        return told
-    except (LookupError, TypeError, ExternalInputError) as error:
-        raise ReplayCorrupt(f"{file} tells of no replay buffer ({type(error).__name__}: {error})") from error
+        saved = parse_as(SavedBuffer, file.read_bytes())
+    except ExternalInputError as error:
+        raise ReplayCorrupt(f"{file} tells of no replay buffer ({error})") from error
+    if saved.version > VERSION:
+        raise ReplayCorrupt(f"{file} is of version {saved.version}: this verl reads up to {VERSION}")
+    if any(first > end for first, end in saved.lost):
+        raise ReplayCorrupt(f"{file} lists lost rows that end before they begin")
+    return saved
 
 
 def files_of(directory: Path) -> list[Path]:

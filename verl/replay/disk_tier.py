@@ -24,7 +24,7 @@ from verl.checkpoint.core.filesystem import FileSystem, write_by_rename, write_f
 from verl.checkpoint.core.hashing import Leaf, file_digest, hash_buffers
 from verl.errors import ReplayCorrupt
 from verl.replay.arrow_rows import INDEX, RowSegment, SegmentRows
-from verl.utils.external_input import checked_name, whole_number
+from verl.utils.external_input import ByteCount
 
 SUFFIX, INDEX_SUFFIX, UNFINISHED = ".arrow", ".index.arrow", ".unfinished"
 _BATCHES = 2  # record batches of a shard: each costs a reader some objects in memory, and its writer a copy
@@ -40,9 +40,9 @@ class ReplayShard:
         leaves: pieces with their digests, as in a checkpoint's manifest.
     """
 
-    first_row: int
-    num_rows: int
-    size: int
+    first_row: ByteCount
+    num_rows: ByteCount
+    size: ByteCount
     leaves: tuple[Leaf, ...]
 
     @property
@@ -57,22 +57,6 @@ class ReplayShard:
 
     def as_json(self) -> dict[str, Any]:
         return {**vars(self), "leaves": [list(leaf) for leaf in self.leaves]}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> ReplayShard:
-        """What `as_json` gave.
-
-        Raises:
-            ReplayCorrupt: it is no shard.
-        """
-        try:
-            numbers = {key: whole_number(value[key]) for key in ("first_row", "num_rows", "size")}
-            leaves = tuple(Leaf(whole_number(size), checked_name(digest)) for size, digest in value["leaves"])
-            shard = cls(**numbers, leaves=leaves)
-            checked_name(shard.name)
-        except (LookupError, TypeError, ValueError) as error:
-            raise ReplayCorrupt(f"a replay buffer lists what is no shard ({type(error).__name__}: {error})") from error
-        return shard
 
 
 def file_of(batches: Sequence[pa.RecordBatch]) -> pa.Buffer:

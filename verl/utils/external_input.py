@@ -10,13 +10,19 @@ from __future__ import annotations
 import json
 import re
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
 LONGEST_PATH = 4096
 LARGEST_FILE = 2**53  # bytes, more than any file system takes
+
+
+ByteCount = Annotated[int, Field(ge=0, le=LARGEST_FILE)]
+"""The type of a number of bytes, rows or steps in a record."""
 
 
 class ExternalInputError(ValueError):
@@ -88,15 +94,9 @@ def checked_as(kind: type[T], value: Any) -> T:
     Raises:
         ExternalInputError: a field is missing or of another type; names each.
     """
-    from pydantic import ValidationError
-
     try:
         # Of a text: from a mapping pydantic makes no dataclass where nothing may be converted.
-        return _adapter(kind).validate_json(json.dumps(value), strict=True)
-    except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False, include_input=False)
-        said = [f"{'.'.join(map(str, fault['loc'])) or 'it'}: {fault['msg']}" for fault in faults[:5]]
-        raise ExternalInputError("; ".join(said)) from error
+        return parse_as(kind, json.dumps(value))
     except RecursionError as error:
         raise ExternalInputError("it is nested beyond measure") from error
 
@@ -107,7 +107,12 @@ def parse_as(kind: type[T], data: bytes | bytearray | memoryview | str) -> T:
     Raises:
         ExternalInputError: it is no JSON, or not of these types.
     """
-    return checked_as(kind, parse_mapping(data))
+    try:
+        return _adapter(kind).validate_json(bytes(data) if isinstance(data, memoryview) else data, strict=True)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        said = [f"{'.'.join(map(str, fault['loc'])) or 'it'}: {fault['msg']}" for fault in faults[:5]]
+        raise ExternalInputError("; ".join(said)) from error
 
 
 def whole_number(value: object, most: int = LARGEST_FILE) -> int:
@@ -123,8 +128,6 @@ def whole_number(value: object, most: int = LARGEST_FILE) -> int:
 
 @lru_cache(maxsize=32)
 def _adapter(kind: type) -> Any:
-    from pydantic import TypeAdapter
-
     return TypeAdapter(kind)
 
 

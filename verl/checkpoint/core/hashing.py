@@ -8,10 +8,12 @@ of their digests one after another; so no byte is hashed twice, and `b3sum` give
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from blake3 import blake3
+from pydantic import Field
 
+from verl.utils.external_input import ByteCount
 from verl.utils.progress import report
 
 LEAF_BYTES = 16 * 2**20
@@ -21,8 +23,8 @@ BLOCK_BYTES = 2**20  # small enough that what was just hashed is still in the ca
 class Leaf(NamedTuple):
     """A piece of a file, `size` bytes long, and its BLAKE3 in hexadecimal."""
 
-    size: int
-    blake3: str
+    size: ByteCount
+    blake3: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class LeafHasher:

@@ -13,17 +13,47 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
 
 from verl.checkpoint.core.hashing import Leaf, digest_of, file_digest
 from verl.utils import external_input
-from verl.utils.external_input import LARGEST_FILE, ExternalInputError
+from verl.utils.external_input import ByteCount, ExternalInputError, parse_as
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
+MANIFEST, COMMIT, STATE = "manifest.json", "COMMIT", "trainer_state.json"
 MOST_CELLS = 100_000  # looked at to name a hole; beyond it the count of missing elements is said
+
+
+class ManifestError(ValueError):
+    """A manifest cannot be understood."""
+
+
+class ManifestTooNew(ManifestError):
+    """A manifest of a format that this version does not know."""
+
+
+def checked_path(path: str) -> str:
+    """A path within a checkpoint, as it was given.
+
+    Raises:
+        ManifestError: it leads out of the checkpoint, or to one of the store's own files.
+    """
+    try:
+        checked = external_input.checked_path(path)
+    except ExternalInputError as error:
+        raise ManifestError(str(error)) from error
+    if checked in (MANIFEST, COMMIT):
+        raise ManifestError(f"{path!r} is written by the store itself")
+    return checked
+
+
+RelativePath = Annotated[str, AfterValidator(checked_path)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +67,10 @@ class SavedSlice:
         start, extent: the first index and the length in every dimension of the tensor.
     """
 
-    file: str
-    offset: int
-    start: tuple[int, ...]
-    extent: tuple[int, ...]
+    file: RelativePath
+    offset: ByteCount
+    start: tuple[ByteCount, ...]
+    extent: tuple[ByteCount, ...]
     key: str | None = None
 
     @property
@@ -72,7 +102,7 @@ class LogicalTensor:
     component: str
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[ByteCount, ...]
     slices: tuple[SavedSlice, ...]
 
     @property
@@ -163,20 +193,11 @@ def _place(part: SavedSlice) -> str:
 
 FORMAT_NAME = "verl-checkpoint"
 FORMAT_VERSION = "1.0.0"  # from here on, what one version wrote every later one reads
-MANIFEST, COMMIT, STATE = "manifest.json", "COMMIT", "trainer_state.json"
 MANIFEST_LIMIT_BYTES = 2**28
 COMMIT_LIMIT_BYTES = 4096
 DELTA_SUFFIX, BASE_SUFFIX = ".delta", ".base"
 ENCODING = "difference-planes-zstd"  # the only one so far; see delta.py
 DIGEST = re.compile("[0-9a-f]{64}")
-
-
-class ManifestError(ValueError):
-    """A manifest cannot be understood."""
-
-
-class ManifestTooNew(ManifestError):
-    """A manifest of a format that this version does not know."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,9 +211,9 @@ class FileEntry:
         linked_from: the checkpoint whose bytes it shares, for people.
     """
 
-    path: str
-    size: int
-    blake3: str
+    path: RelativePath
+    size: ByteCount
+    blake3: Digest
     leaves: tuple[Leaf, ...] = ()
     linked_from: str | None = None
 
@@ -228,7 +249,7 @@ class DeltaEntry:
     base: str
     base_checkpoint: str
     base_blake3: str
-    number: int
+    number: ByteCount
 
     @property
     def path(self) -> str:
@@ -255,13 +276,13 @@ class Manifest:
         deltas: files that are stored as differences, in order of path.
     """
 
-    sequence: int
-    step: int
+    sequence: ByteCount
+    step: ByteCount
     tag: str | None
     run_id: str
     saved_at: str
     verl_version: str
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, int | float] = field(default_factory=dict)
     files: tuple[FileEntry, ...] = ()
     tensors: tuple[LogicalTensor, ...] = ()
     deltas: tuple[DeltaEntry, ...] = ()
@@ -305,18 +326,33 @@ class Manifest:
             ManifestError: it is no manifest.
         """
         try:
-            raw = json.loads(data)
-            version = _supported(raw["format"])
-            files = tuple(_file(entry) for entry in raw["files"])
-            tensors = tuple(_tensor(entry) for entry in raw["tensors"])
-            deltas = tuple(_delta(entry, {file.path: file for file in files}) for entry in raw.get("deltas", ()))
-            plain = {key: raw[key] for key in _PLAIN_FIELDS}
-            _refuse_other_types(plain)
-        except ManifestError:
-            raise
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise ManifestError(f"it is no manifest of a checkpoint ({type(error).__name__}: {error})") from error
-        return cls(version=version, files=files, tensors=tensors, deltas=deltas, **plain)
+            version = _supported(parse_as(_Stamped, data).format)
+            saved = parse_as(_SavedManifest, data)
+        except ExternalInputError as error:
+            raise ManifestError(f"it is no manifest of a checkpoint ({error})") from error
+        manifest = cls(**{**vars(saved), "version": version})
+        _refuse_contradictions(manifest)
+        return manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SavedManifest(Manifest):
+    """What a manifest must say of itself."""
+
+    metrics: dict[str, int | float] = field()
+    files: tuple[FileEntry, ...] = field()
+    tensors: tuple[LogicalTensor, ...] = field()
+
+
+@dataclass(frozen=True)
+class _Format:
+    name: str
+    version: Annotated[str, Field(pattern=r"^[0-9]{1,9}\.[0-9]{1,9}(\.|$)")]
+
+
+@dataclass(frozen=True)
+class _Stamped:
+    format: _Format
 
 
 _PLAIN_FIELDS = ("sequence", "step", "tag", "run_id", "saved_at", "verl_version", "metrics")
@@ -337,21 +373,6 @@ def commit_line(manifest: bytes) -> bytes:
     return f"{digest_of(manifest)}  {MANIFEST}\n".encode()
 
 
-def checked_path(path: str) -> str:
-    """A path within a checkpoint, as it was given.
-
-    Raises:
-        ManifestError: it leads out of the checkpoint, or to one of the store's own files.
-    """
-    try:
-        checked = external_input.checked_path(path)
-    except ExternalInputError as error:
-        raise ManifestError(str(error)) from error
-    if checked in (MANIFEST, COMMIT):
-        raise ManifestError(f"{path!r} is written by the store itself")
-    return checked
-
-
 def is_readable(version: str, by: str = FORMAT_VERSION) -> bool:
     """Whether checkpoints of one format version can be read by code of another.
 
@@ -364,93 +385,46 @@ def is_readable(version: str, by: str = FORMAT_VERSION) -> bool:
     return major < own_major or (major == own_major and (major > 0 or minor <= own_minor))
 
 
-def _supported(form: dict[str, Any]) -> str:
-    if form["name"] != FORMAT_NAME:
-        raise ManifestError(f"its format is {form['name']!r}, not {FORMAT_NAME!r}")
-    if not is_readable(form["version"]):
+def _supported(form: _Format) -> str:
+    if form.name != FORMAT_NAME:
+        raise ManifestError(f"its format is {form.name!r}, not {FORMAT_NAME!r}")
+    if not is_readable(form.version):
         raise ManifestTooNew(
-            f"it is of format {form['version']}; this version of verl reads up to {FORMAT_VERSION}. Use a newer verl"
+            f"it is of format {form.version}; this version of verl reads up to {FORMAT_VERSION}. Use a newer verl"
         )
-    return form["version"]
+    return form.version
 
 
 def _file_json(entry: FileEntry) -> dict[str, Any]:
     return dict(vars(entry))  # not asdict, which copies every leaf
 
 
-def _file(raw: dict[str, Any]) -> FileEntry:
-    path = checked_path(raw["path"])
-    leaves = tuple(Leaf(size, digest) for size, digest in raw["leaves"])
-    sizes = [leaf.size for leaf in leaves]
-    _whole_numbers([*sizes, sum(_whole_numbers(sizes))])
-    if 0 in sizes or not all(isinstance(leaf.blake3, str) and DIGEST.fullmatch(leaf.blake3) for leaf in leaves):
-        raise ManifestError(f"the leaves of {path} are malformed")
-    linked_from = raw.get("linked_from")
-    entry = FileEntry.of(path, leaves, None if linked_from is None else _text(linked_from))
-    if (entry.size, entry.blake3) != (raw["size"], raw["blake3"]):
-        raise ManifestError(f"size and digest of {entry.path} are not those of its leaves")
-    return entry
-
-
 def _delta_json(entry: DeltaEntry) -> dict[str, Any]:
     return {**vars(entry), "file": _file_json(entry.file)}
-
-
-def _delta(raw: dict[str, Any], files: dict[str, FileEntry]) -> DeltaEntry:
-    (number,) = _whole_numbers([raw["number"]])
-    names = {key: _text(raw[key]) for key in ("encoding", "delta", "base", "base_checkpoint", "base_blake3")}
-    entry = DeltaEntry(file=_file(raw["file"]), number=number, **names)
-    if entry.encoding != ENCODING:
-        raise ManifestTooNew(f"{entry.path} is stored as {entry.encoding!r}, which this version of verl cannot read")
-    if entry.path in files or not {entry.delta, entry.base} <= files.keys():
-        raise ManifestError(f"{entry.path} is stored as a difference, and what it is made of is not listed")
-    if files[entry.base].blake3 != entry.base_blake3:
-        raise ManifestError(f"{entry.base} is not the base that {entry.path} is made of")
-    return entry
 
 
 def _tensor_json(tensor: LogicalTensor) -> dict[str, Any]:
     return {**vars(tensor), "slices": [vars(part) for part in tensor.slices]}
 
 
-def _tensor(raw: dict[str, Any]) -> LogicalTensor:
-    slices = tuple(_slice(part) for part in raw["slices"])
-    names = {key: _text(raw[key]) for key in ("component", "name", "dtype")}
-    if names["dtype"] not in ITEM_BYTES:
-        raise ManifestError(f"dtype {names['dtype'][:80]!r} is not one of {', '.join(ITEM_BYTES)}")
-    return LogicalTensor(**names, shape=_whole_numbers(raw["shape"]), slices=slices)
-
-
-def _slice(raw: dict[str, Any]) -> SavedSlice:
-    (offset,) = _whole_numbers([raw["offset"]])
-    start, extent = _whole_numbers(raw["start"]), _whole_numbers(raw["extent"])
-    key = raw.get("key")
-    file = checked_path(raw["file"])
-    return SavedSlice(file=file, key=None if key is None else _text(key), offset=offset, start=start, extent=extent)
-
-
-def _whole_numbers(values: list[Any]) -> tuple[int, ...]:
-    if type(values) is not list or not all(type(value) is int and 0 <= value <= LARGEST_FILE for value in values):
-        raise ManifestError(f"{str(values)[:80]} are not sizes")
-    return tuple(values)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ManifestError(f"{str(value)[:80]} is no text")
-    return value
-
-
-def _refuse_other_types(plain: dict[str, Any]) -> None:
-    """Of what stands at the head of a manifest; a checkpoint's name and a run's are shown and compared, no more."""
-    _whole_numbers([plain["sequence"], plain["step"]])
-    for key in ("run_id", "saved_at", "verl_version"):
-        _text(plain[key])
-    if plain["tag"] is not None:
-        _text(plain["tag"])
-    metrics = plain["metrics"]
-    if not isinstance(metrics, dict) or not all(type(value) in (int, float) for value in metrics.values()):
-        raise ManifestError("its metrics are no mapping of names to numbers")
+def _refuse_contradictions(manifest: Manifest) -> None:
+    files = {entry.path: entry for entry in manifest.files}
+    for entry in (*manifest.files, *(delta.file for delta in manifest.deltas)):
+        if any(leaf.size == 0 for leaf in entry.leaves):
+            raise ManifestError(f"the leaves of {entry.path} are malformed")
+        if entry != FileEntry.of(entry.path, entry.leaves, entry.linked_from):
+            raise ManifestError(f"size and digest of {entry.path} are not those of its leaves")
+    for tensor in manifest.tensors:
+        if tensor.dtype not in ITEM_BYTES:
+            raise ManifestError(f"dtype {tensor.dtype[:80]!r} is not one of {', '.join(ITEM_BYTES)}")
+    for entry in manifest.deltas:
+        if entry.encoding != ENCODING:
+            told = f"{entry.path} is stored as {entry.encoding!r}, which this version of verl cannot read"
+            raise ManifestTooNew(told)
+        if entry.path in files or not {entry.delta, entry.base} <= files.keys():
+            raise ManifestError(f"{entry.path} is stored as a difference, and what it is made of is not listed")
+        if files[entry.base].blake3 != entry.base_blake3:
+            raise ManifestError(f"{entry.base} is not the base that {entry.path} is made of")
 
 
 def _compact(value: Any) -> str:
