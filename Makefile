@@ -3,7 +3,7 @@
 # make faults       every kill, power cut and refusal that checkpoints must survive, 200 kills of a trainer, and kills and
 #                   stops of trainer and vLLM engine; tens of minutes
 # make exhaustive   what make test leaves out because it takes long: every layout, model family and fault; an hour or two
-# make bench        run the benchmarks and rewrite the results table of the README
+# make bench        run the benchmarks and rewrite the tables of docs/results.md
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -35,7 +35,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-vll
 	@touch $@
 
 quickstart: install
-	$(BIN)/python scripts/quickstart.py
+	$(BIN)/python -m verl.cli quickstart
 
 lint: install-dev
 	$(BIN)/ruff check .

@@ -10,4 +10,5 @@ models             `verl env --models`: which ways of running a model are used f
 resume_check       `verl resume-check`: is a run that stops and is resumed the run that never stopped?
 resume_worker      One leg of `verl resume-check --topology`: the main script
 samples            `verl samples`: browse the rollouts of a run, as a table, one prompt across steps, as JSON
+train              The commands that train: `verl ppo`, `verl sft` and `verl quickstart`
 """

@@ -95,7 +95,7 @@ class RunLauncher:
             "tracker.jsonl={_target_:verl.tracking.jsonl.JsonLines}",
         ]
         settings = laid_over(laid_over([*mode, *self.overrides], settings), overrides)
-        command = [sys.executable, *(script or [str(main_script(self.root))]), *settings]
+        command = [sys.executable, *(script or ["-m", "verl.cli", self.root]), *settings]
         with tempfile.TemporaryFile() as output:
             fault = self._fault(command, environment, output)
             if fault is not None:
@@ -139,20 +139,6 @@ def laid_over(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
     keys = {text.partition("=")[0] for text in later}
     kept = [text for text in overrides if not keys & {text.partition("=")[0], text.partition(".")[0]}]
     return [*kept, *later]
-
-
-def main_script(root: str) -> Path:
-    """The script that trains.
-
-    Raises:
-        ConfigError: there is none, as where only the package is installed.
-    """
-    from verl.compose.schema import conf_dir
-
-    script = conf_dir().parent / f"main_{root}.py"
-    if not script.is_file():
-        raise ConfigError(f"--root is {root}: there is no {script}. Run this in a checkout, with --root ppo or sft.")
-    return script
 
 
 SHARDINGS = ("none", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp")
@@ -398,6 +384,8 @@ def resume_check(
     """
     layout = [] if to_sharding is None else [f"sharding={to_sharding}"]
     layout += [] if processes is None else [f"trainer.n_gpus_per_node={processes}"]
+    if root not in ("ppo", "sft"):
+        raise typer.BadParameter(f"{root!r} is none of the commands that train: ppo, sft.", param_hint="--root")
     try:
         with _directory(keep) as directory:
             check: ResumeCheck | TopologyCheck

@@ -14,5 +14,5 @@ schema         The configuration directory
 suggestions    Suggestions for mistyped names
 sweep          The end of a multirun: a table of its jobs
 validate       Validation of a composed configuration: builds the components of a run
-warm_start     Warm starts: `warm-start://NAME` is the actor that main_sft.py trains with experiment=NAME
+warm_start     Warm starts: `warm-start://NAME` is the actor that `verl sft` trains with experiment=NAME
 """

@@ -293,7 +293,7 @@ def composition_faults(root: str, error: Exception) -> Iterator[str]:
         first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
         yield next(
             (words.format(*found.groups()) for found, words in matches if found is not None),
-            f"the configuration cannot be composed: {first.rstrip('.')}. `main_{root}.py --help` tells what may be "
+            f"the configuration cannot be composed: {first.rstrip('.')}. `verl {root} --help` lists what can be "
             "chosen.",
         )
 

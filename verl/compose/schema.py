@@ -25,7 +25,7 @@ def conf_dir() -> Path:
         FileNotFoundError: neither is there, so the installation is broken.
     """
     package = Path(verl.__file__).resolve().parent
-    candidates = (package.parent / "conf", package / "conf")
+    candidates = (package / "conf", package.parent / "conf")  # what stands beside an installed package is another's
     for directory in candidates:
         if (directory / "ppo.yaml").is_file():
             return directory
