@@ -262,7 +262,7 @@ INSTEAD = {
     "step_7_actor": "step_2_actor",
     "cuda:": "cpu:",
 }
-PYTHON_ELSEWHERE = {  # by page, and the tests that run its blocks; tests/examples/test_examples.py walks through library.md
+PYTHON_ELSEWHERE = {  # by page, and the tests that run its blocks
     "README.md": "test_the_example_of_the_readme_learns",
     "extending.md": "tests/test_extending.py",
     "quickstart.md": "tests/examples/test_examples.py",
