@@ -1,6 +1,6 @@
 """Installs the package, its configuration files as `verl.conf`, and the commands.
 
-The version ranges begin and end at versions that were tried (docs/installation.md says what was run at each end).
+The version ranges begin and end at versions that were tried (docs/installation.md).
 requirements.txt is the pinned set that the tests run with. `conf/` is packaged as `verl/conf`; git holds it once.
 """
 
@@ -22,21 +22,21 @@ def pinned(name: str) -> list[str]:
 
 REQUIRED = [
     "torch>=2.13.0,<2.14",
-    "transformers>=5.19.0,<6",
-    "peft>=0.21.2,<1",
-    "accelerate>=1.15.0,<2",
-    "safetensors>=0.8.0,<1",
-    "numpy>=2.4.6,<3",
-    "blake3>=1.0.11,<2",
-    "zstandard>=0.25.0,<1",
-    "pyarrow>=26.0.1,<27",
-    "hydra-core>=1.3.8,<1.4",
-    "omegaconf>=2.3.1,<2.4",
-    "rich>=15.0.0,<16",
-    "typer>=0.29.2,<1",
-    "packaging>=26.3",
-    "pydantic>=2.14.3,<3",
-    "httpx>=0.28.1,<1",
+    "transformers>=5.5.0,<5.24",
+    "peft>=0.18.0,<0.22",
+    "accelerate>=1.10.0,<2",
+    "safetensors>=0.8.0,<0.9",
+    "numpy>=2.1.0,<2.5",
+    "blake3>=1.0.4,<2",
+    "zstandard>=0.23.0,<0.26",
+    "pyarrow>=20.0.0,<27",
+    "hydra-core>=1.3.2,<1.4",
+    "omegaconf>=2.3.0,<2.4",
+    "rich>=14.1.0,<16",
+    "typer>=0.20.0,<0.30",
+    "packaging>=25.0,<27",
+    "pydantic>=2.11.0,<2.15",
+    "httpx>=0.28.0,<0.29",
 ]
 OPTIONAL = {
     "wandb": ["wandb>=0.31.0,<1"],
