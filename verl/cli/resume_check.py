@@ -1,4 +1,4 @@
-"""`verl resume-check`: is a run that stops and is resumed the run that never stopped?
+"""`verl resume-check`: does a run that stops and resumes give the same numbers as a run without a stop?
 
 straight     steps 1 ........................ N
 interrupted  steps 1 .... k, saved, ended
@@ -12,8 +12,8 @@ leg 1   one process          step 1, saved ──┐
 leg 2   two, under fsdp   ┌── loaded ────────┘   saved again at once: the same tensors?   step 2, saved ──┐
 leg 3   ...               └─ ...
 
-What a leg loads must be what the leg before it saved, bit by bit, whoever wrote it. What it makes of it is the same to
-rounding, until rounding lets a response be another one; with a tolerance, that is compared too.
+Each leg must load, bit by bit, what the leg before it saved. Its results are equal up to rounding, until rounding
+changes a sampled response; with a tolerance they are compared too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Reads the arguments of the main scripts: flags, assignments, and values in Hydra's grammar.
+"""Reads the arguments of `verl ppo` and `verl sft`: flags, assignments, and values in Hydra's grammar.
 
     argument -> flag of Hydra | assignment -> value in the grammar -> aliases and options -> arguments for Hydra
 
-A value that the grammar cannot read is a text, and a value that is a path is taken as it stands: `~`, commas, quotes,
-brackets, `#` and letters of any language are parts of it. What is wrong is told in our words, with all other faults.
+A value that the grammar cannot parse is a string. A path is taken literally: `~`, commas, quotes, brackets, `#` and
+letters of any language are part of it. Errors are collected and reported together, without Hydra's messages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Entry point of the main scripts: command line, torchrun, run directory, logging, and the clean end of a run.
+"""Entry point of `verl ppo` and `verl sft`: command line, torchrun, run directory, logging, and the clean end of a run.
 
 arguments -> aliases and checks of the command line -> Hydra -> LaunchedRun -> main(run)
 

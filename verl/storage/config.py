@@ -1,4 +1,4 @@
-"""The group `storage`: which object storage, and how it is treated. Credentials are never part of it."""
+"""The group `storage`: which object storage, and its time-outs and retries. Credentials are never part of it."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 trainer = Trainer(model="Qwen/Qwen2-0.5B", reward_model=reward, train_dataset=rows, algorithm="grpo")
 loss = trainer.step()
 
-DataPipeline and RLTrainer declare a run by its parts, and carry it out by one call:
+`DataPipeline` and `RLTrainer` declare a run by its parts and run it with one call:
 
 result = RLTrainer(DataPipeline(actors=["Qwen/Qwen2-0.5B"], reward_models=[reward], data=rows)).run()
 """
