@@ -1,6 +1,6 @@
 # make quickstart   install into .venv, train a tiny model by SFT and then PPO, show that it learned
 # make test         install, then check layers, style and types, and run every test that this machine can run
-# make test-fast    the tests of data, arithmetic, algorithms, configuration and checkpoint files: the inner loop, under 2 minutes
+# make test-fast    tests of data, arithmetic, algorithms, configuration and checkpoint files, for the inner loop: under 2 min
 # make faults       every kill, power cut and refusal that checkpoints must survive, 200 kills of a trainer, and kills and
 #                   stops of trainer and vLLM engine; tens of minutes
 # make exhaustive   what make test leaves out because it takes long: every layout, model family and fault; an hour or two
@@ -48,9 +48,10 @@ test: install-dev lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 # Chosen by their recorded durations: no process is started, and no model trains but in the golden runs.
-FAST := algorithms checkpoint/core checkpoint/read compose/test_overrides.py compose/test_validate.py data \
-        models/test_tiny.py monitoring/test_spike_detector.py ops protocol replay/test_arrow_rows.py resharding \
-        rewards/test_rules.py test_component.py test_imports.py trainer/test_golden_results.py
+FAST := algorithms checkpoint/commit checkpoint/core checkpoint/read compose/test_options.py compose/test_overrides.py \
+        compose/test_validate.py data models/test_tiny.py monitoring/test_spike_detector.py ops protocol \
+        replay/test_arrow_rows.py resharding rewards/test_rules.py test_component.py test_imports.py \
+        trainer/test_golden_results.py
 
 test-fast: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(addprefix tests/,$(FAST))
