@@ -1,4 +1,4 @@
-"""Warm starts: `warm-start://NAME` is the actor that main_sft.py trains with experiment=NAME, made once and cached.
+"""Warm starts: `warm-start://NAME` is the actor that `verl sft` trains with experiment=NAME, made once and cached.
 
 run with warm-start://NAME -> conf/sft.yaml + experiment NAME -> key -> <cache>/warm_starts/NAME-key/actor
 """

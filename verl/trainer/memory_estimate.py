@@ -1,7 +1,7 @@
 """Memory estimate before any weight is loaded: memory by role and phase, disk space, floating-point operations.
 
-Estimates from configurations and counts: what a library takes for itself, and what an allocator leaves unused, comes on
-top. A warning here is worth heeding; silence is no promise.
+Estimates from configurations and counts. Memory that libraries use themselves and that allocators leave unused is not
+included, so a run without a warning may still run out of memory.
 """
 
 from __future__ import annotations
