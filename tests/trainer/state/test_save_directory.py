@@ -211,6 +211,40 @@ def test_beside_a_living_run_the_same_training_is_refused_by_who_holds_it_and_an
     assert fit(run(model32, resume="latest")) == directory  # a dead one holds nothing
 
 
+UPLOADER = """
+import sys
+sys.path[:0] = sys.argv[3:]
+from trainer.state.test_save_directory import run, Path, BuildContext
+from verl.models.pretrained import Pretrained
+from verl.storage.config import LocalStorage
+
+made = run(Pretrained(path=sys.argv[1]), storage=LocalStorage(path=sys.argv[2]))
+with made.build(BuildContext(run_dir=Path("run"))) as trainer:
+    print(trainer.saving.run_id, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_runs_that_live_on_different_disks_do_not_share_a_place_in_the_store(model32, tmp_path):
+    storage = LocalStorage(path=str(tmp_path / "bucket"))
+    (tmp_path / "other disk").mkdir()
+    command = [sys.executable, "-c", UPLOADER, model32.path, storage.path, str(TESTS), str(TESTS.parent)]
+    living = subprocess.Popen(command, cwd=tmp_path / "other disk", stdin=-1, stdout=-1, text=True)
+    try:
+        assert living.stdout is not None
+        run_id = living.stdout.readline().strip()
+        who = rf"this training is uploading there \(run {run_id}: process {living.pid} on \S+, since \d{{4}}-"
+        for resume in (None, "latest"):
+            with pytest.raises(ConfigError, match=rf"storage leads to file://.*{who}.*Wait for its end, stop it"):
+                fit(run(model32, storage=storage, resume=resume))
+        assert not Path("checkpoints").exists()
+        assert fit(run(model32, data=OTHER, storage=storage)).name == "default-2", "another training goes elsewhere"
+    finally:
+        living.kill()
+        living.communicate()
+    assert fit(run(model32, storage=storage, resume="latest")).name == "default"  # a dead one holds nothing
+
+
 def test_a_later_run_of_one_process_takes_over_from_an_earlier_one(model32, tmp_path):
     lock, later = (RunLock(tmp_path / "checkpoints", name, {}) for name in ("early", "late"))
     assert lock.acquire() is None

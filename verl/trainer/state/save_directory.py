@@ -6,7 +6,8 @@ resume=PATH        where that checkpoint lies, if it is one of them, else as wit
 checkpoint.save_dir=DIR   DIR, or a refusal
 
 Which training a checkpoint is of is told by its identity (`verl.trainer.state.training_identity`). A directory that a
-living run holds is refused by the name of who holds it.
+living run holds is refused by the name of who holds it, and so is a place in the object storage behind it that a run
+on another machine holds.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
+from verl.checkpoint.remote.lease import LEASE_S, LeaseRecord, StoreLease
 from verl.checkpoint.remote.resolve import CheckpointTier, tier_of
 from verl.checkpoint.resume_point import ResumePoint, find
 from verl.errors import BadCheckpoint, ConfigError, StorageError, StorageRefused
@@ -59,6 +61,7 @@ class SaveDirectory:
     Attributes:
         resumed: the checkpoint that it goes on from, or None.
         lock: held; None where nothing is saved.
+        lease: the same of the object storage; None without one, or where it did not answer.
         messages: what a person should know of the choice, a sentence each.
     """
 
@@ -66,6 +69,7 @@ class SaveDirectory:
     tier: CheckpointTier | None
     resumed: ResumePoint | None = None
     lock: RunLock | None = None
+    lease: StoreLease | None = None
     messages: list[str] = field(default_factory=list)
 
 
@@ -139,11 +143,11 @@ class SaveDirectoryChoice:
         for place in self._numbered():
             taken = self._taken(place)
             if taken is None:
-                lock = RunLock(place.directory, self._run_id, self._identity)
-                if (holder := lock.acquire()) is None:
+                claimed = self._claim(place)
+                if not isinstance(claimed, LockHolder):
                     said = [f"{passed[0]}: this run saves in {place.directory}."] if passed else []
-                    return SaveDirectory(place.directory, place.tier, None, lock, said)
-                found = self._differing(holder.identity)
+                    return SaveDirectory(place.directory, place.tier, None, *claimed, said)
+                holder, found = claimed, self._differing(claimed.identity)
                 if self._is_fixed or not found:
                     raise self._busy(place, holder)
                 taken = f"is where another training saves now ({holder}; {found})"
@@ -158,14 +162,47 @@ class SaveDirectoryChoice:
     def _held(self, place: SavePlace, point: ResumePoint | None) -> SaveDirectory:
         if not self._saves:
             return SaveDirectory(place.directory, place.tier, point)
+        claimed = self._claim(place)
+        if isinstance(claimed, LockHolder):
+            raise self._busy(place, claimed)
+        return SaveDirectory(place.directory, place.tier, point, *claimed)
+
+    def _claim(self, place: SavePlace) -> LockHolder | tuple[RunLock, StoreLease | None]:
+        """Take the directory, and the place in the object storage behind it; or who holds one of them."""
         lock = RunLock(place.directory, self._run_id, self._identity)
         if (holder := lock.acquire()) is not None:
-            raise self._busy(place, holder)
-        return SaveDirectory(place.directory, place.tier, point, lock)
+            return holder
+        if place.tier is None:
+            return lock, None
+        lease = StoreLease(_asked_once_more(place.tier).storage, lock.holder)
+        try:
+            if (holder := lease.acquire()) is not None:
+                lock.release()
+                return holder
+        except StorageRefused as error:
+            lock.release()
+            raise place.tier.refused(error) from error
+        except StorageError as error:
+            _log.error(
+                "%s cannot be asked whether another run uploads there (%s): if one does, the later one goes on",
+                place.tier.address, error,
+            )  # fmt: skip
+            return lock, None
+        except BaseException:
+            lock.release()
+            raise
+        lease.keep()
+        return lock, lease
 
     def _busy(self, place: SavePlace, holder: LockHolder) -> ConfigError:
         found = self._differing(holder.identity)
         what = f"another training ({found})" if found else "this training"
+        if isinstance(holder, LeaseRecord) and place.tier is not None:
+            return ConfigError(
+                f"storage leads to {place.tier.address}: a run of {what} is uploading there ({holder}). Wait for its "
+                f"end, stop it (once it is gone without a word, its place is free after {LEASE_S:.0f} s), or give this "
+                "run a place of its own: trainer.experiment_name=NAME, or storage.prefix=PREFIX."
+            )
         return ConfigError(
             f"checkpoint.save_dir leads to {place.directory}: a run of {what} is saving there ({holder}). Wait for "
             "its end, stop it, or give this run a directory of its own: trainer.experiment_name=NAME, or "
@@ -256,13 +293,18 @@ class SaveDirectoryChoice:
         return f"{', '.join(found[:MOST_KEYS])}{more} differ" if found else ""
 
 
+def _asked_once_more(tier: CheckpointTier) -> CheckpointTier:
+    """The same, which is asked twice at most."""
+    return replace(tier, storage=replace(tier.storage, retries=min(1, tier.storage.retries)))
+
+
 def _is_used(tier: CheckpointTier | None) -> bool:
     return tier is not None and _newest_state(tier) is not None
 
 
 def _newest_state(tier: CheckpointTier) -> Mapping[str, Any] | None:
     """Of the newest checkpoint in a store; None where it has none, or cannot say."""
-    remote = replace(tier, storage=replace(tier.storage, retries=min(1, tier.storage.retries))).connect()
+    remote = _asked_once_more(tier).connect()
     try:
         records = remote.records()
         return remote.state(remote.open(records[-1])) if records else None
