@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from storage.s3_server import Fault
+from typer.testing import CliRunner
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run
 
 from verl.checkpoint.commit.fencing import RunLock
@@ -24,6 +25,7 @@ from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.retention import Retention
+from verl.cli.checkpoint import app as checkpoint_commands
 from verl.component import BuildContext
 from verl.errors import CheckpointFenced, ConfigError, NoSpaceForCheckpoint
 from verl.storage.config import LocalStorage, S3Storage
@@ -88,6 +90,23 @@ def test_the_same_training_begun_again_shares_the_directory_and_neither_start_pr
         "global_step_1", "global_step_2", "global_step_3", "global_step_4",
     ]  # fmt: skip
     assert run_of(first, "global_step_1") == run_of(first, "global_step_2") != run_of(first, "global_step_3")
+
+
+def test_cleaning_by_hand_keeps_of_each_line_of_descent_what_its_own_retention_would(model32):
+    all_of_them = {"keep_last_n": None}
+    directory = fit(run(model32, total_steps=4, save=all_of_them))
+    assert fit(run(model32, total_steps=3, save=all_of_them)) == directory
+    third = fit(run(model32, total_steps=5, resume="latest", save=all_of_them))  # goes on from the second
+    assert third == directory
+    first, second = (run_of(directory, names(directory)[at]) for at in (0, 4))
+    resumed = run_of(directory, names(directory)[-1])
+    told = CliRunner().invoke(checkpoint_commands, ["gc", str(directory), "--keep-last-n", "2"])
+    assert told.exit_code == 0, told.output
+    assert "holds 2 trainings, and the rules hold for each by itself" in told.output
+    assert f"{second} -> {resumed}" in told.output
+    left = [(one.step, one.manifest.run_id) for one in CheckpointDirectory(directory).complete()]
+    assert left == [(3, first), (4, first), (4, resumed), (5, resumed)]
+    assert f"kept {names(directory)[0]}: among the last 2 of run {first}" in told.output
 
 
 def test_a_resumed_run_prunes_those_before_it_of_its_own_descent_and_leaves_the_branch_that_it_abandoned(model32):
