@@ -12,7 +12,7 @@ def main(job: LaunchedRun) -> None:
     refuse_here(run)  # what this machine lacks for it
     job.record()  # says what differs from the defaults, saves the configuration, and logs to run.log
     run = resolve_warm_starts(run, job.console)  # the embedded starting weights are made on first use
-    trainer = run.build(BuildContext(run_dir=job.run_dir, job=job.name))
+    trainer = run.build(BuildContext(run_dir=job.run_dir, job=job.name, swept=job.swept))
     try:
         trainer.fit()
     finally:

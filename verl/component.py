@@ -34,6 +34,7 @@ class BuildContext:
         run_dir: where results are written, or None.
         row_tokens: of the longest row that the run can have, prompt and response; None where it is not known.
         job: of a sweep, or empty: what must not be shared by its jobs carries it in its name.
+        swept: configuration paths whose values tell the jobs of the sweep apart.
     """
 
     device: str = "cpu"
@@ -44,6 +45,7 @@ class BuildContext:
     run_dir: Path | None = None
     row_tokens: int | None = None
     job: str = ""
+    swept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -277,7 +277,8 @@ def plan(store: CheckpointStore, retention: Retention) -> CleanupPlan:
 
 
 def clean(store: CheckpointStore, retention: Retention) -> CleanupPlan:
-    """Retention for each line of descent by itself, then what dead processes left, then shared files that no checkpoint holds any more.
+    """Retention for each line of descent by itself, then what dead processes left, then shared files that no checkpoint
+    holds any more.
 
     A living trainer stays the owner of the directory, and what it is saving is left alone.
 

@@ -32,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.compose import schema
-from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults
+from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_paths
 from verl.compose.overrides import Overrides
 from verl.compose.print_config import print_start, remove_refused, save_config
 from verl.compose.schema import conf_dir
@@ -94,6 +94,7 @@ class LaunchedRun:
         faults: found on the command line, to be reported with those of the check.
         run_dir: where the run writes.
         name: of this job of a sweep, or empty.
+        swept: configuration paths that the sweep varies.
         console: standard output.
         closing: what ends with the run.
     """
@@ -104,6 +105,7 @@ class LaunchedRun:
     run_dir: Path
     console: Console
     name: str = ""
+    swept: tuple[str, ...] = ()
     overrides: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     closing: ExitStack = field(default_factory=ExitStack)
@@ -176,6 +178,7 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         choices: Any = OmegaConf.to_container(running.runtime.choices)
         job = LaunchedRun(config, root, choices, run_dir, rich.get_console(), name, overrides, list(faults))
         if is_sweep:
+            job.swept = swept_paths(sys.argv[1:], running.sweeper)
             set_command(["python", sys.argv[0], *overrides])
         try:
             with _clean_end(run_dir):

@@ -33,7 +33,7 @@ from verl.trainer.config import LoopSettings
 from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
 from verl.trainer.state.distributed_save import RankWriters
 from verl.trainer.state.resume import tell_differences
-from verl.trainer.state.save_directory import SaveDirectoryChoice
+from verl.trainer.state.save_directory import SaveDirectoryChoice, SweepJob
 from verl.trainer.state.training_identity import identity_of
 from verl.trainer.train_loop import TrainResult
 from verl.utils import torchrun
@@ -135,7 +135,8 @@ def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collect
     config = as_plain(run)
     identity = identity_of(config, context.tokenizer) if chosen is not None or run.resume is not None else {}
     run_id = new_run_id()
-    place = SaveDirectoryChoice(chosen, run.trainer, context.job, run.storage, identity, run_id).choose(run.resume)
+    job = SweepJob(context.job, context.swept, redact_tree(config))
+    place = SaveDirectoryChoice(chosen, run.trainer, job, run.storage, identity, run_id).choose(run.resume)
     point = place.resumed
     if point is not None:
         _log.info("Resuming from %s, step %d (%s).", point.published.directory, point.step, point.why)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from storage.s3_server import Fault
-from typer.testing import CliRunner
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run
+from typer.testing import CliRunner
 
 from verl.checkpoint.commit.fencing import RunLock
 from verl.checkpoint.commit.store import CheckpointStore
@@ -51,9 +51,9 @@ def run(model: Any, resume: str | None = None, save: dict[str, Any] | None = Non
     return dataclasses.replace(made, checkpoint=Checkpointing(**saving | (save or {})), resume=resume, storage=storage)
 
 
-def fit(made: Any, job: str = "") -> Path:
+def fit(made: Any, job: str = "", swept: tuple[str, ...] = ()) -> Path:
     """Train to the end; where it saved."""
-    with made.build(BuildContext(run_dir=Path("outputs", str(time.time_ns())), job=job)) as trainer:
+    with made.build(BuildContext(run_dir=Path("outputs", str(time.time_ns())), job=job, swept=swept)) as trainer:
         trainer.fit()
         return trainer.saving.directory
 
@@ -293,6 +293,30 @@ def test_a_sweep_repeated_leaves_the_checkpoints_of_the_first_as_they_were(model
         "default/job_0", "default/job_1", "default/job_0-2", "default/job_1-2",
     ]  # fmt: skip
     assert [names(directory) for directory in first] == before
+
+
+@pytest.mark.parametrize("where", ["on the disk", "in a store"])
+def test_a_sweep_started_again_goes_on_by_what_it_varies_and_not_by_the_numbers_of_its_jobs(
+    where, model32, tmp_path, caplog
+):
+    storage = None if where == "on the disk" else LocalStorage(path=str(tmp_path / "bucket"))
+    swept = ("actor.optimizer.lr",)
+
+    def job(number: int, lr: float, steps: int, resume: str | None = "latest", **options: Any) -> tuple[str, list[str]]:
+        made = run(model32, lr=lr, total_steps=steps, resume=resume, storage=storage, **options)
+        directory = fit(made, f"job_{number}", swept)
+        return directory.name, names(directory)
+
+    assert job(0, 1e-3, 2)[0] == "job_0"
+    assert job(1, 2e-3, 2)[0] == "job_1"
+    if storage is not None:
+        shutil.rmtree("checkpoints")
+    assert job(0, 2e-3, 4) == ("job_1", ["global_step_3", "global_step_4"])
+    assert job(1, 3e-3, 1) == ("job_1-2", ["global_step_1"]), "a value that the first sweep did not have"
+    assert "found no job of this sweep with actor.optimizer.lr=0.003: job_1 starts fresh" in caplog.text
+    assert job(2, 1e-3, 3) == ("job_0", ["global_step_2", "global_step_3"])
+    with pytest.raises(ConfigError, match="holds no checkpoint of this training"):
+        job(0, 1e-3, 3, data=OTHER)
 
 
 # -- a job that is started again ----------------------------------------------------------------------------------

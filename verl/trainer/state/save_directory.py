@@ -1,7 +1,8 @@
 """Save directory: where a run saves, whose checkpoints lie there already, and which of them `resume=latest` means.
 
 no resume          the first of DIR, DIR-2, DIR-3, ... that holds no other training's checkpoints, nor a living run
-resume=latest      the first of them that holds checkpoints of this training; refused where all are of others
+resume=latest      the first of them that holds checkpoints of this training; refused where all are of others; of a job
+                   of a sweep, the first of all jobs' directories that holds those of a job with the same overrides
 resume=PATH        where that checkpoint lies, if it is one of them, else as without resume
 checkpoint.save_dir=DIR   DIR, or a refusal
 
@@ -32,7 +33,7 @@ from verl.checkpoint.resume_point import ResumePoint, find
 from verl.errors import BadCheckpoint, ConfigError, StorageError, StorageRefused
 from verl.storage.config import Storage
 from verl.trainer.config import LoopSettings
-from verl.trainer.state.resume import refuse_other_identity
+from verl.trainer.state.resume import OF_THIS_START, refuse_other_identity
 from verl.trainer.state.training_identity import differences
 
 _log = logging.getLogger(__name__)
@@ -73,12 +74,39 @@ class SaveDirectory:
     messages: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class SweepJob:
+    """A job of a sweep, which is known by what the sweep varies, and not by its number.
+
+    Attributes:
+        name: such as `job_0`, or empty for a run that is no job.
+        swept: configuration paths that the jobs differ in; none where nobody can say.
+        config: of this job, without secrets.
+    """
+
+    name: str = ""
+    swept: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def wrote(self, state: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint is of this job, by what the sweep varies."""
+        if not self.name:
+            return True
+        found = [path for path in differences(state.get("config", {}), self.config) if path not in OF_THIS_START]
+        if not self.swept or any(_at(self.config, path) is _ABSENT for path in self.swept):
+            return not found  # of a chosen experiment file, which may set anything
+        return not any(path == swept or path.startswith(f"{swept}.") for path in found for swept in self.swept)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{path}={_at(self.config, path)}" for path in self.swept) or "its configuration"
+
+
 class SaveDirectoryChoice:
     """Chooses the save directory of one run.
 
     Args:
         settings: None saves nothing.
-        job: of a sweep, or empty.
+        job: of a sweep, or none.
         identity: of the training.
     """
 
@@ -86,15 +114,16 @@ class SaveDirectoryChoice:
         self,
         settings: Checkpointing | None,
         trainer: LoopSettings,
-        job: str,
+        job: SweepJob,
         storage: Storage | None,
         identity: Mapping[str, Any],
         run_id: str,
     ):
         self._saves, self._settings = settings is not None, settings or Checkpointing()
-        self._given, self._trainer, self._job, self._storage = settings, trainer, job, storage
+        self._given, self._trainer, self._job, self._storage = settings, trainer, job.name, storage
+        self._sweep_job = job
         self._identity, self._run_id = dict(identity), run_id
-        self._is_fixed = self._settings.save_dir is not None and not job
+        self._is_fixed = self._settings.save_dir is not None and not job.name
 
     def choose(self, resume: str | None) -> SaveDirectory:
         """Find what `resume` means, and take the directory to save in.
@@ -105,7 +134,7 @@ class SaveDirectoryChoice:
             CheckpointWriteFailed: the directory cannot be written.
         """
         if resume == LATEST:
-            return self._go_on()
+            return self._go_on_in_sweep() if self._job else self._go_on()
         if resume is None:
             return self._fresh()
         first = self._place(1)
@@ -134,6 +163,33 @@ class SaveDirectoryChoice:
         where = f"{place.directory} or {place.tier.address}" if place.tier is not None else place.directory
         _log.warning("resume=latest found no checkpoint in %s: starting fresh.", where)
         return self._held(place, None)
+
+    def _go_on_in_sweep(self) -> SaveDirectory:
+        """Where the sweep was started again, the job goes on that had this one's overrides, whatever its number."""
+        used, others, has_any = self._settings, [], False
+        for place in self._jobs():
+            point = find(LATEST, place.directory, used.strict, used.verify, place.tier, is_own=self._is_own)
+            has_any |= point is not None
+            if point is not None and self._is_own(point.state):
+                return self._held(place, point)
+            if point is not None and self._sweep_job.wrote(point.state):
+                others.append(point)
+        if others:
+            self._refuse(others[0])
+        what = f"no job of this sweep with {self._sweep_job}" if has_any else "no checkpoint of this sweep"
+        _log.warning("resume=latest found %s: %s starts fresh.", what, self._job)
+        return self._fresh()
+
+    def _jobs(self) -> Iterator[SavePlace]:
+        """The places of all jobs of the sweep, this one's first."""
+        own = self._job
+        parent = self._place(1).directory.parent
+        names = [path.name for path in parent.iterdir()] if parent.is_dir() else []
+        local = {match[1] for name in names if (match := re.fullmatch(r"(job_\d{1,6})(-\d{1,6})?", name))}
+        numbered = (f"job_{number}" for number in itertools.count())
+        remote = itertools.takewhile(lambda name: _is_used(self._place(1, name).tier), numbered)
+        for name in dict.fromkeys([own, *sorted(local, key=lambda name: int(name[4:])), *remote]):
+            yield from self._existing(name)
 
     def _fresh(self) -> SaveDirectory:
         if not self._saves:
@@ -227,8 +283,9 @@ class SaveDirectoryChoice:
 
     # -- what lies there ------------------------------------------------------------------------------------------
 
-    def _place(self, number: int) -> SavePlace:
-        project, experiment, job = self._trainer.project_name, self._trainer.experiment_name, self._job
+    def _place(self, number: int, job: str | None = None) -> SavePlace:
+        project, experiment = self._trainer.project_name, self._trainer.experiment_name
+        job = self._job if job is None else job
         directory, suffix = self._settings.directory(project, experiment, job), "" if number == 1 else f"-{number}"
         if not self._is_fixed:
             directory = directory.with_name(directory.name + suffix)
@@ -238,9 +295,10 @@ class SaveDirectoryChoice:
     def _numbered(self) -> Iterator[SavePlace]:
         return (self._place(number) for number in itertools.count(1))
 
-    def _existing(self) -> Iterator[SavePlace]:
-        """The first place, and those after it that are there, on the local disk or in the store."""
-        first = self._place(1)
+    def _existing(self, job: str | None = None) -> Iterator[SavePlace]:
+        """The first place of a job, this run's by default, and those after it that are there, on the local disk or in
+        the store."""
+        first = self._place(1, job)
         yield first
         if self._is_fixed and first.tier is None:
             return
@@ -249,7 +307,7 @@ class SaveDirectoryChoice:
         names = (path.name for path in parent.iterdir()) if parent.is_dir() and not self._is_fixed else ()
         local = {int(match[1]) for name in names if (match := beside.fullmatch(name)) and int(match[1]) > 1}
         for number in itertools.count(2):
-            place = self._place(number)
+            place = self._place(number, job)
             if number in local or _is_used(place.tier):
                 yield place
             elif number > max(local, default=0):
@@ -276,7 +334,7 @@ class SaveDirectoryChoice:
         return None
 
     def _is_own(self, state: Mapping[str, Any]) -> bool:
-        return not differences(state.get("identity", {}), self._identity)
+        return not differences(state.get("identity", {}), self._identity) and self._sweep_job.wrote(state)
 
     def _is_own_by_name(self, state: Mapping[str, Any]) -> bool:
         """The same, and it was not a run of an experiment whose name happens to end in a number."""
@@ -291,6 +349,15 @@ class SaveDirectoryChoice:
         found = list(differences(identity, self._identity))
         more = f" and {len(found) - MOST_KEYS} more" if len(found) > MOST_KEYS else ""
         return f"{', '.join(found[:MOST_KEYS])}{more} differ" if found else ""
+
+
+_ABSENT = object()
+
+
+def _at(tree: Any, path: str) -> Any:
+    for key in path.split("."):
+        tree = tree.get(key, _ABSENT) if isinstance(tree, Mapping) else _ABSENT
+    return tree
 
 
 def _asked_once_more(tier: CheckpointTier) -> CheckpointTier:
