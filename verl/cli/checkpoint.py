@@ -318,8 +318,8 @@ def collect(
     """Remove what is not kept: checkpoints by retention, leftovers of dead processes, shared files no longer shared.
 
     Pinned and tagged checkpoints and the two newest always stay. Where trainings that do not descend from each other
-    saved in one directory, the rules hold for each of them by itself, as in their own retention. A trainer that is saving
-    there is not disturbed.
+    saved in one directory, the rules hold for each of them by itself, as in their own retention. A trainer that is
+    saving there is not disturbed.
     """
     where = resolve_path(path)
     if where.name is not None:

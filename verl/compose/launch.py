@@ -31,6 +31,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.component import BuildContext
 from verl.compose import schema
 from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_paths
 from verl.compose.overrides import Overrides
@@ -94,9 +95,9 @@ class LaunchedRun:
         faults: found on the command line, to be reported with those of the check.
         run_dir: where the run writes.
         name: of this job of a sweep, or empty.
-        swept: configuration paths that the sweep varies.
         console: standard output.
         closing: what ends with the run.
+        swept: configuration paths that the sweep varies.
     """
 
     config: DictConfig
@@ -105,12 +106,17 @@ class LaunchedRun:
     run_dir: Path
     console: Console
     name: str = ""
-    swept: tuple[str, ...] = ()
     overrides: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     closing: ExitStack = field(default_factory=ExitStack)
     is_recorded: bool = False
     is_new: bool = False
+    swept: tuple[str, ...] = ()
+
+    @property
+    def context(self) -> BuildContext:
+        """What the trainer is built in."""
+        return BuildContext(run_dir=self.run_dir, job=self.name, swept=self.swept)
 
     def record(self) -> None:
         """Print what differs from the defaults and where the run writes, save the configuration there, without secrets,

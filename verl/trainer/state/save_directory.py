@@ -13,11 +13,12 @@ on another machine holds.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,14 @@ from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.remote.lease import LEASE_S, LeaseRecord, StoreLease
-from verl.checkpoint.remote.resolve import CheckpointTier, tier_of
+from verl.checkpoint.remote.resolve import CheckpointTier, find_at, tier_of
 from verl.checkpoint.resume_point import ResumePoint, find
-from verl.errors import BadCheckpoint, ConfigError, StorageError, StorageRefused
-from verl.storage.config import Storage
+from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError, StorageError, StorageRefused
+from verl.storage.config import Storage, is_address, storage_at
 from verl.trainer.config import LoopSettings
 from verl.trainer.state.resume import OF_THIS_START, refuse_other_identity
 from verl.trainer.state.training_identity import differences
+from verl.utils.temporary_directory import unwritable
 
 _log = logging.getLogger(__name__)
 
@@ -108,6 +110,7 @@ class SaveDirectoryChoice:
         settings: None saves nothing.
         job: of a sweep, or none.
         identity: of the training.
+        unknown: keys of it that are not known yet, and are left out of every comparison.
     """
 
     def __init__(
@@ -118,11 +121,13 @@ class SaveDirectoryChoice:
         storage: Storage | None,
         identity: Mapping[str, Any],
         run_id: str,
+        unknown: Collection[str] = (),
     ):
+        self._unknown = frozenset(unknown)
         self._saves, self._settings = settings is not None, settings or Checkpointing()
         self._given, self._trainer, self._job, self._storage = settings, trainer, job.name, storage
         self._sweep_job = job
-        self._identity, self._run_id = dict(identity), run_id
+        self._identity, self._run_id = self._known(identity), run_id
         self._is_fixed = self._settings.save_dir is not None and not job.name
 
     def choose(self, resume: str | None) -> SaveDirectory:
@@ -146,6 +151,62 @@ class SaveDirectoryChoice:
         if (place := next((place for place in self._existing() if place.directory == own), None)) is not None:
             return self._held(place, point)
         return replace(self._fresh(), resumed=point)
+
+    def look(self, resume: str | None, uses_storage: bool = False) -> None:
+        """Raise what `choose` would, as far as can be told in a few seconds, without taking or fetching anything.
+
+        Args:
+            uses_storage: something beside the checkpoints lies in the storage.
+        Raises:
+            ConfigError: as in `choose`; or the directory cannot be written, or the store does not answer.
+        """
+        first = self._place(1)
+        if self._saves and (fault := unwritable(first.directory)) is not None:
+            raise ConfigError(
+                f"checkpoint.save_dir leads to {first.directory}: {fault}. Set checkpoint.save_dir=DIR to one that can "
+                "be written, or checkpoint=off."
+            )
+        storage = self._storage if uses_storage and self._storage and self._storage.kind != "memory" else None
+        tier = first.tier or (CheckpointTier(storage=storage) if storage is not None else None)
+        if tier is not None and not (resume == LATEST and CheckpointDirectory(first.directory).candidates()):
+            tier.refuse_absence()  # what lies on the disk goes on without it
+        if resume == LATEST and not self._job:
+            self._look_for_latest()
+        elif resume is not None and resume != LATEST:
+            self._look_at(resume, first.directory)
+        elif self._saves and self._is_fixed:
+            self._refuse_taken(first)
+
+    def _look_for_latest(self) -> None:
+        other = None
+        for place in self._existing():
+            is_own = self._is_own if place.number == 1 else self._is_own_by_name
+            for point in _points_of(place):
+                if is_own(point.state):
+                    if self._saves and (holder := RunLock.look(place.directory)) is not None:
+                        raise self._busy(place, holder)
+                    return
+                other = other or (point if place.number == 1 else None)
+        if other is not None:
+            self._refuse(other)
+
+    def _look_at(self, resume: str, directory: Path) -> None:
+        if is_address(resume):
+            try:
+                storage_at(resume.rstrip("/"), self._storage).hasty.connect().list("preflight/")
+                remote, record = find_at(resume, self._storage)
+                published = remote.open(record) if record is not None else remote.newest()
+                point = ResumePoint(published, remote.state(published), "looked at")
+            except (CheckpointNotFound, StorageError) as error:
+                raise ConfigError(f"resume is {resume!r}: {error}") from error
+        else:
+            point = find(resume, directory, self._settings.strict, verify=False, is_own=self._is_own)
+            assert point is not None, "only `latest` may find none"
+        known = {**point.state, "identity": self._known(point.state.get("identity", {}))}
+        refuse_other_identity(replace(point, state=known), self._identity)
+
+    def _known(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+        return {path: value for path, value in identity.items() if path not in self._unknown}
 
     # -- which directory ------------------------------------------------------------------------------------------
 
@@ -208,12 +269,21 @@ class SaveDirectoryChoice:
                     raise self._busy(place, holder)
                 taken = f"is where another training saves now ({holder}; {found})"
             elif self._is_fixed:
-                raise ConfigError(
-                    f"checkpoint.save_dir is {self._settings.save_dir!r}: it {taken}. Give this run a directory of its "
-                    "own, or leave checkpoint.save_dir out, and it takes one by itself."
-                )
+                raise self._not_its_own(taken)
             passed.append(f"{place.directory} {taken}")
         raise AssertionError("there is always another number")
+
+    def _refuse_taken(self, place: SavePlace) -> None:
+        if (taken := self._taken(place)) is not None:
+            raise self._not_its_own(taken)
+        if (holder := RunLock.look(place.directory)) is not None:
+            raise self._busy(place, holder)
+
+    def _not_its_own(self, taken: str) -> ConfigError:
+        return ConfigError(
+            f"checkpoint.save_dir is {self._settings.save_dir!r}: it {taken}. Give this run a directory of its own, or "
+            "leave checkpoint.save_dir out, and it takes one by itself."
+        )
 
     def _held(self, place: SavePlace, point: ResumePoint | None) -> SaveDirectory:
         if not self._saves:
@@ -266,8 +336,9 @@ class SaveDirectoryChoice:
         )
 
     def _refuse(self, other: ResumePoint) -> None:
+        known = {**other.state, "identity": self._known(other.state.get("identity", {}))}
         try:
-            refuse_other_identity(other, self._identity)
+            refuse_other_identity(replace(other, state=known), self._identity)
         except ConfigError as error:
             raise ConfigError(
                 [
@@ -334,7 +405,7 @@ class SaveDirectoryChoice:
         return None
 
     def _is_own(self, state: Mapping[str, Any]) -> bool:
-        return not differences(state.get("identity", {}), self._identity) and self._sweep_job.wrote(state)
+        return not differences(self._known(state.get("identity", {})), self._identity) and self._sweep_job.wrote(state)
 
     def _is_own_by_name(self, state: Mapping[str, Any]) -> bool:
         """The same, and it was not a run of an experiment whose name happens to end in a number."""
@@ -346,9 +417,28 @@ class SaveDirectoryChoice:
         """The keys in which another training differs; empty where in none."""
         if not identity:
             return "it tells nothing of itself"
-        found = list(differences(identity, self._identity))
+        found = list(differences(self._known(identity), self._identity))
         more = f" and {len(found) - MOST_KEYS} more" if len(found) > MOST_KEYS else ""
         return f"{', '.join(found[:MOST_KEYS])}{more} differ" if found else ""
+
+
+def _points_of(place: SavePlace) -> Iterator[ResumePoint]:
+    """What lies at a place, the newest first of each tier, by its state alone; a store that fails is left out."""
+    for published in reversed(CheckpointDirectory(place.directory).survey()[0]):
+        with contextlib.suppress(BadCheckpoint):
+            yield ResumePoint(published, read_state(FileSystem(), published), "looked at")
+    if place.tier is None:
+        return
+    remote = replace(place.tier, storage=place.tier.storage.hasty).connect()
+    try:
+        for record in reversed(remote.records()):
+            with contextlib.suppress(BadCheckpoint):
+                published = remote.open(record)
+                yield ResumePoint(published, remote.state(published), "looked at")
+    except StorageError as error:
+        _log.warning("%s cannot be asked: %s", place.tier.address, error)
+    finally:
+        remote.store.close()
 
 
 _ABSENT = object()
