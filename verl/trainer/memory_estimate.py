@@ -187,7 +187,7 @@ def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
     groups = [(tuple(shardings), world)] if placement is None else placement.worker_groups(tuple(shardings), world)
     rows = settings.prompts_per_step * settings.group_size
     width = getattr(run.data, "max_prompt_length", 0) + rollout.max_new_tokens
-    own = {role: -(-rows // _shares(*division)) for role, division in divided.items()}
+    own = {role: -(-rows // sharding.row_shares(count)) for role, (sharding, count) in divided.items()}
     actor = model_stats(run.actor.model.load_config(), run.actor.lora)
     roles = [_trained("actor", run.actor, actor, own["actor"] * width, *divided["actor"])]
     passes = 2 * rows * width * (3 * run.algorithm.epochs + 1)  # forward, and a backward of twice that
@@ -206,7 +206,9 @@ def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
         roles.append(RoleMemory("reference", cost.weights, scoring=scoring, gathered=cost.gathered))
         flops += sizes.forward_flops(rows * width)
     drawn = min(own["actor"], getattr(rollout, "max_rows", own["actor"]))
-    siblings = divided["actor"][1] // _shares(*divided["actor"])  # each has the keys and values of its own heads
+    siblings = divided["actor"][1] // divided["actor"][0].row_shares(
+        divided["actor"][1]
+    )  # each has the keys and values of its own heads
     cache = actor.cache_elements // siblings * drawn * width * _computed_in(run.actor)
     if (space := getattr(rollout, "kv_cache_gib", None)) is not None:  # an engine with weights of its own
         cache = int(space * GIB) + actor.parameters * _computed_in(run.actor)
@@ -238,7 +240,7 @@ def estimate_sft(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
     settings, saves = run.trainer, run.checkpoint
     world = settings.n_gpus_per_node * settings.nnodes
     sharding = (run.actor.sharding or run.sharding) if world > 1 else NoSharding()
-    own = -(-settings.batch_size // _shares(sharding, world))
+    own = -(-settings.batch_size // sharding.row_shares(world))
     length = getattr(run.data, "max_length", None) or run.actor.micro_batch_tokens
     sizes = model_stats(run.actor.model.load_config(), run.actor.lora)
     role = replace(_trained("actor", run.actor, sizes, own * length, sharding, world), generating=0)
@@ -257,11 +259,6 @@ def estimate_sft(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
 
 def _is_on_host(settings: LoopSettings) -> bool:
     return settings.device == "cpu" or not torch.cuda.is_available()
-
-
-def _shares(sharding: Sharding, count: int) -> int:
-    """Into how many the rows of a role are divided; processes that share layers work on the same ones."""
-    return max(sharding.parts(count)) + 1
 
 
 def free_memory(device: str, processes: int) -> int | None:
@@ -378,9 +375,12 @@ def changes(run: Any, budget: MemoryEstimate) -> Iterator[tuple[str, Callable[[]
             yield f"rollout.{name}={half:g}", of("rollout", **{name: half})
     if budget.on_host and budget.copied:
         yield "checkpoint=sync", of("checkpoint", save_async=False)
-    gpus = 0 if budget.on_host else torch.cuda.device_count()
-    if run.sharding.needs_processes and hasattr(run.sharding, "cpu_offload") and not budget.on_host:
-        yield "sharding.cpu_offload=true", of("sharding", cpu_offload=True)
-    elif gpus > 1 and run.trainer.n_gpus_per_node < gpus and getattr(run.trainer, "placement", None) is None:
+    if budget.on_host:
+        return
+    smaller, gpus = list(run.sharding.smaller()), torch.cuda.device_count()
+    for setting, sharding in smaller:
+        yield setting, lambda sharding=sharding: replace(run, sharding=sharding)
+    has_place = getattr(run.trainer, "placement", None) is not None
+    if not smaller and gpus > 1 and run.trainer.n_gpus_per_node < gpus and not has_place:
         divided = {"sharding": FSDP(), "trainer": replace(run.trainer, n_gpus_per_node=gpus)}
         yield f"sharding=fsdp trainer.n_gpus_per_node={gpus}", lambda: replace(run, **divided)
