@@ -44,7 +44,7 @@ from verl.cluster.shm_channel import ShmBlockPool
 from verl.component import BuildContext
 from verl.dispatch import dispatch_of
 from verl.errors import VerlError, WorkerDied, WorkerError, WorkerHung
-from verl.utils.child_process import excerpt
+from verl.utils.child_process.exit_report import excerpt
 from verl.utils.progress import Progress, ProgressWatch, report, state_of
 
 GRACE_S = 0.5  # delay before an error is reported, so that a sibling's death that caused it is reported first
