@@ -54,18 +54,22 @@ class Channel:
         """For `multiprocessing.connection.wait`."""
         return self._socket.fileno()
 
-    def send(self, message: Any, files: Sequence[int] = (), look: Look | None = None) -> None:
+    def send(
+        self, message: Any, files: Sequence[int] = (), look: Look | None = None, *, timeout_s: float | None = None
+    ) -> None:
         """Send an object and perhaps open files.
 
         Args:
+            timeout_s: in which it is taken in; 0.0 for a short message that is taken in at once, or not sent.
             look: called with the bytes that were moved each time that some were, and else every `LOOK_EVERY_S`; raises
                 to give up, and then the channel is of no further use.
         Raises:
             ChannelClosed: nobody is there to receive it, or it is not taken in.
+            TimeoutError: not within `timeout_s`.
         """
         content = pickle.dumps(message)
         left = [memoryview(HEADER.pack(len(content))), memoryview(content)]
-        waiting = _Waiting(self._stuck_s, look)
+        waiting = _Waiting(self._stuck_s, look, timeout_s)
         with _closed_where_broken():
             while left:
                 try:

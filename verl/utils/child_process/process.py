@@ -4,8 +4,8 @@
                                  <──messages, Progress──
 
 A child is started by `subprocess` as `python -m MODULE`, never by multiprocessing: it does not import the parent's main
-script. It leads a group of its own, so that Ctrl-C is the parent's to handle, and it ends soon after its parent, however
-that ends; a child that is stopped is continued by the system then.
+script. It leads a group of its own, so that Ctrl-C is the parent's to handle. It ends soon after its parent, however
+that ends; if it is stopped then, the system continues it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class ChildLog:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.file: BinaryIO = tempfile.TemporaryFile() if path is None else path.open("a+b")  # type: ignore[assignment]
+        file = tempfile.TemporaryFile() if path is None else path.open("a+b")  # noqa: SIM115 - closed by `close`
+        self.file: BinaryIO = file  # type: ignore[assignment]
         self.start = self.size
 
     @property
