@@ -114,7 +114,8 @@ class Channel:
             waiting = _Waiting(self._stuck_s, look)
             waiting.moved(len(head))
             head += self._exactly(HEADER.size - len(head), waiting)
-            content = self._exactly(*HEADER.unpack(head), waiting)
+            (size,) = HEADER.unpack(head)
+            content = self._exactly(size, waiting)
         return pickle.loads(content), files
 
     def has_message(self, within_s: float = 0.0) -> bool:

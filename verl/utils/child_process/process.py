@@ -202,6 +202,12 @@ class ChildProcess:
         if self._process.returncode is None:
             os.kill(self.pid, signal.SIGUSR2)
 
+    def request_end(self) -> None:
+        """Have the system end it and all that it has started in its group; `kill` waits for that."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
     def end(self, timeout_s: float) -> None:
         """Hang up, so that it ends by itself, or is made to. May be called again."""
         self.channel.close()
