@@ -25,7 +25,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-from verl.cluster.batch_partition import OutputLayout, OutputShapes, SharedOutput
 from verl.cluster.rpc import (
     END_TIMEOUT_S,
     STACK_TIMEOUT_S,
@@ -36,7 +35,7 @@ from verl.cluster.rpc import (
     refuse_mixed_versions,
 )
 from verl.cluster.serialization import RowSubset
-from verl.cluster.shm_channel import Message, MessagePacker, ShmBlock, ShmChannel, lease, send_if_open
+from verl.cluster.shm_channel import Message, MessagePacker, ShmChannel, send_if_open
 from verl.cluster.worker import WorkerCall, WorkerReply, WorkerStart
 from verl.component import BuildContext
 from verl.dispatch import dispatch_of
@@ -115,7 +114,7 @@ class LocalTransport:
         self._children: list[ChildProcess] = []
         self._channels: list[ShmChannel] = []
         self._outbox: SimpleQueue[list[Message] | None] = SimpleQueue()
-        self._post, self._expected = MessagePacker(), OutputShapes()
+        self._post = MessagePacker()
         self._sender = threading.Thread(target=self._send_calls, daemon=True)
         self._group: RemoteWorkerGroup | None = None
 
@@ -219,35 +218,17 @@ class LocalTransport:
         kind, _, core = self._devices[rank].partition(":")
         return WorkerStart(number, payload, self._num_threads, int(core) if kind == "cpu" and core else None)
 
-    def _room(self, pending: PendingCall) -> tuple[OutputLayout | None, ShmBlock | None]:
-        """Memory in which the answer is put together, where it is known what it will look like."""
-        layout = self._expected.layout(pending.name, pending.args[0])
-        if layout is None:
-            return None, None
-        block = self._post.blocks.take(layout.size, len(self._children) + 1)
-        release = partial(self._post.blocks.give_back, block.number)
-        pending.room = SharedOutput(layout, partial(lease, block.memory, release))
-        return layout, block
-
     def _messages(self, number: int, pending: PendingCall) -> list[Message]:
         """What each rank is sent; those that share their rows are sent one message."""
         (role, _, method), args, division = pending.name.partition("."), pending.args, pending.division
         heard, size = pending.heard, len(self._children)
         if division is None:
             return [self._post.pack(WorkerCall(number, role, method, args, heard), size)] * size
-        layout, room = self._room(pending) if pending.joins else (None, None)
-        if pending.joins:
-            pending.on_joined = partial(self._note, pending)
         of_rank, packed = pending.shares.of_rank, []
         for part, rows in enumerate(division.rows):
-            own = None if layout is None else rows
-            call = WorkerCall(number, role, method, (RowSubset(args[0], rows), *args[1:]), heard, own, layout)
-            packed.append(self._post.pack(call, of_rank.count(part), room))
+            call = WorkerCall(number, role, method, (RowSubset(args[0], rows), *args[1:]), heard)
+            packed.append(self._post.pack(call, of_rank.count(part)))
         return [packed[part] for part in of_rank]
-
-    def _note(self, pending: PendingCall, result: Any) -> None:
-        if pending.room is None or not pending.room.was_used:
-            self._expected.note(pending.name, pending.args[0], result)
 
     def _send_calls(self) -> None:
         """Send what `send` puts out.

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from verl.cluster.batch_partition import BatchPartition, SharedOutput
+from verl.cluster.batch_partition import BatchPartition
 from verl.cluster.shm_channel import ShmBlockPool
 from verl.component import BuildContext
 from verl.dispatch import Dispatch, dispatch_of
@@ -184,11 +184,9 @@ class PendingCall:
     Attributes:
         future: what the caller waits for.
         division: which rows go where; None where all processes receive the same.
-        room: where the answer is put together by those who give it; None where the driver does so.
         answers: by rank, of those that have answered.
         raised: the ranks that have failed.
         limit_s: without progress; None for that of the group.
-        on_joined: is given the answer that the caller gets.
     """
 
     name: str
@@ -198,11 +196,9 @@ class PendingCall:
     shares: RowAssignment
     future: Future[Any] = field(default_factory=Future)
     division: BatchPartition | None = None
-    room: SharedOutput | None = None
     answers: dict[int, Any] = field(default_factory=dict)
     raised: set[int] = field(default_factory=set)
     limit_s: float | None = None
-    on_joined: Callable[[Any], object] = lambda result: None
 
     def __post_init__(self):
         if self.dispatch.divides and len(self.shares.speakers) > 1:
@@ -232,7 +228,7 @@ class PendingCall:
         heard = [answers[rank] for rank in self.heard]
         if self.division is None or not self.joins:
             return heard[0]
-        return self.division.join(heard, empty) if self.room is None else self.room.join(heard, self.division, empty)
+        return self.division.join(heard, empty)
 
 
 class Transport(Protocol):
@@ -370,7 +366,6 @@ class RemoteWorkerGroup:
             del self._pending[number]
         try:
             joined = pending.result(pending.answers, self._joined.empty)
-            pending.on_joined(joined)
         except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future
             pending.future.set_exception(error)
         else:

@@ -151,14 +151,12 @@ class Message:
         head: see `Serialized`.
         inline: the bytes of tensors, where they are few.
         block, spans: where else they lie, and there from where to where.
-        room: memory that the receivers may write to.
     """
 
     head: bytes
     inline: list[bytes]
     block: ShmBlock | None = None
     spans: tuple[tuple[int, int], ...] = ()
-    room: ShmBlock | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,6 @@ class _MessageHeader:
     inline: list[bytes]
     block: int | None
     spans: tuple[tuple[int, int], ...]
-    room: int | None
     new: tuple[tuple[int, int], ...]  # numbers and sizes
     done_with: tuple[int, ...]  # blocks of the receiver's
     gone: tuple[int, ...]  # blocks of the sender's
@@ -181,11 +178,11 @@ class MessagePacker:
     def __init__(self):
         self.blocks = ShmBlockPool(shared=True)
 
-    def pack(self, value: Any, receivers: int = 1, room: ShmBlock | None = None) -> Message:
+    def pack(self, value: Any, receivers: int = 1) -> Message:
         """A message to be sent to exactly so many; what it was made of may change from then on."""
         head, buffers = serialize(value)
         if sum(buffer.nbytes for buffer in buffers) < SMALL:
-            return Message(head, [_bytes(buffer) for buffer in buffers], room=room)
+            return Message(head, [_bytes(buffer) for buffer in buffers])
         spans, end = [], 0
         for buffer in buffers:
             start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -195,7 +192,7 @@ class MessagePacker:
         area = np.frombuffer(block.memory, np.uint8)
         for buffer, (start, stop) in zip(buffers, spans, strict=True):
             _write(buffer, area[start:stop])
-        return Message(head, [], block, tuple(spans), room)
+        return Message(head, [], block, tuple(spans))
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -209,11 +206,7 @@ class ShmChannel:
 
     Args:
         post: packs what is sent here.
-    Attributes:
-        room: that came with the message received last, to be let go of before the answer is sent; None if none did.
     """
-
-    room: np.ndarray | None = None
 
     def __init__(self, channel: Channel, post: MessagePacker):
         self._channel, self._blocks = channel, post.blocks
@@ -230,16 +223,16 @@ class ShmChannel:
         known = self._known
         gone = tuple(known - self._blocks.numbers())
         known.difference_update(gone)
-        block, room = (None if one is None else one.number for one in (message.block, message.room))
-        new = [one for one in (message.block, message.room) if one is not None and one.number not in known]
-        sizes = tuple((one.number, one.size) for one in new)
+        block, files, sizes = message.block, [], ()
+        if block is not None and block.number not in known:
+            if block.descriptor is None:
+                raise OSError("the memory of a message was let go of: the run is being closed")
+            files, sizes = [block.descriptor], ((block.number, block.size),)
         done_with = tuple(self._done_with.popleft() for _ in range(len(self._done_with)))
-        files = [one.descriptor for one in new if one.descriptor is not None]
-        if len(files) < len(new):
-            raise OSError("the memory of a message was let go of: the run is being closed")
-        header = _MessageHeader(message.head, message.inline, block, message.spans, room, sizes, done_with, gone)
+        number = None if block is None else block.number
+        header = _MessageHeader(message.head, message.inline, number, message.spans, sizes, done_with, gone)
         self._channel.send(header, files)
-        known.update(one.number for one in new)
+        known.update(number for number, _ in sizes)
 
     def receive(self) -> Any:
         """The value of the next message; its tensors may be kept as long as one likes.
@@ -256,7 +249,6 @@ class ShmChannel:
         for (number, size), file in zip(envelope.new, files, strict=True):
             self._theirs[number] = map_shm_block(file, size)
             os.close(file)
-        self.room = None if envelope.room is None else self._lease(envelope.room)
         if envelope.block is None:
             return deserialize((envelope.head, list(map(bytearray, envelope.inline))))
         area = self._lease(envelope.block)

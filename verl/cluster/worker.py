@@ -41,8 +41,6 @@ class WorkerCall:
 
     Attributes:
         heard: the ranks that are to answer with the result; others say that they have done it.
-        rows, layout: of the whole batch, those that are sent here; how the rows of the answer are to lie in the memory
-            that comes with the call. None where they are sent back.
     """
 
     number: int
@@ -50,8 +48,6 @@ class WorkerCall:
     method: str
     args: tuple[Any, ...]
     heard: Sequence[int]
-    rows: Any = None
-    layout: Any = None
 
 
 @dataclass(frozen=True)
@@ -80,8 +76,8 @@ def serve(channel: Channel, start: WorkerStart, _: Progress) -> None:
         report("idle")
         while (call := messages.receive()) is not None:
             report(f"{call.role}.{call.method}")
-            answer = _packed(post, _carry_out(host, call, messages.room))
-            call = messages.room = None  # what it lies on is used again, unless the role has kept something
+            answer = _packed(post, _carry_out(host, call))
+            call = None  # what it lies on is used again, unless the role has kept something
             messages.send(answer)
             report("idle")
     finally:
@@ -113,15 +109,11 @@ def _build(start: WorkerStart) -> Any:
     return host.build(context)
 
 
-def _carry_out(host: Any, call: WorkerCall, room: Any) -> WorkerReply:
+def _carry_out(host: Any, call: WorkerCall) -> WorkerReply:
     try:
         result = host.call(call.role, call.method, call.args)
         if int(os.environ["RANK"]) not in call.heard:
             return WorkerReply(call.number)
-        if room is not None:
-            from verl.cluster.batch_partition import write_output
-
-            result = write_output(result, call.rows, call.layout, room)
         return WorkerReply(call.number, result)
     except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
         return WorkerReply(call.number, error=traceback.format_exc())
