@@ -157,6 +157,13 @@ def _parsed(text: str) -> Override | None:
         return None
 
 
+def _override(text: str) -> Override | None:
+    try:
+        return _PARSER.parse_override(text)
+    except HydraException:
+        return None
+
+
 def _quoted(text: str) -> str:
     return QuotedString(text, Quote.single).with_quotes()
 
@@ -248,6 +255,19 @@ def _not_assigned(root: str, word: str) -> str | None:
     if groups:
         return f"{word} has no key. Did you mean {' or '.join(f'{group}={word}' for group in groups[:3])}?"
     return f"{word} has no value: write {word}=VALUE."
+
+
+def swept_paths(arguments: Sequence[str], sweeper: Any) -> tuple[str, ...]:
+    """The configuration paths that the jobs of a sweep differ in.
+
+    Args:
+        arguments: of the command line, as Hydra gets them.
+        sweeper: its configuration, whose `params` may name more.
+    """
+    given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    parsed = [_override(text) for text in (*arguments, *given) if not text.startswith("-")]
+    varied = [one for one in parsed if one is not None and one.is_sweep_override()]
+    return tuple(dict.fromkeys((one.package or one.key_or_group).replace("/", ".") for one in varied))
 
 
 def _refuse_sweeps(assigned: Overrides, faults: list[str]) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from verl.checkpoint.commit.fencing import LockHolder
 from verl.checkpoint.commit.upload_state import (
     UploadTarget,
     confirm_upload,
@@ -34,6 +35,7 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.commit_log import CommitLog
+from verl.checkpoint.remote.lease import StoreLease
 from verl.checkpoint.remote.upload import CheckpointUpload
 from verl.errors import BadCheckpoint, CheckpointError, CheckpointFenced, StorageError, StorageRefused, VerlError
 from verl.storage.config import Storage
@@ -57,6 +59,7 @@ class UploadSettings:
         directory: of checkpoints.
         storage: the tier.
         claim: of this trainer on the tier.
+        holder, lease_number: of the lease that this process renews; None where the run has none.
         shortest_pause_s: after the first failure in a row; doubled for each further one, up to two minutes.
     """
 
@@ -64,6 +67,8 @@ class UploadSettings:
     storage: Storage
     claim: str
     cold: UploadTarget
+    holder: LockHolder | None = None
+    lease_number: int | None = None
     niceness: int = 10
     shortest_pause_s: float = SHORTEST_PAUSE_S
 
@@ -167,6 +172,8 @@ class UploadWorker:
 def serve(setting: UploadSettings, commands: BinaryIO, tell: Callable[[UploadEvent], None], progress: Progress) -> None:
     """Upload when told to, until told to finish or hung up on."""
     store = setting.storage.connect()
+    if setting.holder is not None and setting.lease_number is not None:
+        StoreLease(setting.storage, setting.holder, setting.lease_number).keep()
     num_commands = [1]  # it looks at once
     uploading = UploadWorker(setting, store, tell)
     asked, finishing, over = threading.Event(), threading.Event(), threading.Event()
