@@ -13,6 +13,7 @@ from verl.cli.console import one_line_errors
 from verl.cli.generate import evaluate, generate
 from verl.cli.lineage import lineage
 from verl.cli.models import print_families, print_kept, print_summary
+from verl.cli.plan import plan
 from verl.cli.resume_check import resume_check
 from verl.cli.samples import samples
 from verl.errors import ConfigError
@@ -49,6 +50,7 @@ app.command("resume-check")(resume_check)
 app.command()(lineage)
 app.command("eval")(evaluate)
 app.command()(generate)
+app.command()(plan)
 app.command()(samples)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # none of them: PhiMoE's modules have a threshold of that name, which counts in evaluation too.
 ROUTER_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 
+VALUE_HEAD_FILE = "value_head.safetensors"  # beside the weights of a critic's backbone
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
@@ -74,7 +75,7 @@ class ModelSource(Description):
         """Why this cannot be a policy nor a value function, by its configuration; None if that tells nothing."""
         return None
 
-    def value_head(self) -> Path | None:
+    def value_head(self, name: str = VALUE_HEAD_FILE) -> Path | None:
         """The file of a trained value head that lies with the weights, or None."""
         return None
 
@@ -157,7 +158,6 @@ def without_weights() -> Iterator[None]:
 
 
 WARM_START = "warm-start://"
-VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,8 +318,8 @@ class Pretrained(ModelSource):
         heads = config.get("num_attention_heads")
         return None if heads is None else (heads, config.get("num_key_value_heads") or heads)
 
-    def value_head(self) -> Path | None:
-        file = Path(self.path) / VALUE_HEAD_FILE
+    def value_head(self, name: str = VALUE_HEAD_FILE) -> Path | None:
+        file = Path(self.path) / name
         return file if file.is_file() else None
 
     def _config(self) -> dict[str, Any]:
