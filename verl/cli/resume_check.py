@@ -34,7 +34,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from verl.errors import ConfigError
-from verl.utils.child_process import kill
+from verl.utils.child_process.process import reap
 from verl.utils.progress import STARTER_VARIABLE, Progress, ProgressWatch
 from verl.utils.temporary_directory import TemporaryDirectory
 
@@ -125,7 +125,8 @@ class RunLauncher:
                     process.wait(timeout=END_TIMEOUT_S)
                 raise
             finally:
-                kill(process)
+                process.kill()
+                reap(process)
 
     def last(self, saved_in: str, strict: bool = True) -> Checkpoint:
         """The newest checkpoint of some runs."""

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from verl.component import BuildContext
 from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
-from verl.utils.child_process import StoppedWatch, children
+from verl.utils.child_process.stopped_watch import StoppedWatch, children
 from verl.utils.temporary_directory import TemporaryDirectory
 
 RUN_FILE = "wandb.json"  # in the directory of the run: where its W&B run is
