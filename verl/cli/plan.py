@@ -22,7 +22,7 @@ PLAN_ONLY = "plan=only"  # an argument of the main scripts
 def plan(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="As those of main_ppo.py: actor=llama8b sharding=fsdp trainer.n_gpus_per_node=8 ..."),
+        typer.Argument(help="As those of `verl ppo`: actor=llama8b sharding=fsdp trainer.n_gpus_per_node=8 ..."),
     ] = None,
     device: Annotated[
         str | None,
@@ -38,7 +38,7 @@ def plan(
     upload_mib_s: Annotated[
         float | None, typer.Option(min=0.001, help="MiB per second to the object storage, for the time of an upload.")
     ] = None,
-    sft: Annotated[bool, typer.Option("--sft", help="Plan a run of main_sft.py.")] = False,
+    sft: Annotated[bool, typer.Option("--sft", help="Plan a run of `verl sft`.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One object in place of text.")] = False,
 ) -> None:
     """Plan a run: memory by phase, batch arithmetic, seconds of a step, disk. Nothing is loaded, written or started.
