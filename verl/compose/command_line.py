@@ -1,9 +1,9 @@
-"""Reads the arguments of the main scripts: flags, assignments, and values in Hydra's grammar.
+"""Reads the arguments of `verl ppo` and `verl sft`: flags, assignments, and values in Hydra's grammar.
 
     argument -> flag of Hydra | assignment -> value in the grammar -> aliases and options -> arguments for Hydra
 
-A value that the grammar cannot read is a text, and a value that is a path is taken as it stands: `~`, commas, quotes,
-brackets, `#` and letters of any language are parts of it. What is wrong is told in our words, with all other faults.
+A value that the grammar cannot parse is a string. A path is taken literally: `~`, commas, quotes, brackets, `#` and
+letters of any language are part of it. Errors are collected and reported together, without Hydra's messages.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.compose.compose import compose_root, readable
 from verl.compose.overrides import Overrides, assign, divided, options_in, with_copies
-from verl.compose.schema import CHOOSERS, conf_dir, group_options, root_keys
+from verl.compose.schema import CHOOSERS, conf_dir, group_options, own_conf_dirs, root_keys, set_own_conf_dirs
 from verl.compose.suggestions import hint, nearest
 
 _ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[^\W\d]\w*(\.\w+)*)=(?P<value>.*)$", re.DOTALL)
 _LOOSE = re.compile(r"^(?P<dashes>-*)(?P<prefix>[+~]{0,2})(?P<key>[^=]*)(?P<sign>=?)(?P<value>.*)$", re.DOTALL)
 _OF_A_PACKAGE = re.compile(r"^\+?[\w/]+@[\w./:]*=|^\+?[\w/]+/[\w/@]+=")  # group@package=option, hydra/launcher=basic
-_OTHER_SEARCH_PATH = ("--config-dir", "-cd", "--config-path", "-cp", "hydra.searchpath", "+hydra.searchpath")
+_OTHER_SEARCH_PATH = ("--config-path", "-cp", "hydra.searchpath", "+hydra.searchpath")
+_CONFIG_DIR = ("--config-dir", "-cd")
 _PATH = re.compile(r"(^|[._])(path|paths|dir|dirs|directory|file|files|root|resume)$")
 _NO_PATH = ("", "null", "???")
 
@@ -52,6 +53,8 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
     they are.
     """
     flags, words, faults = _flags(arguments)
+    own = _value_of(flags, _CONFIG_DIR)
+    set_own_conf_dirs([] if own is None else [Path(own).absolute()])
     sweeps = any(flag in _MULTIRUN for flag in flags) or any(word.startswith("sweep=") for word in words)
     for_hydra, pairs = [], []
     for word in words:
@@ -65,7 +68,8 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
             for_hydra.append(f"{match['prefix']}{match['key']}={value}")
         else:
             pairs.append((match["key"], match["value"]))
-    is_searched = any(argument.startswith(_OTHER_SEARCH_PATH) for argument in arguments)
+    is_missing = own is not None and not Path(own).is_dir()  # which Hydra reports
+    is_searched = is_missing or any(argument.startswith(_OTHER_SEARCH_PATH) for argument in arguments)
     assigned = assign(root, pairs, judge_options=not is_searched)
     assigned.values = [(key, in_grammar(key, value, sweeps=sweeps)) for key, value in assigned.values]
     assigned.options = [option for option in assigned.options if not _refuse_file(option, is_searched, faults)]
@@ -135,6 +139,13 @@ def _listed(text: str) -> list[str]:
 def _parsed(text: str) -> Override | None:
     try:
         return _PARSER.parse_override(f"key={text}")
+    except HydraException:
+        return None
+
+
+def _override(text: str) -> Override | None:
+    try:
+        return _PARSER.parse_override(text)
     except HydraException:
         return None
 
@@ -232,6 +243,19 @@ def _not_assigned(root: str, word: str) -> str | None:
     return f"{word} has no value: write {word}=VALUE."
 
 
+def swept_paths(arguments: Sequence[str], sweeper: Any) -> tuple[str, ...]:
+    """The configuration paths that the jobs of a sweep differ in.
+
+    Args:
+        arguments: of the command line, as Hydra gets them.
+        sweeper: its configuration, whose `params` may name more.
+    """
+    given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    parsed = [_override(text) for text in (*arguments, *given) if not text.startswith("-")]
+    varied = [one for one in parsed if one is not None and one.is_sweep_override()]
+    return tuple(dict.fromkeys((one.package or one.key_or_group).replace("/", ".") for one in varied))
+
+
 def _refuse_sweeps(assigned: Overrides, faults: list[str]) -> None:
     """Several values without -m: told, and left out."""
     for group in [option for option in assigned.options if len(divided(option)) > 1]:
@@ -252,8 +276,10 @@ def _refuse_file(option: str, is_searched: bool, faults: list[str]) -> bool:
     group, _, choice = option.lstrip("+").partition("=")
     if is_searched or "@" in group:
         return False
-    files = [conf_dir() / group / f"{name}.yaml" for name in options_in(choice)]
-    return any(file.is_file() and _is_refused(file, option, group, faults) for file in files)
+    directories = (conf_dir(), *own_conf_dirs())
+    found = [[directory / group / f"{name}.yaml" for directory in directories] for name in options_in(choice)]
+    files = [next((file for file in files if file.is_file()), None) for files in found]
+    return any(file is not None and _is_refused(file, option, group, faults) for file in files)
 
 
 def _is_refused(file: Path, option: str, group: str, faults: list[str]) -> bool:
@@ -283,7 +309,7 @@ def composition_faults(root: str, error: Exception) -> Iterator[str]:
         first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
         yield next(
             (words.format(*found.groups()) for found, words in matches if found is not None),
-            f"the configuration cannot be composed: {first.rstrip('.')}. `main_{root}.py --help` tells what may be "
+            f"the configuration cannot be composed: {first.rstrip('.')}. `verl {root} --help` lists what can be "
             "chosen.",
         )
 

@@ -2,7 +2,7 @@
 
     composed nodes -> classes named by `_target_` -> components, innermost first -> faults across components
 
-Nothing heavy is imported for it and no weight is loaded.
+No large library is imported and no weight is loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.component import Description, _as_declared, field_types, non_finite, type_fault
+from verl.component import BuildContext, Description, _as_declared, field_types, non_finite, type_fault
 from verl.compose.schema import LISTS, conf_dir, group_options
 from verl.compose.suggestions import hint, nearest_path
 from verl.errors import ConfigError
@@ -137,15 +137,29 @@ def validate(config: DictConfig | dict[str, Any], faults: Sequence[str] = ()) ->
     return run
 
 
-def refuse_here(run: Description) -> None:
-    """Look for what this machine lacks for a run: before anything is trained, and before the run has a directory.
+def refuse_here(run: Description, context: BuildContext | None = None) -> None:
+    """Look for what a run lacks, on this machine first, then of servers, stores, clusters and the directories that it
+    writes: before anything is trained, and before the run has a directory.
 
     Raises:
         ConfigError: with everything that is missing, by config path.
     """
-    found = list(dict.fromkeys(_faults_here(run, "")))
+    found = list(dict.fromkeys(_faults_here(run, ""))) or list(
+        dict.fromkeys(_preflight(run, "", context or BuildContext()))
+    )
     if found:
         raise ConfigError(found)
+
+
+def _preflight(value: Any, path: str, context: BuildContext) -> Iterator[str]:
+    if isinstance(value, Description):
+        for fault in value.preflight(context):
+            yield join(path, fault)
+        for name in value.parts_here():
+            yield from _preflight(getattr(value, name), join(path, name), context)
+    elif isinstance(value, (list, tuple, dict)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _preflight(item, join(path, key), context)
 
 
 def _faults_here(value: Any, path: str) -> Iterator[str]:

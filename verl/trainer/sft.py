@@ -31,6 +31,7 @@ from verl.trainer.setup import (
     rank_writers_of,
     restore_of,
     resume_faults,
+    saving_faults,
     sharding_faults,
     start_cluster,
 )
@@ -78,6 +79,9 @@ class SFTRun(Description):
 
     def faults_here(self) -> Iterator[str]:
         yield from resume_faults(self.resume)
+
+    def preflight(self, context: BuildContext) -> Iterator[str]:
+        yield from saving_faults(self, context)
 
     def build(self, context: BuildContext) -> SFTTrainer:
         """Load data and weights, and start the processes that the sharding asks for."""

@@ -29,6 +29,7 @@ from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import loss_points
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import POINTER, RESERVED, TAG, read_pointer
+from verl.checkpoint.remote.lease import StoreLease
 from verl.checkpoint.remote.resolve import CheckpointTier
 from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings
 from verl.checkpoint.resume_point import ResumePoint
@@ -53,19 +54,37 @@ class CheckpointUploads:
     Args:
         directory: of checkpoints, claimed by this run.
         wait_s: most that `close` waits.
+        lease: of this run on the tier, which the uploading process renews from here on; None where it has none.
         timeout_s: see `Uploader`.
     Attributes:
         waiting: checkpoints that the store is to get and had not confirmed when it was last heard of.
     """
 
-    def __init__(self, tier: CheckpointTier, directory: Path, lineage: Lineage, wait_s: float, timeout_s: float):
+    def __init__(
+        self,
+        tier: CheckpointTier,
+        directory: Path,
+        lineage: Lineage,
+        wait_s: float,
+        timeout_s: float,
+        lease: StoreLease | None = None,
+    ):
         self._tier, self._lineage, self._wait_s = tier, lineage, wait_s
         self.waiting = 0
         cold = tier.cold()
         write_upload_target(FileSystem(), directory, cold)
         claim = f"{lineage.run_id}-{secrets.token_hex(4)}"
-        setting = UploadSettings(directory=str(directory), storage=tier.storage, claim=claim, cold=cold)
+        setting = UploadSettings(
+            directory=str(directory),
+            storage=tier.storage,
+            claim=claim,
+            cold=cold,
+            holder=lease and lease.holder,
+            lease_number=lease and lease.number,
+        )
         self._uploader = Uploader(setting, timeout_s)
+        if lease is not None:
+            lease.stop()
 
     def published(self) -> None:
         """There is a new checkpoint."""
@@ -152,7 +171,7 @@ class CheckpointSaver:
         self.run_id, self.messages, self._lock = run_id or new_run_id(), place.messages, place.lock
         self._config, self.identity = redact_tree(dict(config)), dict(identity)
         self._longest_step_s = 0.0
-        self._tier, self._uploads = place.tier, None
+        self._tier, self._lease, self._uploads = place.tier, place.lease, None
         self._writer: CheckpointWriter | None = None
         self._contents = TrainState(settings, self._config, uses)
         self.lineage = Lineage(place.directory, self.run_id)
@@ -226,7 +245,7 @@ class CheckpointSaver:
             write_upload_target(store.disk, self.directory, None)
         else:
             waits = self.settings.upload_wait_s, self.settings.upload_timeout_s
-            self._uploads = CheckpointUploads(self._tier, self.directory, self.lineage, *waits)
+            self._uploads = CheckpointUploads(self._tier, self.directory, self.lineage, *waits, self._lease)
 
     def _write_pointer(self, run_dir: Path) -> None:
         try:
@@ -436,6 +455,8 @@ class CheckpointSaver:
                 self._uploads = None
             if status is not None:
                 self.lineage.add("end", status=status, step=step)
+        if self._lease is not None:
+            self._lease.release()
         if self._lock is not None:
             self._lock.release()
 

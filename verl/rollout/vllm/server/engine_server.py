@@ -22,7 +22,7 @@ from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_args import EngineArgs
 from verl.rollout.vllm.messages import EngineInfo, FeedPlan, LoadRequest, SampleOutput, WantedSlices
 from verl.rollout.vllm.server.logits_processor import WHOSE
-from verl.utils.child_process import describe_exit, memory_kills
+from verl.utils.child_process.exit_report import describe_exit, memory_kills
 from verl.utils.progress import report
 from verl.weight_verification.verifier import VerifyRequest
 from verl.weight_verification.vllm_probe import answer_request
