@@ -178,7 +178,7 @@ def test_a_union_of_several_is_that_of_each_in_turn_and_looks_at_every_number_on
     assert together.meta_info == in_turn.meta_info
     assert together.producer("of_beta") == in_turn.producer("of_beta")
     again = DataProto.from_dict({"alpha": torch.ones(4, 5)}, producer=rollout)
-    with pytest.raises(DataProtoValidationError, match="by reward_returning.*by rollout"):
+    with pytest.raises(DataProtoValidationError, match=r"(?s)by reward_returning.*by rollout"):
         base.union(*others, again)
     with pytest.raises(DataProtoValidationError, match=r"shape \[4, 6\]"):
         base.union(others[0], DataProto.from_dict({"advantages": torch.zeros(4, 6)}))
