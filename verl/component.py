@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, install_command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def package_fault(package: str, setting: str) -> str | None:
     """
     if importlib.util.find_spec(package) is not None:
         return None
-    return f"needs the package {package}, which is not installed. Run: pip install {package}, or set {setting}."
+    return f"needs the package {package}, which is not installed. Run: {install_command(package)}, or set {setting}."
 
 
 def as_plain(value: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Reads the arguments of the main scripts: flags, assignments, and values in Hydra's grammar.
+"""Reads the arguments of `verl ppo` and `verl sft`: flags, assignments, and values in Hydra's grammar.
 
     argument -> flag of Hydra | assignment -> value in the grammar -> aliases and options -> arguments for Hydra
 
-A value that the grammar cannot read is a text, and a value that is a path is taken as it stands: `~`, commas, quotes,
-brackets, `#` and letters of any language are parts of it. What is wrong is told in our words, with all other faults.
+A value that the grammar cannot parse is a string. A path is taken literally: `~`, commas, quotes, brackets, `#` and
+letters of any language are part of it. Errors are collected and reported together, without Hydra's messages.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.compose.compose import compose_root, readable
 from verl.compose.overrides import Overrides, assign, with_copies
-from verl.compose.schema import CHOOSERS, conf_dir, group_options, root_keys
+from verl.compose.schema import CHOOSERS, conf_dir, group_options, own_conf_dirs, root_keys, set_own_conf_dirs
 from verl.compose.suggestions import hint, nearest
 
 _ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[^\W\d]\w*(\.\w+)*)=(?P<value>.*)$", re.DOTALL)
 _LOOSE = re.compile(r"^(?P<dashes>-*)(?P<prefix>[+~]{0,2})(?P<key>[^=]*)(?P<sign>=?)(?P<value>.*)$", re.DOTALL)
 _OF_A_PACKAGE = re.compile(r"^\+?[\w/]+@[\w./:]*=|^\+?[\w/]+/[\w/@]+=")  # group@package=option, hydra/launcher=basic
-_OTHER_SEARCH_PATH = ("--config-dir", "-cd", "--config-path", "-cp", "hydra.searchpath", "+hydra.searchpath")
+_OTHER_SEARCH_PATH = ("--config-path", "-cp", "hydra.searchpath", "+hydra.searchpath")
+_CONFIG_DIR = ("--config-dir", "-cd")
 _PATH = re.compile(r"(^|[._])(path|paths|dir|dirs|directory|file|files|root|resume)$")
 _NO_PATH = ("", "null", "???")
 
@@ -52,6 +53,8 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
     they are.
     """
     flags, words, faults = _flags(arguments)
+    own = _value_of(flags, _CONFIG_DIR)
+    set_own_conf_dirs([] if own is None else [Path(own).absolute()])
     sweeps = any(flag in _MULTIRUN for flag in flags) or any(word.startswith("sweep=") for word in words)
     for_hydra, pairs = [], []
     for word in words:
@@ -65,7 +68,8 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
             for_hydra.append(f"{match['prefix']}{match['key']}={value}")
         else:
             pairs.append((match["key"], match["value"]))
-    is_searched = any(argument.startswith(_OTHER_SEARCH_PATH) for argument in arguments)
+    is_missing = own is not None and not Path(own).is_dir()  # which Hydra reports
+    is_searched = is_missing or any(argument.startswith(_OTHER_SEARCH_PATH) for argument in arguments)
     assigned = assign(root, pairs, judge_options=not is_searched)
     assigned.values = [(key, in_grammar(key, value, sweeps=sweeps)) for key, value in assigned.values]
     assigned.options = [option for option in assigned.options if not _refuse_file(option, is_searched, faults)]
@@ -264,7 +268,8 @@ def _refuse_sweeps(assigned: Overrides, faults: list[str]) -> None:
 def _refuse_file(option: str, is_searched: bool, faults: list[str]) -> bool:
     """Whether the file of an option cannot be a part of a run; the reason is added to the faults."""
     group, _, name = option.lstrip("+").partition("=")
-    file = conf_dir() / group / f"{name}.yaml"
+    files = [directory / group / f"{name}.yaml" for directory in (conf_dir(), *own_conf_dirs())]
+    file = next((file for file in files if file.is_file()), files[0])
     if is_searched or "@" in group or not file.is_file():
         return False
     text = file.read_text(encoding="utf-8", errors="replace")
@@ -293,7 +298,7 @@ def composition_faults(root: str, error: Exception) -> Iterator[str]:
         first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
         yield next(
             (words.format(*found.groups()) for found, words in matches if found is not None),
-            f"the configuration cannot be composed: {first.rstrip('.')}. `main_{root}.py --help` tells what may be "
+            f"the configuration cannot be composed: {first.rstrip('.')}. `verl {root} --help` lists what can be "
             "chosen.",
         )
 

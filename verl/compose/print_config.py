@@ -1,4 +1,4 @@
-"""Prints in what a configuration differs from the defaults, and writes it beside the results; both without secrets."""
+"""Prints the differences of a configuration from the defaults, and saves it in the run directory, without secrets."""
 
 from __future__ import annotations
 

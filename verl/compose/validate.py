@@ -2,7 +2,7 @@
 
     composed nodes -> classes named by `_target_` -> components, innermost first -> faults across components
 
-Nothing heavy is imported for it and no weight is loaded.
+No large library is imported and no weight is loaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The training engine: inference and optimizer steps over micro-batches, equal to one big batch; gradient accumulation.
 
 A role gives the engine a function from (model, micro-batch) to tensors or to a loss; the engine decides how rows
-become micro-batches, and takes sums with its sibling processes. Nothing that a role computes depends on that cut.
+become micro-batches, and takes sums with its sibling processes. No result depends on the division into micro-batches.
 """
 
 from __future__ import annotations

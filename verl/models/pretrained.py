@@ -168,7 +168,7 @@ class Pretrained(ModelSource):
 
     Args:
         path: a directory that holds config.json, a hub name such as `Qwen/Qwen2-0.5B`, or `warm-start://NAME`: the
-            output of `python main_sft.py experiment=NAME`, which is made on first use and kept.
+            output of `verl sft experiment=NAME`, which is made on first use and kept.
         attention: the attention implementation of transformers; `eager` is slow, and runs every model.
         tokenizer_path: where the tokenizer lies, if not with the model.
         revision: branch, tag or commit on the hub.

@@ -1,6 +1,6 @@
 """The interface of trackers, and the set of all trackers of a run.
 
-Text is redacted once; a tracker that fails while training stops nothing.
+Secrets are removed from all text here. A tracker that fails during training does not stop the run.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class LocalPPOTrainer(BaseTrainer):
     Works from a script without a `__main__` guard and from a notebook. Also a context manager.
 
     Args:
-        config_path: a short YAML file, laid over the composed default of `main_ppo.py`: values by their paths, and
+        config_path: a short YAML file, laid over the composed default of `verl ppo`: values by their paths, and
             options of groups by name, such as `algorithm: grpo`. None takes the default as it is.
         train_dataset: prompts to train on, in place of the configured data: an `RLHFDataset`, a list of rows (dicts
             with a `prompt`), or the path of a parquet or JSONL file. `data.eval_files` still names what to evaluate on.

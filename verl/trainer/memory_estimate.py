@@ -1,7 +1,7 @@
 """Memory estimate before any weight is loaded: memory by role and phase, disk space, floating-point operations.
 
-Estimates from configurations and counts: what a library takes for itself, and what an allocator leaves unused, comes on
-top. A warning here is worth heeding; silence is no promise.
+Estimates from configurations and counts. Memory that libraries use themselves and that allocators leave unused is not
+included, so a run without a warning may still run out of memory.
 """
 
 from __future__ import annotations
@@ -171,11 +171,12 @@ class MemoryEstimate:
         yield f"checkpoint    {self.saving / GIB:.2f} GiB, {self.kept} at a time"
 
 
-def estimate_ppo(run: Any) -> MemoryEstimate:
+def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
     """The budget of a policy-gradient run.
 
     Args:
         run: a `PPORun` whose models' configurations can be read.
+        on_host: whether its roles live in main memory; None for what this machine has.
     """
     settings, rollout = run.trainer, run.rollout
     world = settings.n_gpus_per_node * settings.nnodes
@@ -223,15 +224,16 @@ def estimate_ppo(run: Any) -> MemoryEstimate:
         kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         flops=flops,
         copied=saved // settings.nnodes if saves is not None and saves.save_async else 0,
-        on_host=_is_on_host(settings),
+        on_host=_is_on_host(settings) if on_host is None else on_host,
     )
 
 
-def estimate_sft(run: Any) -> MemoryEstimate:
+def estimate_sft(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
     """The budget of a run of supervised fine-tuning.
 
     Args:
         run: an `SFTRun` whose model's configuration can be read.
+        on_host: whether its role lives in main memory; None for what this machine has.
     """
     settings, saves = run.trainer, run.checkpoint
     world = settings.n_gpus_per_node * settings.nnodes
@@ -249,7 +251,7 @@ def estimate_sft(run: Any) -> MemoryEstimate:
         kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         flops=6 * sizes.parameters * settings.batch_size * length,
         copied=role.saved // settings.nnodes if saves is not None and saves.save_async else 0,
-        on_host=_is_on_host(settings),
+        on_host=_is_on_host(settings) if on_host is None else on_host,
     )
 
 
@@ -339,7 +341,7 @@ def remedies(run: Any, budget: MemoryEstimate) -> list[str]:
     estimate = estimate_ppo if isinstance(run.trainer, PPOSettings) else estimate_sft
     phase, needed = budget.peak
     found: dict[str, int] = {}
-    for setting, changed in _changes(run, budget):
+    for setting, changed in changes(run, budget):
         if setting.partition("=")[0] in {one.partition("=")[0] for one in found}:  # a smaller change does it
             continue
         try:
@@ -352,7 +354,7 @@ def remedies(run: Any, budget: MemoryEstimate) -> list[str]:
     return [f"{setting} ({found[setting] / GIB:.1f} GiB less)" for setting in best]
 
 
-def _changes(run: Any, budget: MemoryEstimate) -> Iterator[tuple[str, Callable[[], Any]]]:
+def changes(run: Any, budget: MemoryEstimate) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Settings that could make a run smaller, and the run that each gives."""
 
     def of(role: str, **fields: Any) -> Callable[[], Any]:

@@ -4,9 +4,9 @@ step k      take(k) ── begin(k+1) ── score, update ── collect(k+1) �
 engine                 └────── draws k+1 with the weights before ──┘
 
 `LengthPredictor` estimates response lengths by prompt, so that processes that generate side by side end together. The
-estimate for a prompt is its last length; for one that was not seen yet, the mean of all others. Which process draws a
-response changes nothing about it, but a resumed run divides prompts as the first one would have: so the lengths are
-part of a checkpoint.
+estimate for a prompt is its last length; for one that was not seen yet, the mean of all others. A response does not
+depend on the process that generates it, but a resumed run must divide prompts as the original one would: so the lengths
+are part of a checkpoint.
 """
 
 from __future__ import annotations

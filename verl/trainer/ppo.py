@@ -1,4 +1,4 @@
-"""Policy optimisation: the algorithm, as it stands in the papers, for PPO, GRPO and their kin.
+"""Policy optimisation: the steps of PPO, GRPO and similar algorithms, as the papers describe them.
 
 generate ──> score ──> assign_credit ──> update ──> sync
 y ~ pi(.|x)  reward,    KL, advantages,  critic,    the rollout engine

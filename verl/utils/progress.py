@@ -6,8 +6,8 @@
                                  │
     waiter:  ProgressWatch: has the counter changed?  no, for `timeout_s` ──> the process hangs, or is stopped
 
-A limit on total time has to be longer than the slowest work that is right, and then a process that stands still is
-noticed hours late. A limit on the time without progress has to be longer than the slowest piece alone.
+A limit on total time must be longer than the slowest correct call, so a hanging process would be noticed hours late. A
+limit on the time without progress must only be longer than the slowest single piece of work.
 
 `advance` must be called by the thread that does the work. A heartbeat of a thread beside it says that the process
 exists, which the system tells too, and goes on while the work hangs.

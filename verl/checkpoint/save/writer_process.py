@@ -1,6 +1,6 @@
 """The writer process: `python -m verl.checkpoint.save.writer_process`, started by `writer_client.py` alone.
 
-It carries out one plan after another until the trainer hangs up or is gone.
+It executes one save plan after another until the trainer closes the connection or exits.
 """
 
 from __future__ import annotations

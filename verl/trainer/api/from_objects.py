@@ -1,6 +1,6 @@
 """Objects of the user in place of configuration: models, rewards and data, as components that carry the object.
 
-The object is no field: configuration and training identity name it by what can be written down.
+The object is not a field: configuration and training identity contain a description of it that can be serialized.
 """
 
 from __future__ import annotations

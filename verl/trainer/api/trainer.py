@@ -3,7 +3,7 @@
 trainer = Trainer(model="Qwen/Qwen2-0.5B", reward_model=reward, train_dataset=rows, algorithm="grpo")
 loss = trainer.step()
 
-DataPipeline and RLTrainer declare a run by its parts, and carry it out by one call:
+`DataPipeline` and `RLTrainer` declare a run by its parts and run it with one call:
 
 result = RLTrainer(DataPipeline(actors=["Qwen/Qwen2-0.5B"], reward_models=[reward], data=rows)).run()
 """
@@ -53,7 +53,7 @@ OF_TRAINING = {  # keys of train_config that lie elsewhere, or have a second nam
 
 
 class Trainer(BaseTrainer):
-    """Policy optimisation over the composed default of `main_ppo.py`, by the same roles and the same loop.
+    """Policy optimisation over the composed default of `verl ppo`, by the same roles and the same loop.
 
     A model may be a path, a hub name, a description such as `TinyModel()`, or a loaded Hugging Face model; a loaded one
     is trained itself, so `model` is what it was, trained. Nothing is shown on the console but warnings.
@@ -355,7 +355,7 @@ class DataPipeline:
 
 
 class RLTrainer:
-    """Carries a pipeline out, by the same roles and the same loop as `main_ppo.py`.
+    """Carries a pipeline out, by the same roles and the same loop as `verl ppo`.
 
     Models are switched between training, rating and sampling where it is needed; nobody calls `.train()`, `.eval()` or
     `no_grad()`.
