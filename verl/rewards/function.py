@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
-from verl.component import BuildContext
+from pydantic import Field, PositiveInt
+
+from verl.component import BuildContext, component
 from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.protocol.provenance import Source
@@ -21,12 +23,12 @@ from verl.rewards.import_path import (
     signature_of,
     takes_batch,
 )
-from verl.rewards.process_pool import ProcessPool, SampleReward, pool_faults
+from verl.rewards.process_pool import ProcessPool, SampleReward
 from verl.rewards.validation import TOKEN_REWARDS, check_columns, checked_token_scores, reward_error
 from verl.utils.component_exits import raised_by_code
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class RewardFunction(RewardDescription):
     """A function of the user, found by name:
 
@@ -60,8 +62,8 @@ class RewardFunction(RewardDescription):
     path: str
     kwargs: dict[str, Any] = field(default_factory=dict)
     per_sample: bool = False
-    timeout_s: float | None = None
-    num_workers: int = 4
+    timeout_s: Annotated[float, Field(gt=0, lt=1e6)] | None = None
+    num_workers: PositiveInt = 4
     on_error: Literal["raise", "score"] = "raise"
     error_score: float = 0.0
 
@@ -70,7 +72,6 @@ class RewardFunction(RewardDescription):
         for name in texts:
             if name in self.kwargs:
                 yield f"kwargs.{name}: is what the function is called with. Choose another name."
-        yield from pool_faults(self.call_timeout_s, self.num_workers)
         if self.on_error == "score" and not self.per_sample:
             yield "on_error is score: a function of the whole batch fails as a whole. Set per_sample=true."
         yield from path_faults(self.path, self.kwargs, texts)
