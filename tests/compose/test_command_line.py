@@ -183,3 +183,20 @@ def test_groups_of_ones_own_are_judged_and_composed_like_those_of_the_package(tm
     assert "bad.yaml line 2 is not readable as YAML" in fault
     (fault,) = command_line("ppo", ["reward=mine"])[1].faults
     assert "no such option" in fault
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "kind"),
+    [
+        (["reward={_target_:verl.rewards.rules.Length,max_tokens:3}"], "reward", "Length"),
+        (["rollout={_target_:verl.rollout.scripted.ScriptedRollout,texts:[a]}"], "rollout", "ScriptedRollout"),
+        (["reward={_target_:verl.rewards.rules.Length}", "reward.max_tokens=3"], "reward", "Length"),
+    ],
+)
+def test_a_component_that_is_written_out_takes_the_place_of_the_default_option(words, path, kind):
+    arguments, assigned = command_line("ppo", words)
+    node = compose_root("ppo", arguments)[path]
+    assert node["_target_"].endswith(f".{kind}")
+    assert "answer_key" not in node
+    if path == "reward":
+        assert validate(compose_root("ppo", arguments), assigned.faults).reward.min_tokens == 1

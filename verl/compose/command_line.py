@@ -77,7 +77,7 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
         _refuse_sweeps(assigned, faults)
     assigned.faults = [*faults, *assigned.faults]
     assigned.values = with_copies(root, assigned)
-    options = [readable(option) for option in assigned.options]
+    options = [readable(option) for option in [*_replaced(assigned), *assigned.options]]
     if (package := _value_of(flags, ("--package", "-p"))) is not None and not faults and not is_searched:
         try:
             has_part = OmegaConf.select(compose_root(root, assigned.options), package) is not None
@@ -86,6 +86,19 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
         if not has_part:
             assigned.faults.append(f"--package is {package}: the configuration has no such part.")
     return [*flags, *for_hydra, *options, *(f"++{key}={value}" for key, value in assigned.values)], assigned
+
+
+def _replaced(assigned: Overrides) -> Iterator[str]:
+    """Groups whose default option is left out, since a component is written in its place: `reward={_target_:my.Rule}`.
+
+    Without that the keys of the default option would be merged into the component. The actor's option names that of the
+    critic, so it stays; so does an option that was chosen.
+    """
+    chosen = {option.partition("=")[0] for option in assigned.options}
+    for key, value in assigned.values:
+        is_component = isinstance(value, str) and re.match(r"\{\s*['\"]?_target_['\"]?\s*:", value) is not None
+        if is_component and key in group_options(conf_dir()) and key not in {"actor", *chosen}:
+            yield f"~{key}"
 
 
 def is_path(key: str) -> bool:
