@@ -92,3 +92,12 @@ def test_responses_of_the_workload_have_the_lengths_that_were_prescribed(tmp_pat
     )
     drawn = engine.generate(prompts, GenerationRequest(1, 2))["response_mask"].sum(dim=1).tolist()
     assert drawn == (lengths if ends else [max(lengths)] * 6)
+
+
+def test_a_step_of_grpo_asks_the_reward_once_and_calls_each_role_as_often_as_it_must():
+    counted = module("driver_traffic").counted_step(processes=1)
+    calls = {"actor.generate": 1, "actor.compute_log_probs": 1, "reference.compute_log_probs": 1}
+    assert counted["calls_by_method"] == {**calls, "actor.update": 2, "actor.sync": 1}
+    assert counted["rewarded"] == 1
+    assert counted["unions"] <= 9  # 11 before those of one stage were made in one
+    assert "sent_bytes" not in counted  # roles of this process are called, not sent to

@@ -17,9 +17,11 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.errors import ConfigError, install_command
+
+PREFLIGHT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class BuildContext:
         run_dir: where results are written, or None.
         row_tokens: of the longest row that the run can have, prompt and response; None where it is not known.
         job: of a sweep, or empty: what must not be shared by its jobs carries it in its name.
+        swept: configuration paths whose values tell the jobs of the sweep apart.
     """
 
     device: str = "cpu"
@@ -44,6 +47,7 @@ class BuildContext:
     run_dir: Path | None = None
     row_tokens: int | None = None
     job: str = ""
+    swept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +57,13 @@ class Description:
     Subclasses add fields, yield what is wrong with them in `faults`, and make the running thing in `build`. A pure
     component, such as a loss, is its own running thing and inherits `build`.
 
+    Attributes:
+        other_keys: the field, a mapping, that takes components under keys which are no fields; None refuses such keys.
     Raises:
         ConfigError: on construction, with every fault of type or value, each opening with its field's name.
     """
+
+    other_keys: ClassVar[str | None] = None
 
     def __post_init__(self):
         faults = []
@@ -77,6 +85,16 @@ class Description:
         """Yield what it needs and this machine lacks (a package, a device, a directory), each opening with the field.
         Asked before anything is trained or written; `faults` must hold on any machine."""
         yield from ()
+
+    def preflight(self, context: BuildContext) -> Iterator[str]:
+        """Yield what it needs of other machines, and of directories, and cannot have: a server that does not answer, a
+        store that refuses, each opening with the field. Asked after `faults_here`, before anything is trained or
+        written; whoever asks a server waits for a few seconds at most (PREFLIGHT_TIMEOUT_S)."""
+        yield from ()
+
+    def parts_here(self) -> Iterator[str]:
+        """Yield the fields whose components ask from the driver's machine in `preflight`."""
+        yield from (f.name for f in dataclasses.fields(self))
 
     def build(self, context: BuildContext) -> Any:
         """Make the running thing in the process that owns the device."""

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from verl.cli.resume_check import ASIDE, ROOT
-from verl.component import BuildContext, as_plain
+from verl.component import as_plain
 from verl.compose.launch import LaunchedRun, entry_point
 from verl.compose.validate import validate
 from verl.compose.warm_start import resolve_warm_starts
@@ -21,7 +21,7 @@ def leg(job: LaunchedRun) -> None:
     run = validate(job.config, job.faults)
     job.record()
     run = resolve_warm_starts(run, job.console)
-    trainer = run.build(BuildContext(run_dir=job.run_dir, job=job.name))
+    trainer = run.build(job.context)
     try:
         course = TrainLoop(trainer, as_plain(trainer.description))
         course.open()

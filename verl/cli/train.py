@@ -16,7 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from verl.component import BuildContext
+from verl.cli.console import fail
+from verl.cli.plan import PLAN_ONLY, plan_only
 from verl.compose.launch import LaunchedRun, entry_point
 from verl.compose.validate import refuse_here, validate
 from verl.compose.warm_start import resolve_warm_starts
@@ -27,18 +28,30 @@ MODULE = ("-m", "verl.cli")  # `python -m verl.cli` is the console command `verl
 def train(job: LaunchedRun) -> None:
     """Check a composed run, build its trainer, and train."""
     run = validate(job.config, job.faults)  # every fault at once, before any weight is loaded
-    refuse_here(run)  # what this machine lacks for it
+    refuse_here(run, job.context)  # what this machine lacks for it, and what does not answer
     job.record()  # prints what differs from the defaults, saves the configuration, and logs to run.log
     run = resolve_warm_starts(run, job.console)  # the embedded starting weights are made on first use
-    trainer = run.build(BuildContext(run_dir=job.run_dir, job=job.name))
+    trainer = run.build(job.context)
     try:
         trainer.fit()
     finally:
         trainer.close()
 
 
-train_ppo: Callable[[], None] = entry_point("ppo")(train)
-train_sft: Callable[[], None] = entry_point("sft")(train)
+def _command(root: str) -> Callable[[], None]:
+    launched = entry_point(root)(train)
+
+    def command() -> None:
+        words = sys.argv[1:]
+        if PLAN_ONLY in words:
+            plan_only(root, [word for word in words if word != PLAN_ONLY])
+        launched()
+
+    return command
+
+
+train_ppo = _command("ppo")
+train_sft = _command("sft")
 
 
 class HydraCommand(typer.core.TyperCommand):
@@ -71,7 +84,7 @@ def quickstart(
     smoke: Annotated[bool, typer.Option("--smoke", help="Two steps of each run: does everything run here?")] = False,
 ) -> None:
     """Train the embedded model by SFT and then PPO, and show that it learned. Needs no GPU and no network."""
-    shutil.rmtree(out, ignore_errors=True)
+    _make_way(out)
     short = ["debug=smoke"] if smoke else []
     fine_tuning = _run("sft", out / "sft", ["trainer.experiment_name=quickstart_sft", *short])
     start = ["trainer.experiment_name=quickstart", f"actor.model.path={out / 'sft/actor'}"]
@@ -94,6 +107,19 @@ def quickstart(
         f"{after:.1%} after {training['steps']} steps of PPO ({training['wall_s']:.0f} s, "
         f"{summary['samples_per_s']} samples/s).\n" + "\n".join(lines)
     )
+
+
+def _make_way(out: Path) -> None:
+    """Remove what an earlier quickstart wrote; nothing else."""
+    there = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    if others := [name for name in there if name not in ("sft", "ppo", "summary.json")]:
+        fail(f"--out is {out}: it holds {others[0]}, which no quickstart wrote. Give a directory of its own.")
+    if out.exists() and not out.is_dir():
+        fail(f"--out is {out}: it is a file. Give a directory.")
+    for name in ("sft", "ppo"):
+        if (out / name).is_dir() and not (out / name / "config.yaml").is_file():
+            fail(f"--out is {out}: {name} in it is no run of a quickstart. Give a directory of its own.")
+    shutil.rmtree(out, ignore_errors=True)
 
 
 def _run(root: str, directory: Path, overrides: Sequence[str]) -> dict[str, Any]:

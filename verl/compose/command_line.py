@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.compose.compose import compose_root, readable
-from verl.compose.overrides import Overrides, assign, with_copies
+from verl.compose.overrides import Overrides, assign, divided, options_in, with_copies
 from verl.compose.schema import CHOOSERS, conf_dir, group_options, own_conf_dirs, root_keys, set_own_conf_dirs
 from verl.compose.suggestions import hint, nearest
 
@@ -104,7 +104,7 @@ def in_grammar(key: str, text: str, *, sweeps: bool = False) -> str:
         return _path_in_grammar(text, sweeps)
     if _parsed(text) is not None:
         return text
-    if sweeps and len(pieces := _divided(text)) > 1:
+    if sweeps and len(pieces := divided(text)) > 1:
         return ",".join(in_grammar(key, piece) for piece in pieces)
     return _quoted(text)
 
@@ -118,7 +118,7 @@ def _path_in_grammar(text: str, sweeps: bool) -> str:
             return f"[{','.join(_path_in_grammar(path, sweeps=False) for path in _listed(text[1:-1]))}]"
         if sweeps and parsed is not None and parsed.is_sweep_override() and "~" not in text:
             return text
-        if sweeps and len(pieces := _divided(text)) > 1:
+        if sweeps and len(pieces := divided(text)) > 1:
             return ",".join(_path_in_grammar(piece, sweeps=False) for piece in pieces)
         text = os.path.expanduser(text)
         parsed = _parsed(text)
@@ -128,7 +128,7 @@ def _path_in_grammar(text: str, sweeps: bool) -> str:
 
 def _listed(text: str) -> list[str]:
     """The paths in brackets; a comma belongs to a path where one of that name is there."""
-    pieces, paths = _divided(text), []
+    pieces, paths = divided(text), []
     while pieces:
         count = next((n for n in range(len(pieces), 1, -1) if Path(",".join(pieces[:n]).strip()).exists()), 1)
         paths.append(",".join(pieces[:count]).strip())
@@ -136,23 +136,16 @@ def _listed(text: str) -> list[str]:
     return [path for path in paths if path]
 
 
-def _divided(text: str) -> list[str]:
-    """The parts between commas; none within quotes or brackets that are closed again."""
-    pieces, start, place = [], 0, 0
-    while place < len(text):
-        end = {"'": "'", '"': '"', "[": "]", "{": "}", "(": ")"}.get(text[place])
-        is_open = end is not None and (end not in "'\"" or not text[start:place].strip())
-        closed = text.find(end, place + 1) if is_open and end is not None else -1
-        if text[place] == ",":
-            pieces.append(text[start:place])
-            start = place + 1
-        place = max(place, closed) + 1
-    return [*pieces, text[start:]]
-
-
 def _parsed(text: str) -> Override | None:
     try:
         return _PARSER.parse_override(f"key={text}")
+    except HydraException:
+        return None
+
+
+def _override(text: str) -> Override | None:
+    try:
+        return _PARSER.parse_override(text)
     except HydraException:
         return None
 
@@ -250,9 +243,22 @@ def _not_assigned(root: str, word: str) -> str | None:
     return f"{word} has no value: write {word}=VALUE."
 
 
+def swept_paths(arguments: Sequence[str], sweeper: Any) -> tuple[str, ...]:
+    """The configuration paths that the jobs of a sweep differ in.
+
+    Args:
+        arguments: of the command line, as Hydra gets them.
+        sweeper: its configuration, whose `params` may name more.
+    """
+    given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    parsed = [_override(text) for text in (*arguments, *given) if not text.startswith("-")]
+    varied = [one for one in parsed if one is not None and one.is_sweep_override()]
+    return tuple(dict.fromkeys((one.package or one.key_or_group).replace("/", ".") for one in varied))
+
+
 def _refuse_sweeps(assigned: Overrides, faults: list[str]) -> None:
     """Several values without -m: told, and left out."""
-    for group in [option for option in assigned.options if "," in option]:
+    for group in [option for option in assigned.options if len(divided(option)) > 1]:
         assigned.options.remove(group)
         faults.append(f"{group} has several values: add -m for a sweep over them, or give one.")
     for pair in list(assigned.values):
@@ -267,11 +273,16 @@ def _refuse_sweeps(assigned: Overrides, faults: list[str]) -> None:
 
 def _refuse_file(option: str, is_searched: bool, faults: list[str]) -> bool:
     """Whether the file of an option cannot be a part of a run; the reason is added to the faults."""
-    group, _, name = option.lstrip("+").partition("=")
-    files = [directory / group / f"{name}.yaml" for directory in (conf_dir(), *own_conf_dirs())]
-    file = next((file for file in files if file.is_file()), files[0])
-    if is_searched or "@" in group or not file.is_file():
+    group, _, choice = option.lstrip("+").partition("=")
+    if is_searched or "@" in group:
         return False
+    directories = (conf_dir(), *own_conf_dirs())
+    found = [[directory / group / f"{name}.yaml" for directory in directories] for name in options_in(choice)]
+    files = [next((file for file in files if file.is_file()), None) for files in found]
+    return any(file is not None and _is_refused(file, option, group, faults) for file in files)
+
+
+def _is_refused(file: Path, option: str, group: str, faults: list[str]) -> bool:
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
         yaml.safe_load(text)

@@ -58,6 +58,7 @@ def group_options(directory: Path) -> dict[str, list[str]]:
 
 
 VALUES = ("resume",)  # root keys that are values, not components chosen from a group
+LISTS = ("tracker",)  # groups of which a run takes several options: tracker=[console,jsonl]
 CHOOSERS = ("experiment", "sweep", "debug")  # groups that write into the other nodes and have none of their own
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -12,15 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
-from verl.component import BuildContext, Description
-from verl.errors import ConfigError, install_command
+from verl.component import PREFLIGHT_TIMEOUT_S, BuildContext, Description
+from verl.errors import ConfigError, StorageError, StorageRefused, install_command
 from verl.utils.redact import redact
+from verl.utils.temporary_directory import unwritable
 
 if TYPE_CHECKING:
     from verl.storage.backend import Backend
     from verl.storage.store import ObjectStore
 
 
+PROBE = "preflight/probe"
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 
 
@@ -89,6 +92,24 @@ class Storage(Description):
     def build(self, context: BuildContext) -> ObjectStore:
         return self.connect()
 
+    @property
+    def hasty(self) -> Storage:
+        """The same, asked for a few seconds at most."""
+        limits = {name: min(getattr(self, name), PREFLIGHT_TIMEOUT_S) for name in ("connect_timeout_s", "timeout_s")}
+        return dataclasses.replace(self, retries=min(1, self.retries), backoff_s=min(0.5, self.backoff_s), **limits)
+
+    def refuse_absence(self) -> None:
+        """Ask for something that is not there, and put and delete an empty object.
+
+        Raises:
+            StorageError: the store does not answer, or refuses.
+        """
+        with self.hasty.connect() as store:
+            store.list(PROBE)
+            store.put(PROBE, b"")
+            with contextlib.suppress(StorageError):  # an empty object is no harm
+                store.delete(PROBE)
+
     def connect(self) -> ObjectStore:
         """The store; nothing is asked of it yet."""
         from verl.storage.store import ObjectStore
@@ -123,6 +144,10 @@ class LocalStorage(Storage):
     @property
     def address(self) -> str:
         return f"file://{Path(self.path, self.prefix).absolute()}"
+
+    def refuse_absence(self) -> None:
+        if (fault := unwritable(Path(self.path))) is not None:
+            raise StorageRefused(fault)
 
     def backend(self) -> Backend:
         from verl.storage.backend import LocalBackend

@@ -54,6 +54,20 @@ class CheckpointTier:
             "disk alone with checkpoint.upload_interval=null."
         )
 
+    def refuse_absence(self) -> None:
+        """Raises:
+        ConfigError: the store does not answer within a few seconds, or takes nothing.
+        """
+        try:
+            self.storage.refuse_absence()
+        except StorageRefused as error:
+            raise self.refused(error) from error
+        except StorageError as error:
+            raise ConfigError(
+                f"storage leads to {self.address}, which does not answer: {error}. Mend that, or keep checkpoints on "
+                "the local disk alone with checkpoint.upload_interval=null."
+            ) from error
+
     def cold(self) -> UploadTarget:
         """What the directory is to know of it. Publications go on from the highest number that the store has.
 

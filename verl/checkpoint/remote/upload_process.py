@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl.checkpoint.commit.fencing import LockHolder
 from verl.checkpoint.commit.upload_state import (
     UploadTarget,
     confirm_upload,
@@ -29,6 +30,7 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.commit_log import CommitLog
+from verl.checkpoint.remote.lease import StoreLease
 from verl.checkpoint.remote.upload import CheckpointUpload
 from verl.errors import BadCheckpoint, CheckpointError, CheckpointFenced, StorageError, StorageRefused, VerlError
 from verl.storage.config import Storage
@@ -52,6 +54,7 @@ class UploadSettings:
         directory: of checkpoints.
         storage: the tier.
         claim: of this trainer on the tier.
+        holder, lease_number: of the lease that this process renews; None where the run has none.
         shortest_pause_s: after the first failure in a row; doubled for each further one, up to two minutes.
     """
 
@@ -59,6 +62,8 @@ class UploadSettings:
     storage: Storage
     claim: str
     cold: UploadTarget
+    holder: LockHolder | None = None
+    lease_number: int | None = None
     niceness: int = 10
     shortest_pause_s: float = SHORTEST_PAUSE_S
 
@@ -165,6 +170,8 @@ def serve(channel: Channel, setting: UploadSettings, progress: Progress) -> None
     with contextlib.suppress(OSError):
         os.nice(setting.niceness)
     store, lock = setting.storage.connect(), threading.Lock()
+    if setting.holder is not None and setting.lease_number is not None:
+        StoreLease(setting.storage, setting.holder, setting.lease_number).keep()
 
     def tell(event: UploadEvent) -> None:
         with lock, contextlib.suppress(ChannelClosed):

@@ -22,7 +22,6 @@ from verl.compose.from_yaml import ComposedConfig, compose_over_default, read_sh
 from verl.compose.load_option import load_option, rollout_kind
 from verl.compose.overrides import flatten
 from verl.compose.suggestions import described, key_faults
-from verl.compose.validate import validate
 from verl.data.base import PromptOptions
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
@@ -31,11 +30,10 @@ from verl.trainer.api.base import BaseTrainer
 from verl.trainer.api.from_objects import (
     ModelObject,
     PromptsObject,
-    carried_in,
     data_from_object,
-    hand_over,
     model_from_object,
     reward_from_object,
+    run_with_objects,
     summed_rewards,
 )
 from verl.trainer.config import PPOSettings
@@ -134,7 +132,7 @@ class Trainer(BaseTrainer):
         below = _defaults(given, checkpoint_config is not None, algorithm)
         above = _arguments(algorithm, rollout_config, checkpoint_config, train_config)
         composed = _compose(below, config, above, given, overrides)
-        run = hand_over(validate(composed.config, composed.faults), carried_in(given))
+        run = run_with_objects(composed, given)
         _refuse_unused(run, ref_model, critic_model)
         _refuse_objects_elsewhere(run, given)
         started = build_trainer(run, composed.config, overrides, rich.get_console(), tokenizer)

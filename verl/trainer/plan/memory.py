@@ -63,7 +63,7 @@ class PhaseMemory:
         return ", ".join(f"{name} {-size / unit:.2f}" for size, name in large)
 
 
-def role_plans(run: Any, estimate: MemoryEstimate, exact: bool) -> list[RolePlan]:
+def role_plans(run: Any, estimate: MemoryEstimate, device: DeviceRates, exact: bool) -> list[RolePlan]:
     """The roles of a run with traced activations; roles of equal models and micro-batches are traced once."""
     found, traced = [], {}
     world = run.trainer.n_gpus_per_node * run.trainer.nnodes
@@ -71,14 +71,23 @@ def role_plans(run: Any, estimate: MemoryEstimate, exact: bool) -> list[RolePlan
         role = getattr(run, memory.name)
         source = getattr(role, "model", None) or run.actor.model
         config = source.load_config()
-        kind = getattr(torch, getattr(role, "autocast", None) or source.dtype)
+        autocast = run.actor.autocast if memory.name == "reference" else getattr(role, "autocast", None)
+        kind = getattr(torch, autocast or source.dtype)
         sharding = getattr(role, "sharding", None) or run.sharding
         siblings = sharding.mesh_sizes(world)[2] if world > 1 else 1
         tokens = min(role.micro_batch_tokens, micro_batch_limit(run, memory.name))
         recomputed = bool(getattr(role, "gradient_checkpointing", False))
         key = (config.to_json_string(), tokens, kind, recomputed, siblings)
         if key not in traced:
-            traced[key] = trace_activations(config, tokens, kind, recomputed=recomputed, siblings=siblings, exact=exact)
+            traced[key] = trace_activations(
+                config,
+                tokens,
+                kind,
+                recomputed=recomputed,
+                siblings=siblings,
+                exact=exact,
+                device_type="cuda" if device.is_gpu else "cpu",
+            )
         found.append(RolePlan(memory, config, tokens, kind, recomputed, traced[key]))
     return found
 
@@ -92,7 +101,7 @@ def micro_batch_limit(run: Any, role: str) -> int:
         return max(1, -(-settings.batch_size * length // world))
     rows = settings.prompts_per_step * settings.group_size
     sharding = run.shardings().get(role, run.sharding)
-    shares = max(sharding.parts(world)) + 1 if world > 1 else 1
+    shares = sharding.row_shares(world) if world > 1 else 1
     is_whole = role == "reference" or run.algorithm.mini_batches == 1
     if not is_whole:
         rows = -(-rows // run.algorithm.mini_batches)
@@ -106,7 +115,7 @@ def tokens_per_row(run: Any, role: str, response: int, is_whole: bool = True) ->
         is_whole: the samples of a prompt are trained on together; they are not in mini-batches of shuffled rows.
     """
     prompt = getattr(run.data, "max_prompt_length", 0)
-    packs = getattr(getattr(run, role, None), "packing", "off") == "auto"
+    packs = getattr(run.actor if role == "reference" else getattr(run, role), "packing", "off") == "auto"
     shared = response + prompt / run.trainer.group_size
     return shared if packs and is_whole and shared <= WORTH_PACKING * (prompt + response) else prompt + response
 
@@ -152,7 +161,7 @@ def memory_plan(run: Any, device: DeviceRates, exact: bool = False) -> MemoryPla
     settings = run.trainer
     is_ppo = isinstance(settings, PPOSettings)
     estimate = (estimate_ppo if is_ppo else estimate_sft)(run, on_host=not device.is_gpu)
-    roles = role_plans(run, estimate, exact)
+    roles = role_plans(run, estimate, device, exact)
     phases: list[PhaseMemory] = []
     for group in sorted({role.memory.group for role in roles}):
         members = [role for role in roles if role.memory.group == group]
