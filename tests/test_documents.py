@@ -23,7 +23,15 @@ from verl.tracking.jsonl import JsonLines
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("script", ["make_glossary.py", "make_results_table.py", "make_scaling_table.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "make_glossary.py",
+        "make_results_table.py",
+        "make_scaling_table.py",
+        pytest.param("make_plan_table.py", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_what_is_made_from_the_code_and_the_results_is_up_to_date(script):
     done = subprocess.run([sys.executable, ROOT / "scripts" / script, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

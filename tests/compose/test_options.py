@@ -10,6 +10,7 @@ import pytest
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
+from verl.component import BuildContext
 from verl.compose.command_line import command_line
 from verl.compose.compose import compose_root
 from verl.compose.schema import conf_dir, group_options, root_keys
@@ -45,6 +46,7 @@ NEEDED = {  # what an option leaves to the user
     "experiment=gsm8k_qwen2_0_5b": ["data.train_files=[rows.jsonl]", "data.eval_files=[rows.jsonl]"],
     "data=sft_files": ["data.train_files=[rows.jsonl]", "data.max_length=16"],
 }
+OPTIONAL_TRACKERS = {"tensorboard": "tensorboard", "matplotlib": "plots"}
 
 
 def applies(root: str, option: str) -> bool:
@@ -180,3 +182,19 @@ def test_an_option_names_the_extra_that_brings_what_it_needs_and_is_not_installe
         refuse_here(validate(compose_root("ppo", arguments), assigned.faults))
     assert f'pip install "verl[{extra}]"' in str(refusal.value)
     refuse_here(validate(compose_root("ppo")))  # which does not ask for it
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "matplotlib"])
+def test_the_default_trackers_do_without_what_is_not_installed_and_say_so(package, tmp_path, monkeypatch, caplog):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, of=None: None if name == package else find(name, of))
+    run = validate(compose_root("ppo"))
+    refuse_here(run)
+    with caplog.at_level("INFO"):
+        trackers = run.tracker.build(BuildContext(run_dir=tmp_path))
+    trackers.start("run", {}, tmp_path, 1)
+    trackers.close("finished")
+    assert f'pip install "verl[{OPTIONAL_TRACKERS[package]}]"' in caplog.text
+    asked = validate(compose_root("ppo", command_line("ppo", ["tracker=[console,tensorboard,curves]"])[0]))
+    with pytest.raises(ConfigError, match="is not installed"):
+        refuse_here(asked)

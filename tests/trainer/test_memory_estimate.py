@@ -299,9 +299,9 @@ def test_a_sharding_of_ones_own_says_itself_what_it_costs_and_what_makes_it_smal
     own = replace(run, sharding=EightBitStates())
     plain, changed = estimate_ppo(run).roles[0], estimate_ppo(own).roles[0]
     assert (changed.weights, changed.optimizer) == (plain.weights, plain.optimizer // 4)
-    offered = dict(budget_module._changes(own, estimate_ppo(own)))
+    offered = dict(budget_module.changes(own, estimate_ppo(own)))
     assert "sharding.halved=true" in offered
     assert estimate_ppo(offered["sharding.halved=true"]()).roles[0].weights == plain.weights // 2
     assert "sharding.cpu_offload=true" not in offered
     fully = replace(run, sharding=FSDP())
-    assert dict(budget_module._changes(fully, estimate_ppo(fully)))["sharding.cpu_offload=true"]().sharding.cpu_offload
+    assert dict(budget_module.changes(fully, estimate_ppo(fully)))["sharding.cpu_offload=true"]().sharding.cpu_offload

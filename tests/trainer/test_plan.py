@@ -12,6 +12,7 @@ from roles import experience, start_actor
 from typer.testing import CliRunner
 
 from verl.cli.main import app
+from verl.cli.train import train_sft
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.models.model_stats import model_stats
@@ -117,7 +118,8 @@ def test_what_does_not_fit_is_told_with_changes_that_make_it_fit(llama_8b):
     assert not plan.fits
     assert 1 <= len(plan.changes) <= 3
     for change in plan.changes:
-        again = planned_8b(llama_8b, "a100-40", *common, "trainer.prompts_per_step=512", *change.settings)
+        settings = " ".join(change.settings).split()
+        again = planned_8b(llama_8b, "a100-40", *common, "trainer.prompts_per_step=512", *settings)
         assert again.fits
         assert again.memory.peak.total == change.peak
     assert "does not fit" in "\n".join(plan.lines())
@@ -165,6 +167,16 @@ def test_the_command_ends_with_1_where_a_run_does_not_fit(llama_8b):
     found = CliRunner().invoke(app, [*arguments, "--device", "rtx4090"])
     assert found.exit_code == 1
     assert "It does not fit" in found.stdout
+
+
+def test_a_main_script_plans_in_place_of_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["main_sft.py", "plan=only", "trainer.batch_size=12", "plan.device=cpu"])
+    with pytest.raises(SystemExit) as end:
+        train_sft()
+    assert end.value.code == 0
+    assert "12 sequences in one optimizer step" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from verl.cli.console import FOUND, one_line_errors
-from verl.errors import ConfigError
+from verl.cli.console import FAILED, FOUND
+from verl.errors import ConfigError, VerlError
+from verl.utils.redact import redact
 
 if TYPE_CHECKING:
     from verl.trainer.plan.devices import DeviceRates
 
 DEVICE = "plan.device="
+PLAN_ONLY = "plan=only"  # an argument of the main scripts
 
 
 def plan(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="As those of main_ppo.py: actor=llama8b sharding=fsdp trainer.n_gpus_per_node=8 ..."),
+        typer.Argument(help="As those of `verl ppo`: actor=llama8b sharding=fsdp trainer.n_gpus_per_node=8 ..."),
     ] = None,
     device: Annotated[
         str | None,
@@ -36,7 +38,7 @@ def plan(
     upload_mib_s: Annotated[
         float | None, typer.Option(min=0.001, help="MiB per second to the object storage, for the time of an upload.")
     ] = None,
-    sft: Annotated[bool, typer.Option("--sft", help="Plan a run of main_sft.py.")] = False,
+    sft: Annotated[bool, typer.Option("--sft", help="Plan a run of `verl sft`.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One object in place of text.")] = False,
 ) -> None:
     """Plan a run: memory by phase, batch arithmetic, seconds of a step, disk. Nothing is loaded, written or started.
@@ -46,16 +48,27 @@ def plan(
     given = list(overrides or [])
     named = [one.removeprefix(DEVICE) for one in given if one.startswith(DEVICE)]
     given = [one for one in given if not one.startswith(DEVICE)]
-    with one_line_errors():
+    try:
         run = _validated("sft" if sft else "ppo", given)
         rates = _rates(run, device or (named[-1] if named else None), measure)
         found = _planned(run, rates, exact, response_tokens, upload_mib_s)
+    except (VerlError, OSError) as error:  # all faults in a list, as the main scripts give them
+        typer.echo(redact(str(error)), err=True)
+        raise typer.Exit(FAILED) from error
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
     else:
         typer.echo("\n".join(found.lines()))
     if not found.fits:
         raise typer.Exit(FOUND)
+
+
+def plan_only(root: str, arguments: list[str]) -> NoReturn:
+    """`main_ppo.py plan=only`: the plan of what the script would run, and an end with its status."""
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command()(plan)
+    command([*arguments, *(["--sft"] if root == "sft" else [])])
+    raise SystemExit
 
 
 def _validated(root: str, arguments: list[str]) -> Any:

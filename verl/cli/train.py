@@ -16,6 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
+from verl.cli.console import fail
+from verl.cli.plan import PLAN_ONLY, plan_only
 from verl.compose.launch import LaunchedRun, entry_point
 from verl.compose.validate import refuse_here, validate
 from verl.compose.warm_start import resolve_warm_starts
@@ -36,8 +38,20 @@ def train(job: LaunchedRun) -> None:
         trainer.close()
 
 
-train_ppo: Callable[[], None] = entry_point("ppo")(train)
-train_sft: Callable[[], None] = entry_point("sft")(train)
+def _command(root: str) -> Callable[[], None]:
+    launched = entry_point(root)(train)
+
+    def command() -> None:
+        words = sys.argv[1:]
+        if PLAN_ONLY in words:
+            plan_only(root, [word for word in words if word != PLAN_ONLY])
+        launched()
+
+    return command
+
+
+train_ppo = _command("ppo")
+train_sft = _command("sft")
 
 
 class HydraCommand(typer.core.TyperCommand):
@@ -70,7 +84,7 @@ def quickstart(
     smoke: Annotated[bool, typer.Option("--smoke", help="Two steps of each run: does everything run here?")] = False,
 ) -> None:
     """Train the embedded model by SFT and then PPO, and show that it learned. Needs no GPU and no network."""
-    shutil.rmtree(out, ignore_errors=True)
+    _make_way(out)
     short = ["debug=smoke"] if smoke else []
     fine_tuning = _run("sft", out / "sft", ["trainer.experiment_name=quickstart_sft", *short])
     start = ["trainer.experiment_name=quickstart", f"actor.model.path={out / 'sft/actor'}"]
@@ -93,6 +107,19 @@ def quickstart(
         f"{after:.1%} after {training['steps']} steps of PPO ({training['wall_s']:.0f} s, "
         f"{summary['samples_per_s']} samples/s).\n" + "\n".join(lines)
     )
+
+
+def _make_way(out: Path) -> None:
+    """Remove what an earlier quickstart wrote; nothing else."""
+    there = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    if others := [name for name in there if name not in ("sft", "ppo", "summary.json")]:
+        fail(f"--out is {out}: it holds {others[0]}, which no quickstart wrote. Give a directory of its own.")
+    if out.exists() and not out.is_dir():
+        fail(f"--out is {out}: it is a file. Give a directory.")
+    for name in ("sft", "ppo"):
+        if (out / name).is_dir() and not (out / name / "config.yaml").is_file():
+            fail(f"--out is {out}: {name} in it is no run of a quickstart. Give a directory of its own.")
+    shutil.rmtree(out, ignore_errors=True)
 
 
 def _run(root: str, directory: Path, overrides: Sequence[str]) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
                 sys.path.append(str(Path.cwd()))  # a user's own modules lie where the user stands
                 script, given, count = sys.argv[0], sys.argv[1:], torchrun.counts()[0]
                 arguments, assigned = command_line(root, given)
-                set_command([*_starting_words(script, count), *given])
+                set_command([*starting_words(script, count), *given])
                 take_over(arguments, assigned)
                 for note in assigned.notes:
                     _tell(note)
@@ -184,7 +184,7 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         job = LaunchedRun(config, root, choices, run_dir, rich.get_console(), name, overrides, list(faults))
         if is_sweep:
             job.swept = swept_paths(sys.argv[1:], running.sweeper)
-            set_command([*_starting_words(sys.argv[0]), *overrides])
+            set_command([*starting_words(sys.argv[0]), *overrides])
         try:
             with _clean_end(run_dir):
                 try:
@@ -213,7 +213,7 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         sys.exit(max(statuses))
 
 
-def _starting_words(script: str, count: int = 1) -> list[str]:
+def starting_words(script: str, count: int = 1) -> list[str]:
     """What a person types before the arguments.
 
     Args:

@@ -26,10 +26,13 @@ class TrackerDescription(Description):
     Attributes:
         package: that it needs to be installed, or None.
         shows_others: it tells what other trackers report of themselves, so it starts and closes after them.
+        if_installed: without its package this tracker is left out, which is logged; False refuses the run.
     """
 
     package: ClassVar[str | None] = None
     shows_others: ClassVar[bool] = False
+
+    if_installed: bool = False
 
 
 class Tracker:
@@ -125,18 +128,31 @@ class Trackers(Description):
 
     def faults_here(self) -> Iterator[str]:
         for name, kind in self._described().items():
-            fault = None if kind.package is None else package_fault(kind.package, f"tracker.{name}=null")
-            if fault is not None:
+            fault = _package_fault(name, kind)
+            if fault is not None and not kind.if_installed:
                 yield f"{name} {fault}"
 
     def build(self, context: BuildContext) -> TrackerSet:
-        return TrackerSet({name: kind.build(context) for name, kind in self._described().items()})
+        described = self._described()
+        absent = {
+            name: fault
+            for name, kind in described.items()
+            if kind.if_installed
+            if (fault := _package_fault(name, kind))
+        }
+        for name, fault in absent.items():
+            _log.info("tracker.%s is left out: %s", name, fault)
+        return TrackerSet({name: kind.build(context) for name, kind in described.items() if name not in absent})
 
     def _described(self) -> dict[str, TrackerDescription]:
         """By name, in the order in which they start; those that show what the others have to say last."""
         found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "more"} | self.more
         there = {name: kind for name, kind in found.items() if kind is not None}
         return dict(sorted(there.items(), key=lambda item: item[1].shows_others))
+
+
+def _package_fault(name: str, kind: TrackerDescription) -> str | None:
+    return None if kind.package is None else package_fault(kind.package, f"tracker.{name}=null")
 
 
 class TrackerSet(Tracker):

@@ -201,14 +201,15 @@ def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
         source = run.reference.model or run.actor.model
         sizes = model_stats(source.load_config())
         itemsize = getattr(torch, source.dtype).itemsize
-        scoring = sizes.layer_elements * min(run.reference.micro_batch_tokens, own["reference"] * width) * itemsize
-        cost = divided["reference"][0].cost(divided["reference"][1], sizes, weight_bytes=itemsize, trains=False)
+        computed = getattr(torch, run.actor.autocast or source.dtype).itemsize  # it computes as the actor does
+        scoring = sizes.layer_elements * min(run.reference.micro_batch_tokens, own["reference"] * width) * computed
+        sharding, count = divided["reference"]
+        cost = sharding.cost(count, sizes, weight_bytes=itemsize, compute_bytes=computed, trains=False)
         roles.append(RoleMemory("reference", cost.weights, scoring=scoring, gathered=cost.gathered))
         flops += sizes.forward_flops(rows * width)
     drawn = min(own["actor"], getattr(rollout, "max_rows", own["actor"]))
-    siblings = divided["actor"][1] // divided["actor"][0].row_shares(
-        divided["actor"][1]
-    )  # each has the keys and values of its own heads
+    sharding, count = divided["actor"]
+    siblings = count // sharding.row_shares(count)  # each has the keys and values of its own heads
     cache = actor.cache_elements // siblings * drawn * width * _computed_in(run.actor)
     if (space := getattr(rollout, "kv_cache_gib", None)) is not None:  # an engine with weights of its own
         cache = int(space * GIB) + actor.parameters * _computed_in(run.actor)
@@ -351,8 +352,14 @@ def remedies(run: Any, budget: MemoryEstimate) -> list[str]:
     return [f"{setting} ({found[setting] / GIB:.1f} GiB less)" for setting in best]
 
 
-def changes(run: Any, budget: MemoryEstimate) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Settings that could make a run smaller, and the run that each gives."""
+def changes(
+    run: Any, budget: MemoryEstimate, gpus: Sequence[int] | None = None
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Settings that could make a run smaller, and the run that each gives.
+
+    Args:
+        gpus: numbers of them that a machine may give to the run; None for as many as this machine has.
+    """
 
     def of(role: str, **fields: Any) -> Callable[[], Any]:
         return lambda: replace(run, **{role: replace(getattr(run, role), **fields)})
@@ -377,10 +384,11 @@ def changes(run: Any, budget: MemoryEstimate) -> Iterator[tuple[str, Callable[[]
         yield "checkpoint=sync", of("checkpoint", save_async=False)
     if budget.on_host:
         return
-    smaller, gpus = list(run.sharding.smaller()), torch.cuda.device_count()
+    smaller, counts = list(run.sharding.smaller()), [torch.cuda.device_count()] if gpus is None else gpus
     for setting, sharding in smaller:
         yield setting, lambda sharding=sharding: replace(run, sharding=sharding)
     has_place = getattr(run.trainer, "placement", None) is not None
-    if not smaller and gpus > 1 and run.trainer.n_gpus_per_node < gpus and not has_place:
-        divided = {"sharding": FSDP(), "trainer": replace(run.trainer, n_gpus_per_node=gpus)}
-        yield f"sharding=fsdp trainer.n_gpus_per_node={gpus}", lambda: replace(run, **divided)
+    for count in counts if not smaller and not has_place else ():
+        if count > max(1, run.trainer.n_gpus_per_node):
+            divided = {"sharding": FSDP(), "trainer": replace(run.trainer, n_gpus_per_node=count)}
+            yield f"sharding=fsdp trainer.n_gpus_per_node={count}", lambda divided=divided: replace(run, **divided)

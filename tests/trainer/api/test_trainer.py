@@ -389,7 +389,9 @@ def test_the_statistics_of_another_reward_are_not_taken_over(dir32, tmp_path, mo
         made.reward_model = rated(other)
         made.load_checkpoint(saved)
         assert made.reward_model.state_dict()["count"] == 0
-    assert told == ["The reward is another one (reward.model.path): its statistics of scores begin anew."]
+    assert told == [
+        "The reward differs from the checkpoint's (reward.model.path): its score statistics start from zero."
+    ]
 
 
 def test_a_training_goes_on_from_an_increment_under_another_reward(dir32):

@@ -43,8 +43,10 @@ class WriterProcess:
         progress: where it reports it.
     """
 
-    def __init__(self, setting: WriterProcessSettings, arenas: HostBufferPool, timeout_s: float, progress: Progress):
-        self._setting, self._arenas, self._timeout_s, self._progress = setting, arenas, timeout_s, progress
+    def __init__(
+        self, setting: WriterProcessSettings, host_buffers: HostBufferPool, timeout_s: float, progress: Progress
+    ):
+        self._setting, self._host_buffers, self._timeout_s, self._progress = setting, host_buffers, timeout_s, progress
         self._child: ChildProcess | None = None
 
     @property
@@ -79,7 +81,7 @@ class WriterProcess:
             raise WriterDied(f"the checkpoint writer could not be started: {error}{ending}") from error
         return child
 
-    def carry_out(self, plan: SavePlan, arena: HostBuffer) -> SaveReport:
+    def carry_out(self, plan: SavePlan, host_buffer: HostBuffer) -> SaveReport:
         """Have a plan carried out, and wait for it.
 
         Raises:
@@ -87,10 +89,10 @@ class WriterProcess:
             Exception: what was raised over there.
         """
         child = self._started()
-        order = WriteOrder(plan, arena.number, arena.num_bytes, self._arenas.numbers)
+        order = WriteOrder(plan, host_buffer.number, host_buffer.num_bytes, self._host_buffers.numbers)
         watch = ProgressWatch(self._progress, self._timeout_s, [OF_PROCESS])
         try:
-            child.channel.send(order, [arena.fd])
+            child.channel.send(order, [host_buffer.fd])
             answer: WriteReply = child.channel.receive(watch=watch)
         except ChannelClosed as error:
             raise WriterDied(f"the checkpoint writer died while it saved step {plan.step}{self.kill()}") from error
@@ -144,13 +146,18 @@ class WriterClient:
     def __init__(
         self,
         store: CheckpointStore,
-        arenas: HostBufferPool,
+        host_buffers: HostBufferPool,
         retention: Retention | None,
         process_setting: WriterSettings,
         progress: Progress,
     ):
         self.num_deaths, self._progress = 0, progress
-        self._store, self._arenas, self._retention, self._setting = store, arenas, retention, process_setting
+        self._store, self._host_buffers, self._retention, self._setting = (
+            store,
+            host_buffers,
+            retention,
+            process_setting,
+        )
         self._process: WriterProcess | None = None
         self._gives_up = False
 
@@ -167,8 +174,8 @@ class WriterClient:
         except (CheckpointError, WriterDied) as error:  # the first save will say so
             log.warning("the checkpoint writer is not there yet: %s", error)
 
-    def carry_out(self, plan: SavePlan, arena: HostBuffer) -> SaveReport:
-        """Write and publish what lies in an arena.
+    def carry_out(self, plan: SavePlan, host_buffer: HostBuffer) -> SaveReport:
+        """Write and publish what lies in a host buffer.
 
         Raises:
             CheckpointError: nothing was published.
@@ -177,7 +184,7 @@ class WriterClient:
             self._progress.advance("starting the checkpoint writer", OF_TRAINER)
             try:
                 self._process = self._process or self._new_process()
-                return self._process.carry_out(plan, arena)
+                return self._process.carry_out(plan, host_buffer)
             except WriterDied as death:
                 self.num_deaths += 1
                 if self._gives_up:
@@ -185,9 +192,9 @@ class WriterClient:
                 log.error("%s; what it was writing is still in memory", death)
         if self._setting.is_used:
             log.error("the checkpoint writer died %d times: the trainer itself writes step %d", ATTEMPTS, plan.step)
-        assert arena.memory is not None
+        assert host_buffer.memory is not None
         self._progress.advance(f"saving step {plan.step} in the trainer", OF_TRAINER)
-        with memoryview(arena.memory) as memory, reporting_to(self._progress, OF_TRAINER):
+        with memoryview(host_buffer.memory) as memory, reporting_to(self._progress, OF_TRAINER):
             return execute_plan(self._store, plan, filling(memory), self._retention)
 
     def give_up(self) -> None:
@@ -210,4 +217,4 @@ class WriterClient:
             retention=self._retention,
             niceness=self._setting.niceness,
         )
-        return WriterProcess(setting, self._arenas, self._setting.timeout_s, self._progress)
+        return WriterProcess(setting, self._host_buffers, self._setting.timeout_s, self._progress)

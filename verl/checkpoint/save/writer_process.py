@@ -46,16 +46,16 @@ class WriterProcessSettings:
 
 @dataclass(frozen=True)
 class WriteOrder:
-    """A plan to be carried out; the arena's file comes with it.
+    """A plan to be carried out; the host buffer's file comes with it.
 
     Attributes:
-        arena: its number, and those of all arenas that are still in use.
+        host_buffer: its number, and those of all host buffers that are still in use.
     """
 
     plan: SavePlan
-    arena: int
-    arena_bytes: int
-    arenas_in_use: frozenset[int]
+    host_buffer: int
+    host_buffer_bytes: int
+    host_buffers_in_use: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,16 @@ def serve(channel: Channel, setting: WriterProcessSettings, progress: Progress) 
 
 
 def _mapped(mapped: dict[int, mmap.mmap], order: WriteOrder, fd: int) -> mmap.mmap:
-    """The memory of an order. Those of arenas that the trainer has given up are given back."""
-    for number in mapped.keys() - order.arenas_in_use:
+    """The memory of an order. Those of host buffers that the trainer has given up are given back."""
+    for number in mapped.keys() - order.host_buffers_in_use:
         with contextlib.suppress(BufferError):  # a failed save may still hold views; the memory goes with them
             mapped.pop(number).close()
     try:
-        if order.arena not in mapped:
-            mapped[order.arena] = map_shared(fd, order.arena_bytes)
+        if order.host_buffer not in mapped:
+            mapped[order.host_buffer] = map_shared(fd, order.host_buffer_bytes)
     finally:
         os.close(fd)
-    return mapped[order.arena]
+    return mapped[order.host_buffer]
 
 
 def _answer(store: CheckpointStore, order: WriteOrder, source: ImageSource, retention: Retention | None) -> WriteReply:

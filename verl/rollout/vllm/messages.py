@@ -195,11 +195,23 @@ def chunk_view(chunk: Tensor, place: ChunkEntry, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SyncOffer:
-    """What an engine needs for a sync.
+class SyncRound:
+    """What changes from sync to sync, of the engine that a process leads.
 
     Attributes:
         question: of the proof.
+        engine: the process, and whether tensors are put into place: with another value all is agreed on anew.
+    """
+
+    question: VerifyRequest
+    engine: tuple[int, bool]
+
+
+@dataclass(frozen=True)
+class SyncOffer:
+    """What an engine needs of its syncs, as long as it lives.
+
+    Attributes:
         wants: the slices that each of its workers takes; None: tensors come whole, to all of them.
         num_workers: of the engine.
         process_id: of the engine.
@@ -208,7 +220,6 @@ class SyncOffer:
         num_threads: that trainer and engine may each use, while both work.
     """
 
-    question: VerifyRequest
     wants: tuple[WantedSlices, ...] | None
     num_workers: int
     process_id: int

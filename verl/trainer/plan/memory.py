@@ -71,7 +71,8 @@ def role_plans(run: Any, estimate: MemoryEstimate, exact: bool) -> list[RolePlan
         role = getattr(run, memory.name)
         source = getattr(role, "model", None) or run.actor.model
         config = source.load_config()
-        kind = getattr(torch, getattr(role, "autocast", None) or source.dtype)
+        autocast = run.actor.autocast if memory.name == "reference" else getattr(role, "autocast", None)
+        kind = getattr(torch, autocast or source.dtype)
         sharding = getattr(role, "sharding", None) or run.sharding
         siblings = sharding.mesh_sizes(world)[2] if world > 1 else 1
         tokens = min(role.micro_batch_tokens, micro_batch_limit(run, memory.name))
@@ -92,7 +93,7 @@ def micro_batch_limit(run: Any, role: str) -> int:
         return max(1, -(-settings.batch_size * length // world))
     rows = settings.prompts_per_step * settings.group_size
     sharding = run.shardings().get(role, run.sharding)
-    shares = max(sharding.parts(world)) + 1 if world > 1 else 1
+    shares = sharding.row_shares(world) if world > 1 else 1
     is_whole = role == "reference" or run.algorithm.mini_batches == 1
     if not is_whole:
         rows = -(-rows // run.algorithm.mini_batches)
@@ -106,7 +107,7 @@ def tokens_per_row(run: Any, role: str, response: int, is_whole: bool = True) ->
         is_whole: the samples of a prompt are trained on together; they are not in mini-batches of shuffled rows.
     """
     prompt = getattr(run.data, "max_prompt_length", 0)
-    packs = getattr(getattr(run, role, None), "packing", "off") == "auto"
+    packs = getattr(run.actor if role == "reference" else getattr(run, role), "packing", "off") == "auto"
     shared = response + prompt / run.trainer.group_size
     return shared if packs and is_whole and shared <= WORTH_PACKING * (prompt + response) else prompt + response
 

@@ -20,6 +20,7 @@ from verl.trainer.plan.memory import MemoryPlan, memory_plan
 from verl.trainer.plan.step_time import StageTime, share_lines, stage_times
 
 MOST_CHANGES = 3  # that are named
+GPUS = (2, 4, 8)  # that a machine of a data centre may give to a run
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ def plan_run(
     response: int | None = None,
     free_disk: int | None = None,
     upload_rate: float | None = None,
+    looks_for_changes: bool = True,
 ) -> RunPlan:
     """Plan a run from its configuration; no weight is loaded and no process started.
 
@@ -142,11 +144,13 @@ def plan_run(
         response: tokens of a response on average, for the time; None for the longest.
         free_disk: bytes where checkpoints go.
         upload_rate: bytes per second to the object storage.
+        looks_for_changes: that make it fit where it does not.
     """
     memory = memory_plan(run, device, exact)
     stages = tuple(stage_times(run, memory, device, response))
     step_s = sum(stage.seconds for stage in stages)
-    found = () if memory.fits else tuple(_changes_that_fit(run, device, memory, step_s, response))
+    searches = looks_for_changes and not memory.fits
+    found = () if not searches else tuple(_changes_that_fit(run, device, memory, step_s, response))
     disk = tuple(_disk(run, memory, step_s, free_disk, upload_rate))
     return RunPlan(device, memory, stages, tuple(_batch(run)), disk, found, response)
 
@@ -164,12 +168,11 @@ def _changes_that_fit(
             return None
         return Change(names, changed.peak.total, seconds / step_s) if changed.peak.total < memory.peak.total else None
 
-    single = list(_applied(run, memory, device))
-    tried = [found for name, changed in single if (found := planned((name,), changed())) is not None]
+    makers = dict(_changes(run, memory))
+    tried = [found for name, make in makers.items() if (found := planned((name,), make(run))) is not None]
     fitting = _one_of_each([change for change in tried if change.peak <= memory.limit])
     if not fitting:
         helpful = sorted(_one_of_each(tried, by_peak=True), key=lambda change: change.peak)[:4]
-        makers = dict(_by_run(run, memory, device))
         for first, second in combinations([change.settings[0] for change in helpful], 2):
             found = planned((first, second), makers[second](makers[first](run)))
             if found is not None and found.peak <= memory.limit:
@@ -187,15 +190,10 @@ def _one_of_each(found: list[Change], *, by_peak: bool = False) -> list[Change]:
     return list(best.values())
 
 
-def _applied(run: Any, memory: MemoryPlan, device: DeviceRates) -> Iterator[tuple[str, Callable[[], Any]]]:
-    for name, make in _by_run(run, memory, device):
-        yield name, lambda make=make: make(run)
-
-
-def _by_run(run: Any, memory: MemoryPlan, device: DeviceRates) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+def _changes(run: Any, memory: MemoryPlan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     """Settings that could make a run smaller, and what each makes of a run."""
-    for name, _ in changes(run, memory.estimate):
-        yield name, lambda run, name=name: dict(changes(run, memory.estimate))[name]()
+    for name, _ in changes(run, memory.estimate, GPUS):
+        yield name, lambda run, name=name: dict(changes(run, memory.estimate, GPUS))[name]()
 
 
 def _batch(run: Any) -> Iterator[str]:
@@ -221,7 +219,7 @@ def _batch(run: Any) -> Iterator[str]:
         if described is None or role not in run.roles:
             continue
         sharding = run.shardings()[role]
-        shares = max(sharding.parts(world)) + 1 if world > 1 else 1
+        shares = sharding.row_shares(world) if world > 1 else 1
         own = -(-rows // (algorithm.mini_batches * shares))
         per = max(1, described.micro_batch_tokens // width)
         yield (

@@ -115,7 +115,7 @@ def active_parameters(config: Any, sizes: ModelStats) -> int:
 def _shares(run: Any, role: str) -> int:
     world = run.trainer.n_gpus_per_node * run.trainer.nnodes
     sharding = run.shardings().get(role, run.sharding)
-    return max(sharding.parts(world)) + 1 if world > 1 else 1
+    return sharding.row_shares(world) if world > 1 else 1
 
 
 def _calls(role: RolePlan, tokens: int) -> int:

@@ -270,7 +270,9 @@ class RewardStats:
             found = differences({"reward": state["reward_of"]}, {"reward": self._identity})
         if found:
             self._reward.reset_stats()
-            _log.warning("The reward is another one (%s): its statistics of scores begin anew.", ", ".join(found))
+            _log.warning(
+                "The reward differs from the checkpoint's (%s): its score statistics start from zero.", ", ".join(found)
+            )
         else:
             self._reward.load_state_dict(learned)
 

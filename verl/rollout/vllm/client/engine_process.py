@@ -101,6 +101,7 @@ TIMEOUT_SETTING = "rollout.call_timeout_s"
 ASKED = {  # a call, as messages say it
     "start": "start",
     "draw": "generate",
+    "connect": "take the layout of its weights",
     "load": "load weights",
     "adopt": "load an adapter",
     "prove": "show what weights it holds",
