@@ -6,8 +6,8 @@ One process holds an actor with its optimizer. `driver`: its writer process writ
 process takes part in a save of one rank, so that the role's tensors go to a writer process of the role, what the driver
 holds to the driver's own, and both report to the one that publishes. The sides take turns, each in a run of its own.
 
-Resuming builds an actor and its optimizer from the checkpoint (`built`); `loaded` builds them from the model that the run
-names, and then loads the checkpoint into the live tensors.
+Resuming builds an actor and its optimizer from the checkpoint (`built`); `loaded` builds them from the model that the
+run names, and then loads the checkpoint into the live tensors.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def main() -> None:
     result["rows"].append(
         [
             "resume of that actor and its optimizer in one process: until both stand where they were",
-            f"{1e3 * took['built']:.0f} ms built from the checkpoint, {1e3 * took['loaded']:.0f} ms built and then loaded",
+            f"{1e3 * took['built']:.0f} ms built from the checkpoint, {1e3 * took['loaded']:.0f} ms built, then loaded",
             "the cheaper one is used",
         ]
     )
