@@ -208,12 +208,12 @@ class Pretrained(ModelSource):
         """See `ModelSource.load_skeleton`. From a directory with safetensors whose names are those of the model."""
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
 
-        # bring torch
-
-        directory = Path(self.path)
-        if not directory.is_dir() or self._adapter() is not None or self.trust_remote_code:
+        directory = self._directory()
+        if directory is None or not (directory / "config.json").is_file():
             return None
-        config = AutoConfig.from_pretrained(self.path)
+        if self._adapter() is not None or self.trust_remote_code:
+            return None
+        config = AutoConfig.from_pretrained(directory)
         if getattr(config, "quantization_config", None) is not None:
             return None
         self._refuse_lost_caps(config.get_text_config())
@@ -225,11 +225,24 @@ class Pretrained(ModelSource):
                 return None  # loading all of it says what is wrong
         model.tie_weights()
         if (directory / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(self.path)
+            model.generation_config = GenerationConfig.from_pretrained(directory)
         model.weight_files = SafetensorsReader(directory, model.base_model_prefix)
         if not model.weight_files.holds(dict(model.named_parameters())):
             return None  # other names, which transformers converts, or holes, which are refused where all is loaded
         return without_dropout(model).eval()
+
+    def _directory(self) -> Path | None:
+        """Where the files lie: of a name on the hub its snapshot in the cache of this machine, fetched if it is not
+        there; None where there is none, which loading all of it says in words."""
+        if _is_local(self.path):
+            return Path(self.path) if Path(self.path).is_dir() else None
+        from huggingface_hub import snapshot_download
+
+        try:
+            files = ["*.safetensors", "*.json"]
+            return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=files))
+        except Exception:  # noqa: BLE001 - no network, no such name, a gate: told where the model is loaded
+            return None
 
     def load_classifier(self, device: str) -> Any:
         """The model with its sequence-classification head, as reward models have one, in evaluation mode."""

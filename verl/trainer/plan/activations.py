@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from verl.engines.chunked_logprobs import LOGITS_AT_A_TIME
+from verl.engines.chunked_logprobs import logits_at_a_time
 
 CAUSAL = "verl_causal"  # attention without a mask, as packed rows have it
 
@@ -88,7 +88,14 @@ class Activations:
 
 
 def trace_activations(
-    config: Any, tokens: int, dtype: torch.dtype, *, recomputed: bool = False, siblings: int = 1, exact: bool = False
+    config: Any,
+    tokens: int,
+    dtype: torch.dtype,
+    *,
+    recomputed: bool = False,
+    siblings: int = 1,
+    exact: bool = False,
+    device_type: str = "cpu",
 ) -> Activations:
     """Of a line of so many tokens through a model with this Hugging Face configuration.
 
@@ -96,6 +103,7 @@ def trace_activations(
         recomputed: with gradient checkpointing.
         siblings: processes that share each layer (tensor parallelism): each has its part of MLP and attention.
         exact: run all layers, rather than one and two.
+        device_type: on which it will run: parts of the logits are larger on a GPU.
     """
     layers = config.get_text_config().num_hidden_layers
     depths = [layers] if exact or layers < 3 else [1, 2]
@@ -105,7 +113,7 @@ def trace_activations(
         training=_at([peak for peak, _ in trained], layers),
         kept=_at([kept for _, kept in trained], layers),
         scoring=_at([peak for peak, _ in scored], layers),
-        logits=_logits(config, tokens, dtype, siblings),
+        logits=_logits(config, tokens, dtype, siblings, device_type),
     )
 
 
@@ -162,10 +170,10 @@ def _with_layers(config: Any, layers: int, siblings: int) -> Any:
     return found
 
 
-def _logits(config: Any, tokens: int, dtype: torch.dtype, siblings: int) -> int:
+def _logits(config: Any, tokens: int, dtype: torch.dtype, siblings: int, device_type: str) -> int:
     """Of one part of the tokens: logits, their log-softmax in float32, and gradients of both."""
     text = config.get_text_config()
-    count = max(1, min(tokens, LOGITS_AT_A_TIME // text.vocab_size))
+    count = max(1, min(tokens, logits_at_a_time(device_type) // text.vocab_size))
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from verl.ops.logprobs import log_probs_of

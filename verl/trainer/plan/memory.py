@@ -63,7 +63,7 @@ class PhaseMemory:
         return ", ".join(f"{name} {-size / unit:.2f}" for size, name in large)
 
 
-def role_plans(run: Any, estimate: MemoryEstimate, exact: bool) -> list[RolePlan]:
+def role_plans(run: Any, estimate: MemoryEstimate, device: DeviceRates, exact: bool) -> list[RolePlan]:
     """The roles of a run with traced activations; roles of equal models and micro-batches are traced once."""
     found, traced = [], {}
     world = run.trainer.n_gpus_per_node * run.trainer.nnodes
@@ -79,7 +79,15 @@ def role_plans(run: Any, estimate: MemoryEstimate, exact: bool) -> list[RolePlan
         recomputed = bool(getattr(role, "gradient_checkpointing", False))
         key = (config.to_json_string(), tokens, kind, recomputed, siblings)
         if key not in traced:
-            traced[key] = trace_activations(config, tokens, kind, recomputed=recomputed, siblings=siblings, exact=exact)
+            traced[key] = trace_activations(
+                config,
+                tokens,
+                kind,
+                recomputed=recomputed,
+                siblings=siblings,
+                exact=exact,
+                device_type="cuda" if device.is_gpu else "cpu",
+            )
         found.append(RolePlan(memory, config, tokens, kind, recomputed, traced[key]))
     return found
 
@@ -153,7 +161,7 @@ def memory_plan(run: Any, device: DeviceRates, exact: bool = False) -> MemoryPla
     settings = run.trainer
     is_ppo = isinstance(settings, PPOSettings)
     estimate = (estimate_ppo if is_ppo else estimate_sft)(run, on_host=not device.is_gpu)
-    roles = role_plans(run, estimate, exact)
+    roles = role_plans(run, estimate, device, exact)
     phases: list[PhaseMemory] = []
     for group in sorted({role.memory.group for role in roles}):
         members = [role for role in roles if role.memory.group == group]
