@@ -17,9 +17,9 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, install_command
 
 PREFLIGHT_TIMEOUT_S = 5.0
 
@@ -57,9 +57,13 @@ class Description:
     Subclasses add fields, yield what is wrong with them in `faults`, and make the running thing in `build`. A pure
     component, such as a loss, is its own running thing and inherits `build`.
 
+    Attributes:
+        other_keys: the field, a mapping, that takes components under keys which are no fields; None refuses such keys.
     Raises:
         ConfigError: on construction, with every fault of type or value, each opening with its field's name.
     """
+
+    other_keys: ClassVar[str | None] = None
 
     def __post_init__(self):
         faults = []
@@ -110,7 +114,7 @@ def package_fault(package: str, setting: str) -> str | None:
     """
     if importlib.util.find_spec(package) is not None:
         return None
-    return f"needs the package {package}, which is not installed. Run: pip install {package}, or set {setting}."
+    return f"needs the package {package}, which is not installed. Run: {install_command(package)}, or set {setting}."
 
 
 def as_plain(value: Any) -> Any:

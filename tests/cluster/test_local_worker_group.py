@@ -14,7 +14,7 @@ import torch
 from cluster.processes_of import is_running, temporary_directories, wait_until_gone, workers_of
 from cluster.toy_roles import ToyHost
 
-from verl.cluster import local_worker_group
+from verl.cluster import rpc
 from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext
@@ -122,7 +122,7 @@ def test_an_exit_of_a_role_is_its_error_and_names_the_line(own_tmp):
 
 
 def test_a_worker_that_dies_in_a_call_is_named_and_not_the_sibling_that_noticed(own_tmp, monkeypatch):
-    monkeypatch.setattr(local_worker_group, "GRACE_S", 10.0)  # a machine under load takes its time to end a process
+    monkeypatch.setattr(rpc, "GRACE_S", 10.0)  # a machine under load takes its time to end a process
     cluster, toy = start(2)
     workers = workers_of(os.getpid())
     try:
@@ -169,7 +169,7 @@ def test_a_worker_that_is_stopped_is_named_and_not_the_sibling_that_failed_for_i
     try:
         with pytest.raises(WorkerHung, match=r"rank 1 failed in toy\.wait_for") as caught:
             toy.wait_for(1, 0.2).result(timeout=60)
-        assert "the process is stopped (SIGSTOP or SIGTSTP), and rank 0 failed for it" in str(caught.value)
+        assert "the process does nothing: it is stopped (SIGSTOP or SIGTSTP). Rank 0 failed for it" in str(caught.value)
         assert "a sibling took too long" in str(caught.value)
         assert wait_until_gone(workers) == []
     finally:
@@ -209,7 +209,7 @@ def test_workers_that_are_stopped_end_with_a_driver_that_is_killed_and_leave_not
 
 
 def test_a_worker_that_stands_still_while_it_builds_its_roles_is_named(own_tmp, monkeypatch):
-    monkeypatch.setattr(local_worker_group, "BUILD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(rpc, "BUILD_TIMEOUT_S", 1.0)
     with pytest.raises(WorkerHung, match="no answer within 1 s") as caught:
         start(2, timeout_s=1.0, hangs_on=1)
     assert caught.value.call == "start"

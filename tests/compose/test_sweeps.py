@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ from verl.tracking.sweep_table import outcomes, table, write
 ROOT = conf_dir().parent
 
 
-def test_the_jobs_of_a_sweep_are_compared(tmp_path, model64):
+def test_the_jobs_of_a_sweep_are_compared(tmp_path, model64, monkeypatch, caplog):
     arguments = [*small_run(model64, tmp_path), "trainer.total_steps=2", "checkpoint.save_interval=1", "tracker=wandb"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
     done = subprocess.run(
@@ -54,6 +55,10 @@ def test_the_jobs_of_a_sweep_are_compared(tmp_path, model64):
     assert told == set()
     (left_out,) = (line for line in lines if line.startswith("in sweep.csv alone: "))
     assert "peak memory of a process (MiB)" in left_out
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, of=None: None)
+    assert [path.name for path in write(directory, outcomes(directory))] == ["sweep.csv"]
+    assert 'pip install "verl[plots]"' in caplog.text
 
 
 @pytest.mark.parametrize("option", group_options(conf_dir())["sweep"])

@@ -1,6 +1,6 @@
 """Retention: which checkpoints of a directory are kept, pinned and tagged, and how the rest is removed.
 
-Decided from what is on the disk, after a save is durable, never from a list in memory.
+Decided from the files on the disk after a save is durable, not from a list in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One leg of `verl resume-check --topology`: the main script, but what was loaded is saved aside before the first step.
+"""One leg of `verl resume-check --topology`: saves what it has loaded elsewhere before the first step.
 
 Started by `resume_check.py` alone, with the overrides of the main script.
 """

@@ -1,8 +1,8 @@
-"""Entry point of the main scripts: command line, torchrun, run directory, logging, and the clean end of a run.
+"""Entry point of `verl ppo` and `verl sft`: command line, torchrun, run directory, logging, and the clean end of a run.
 
 arguments -> aliases and checks of the command line -> Hydra -> LaunchedRun -> main(run)
 
-    torchrun --nproc_per_node=2 main_ppo.py sharding=fsdp   is   main_ppo.py sharding=fsdp trainer.n_gpus_per_node=2
+    torchrun --nproc_per_node=2 -m verl.cli ppo sharding=fsdp   is   verl ppo sharding=fsdp trainer.n_gpus_per_node=2
 
 The driver starts its workers itself: under torchrun the first process drives, and the others exit.
 """
@@ -153,8 +153,7 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
                 sys.path.append(str(Path.cwd()))  # a user's own modules lie where the user stands
                 script, given, count = sys.argv[0], sys.argv[1:], torchrun.counts()[0]
                 arguments, assigned = command_line(root, given)
-                starter = ["torchrun", f"--nproc_per_node={count}"] if count > 1 else ["python"]
-                set_command([*starter, script, *given])
+                set_command([*starting_words(script, count), *given])
                 take_over(arguments, assigned)
                 for note in assigned.notes:
                     _tell(note)
@@ -185,7 +184,7 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         job = LaunchedRun(config, root, choices, run_dir, rich.get_console(), name, overrides, list(faults))
         if is_sweep:
             job.swept = swept_paths(sys.argv[1:], running.sweeper)
-            set_command(["python", sys.argv[0], *overrides])
+            set_command([*starting_words(sys.argv[0]), *overrides])
         try:
             with _clean_end(run_dir):
                 try:
@@ -212,6 +211,20 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         raise ConfigError([*faults, *composition_faults(root, error)]) from error
     if any(statuses):
         sys.exit(max(statuses))
+
+
+def starting_words(script: str, count: int = 1) -> list[str]:
+    """What a person types before the arguments.
+
+    Args:
+        script: the path of a script, or `verl ppo` and `verl sft`, as cli/train.py names itself.
+        count: of processes that torchrun has started.
+    """
+    starter = ["torchrun", f"--nproc_per_node={count}"] if count > 1 else ["python"]
+    if not script.startswith("verl "):
+        return [*starter, script]
+    words = script.split()
+    return words if count == 1 else [*starter, "-m", "verl.cli", *words[1:]]
 
 
 @contextmanager

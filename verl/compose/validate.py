@@ -2,7 +2,7 @@
 
     composed nodes -> classes named by `_target_` -> components, innermost first -> faults across components
 
-Nothing heavy is imported for it and no weight is loaded.
+No large library is imported and no weight is loaded.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.component import BuildContext, Description, _as_declared, field_types, non_finite, type_fault
+from verl.compose.schema import LISTS, conf_dir, group_options
 from verl.compose.suggestions import hint, nearest_path
 from verl.errors import ConfigError
 from verl.utils.component_exits import as_component_exit, raised_by_code
@@ -184,7 +185,7 @@ class _Validation:
 
     def value(self, node: Any, path: str) -> Any:
         """What stands at a node: a description, a plain value, or UNKNOWN where a fault was found in it."""
-        if isinstance(node, dict) and TARGET in node:
+        if _is_component(node):
             return self._component(node, path)
         if isinstance(node, dict):
             read = {key: self.value(item, join(path, key)) for key, item in node.items()}
@@ -197,6 +198,8 @@ class _Validation:
     def _component(self, node: dict[str, Any], path: str) -> Any:
         kind = self._locate(node[TARGET], path)
         given = {key: item for key, item in node.items() if key != TARGET}
+        if kind is not None and kind.other_keys is not None:
+            given = self._with_other_keys(kind, kind.other_keys, given, path)
         if kind is None:
             for key, item in given.items():
                 self.value(item, join(path, key))
@@ -214,10 +217,20 @@ class _Validation:
             values[name] = _as_declared(value, types[name])
             if (expected := type_fault(values[name], types[name])) is not None:
                 numbers = [f"{below} is {x}: must be finite." for below, x in non_finite(name, values[name])]
-                wrong = f"{name} is {_shown(value)}: expected {expected}.{_untargeted(value)}"
+                wrong = f"{name} is {_shown(value)}: expected {expected}.{_untargeted(value, path, name)}"
                 self._report(numbers or [wrong], path)
                 values[name] = UNRESOLVED
         return self._made(kind, values, path, sound=len(self.faults) == before)
+
+    def _with_other_keys(self, kind: type[Description], into: str, given: dict[str, Any], path: str) -> dict[str, Any]:
+        """Components under keys that are no fields moved into the field that takes them; null leaves one out."""
+        own, others = given.get(into) or {}, [key for key in given if key not in field_types(kind)]
+        taken = {key: given[key] for key in others if given[key] is None or _is_component(given[key])}
+        if not taken or not isinstance(own, dict):
+            return given
+        below = {key: item for key, item in taken.items() if item is not None}
+        self.plain.borrowed |= {join(path, f"{into}.{key}"): join(path, key) for key in below}
+        return {**{key: item for key, item in given.items() if key not in taken}, into: {**own, **below}}
 
     def _made(self, kind: type[Description], values: dict[str, Any], path: str, *, sound: bool) -> Any:
         if any(value is UNRESOLVED for value in values.values()):
@@ -244,6 +257,9 @@ class _Validation:
         for key in keys:
             here = self.plain.origin(join(path, key))
             below = [join(self.plain.origin(path), name) for name in field_types(kind)]
+            if path in LISTS and key in group_options(conf_dir()).get(path, []):
+                self.faults.append(f"{here} is not among the trackers: add it to the list, {path}=[default,{key}].")
+                continue
             near = nearest_path(here, [*below, *self._known_paths()])
             self.faults.append(f"{here} is not a known key: {kind.__name__} has no such field.{hint(near)}")
 
@@ -282,6 +298,10 @@ def _import(target: str) -> type[Description] | str:
     return found
 
 
+def _is_component(node: Any) -> bool:
+    return isinstance(node, dict) and TARGET in node
+
+
 def _required(kind: type[Description]) -> Iterator[str]:
     for f in dataclasses.fields(kind):
         if f.init and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
@@ -293,12 +313,12 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _untargeted(value: Any) -> str:
-    return (
-        f" It has no {TARGET}: choose an option of its group, or give the whole node."
-        if isinstance(value, dict)
-        else ""
-    )
+def _untargeted(value: Any, path: str, name: str) -> str:
+    if not isinstance(value, dict):
+        return ""
+    if path in LISTS and name in group_options(conf_dir()).get(path, []):
+        return f" It has no {TARGET}: add {name} to the list, such as {path}=[default,{name}]."
+    return f" It has no {TARGET}: choose an option of its group, or give the whole node."
 
 
 class _StopValidation(Exception):

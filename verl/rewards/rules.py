@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl.component import BuildContext
+from verl.component import BuildContext, package_fault
 from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult
@@ -196,6 +196,11 @@ class MathAnswer(RewardDescription):
         yield from pool_faults(self.timeout_s, self.num_workers)
         if self.correct <= self.wrong:
             yield f"correct is {self.correct}: must exceed wrong, which is {self.wrong}."
+
+    def faults_here(self) -> Iterator[str]:
+        fault = package_fault("math_verify", "reward=exact_match")
+        if fault is not None:
+            yield f"_target_ is {type(self).__name__}: {fault}"
 
     def columns_read(self) -> Iterator[tuple[str, str]]:
         yield f"answer_key is {self.answer_key!r}", self.answer_key

@@ -1,4 +1,4 @@
-"""The group `storage`: which object storage, and how it is treated. Credentials are never part of it."""
+"""The group `storage`: which object storage, and its time-outs and retries. Credentials are never part of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 from verl.component import PREFLIGHT_TIMEOUT_S, BuildContext, Description
-from verl.errors import ConfigError, StorageError, StorageRefused
+from verl.errors import ConfigError, StorageError, StorageRefused, install_command
 from verl.utils.redact import redact
 from verl.utils.temporary_directory import unwritable
 
@@ -62,7 +62,7 @@ class Storage(Description):
         if missing:
             yield (
                 f"_target_ is {type(self).__name__}: needs {' and '.join(missing)}, which is not installed. Run: "
-                f"{self.remedy(missing)}"
+                f"{install_command(self.packages[-1])}"
             )
         if not _is_plain(self.prefix):
             yield f"prefix is {self.prefix!r}: expected names joined by slashes, such as experiments/one."
@@ -79,10 +79,6 @@ class Storage(Description):
                 yield f"{name} is {getattr(self, name):g}: must be above 0."
         if not 0 <= self.backoff_s <= 30:
             yield f"backoff_s is {self.backoff_s:g}: must lie between 0 and 30."
-
-    def remedy(self, missing: list[str]) -> str:
-        """The line that installs what is missing."""
-        return "pip install -r requirements-storage.txt"
 
     @property
     def address(self) -> str:
@@ -240,9 +236,6 @@ class OSSStorage(BucketStorage):
                 "export OSS_ENDPOINT."
             )
 
-    def remedy(self, missing: list[str]) -> str:
-        return "pip install ossfs"
-
     def backend(self) -> Backend:
         from verl.storage.fsspec_backends import oss_backend
 
@@ -256,9 +249,6 @@ class GCSStorage(BucketStorage):
 
     kind: ClassVar[str] = "gcs"
     packages: ClassVar[tuple[str, ...]] = ("fsspec", "gcsfs")
-
-    def remedy(self, missing: list[str]) -> str:
-        return "pip install gcsfs"
 
     def backend(self) -> Backend:
         from verl.storage.fsspec_backends import gcs_backend

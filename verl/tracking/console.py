@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from verl.component import BuildContext
 from verl.tracking.base import Tracker, TrackerDescription, short, stage_line
@@ -52,6 +52,8 @@ class Console(TrackerDescription):
             so is what is not logged. If none is logged, the first four metrics are shown.
         sample_rows: rows shown of each sample table.
     """
+
+    shows_others: ClassVar[bool] = True
 
     stage_lines: bool = True
     progress_bar: bool = True

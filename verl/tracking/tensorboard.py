@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.component import BuildContext
+from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class TensorBoardTracker(Tracker):
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
         if find_spec("tensorboard") is None:
-            raise ImportError("the package tensorboard is missing: pip install tensorboard")
+            raise ImportError(f"the package tensorboard is missing: {install_command('tensorboard')}")
         self._directory = str(run_dir / "tensorboard")
         self._running().add_text("config", _as_code(config), 0)
 

@@ -199,7 +199,7 @@ def start_cluster(
         )
     if world_size == 1:
         names = ", ".join(dict.fromkeys(type(sharding).__name__ for sharding in divided.values()))
-        _log.warning("trainer.n_gpus_per_node is 1: %s has one process, and divides nothing.", names)
+        _log.warning("trainer.n_gpus_per_node is 1: %s has one process, so nothing is sharded.", names)
     num_threads = max(1, torch.get_num_threads() // world_size)
     timeout_s = min(sharding.call_timeout_s for sharding in divided.values())
     return LocalWorkerGroup(host, context, world_size, num_threads, call_timeout_s=timeout_s)

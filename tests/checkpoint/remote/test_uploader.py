@@ -223,11 +223,10 @@ def test_a_stopped_uploader_that_takes_nothing_in_never_holds_training_up(near: 
 
 def test_a_trainer_that_is_gone_takes_its_uploader_along(near: CheckpointTier, tmp_path: Path) -> None:
     uploading = uploader(near, tmp_path / "here")
-    process = uploading._process
-    assert process is not None
-    assert process.stdin is not None
-    process.stdin.close()  # as the end of the trainer's process would
-    process.wait(timeout=30)
+    child = uploading._child
+    assert child is not None
+    child.channel.close()  # as the end of the trainer's process would
+    assert child.await_exit(timeout_s=30) == 0
 
 
 def test_the_later_of_two_runs_fences_the_earlier_one_out_which_says_so(near: CheckpointTier, tmp_path: Path) -> None:

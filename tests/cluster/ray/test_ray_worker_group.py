@@ -13,6 +13,7 @@ from cluster.test_local_worker_group import rows
 from cluster.toy_roles import ToyHost
 
 import verl
+from verl.cluster import rpc
 from verl.cluster.ray import ray_worker_group
 from verl.cluster.ray.ray_init import RaySession, RaySettings
 from verl.cluster.ray.ray_worker_group import RayRoleGroup, RayWorkerGroup
@@ -120,7 +121,7 @@ def test_an_exception_in_one_worker_fails_the_call_by_name_and_ends_all():
 
 
 def test_a_worker_that_dies_in_a_call_is_named_and_not_the_sibling_that_noticed(monkeypatch):
-    monkeypatch.setattr(ray_worker_group, "GRACE_S", 10.0)  # a machine under load takes its time to end a process
+    monkeypatch.setattr(rpc, "GRACE_S", 10.0)  # a machine under load takes its time to end a process
     cluster, toy = start(2)
     try:
         cluster.step = 3
@@ -145,7 +146,7 @@ def test_a_worker_that_stands_still_is_named_with_the_line_where_it_stands():
 
 
 def test_a_worker_that_stands_still_while_it_builds_its_roles_is_named(monkeypatch):
-    monkeypatch.setattr(ray_worker_group, "BUILD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(rpc, "BUILD_TIMEOUT_S", 1.0)
     with pytest.raises(WorkerHung, match="no answer within 1 s") as caught:
         start(1, timeout_s=1.0, hangs_on=0)
     assert caught.value.call == "start"

@@ -105,7 +105,7 @@ def is_upload_confirmed(disk: FileSystem, published: Checkpoint, address: str) -
 def last_upload(disk: FileSystem, directory: Path) -> float | None:
     """When the store last confirmed a checkpoint of a directory, in seconds of this machine's clock."""
     try:
-        return max((disk.status(directory / UPLOADED / name).st_mtime for name in disk.names(directory / UPLOADED)))
+        return max(disk.status(directory / UPLOADED / name).st_mtime for name in disk.names(directory / UPLOADED))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
 

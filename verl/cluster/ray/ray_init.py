@@ -23,7 +23,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from verl.errors import ConfigError, VerlError
-from verl.utils.child_process import StoppedWatch, children
+from verl.utils.child_process.stopped_watch import StoppedWatch, children
 from verl.utils.orphan_cleanup import CLEANUP
 from verl.utils.temporary_directory import TemporaryDirectory
 

@@ -13,7 +13,7 @@ from verl.cluster.placement import ROLES, DivisibleHost, Placement, RoleGroups, 
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext
 from verl.engines.sharding import Sharding
-from verl.errors import ConfigError
+from verl.errors import ConfigError, install_command
 
 MAIN = "main"
 LEAST_OBJECT_STORE_MIB = 75
@@ -59,7 +59,7 @@ class RayPlacement(Placement):
 
     def faults(self) -> Iterator[str]:
         if importlib.util.find_spec("ray") is None:
-            yield "address needs Ray, which is not installed. Run: pip install -r requirements-ray.txt"
+            yield f"address needs Ray, which is not installed. Run: {install_command('ray')}"
         named = [role for pool in self.pools.values() for role in pool] + list(self.in_driver)
         for role in dict.fromkeys(named):
             if role not in ROLES:

@@ -37,8 +37,8 @@ from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_plan import SaveOutcome, SaveReport
 from verl.checkpoint.save.save_request import SaveRequest
 from verl.errors import CheckpointError, CheckpointFenced
-from verl.trainer.state import train_state
 from verl.trainer.state.distributed_save import RankWriters
+from verl.trainer.state.driver_state import RNG, PartStates
 from verl.trainer.state.lineage import Lineage, ParentCheckpoint, code_version
 from verl.trainer.state.resume import parent_of
 from verl.trainer.state.save_directory import SaveDirectory, ancestors_of
@@ -318,12 +318,12 @@ class CheckpointSaver:
             return None
         return self._jump([value for at, value in self._history if at > self.resumed.step])
 
-    def save(self, step: int, roles: Mapping[str, SavedRoleState], state: Mapping[str, Any], **facts: Any) -> None:
+    def save(self, step: int, roles: Mapping[str, SavedRoleState], state: PartStates, **facts: Any) -> None:
         """Begin a save; see `poll` for what becomes of it.
 
         Args:
             roles: by name.
-            state: `sampler`, and whatever else is plain and not the roles': `kl`, `reward`.
+            state: of the driver's parts, see `verl.trainer.state.driver_state`.
             facts: `tag`, `metrics`, and what `trainer_state.json` is to tell beside.
         """
         if self._writer is None:
@@ -344,7 +344,7 @@ class CheckpointSaver:
         directory: Path,
         step: int,
         roles: Mapping[str, SavedRoleState],
-        state: Mapping[str, Any],
+        state: PartStates,
         **facts: Any,
     ) -> SaveReport:
         """Save once in another directory, where nothing is pruned; see `save`.
@@ -392,7 +392,7 @@ class CheckpointSaver:
         contents: TrainState,
         step: int,
         roles: Mapping[str, SavedRoleState],
-        state: Mapping[str, Any],
+        state: PartStates,
         facts: dict[str, Any],
     ) -> SaveRequest:
         metrics = {k: v for k, v in facts.pop("metrics", {}).items() if isinstance(v, (int, float))}
@@ -423,7 +423,7 @@ class CheckpointSaver:
         """Whether saves are written while training goes on."""
         return self._writer is not None and self._writer.mode == "async"
 
-    def prepare(self, roles: Mapping[str, SavedRoleState], state: Mapping[str, Any]) -> None:
+    def prepare(self, roles: Mapping[str, SavedRoleState], state: PartStates) -> None:
         """Have the memory for saves of this size allocated in the background; the first one then stalls no longer."""
         assert self._writer is not None
         if self.parts is not None:
@@ -472,7 +472,7 @@ class CheckpointSaver:
             self._uploads.hear()
         return outcomes
 
-    def _state(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    def _state(self, state: PartStates, facts: Mapping[str, Any]) -> dict[str, Any]:
         """What people read in `trainer_state.json`."""
         return {
             **facts,
@@ -480,7 +480,7 @@ class CheckpointSaver:
             "loss_history": [list(entry) for entry in self._history],
             "best": self._best,
             "wall_clock_s": round(self._wall_before + time.monotonic() - self._started, 3),
-            "rng_states": train_state.rng_references(len(state.get("ranks", ()))),
+            "rng_states": RNG.references(len(state["rng"]["ranks"])),
             "lineage": self.facts,
             "code": self._code,
             "identity": self.identity,
