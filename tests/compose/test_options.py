@@ -52,7 +52,7 @@ OPTIONAL_TRACKERS = {"tensorboard": "tensorboard", "matplotlib": "plots"}
 
 
 IDENTITIES = json.loads((Path(__file__).parents[1] / "golden/identities.json").read_text())
-"""Of every shipped configuration, by root and options, recorded before components were checked by pydantic."""
+"""Of every shipped configuration, by root and options; scripts/record_identities.py records them."""
 
 
 def applies(root: str, option: str) -> bool:
@@ -74,12 +74,16 @@ def schema_faults(root: str, tree: dict) -> list[str]:
     ]
 
 
-@pytest.fixture
-def users_files(tmp_path, monkeypatch):
-    """A working directory with the files that the options in NEEDED name."""
-    monkeypatch.chdir(tmp_path)
+def write_users_files() -> None:
+    """The files that the options in NEEDED name, into the working directory."""
     Path("rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     Path("rule.py").write_text("def score(prompts, responses):\n    return [0.0] * len(prompts)\n")
+
+
+@pytest.fixture
+def users_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_users_files()
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if applies("ppo", option)])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import pickle
 import threading
@@ -23,6 +24,7 @@ from verl.checkpoint.commit.upload_state import (
     UploadTarget,
     confirm_upload,
     is_upload_confirmed,
+    last_upload,
     manifest_digest,
     withdraw_confirmation,
 )
@@ -110,9 +112,18 @@ class UploadWorker:
         """
         complete = self._directory.survey()[0]
         wanted = [published for published in complete if self._cold.wants(published)]
+        if self._cold.upload_interval_s and not self.due_in_s():
+            counted = [published for published in complete if self._cold.counts(published)]
+            wanted += [published for published in counted[-1:] if published not in wanted]
         if with_newest and complete and complete[-1] not in wanted:
             wanted.append(complete[-1])
         return [one for one in reversed(wanted) if one.name not in self._bad and not self._is_there(one)]
+
+    def due_in_s(self) -> float:
+        """Seconds until the newest checkpoint may go up; 0 where it may now."""
+        last = last_upload(self._directory.disk, self._directory.directory)
+        passed = math.inf if last is None else max(0.0, time.time() - last)
+        return max(0.0, self._cold.upload_interval_s - passed)
 
     def go(self, with_newest: bool = False) -> None:
         """Upload all that is waiting.
@@ -198,7 +209,7 @@ def serve(channel: Channel, setting: UploadSettings, progress: Progress) -> None
     asked.set()
     while True:
         report("idle")
-        asked.wait()
+        asked.wait(uploading.due_in_s() or None)
         asked.clear()
         is_last, begun = finishing.is_set(), num_commands[0]
         report("looking for checkpoints to upload")
