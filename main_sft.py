@@ -1,23 +1,6 @@
-"""Train a language model on written answers; `python main_sft.py --help` tells what can be chosen."""
+"""Train a language model on written answers: `verl sft` of a checkout; `--help` lists groups and options."""
 
-from verl.component import BuildContext
-from verl.compose.launch import LaunchedRun, entry_point
-from verl.compose.validate import refuse_here, validate
-from verl.compose.warm_start import resolve_warm_starts
-
-
-@entry_point("sft")
-def main(job: LaunchedRun) -> None:
-    run = validate(job.config, job.faults)  # every fault at once, before any weight is loaded
-    refuse_here(run)  # what this machine lacks for it
-    job.record()  # says what differs from the defaults, saves the configuration, and logs to run.log
-    run = resolve_warm_starts(run, job.console)  # the embedded starting weights are made on first use
-    trainer = run.build(BuildContext(run_dir=job.run_dir, job=job.name))
-    try:
-        trainer.fit()
-    finally:
-        trainer.close()
-
+from verl.cli.train import train_sft as main
 
 if __name__ == "__main__":
     main()

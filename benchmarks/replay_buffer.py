@@ -231,7 +231,7 @@ def saving(root: Path, num_bytes: int) -> dict[str, Any]:
 
 
 def rows_of_table(result: dict[str, Any]) -> list[list[str]]:
-    """Of the table in the README."""
+    """Of the table in docs/results.md."""
     held, put, drawn, saved = (result[name] for name in ("memory", "append", "sample", "checkpoint"))
     return [
         [

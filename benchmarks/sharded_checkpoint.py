@@ -182,7 +182,7 @@ def run(directory: Path, width: int, layers: int, rounds: int) -> dict[str, Any]
 
 
 def _rows(num_bytes: int, found: dict[str, float]) -> list[list[str]]:
-    """Of the table in the README."""
+    """Of the table in docs/results.md."""
     return [
         [
             f"{num_bytes / 1e9:.2f} GB saved by four processes under `sharding=fsdp`, each its own part",

@@ -3,8 +3,9 @@
     python benchmarks/weight_switch.py               some minutes; --small for a look
 
 `hf` samples from the very tensors that train; `vllm` is sent them, in two chunks of shared memory, and proves that it
-holds them. Beside it, with the same settings in a process without a trainer: building the engine again, and vLLM's own
-`reload_weights` from tensors that are there already. Prints one JSON line: seconds, medians with quartiles, and memory.
+holds them, once put into their places and once read by vLLM's `reload_weights`, in turns. Beside it, with the same
+settings in a process without a trainer: building the engine again, and `reload_weights` from tensors that are there
+already. Prints one JSON line: seconds, medians with quartiles, and memory.
 """
 
 from __future__ import annotations
@@ -84,6 +85,22 @@ def streamed(engine: VLLMClient, repeats: int) -> dict[str, Any]:
     return found
 
 
+def in_place_or_anew(engine: VLLMClient, repeats: int) -> dict[str, Any]:
+    """The same sync, put into place and by vLLM's `reload_weights` from the same stream, in turns."""
+    taken: dict[str, list[tuple[float, float]]] = {"in_place": [], "anew": []}
+    for number in range(2 * repeats + 2):
+        way = ("in_place", "anew")[number % 2]
+        engine._in_place = way == "in_place"
+        start = time.perf_counter()
+        load_s = engine.sync().metrics["sync/load_s"]
+        taken[way].append((time.perf_counter() - start, load_s))
+    engine._in_place = True
+    found = {way: list(zip(*pairs[1:], strict=True)) for way, pairs in taken.items()}
+    return {
+        way: {"seconds": work.spread(whole, 4), "load_s": work.spread(load, 4)} for way, (whole, load) in found.items()
+    }
+
+
 def measure(directory: Path, shape: dict[str, int], repeats: int) -> dict[str, Any]:
     """All ways, one after another, on one model."""
     parameters = work.write_model(directory, **shape, context=CONTEXT)
@@ -96,6 +113,7 @@ def measure(directory: Path, shape: dict[str, int], repeats: int) -> dict[str, A
     assert isinstance(engine, VLLMClient)
     try:
         found["vllm"] = streamed(engine, repeats)
+        found["loading"] = in_place_or_anew(engine, repeats)
         arguments, threads = engine.setting.engine_arguments(), engine.setting.num_threads
     finally:
         engine.close()
@@ -127,6 +145,13 @@ def table_rows(name: str, found: dict[str, Any]) -> list[list[str]]:
             f"{times:.0f}x faster than a new engine ({found['new_engine'][0]} s); `reload_weights` alone "
             f"{found['reload_weights'][0] * 1e3:.1f} ms, one copy {found['one_copy_s'] * 1e3:.1f} ms; "
             f"target: {TARGETS[name]}x",
+        ],
+        [
+            f"weights put into their places, against `reload_weights` from the same stream, {name}",
+            f"switch {found['loading']['in_place']['seconds'][0] * 1e3:.1f} against "
+            f"{found['loading']['anew']['seconds'][0] * 1e3:.1f} ms",
+            f"the engine's part {found['loading']['in_place']['load_s'][0] * 1e3:.1f} against "
+            f"{found['loading']['anew']['load_s'][0] * 1e3:.1f} ms",
         ],
     ]
 

@@ -1,7 +1,7 @@
-"""Write the results of benchmarks/results/ and of the quickstart between the marks in README.md.
+"""Write the results of benchmarks/results/ between the marks in docs/results.md.
 
 Each result file holds `rows`: lists of what was measured, the figure with its spread, and what it is compared with.
-`--check` exits 1 if the README is not up to date.
+`--check` exits 1 if the page is not up to date.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    readme = ROOT / "README.md"
-    old = readme.read_text()
+    page = ROOT / "docs/results.md"
+    old = page.read_text()
     new = between(old, "results", table())
     if args.check and new != old:
-        sys.exit("README.md is not up to date: run scripts/make_results_table.py")
-    readme.write_text(new)
+        sys.exit("docs/results.md is not up to date: run scripts/make_results_table.py")
+    page.write_text(new)
 
 
 if __name__ == "__main__":

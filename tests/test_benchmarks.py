@@ -1,4 +1,4 @@
-"""A benchmark that is cut short keeps the legs that it has finished."""
+"""A benchmark that is cut short keeps the legs that it has finished; the work that all measure is what they say."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+
+from verl.models.pretrained import Pretrained
+from verl.protocol import DataProto
+from verl.rollout.base import GenerationRequest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -66,3 +71,33 @@ def test_each_line_says_whether_it_is_the_last(progress, capsys):
         "found": {"a": 1},
         "rows": [["x", "y", "z"]],
     }
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_responses_of_the_workload_have_the_lengths_that_were_prescribed(tmp_path, ends):
+    workload = module("_workload")
+    workload.write_model(tmp_path, hidden=16, layers=1, context=64)
+    source = Pretrained(path=str(tmp_path))
+    lengths = [3, 1, 5, 2, 5, 4]
+    engine = workload.forced_rollout(lengths, ends, 2).attach(
+        source.load_causal_lm("cpu"), source.load_tokenizer(), seed=0
+    )
+    prompts = DataProto.from_dict(
+        {
+            "prompts": torch.tensor([[3, 4], [5, 6], [7, 8]]),
+            "prompt_mask": torch.ones(3, 2, dtype=torch.bool),
+            "prompt_ids": torch.arange(3),
+            "group_ids": torch.arange(3),
+        }
+    )
+    drawn = engine.generate(prompts, GenerationRequest(1, 2))["response_mask"].sum(dim=1).tolist()
+    assert drawn == (lengths if ends else [max(lengths)] * 6)
+
+
+def test_a_step_of_grpo_asks_the_reward_once_and_calls_each_role_as_often_as_it_must():
+    counted = module("driver_traffic").counted_step(processes=1)
+    calls = {"actor.generate": 1, "actor.compute_log_probs": 1, "reference.compute_log_probs": 1}
+    assert counted["calls_by_method"] == {**calls, "actor.update": 2, "actor.sync": 1}
+    assert counted["rewarded"] == 1
+    assert counted["unions"] <= 9  # 11 before those of one stage were made in one
+    assert "sent_bytes" not in counted  # roles of this process are called, not sent to

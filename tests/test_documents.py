@@ -23,7 +23,15 @@ from verl.tracking.jsonl import JsonLines
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("script", ["make_glossary.py", "make_results_table.py", "make_scaling_table.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "make_glossary.py",
+        "make_results_table.py",
+        "make_scaling_table.py",
+        pytest.param("make_plan_table.py", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_what_is_made_from_the_code_and_the_results_is_up_to_date(script):
     done = subprocess.run([sys.executable, ROOT / "scripts" / script, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -71,3 +79,23 @@ def test_every_path_that_the_documents_name_exists():
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         named = set(pattern.findall(page.read_text()))
         assert {path for path in named if not (ROOT / path).exists()} == set(), page.name
+
+
+def test_the_readme_is_one_page_whose_ratios_are_those_of_the_results():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines[:30] if len(line) > 80 and not line.startswith("![")] == []
+    table = "\n".join(line for line in lines if line.startswith("| "))
+    results = (ROOT / "docs/results.md").read_text().partition("<!-- results -->")[2]
+    ratios = re.findall(r"[\d.]+x", table)
+    assert len(ratios) >= 8
+    assert [ratio for ratio in ratios if ratio not in results] == []
+
+
+def test_every_document_is_in_the_index_and_every_link_leads_somewhere():
+    index = (ROOT / "docs/README.md").read_text()
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    assert [page.name for page in pages if page.name != "README.md" and f"]({page.name})" not in index] == []
+    for page in [*pages, *ROOT.glob("*.md")]:
+        targets = re.findall(r"\]\(((?!https?:)[^)#\s]+)[^)]*\)", page.read_text())
+        assert [target for target in targets if not (page.parent / target).exists()] == [], page.name

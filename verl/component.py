@@ -21,13 +21,15 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pydantic.dataclasses
 from pydantic import AllowInfNan, ConfigDict, Field, ValidationError
 from pydantic_core import ArgsKwargs, core_schema
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, install_command
+
+PREFLIGHT_TIMEOUT_S = 5.0
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails, SchemaValidator
@@ -45,6 +47,7 @@ class BuildContext:
         run_dir: where results are written, or None.
         row_tokens: of the longest row that the run can have, prompt and response; None where it is not known.
         job: of a sweep, or empty: what must not be shared by its jobs carries it in its name.
+        swept: configuration paths whose values tell the jobs of the sweep apart.
     """
 
     device: str = "cpu"
@@ -55,6 +58,7 @@ class BuildContext:
     run_dir: Path | None = None
     row_tokens: int | None = None
     job: str = ""
+    swept: tuple[str, ...] = ()
 
 
 MaybeInfinite = typing.Annotated[float, AllowInfNan()]
@@ -104,9 +108,13 @@ class Description:
     Subclasses are decorated by `component`. They add fields, yield in `faults` what the types cannot say, and make the
     running thing in `build`. A pure component, such as a loss, is its own running thing and inherits `build`.
 
+    Attributes:
+        other_keys: the field, a mapping, that takes components under keys which are no fields; None refuses such keys.
     Raises:
         ConfigError: on construction, with every fault of type or value, each opening with its field's name.
     """
+
+    other_keys: ClassVar[str | None] = None
 
     def __post_init__(self):
         # Of a class that `dataclasses.dataclass` made: its fields are set, and not checked yet.
@@ -124,6 +132,16 @@ class Description:
         """Yield what it needs and this machine lacks (a package, a device, a directory), each opening with the field.
         Asked before anything is trained or written; `faults` must hold on any machine."""
         yield from ()
+
+    def preflight(self, context: BuildContext) -> Iterator[str]:
+        """Yield what it needs of other machines, and of directories, and cannot have: a server that does not answer, a
+        store that refuses, each opening with the field. Asked after `faults_here`, before anything is trained or
+        written; whoever asks a server waits for a few seconds at most (PREFLIGHT_TIMEOUT_S)."""
+        yield from ()
+
+    def parts_here(self) -> Iterator[str]:
+        """Yield the fields whose components ask from the driver's machine in `preflight`."""
+        yield from (f.name for f in dataclasses.fields(self))
 
     def build(self, context: BuildContext) -> Any:
         """Make the running thing in the process that owns the device."""
@@ -159,7 +177,7 @@ def package_fault(package: str, setting: str) -> str | None:
     """
     if importlib.util.find_spec(package) is not None:
         return None
-    return f"needs the package {package}, which is not installed. Run: pip install {package}, or set {setting}."
+    return f"needs the package {package}, which is not installed. Run: {install_command(package)}, or set {setting}."
 
 
 def as_plain(value: Any) -> Any:
@@ -366,6 +384,7 @@ def _located(loc: Sequence[int | str], value: Any, annotation: Any) -> tuple[str
     return path, value, annotation
 
 
+NO_TARGET = " It has no _target_: choose an option of its group, or give the whole node."
 _BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 _EMPTY = ("too_short", "string_too_short")
 
@@ -381,10 +400,7 @@ def _expected(fault: ErrorDetails, value: Any, annotation: Any) -> str:
         return f"must {_bounds(choices[0])}{or_null}."
     if alone and fault["type"] in _EMPTY and len(value) == 0:
         return f"must not be empty{or_null}."
-    whole = (
-        " It has no _target_: choose an option of its group, or give the whole node." if _lacks(value, choices) else ""
-    )
-    return f"expected {in_words(annotation)}.{whole}"
+    return f"expected {in_words(annotation)}.{NO_TARGET if _lacks(value, choices) else ''}"
 
 
 def _lacks(value: Any, choices: Sequence[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""How a role's method is spread over the processes that hold the role: said once, beside the method."""
+"""Decorators that say how the call of a role's method is divided over the processes that hold the role."""
 
 from __future__ import annotations
 

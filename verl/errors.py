@@ -41,6 +41,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+_EXTRA_OF = {  # optional packages by their import names, and the extra of setup.py that brings each
+    "wandb": "wandb",
+    "tensorboard": "tensorboard",
+    "matplotlib": "plots",
+    "math_verify": "math",
+    "ray": "ray",
+    "fsspec": "s3",
+    "s3fs": "s3",
+    "gcsfs": "gcs",
+    "ossfs": "oss",
+}
+
+
+def install_command(package: str) -> str:
+    """The command that installs an optional package, in the range that verl accepts.
+
+    >>> install_command("matplotlib")
+    'pip install "verl[plots]"'
+    """
+    extra = _EXTRA_OF.get(package)
+    return f"pip install {package}" if extra is None else f'pip install "verl[{extra}]"'
+
 
 class VerlError(Exception):
     """Base of all errors raised on purpose."""

@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 
+import pytest
 from typer.testing import CliRunner
 
 import verl
 from verl.cli.main import app
+from verl.compose.launch import starting_words
 
 runner = CliRunner()
 
@@ -59,3 +61,26 @@ def test_the_module_runs_as_the_command_without_loading_torch():
     code += "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.split() == [verl.__version__, "0", "False"]
+
+
+def test_the_commands_that_train_take_hydras_words_and_end_with_its_status(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["verl"])
+    refused = runner.invoke(app, ["ppo", "-m", "actor=lama8b", "trainer.group_sise=4"])
+    assert refused.exit_code == 2
+    assert "Did you mean llama8b?" in refused.stderr
+    shown = runner.invoke(app, ["sft", "--cfg", "job", "--package", "trainer"])
+    assert (shown.exit_code, "SFTSettings" in shown.stdout) == (0, True)
+    assert runner.invoke(app, ["sft", "--root"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "count", "words"),
+    [
+        ("main_ppo.py", 1, ["python", "main_ppo.py"]),
+        ("main_ppo.py", 2, ["torchrun", "--nproc_per_node=2", "main_ppo.py"]),
+        ("verl ppo", 1, ["verl", "ppo"]),
+        ("verl sft", 2, ["torchrun", "--nproc_per_node=2", "-m", "verl.cli", "sft"]),
+    ],
+)
+def test_the_command_that_a_run_proposes_is_the_one_that_started_it(script, count, words):
+    assert starting_words(script, count) == words

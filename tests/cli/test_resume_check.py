@@ -96,7 +96,7 @@ def test_a_chain_of_layouts_keeps_every_bit_and_says_how_often_it_looked(model32
             "--topology is '1,2:zero': '2:zero' is no layout. Give a number of processes, then",
         ),
         (["--topology", "2:fsdp"], "--topology is '2:fsdp': one layout is no chain."),
-        (["--root", "dpo"], "--root is dpo: there is no"),
+        (["--root", "dpo"], "'dpo' is none of the commands that train"),
         (["actor.lr=1"], "the straight run ended with status 2:\nactor.lr is not a known key"),
     ],
 )

@@ -13,29 +13,24 @@ def workers_of(driver: int) -> list[int]:
 
     The processes that write checkpoints for a worker are none.
     """
-    mark = f"VERL_WORKER_PARENT={driver}".encode()
-    found = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = (directory / "environ").read_bytes().split(b"\0")
-            if mark in environ and not any(entry.startswith(b"VERL_WRITER_PARENT=") for entry in environ):
-                found.append(int(directory.name))
-        except OSError:
-            continue
-    return sorted(found)
+    return _children_of(driver, b"verl.cluster.worker")
 
 
 def engines_of(parent: int) -> list[int]:
     """The vLLM engines that a process has started."""
-    mark = f"VERL_ENGINE_PARENT={parent}".encode()
-    found = []
+    return _children_of(parent, b"verl.rollout.vllm.server.engine_main")
+
+
+def _children_of(parent: int, module: bytes) -> list[int]:
+    mark, found = f"VERL_PARENT={parent}".encode(), []
     for directory in Path("/proc").glob("[0-9]*"):
         try:
-            if mark in (directory / "environ").read_bytes().split(b"\0"):
+            is_module = module in (directory / "cmdline").read_bytes().split(b"\0")
+            if is_module and mark in (directory / "environ").read_bytes().split(b"\0"):
                 found.append(int(directory.name))
         except OSError:
             continue
-    return found
+    return sorted(found)
 
 
 def is_running(pid: int) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
-from multiprocessing import Pipe
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from verl.cluster.shm_channel import FREE_BLOCKS_KEPT, MessagePacker, ShmBlockPo
 from verl.component import BuildContext
 from verl.errors import ConfigError, WorkerHung
 from verl.protocol import DataProto
+from verl.utils.child_process.channel import Channel
 
 pytestmark = pytest.mark.xdist_group("cluster")
 
@@ -27,7 +28,7 @@ class Ends:
     """Two ends of a connection within this process."""
 
     def __init__(self):
-        here, there = Pipe()
+        here, there = (Channel(end) for end in socket.socketpair())
         self.posts = MessagePacker(), MessagePacker()
         self.left, self.right = ShmChannel(here, self.posts[0]), ShmChannel(there, self.posts[1])
 
@@ -148,7 +149,7 @@ def cluster_rows(batch: DataProto) -> torch.Tensor:
 
 def _a_stopped_worker_is_named(cluster, toy):
     cluster.step, cluster._call_timeout_s = 5, 2.0
-    pids = [process.pid for process in cluster._launcher._processes]
+    pids = list(cluster.pids)
     threading.Timer(0.5, os.kill, (pids[1], signal.SIGSTOP)).start()
     toy.where().result(timeout=60)
     with pytest.raises(

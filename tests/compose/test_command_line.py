@@ -16,6 +16,7 @@ from verl.compose.command_line import command_line, composition_faults, in_gramm
 from verl.compose.compose import compose_root
 from verl.compose.from_yaml import compose_over_default
 from verl.compose.schema import conf_dir
+from verl.compose.validate import validate
 
 RAW = re.compile(r"hydra\.cc|Lexer|token recognition|viable|mismatched|PPORoot|object_type|full_key|usage:|HYDRA_|See ")
 ODD = (
@@ -160,3 +161,42 @@ def test_what_hydra_finds_while_it_composes_is_put_into_our_words(override):
     (fault,) = composition_faults("ppo", caught.value)
     assert not RAW.search(fault)
     assert fault.endswith((".", "?"))
+
+
+def test_groups_of_ones_own_are_judged_and_composed_like_those_of_the_package(tmp_path):
+    conf = tmp_path / "my 'conf"
+    for name, text in {
+        "reward/mine": "_target_: verl.rewards.rules.Length\nmin_tokens: 2\n",
+        "trainer/bad": "seed: [\n",
+    }.items():
+        (conf / name).parent.mkdir(parents=True)
+        (conf / f"{name}.yaml").write_text(text)
+    words = ["--config-dir", str(conf), "reward=mine", "critic.model.dtype=float64"]
+    arguments, assigned = command_line("ppo", words)
+    assert assigned.faults == []
+    assert ("critic.model.path", "${actor.model.path}") in assigned.values  # what the other keys of the node were
+    run = validate(compose_root("ppo", [word for word in arguments if "=" in word]), assigned.faults)
+    assert run.reward.min_tokens == 2
+    (fault,) = command_line("ppo", ["--config-dir", str(conf), "reward=mien"])[1].faults
+    assert "Did you mean mine?" in fault
+    (fault,) = command_line("ppo", [f"--config-dir={conf}", "trainer=bad"])[1].faults
+    assert "bad.yaml line 2 is not readable as YAML" in fault
+    (fault,) = command_line("ppo", ["reward=mine"])[1].faults
+    assert "no such option" in fault
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "kind"),
+    [
+        (["reward={_target_:verl.rewards.rules.Length,max_tokens:3}"], "reward", "Length"),
+        (["rollout={_target_:verl.rollout.scripted.ScriptedRollout,texts:[a]}"], "rollout", "ScriptedRollout"),
+        (["reward={_target_:verl.rewards.rules.Length}", "reward.max_tokens=3"], "reward", "Length"),
+    ],
+)
+def test_a_component_that_is_written_out_takes_the_place_of_the_default_option(words, path, kind):
+    arguments, assigned = command_line("ppo", words)
+    node = compose_root("ppo", arguments)[path]
+    assert node["_target_"].endswith(f".{kind}")
+    assert "answer_key" not in node
+    if path == "reward":
+        assert validate(compose_root("ppo", arguments), assigned.faults).reward.min_tokens == 1

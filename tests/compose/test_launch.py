@@ -66,7 +66,7 @@ def test_faults_print_as_a_list_without_traceback_exit_2_and_leave_no_directory(
 
 
 def test_what_this_machine_lacks_is_refused_before_the_warm_start_and_leaves_nothing(tmp_path):
-    arguments = ("resume=/no/such/run", "trainer.device=cuda:77", "rollout=vllm")
+    arguments = ("resume=/no/such/run", "trainer.device=cuda:77", "rollout=vllm", "tracker=[console,tensorboard]")
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text(

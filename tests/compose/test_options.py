@@ -12,10 +12,11 @@ import yaml
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
+from verl.component import BuildContext
 from verl.compose.command_line import command_line
 from verl.compose.compose import compose_root
 from verl.compose.schema import conf_dir, group_options, json_schema, root_keys
-from verl.compose.validate import validate
+from verl.compose.validate import refuse_here, validate
 from verl.errors import ConfigError
 
 SFT_ONLY = {"data=arithmetic_sft", "data=sft_files", "trainer=sft", "experiment=arithmetic_sft"}
@@ -23,6 +24,11 @@ PPO_ONLY = {"data=arithmetic", "data=files", "trainer=local", "trainer=ray", "tr
 PPO_ONLY |= {"experiment=arithmetic_ppo", "experiment=arithmetic_grpo", "experiment=gsm8k_qwen2_0_5b"}
 OPTIONS = [f"{group}={option}" for group, options in group_options(conf_dir()).items() for option in options]
 CLIENTS = {"storage=oss": "ossfs", "storage=gcs": "gcsfs"}  # packages that an option cannot do without
+OPTIONAL = {  # an option that asks for a package, and the extra of setup.py that brings it
+    "tracker=wandb": ("wandb", "wandb"),
+    "reward=math": ("math_verify", "math"),
+    "storage=s3": ("s3fs", "s3"),
+}
 NEEDED = {  # what an option leaves to the user
     "actor=pretrained": ["actor.model.path=owner/model"],
     "critic=own_model": ["critic.model.path=owner/model"],
@@ -42,10 +48,11 @@ NEEDED = {  # what an option leaves to the user
     "experiment=gsm8k_qwen2_0_5b": ["data.train_files=[rows.jsonl]", "data.eval_files=[rows.jsonl]"],
     "data=sft_files": ["data.train_files=[rows.jsonl]", "data.max_length=16"],
 }
+OPTIONAL_TRACKERS = {"tensorboard": "tensorboard", "matplotlib": "plots"}
 
 
 IDENTITIES = json.loads((Path(__file__).parents[1] / "golden/identities.json").read_text())
-"""Of every shipped configuration, by root and options, recorded before components were checked by pydantic."""
+"""Of every shipped configuration, by root and options; scripts/record_identities.py records them."""
 
 
 def applies(root: str, option: str) -> bool:
@@ -67,12 +74,16 @@ def schema_faults(root: str, tree: dict) -> list[str]:
     ]
 
 
-@pytest.fixture
-def users_files(tmp_path, monkeypatch):
-    """A working directory with the files that the options in NEEDED name."""
-    monkeypatch.chdir(tmp_path)
+def write_users_files() -> None:
+    """The files that the options in NEEDED name, into the working directory."""
     Path("rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     Path("rule.py").write_text("def score(prompts, responses):\n    return [0.0] * len(prompts)\n")
+
+
+@pytest.fixture
+def users_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_users_files()
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if applies("ppo", option)])
@@ -80,7 +91,7 @@ def test_option_composes_and_checks_in_ppo(option, users_files):
     arguments, assigned = command_line("ppo", [option, *NEEDED.get(option, [])])
     assert assigned.faults == []
     if (client := CLIENTS.get(option)) and importlib.util.find_spec(client) is None:
-        with pytest.raises(ConfigError, match=f"pip install {client}"):
+        with pytest.raises(ConfigError, match=rf'pip install "verl\[{option.partition("=")[2]}\]"'):
             validate(compose_root("ppo", arguments))
         return
     config = compose_root("ppo", arguments)
@@ -239,3 +250,31 @@ def test_an_unknown_root_key_in_an_experiment_is_rejected(tmp_path):
 )
 def test_an_experiment_without_a_name_has_that_of_its_algorithm_and_model(overrides, name):
     assert compose_root("ppo", overrides).trainer.experiment_name == name
+
+
+@pytest.mark.parametrize("option", OPTIONAL)
+def test_an_option_names_the_extra_that_brings_what_it_needs_and_is_not_installed(option, users_files, monkeypatch):
+    package, extra = OPTIONAL[option]
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, of=None: None if name == package else find(name, of))
+    arguments, assigned = command_line("ppo", [option, *NEEDED.get(option, [])])
+    with pytest.raises(ConfigError) as refusal:
+        refuse_here(validate(compose_root("ppo", arguments), assigned.faults))
+    assert f'pip install "verl[{extra}]"' in str(refusal.value)
+    refuse_here(validate(compose_root("ppo")))  # which does not ask for it
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "matplotlib"])
+def test_the_default_trackers_do_without_what_is_not_installed_and_say_so(package, tmp_path, monkeypatch, caplog):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, of=None: None if name == package else find(name, of))
+    run = validate(compose_root("ppo"))
+    refuse_here(run)
+    with caplog.at_level("INFO"):
+        trackers = run.tracker.build(BuildContext(run_dir=tmp_path))
+    trackers.start("run", {}, tmp_path, 1)
+    trackers.close("finished")
+    assert f'pip install "verl[{OPTIONAL_TRACKERS[package]}]"' in caplog.text
+    asked = validate(compose_root("ppo", command_line("ppo", ["tracker=[console,tensorboard,curves]"])[0]))
+    with pytest.raises(ConfigError, match="is not installed"):
+        refuse_here(asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from omegaconf import open_dict
 from PIL import Image
 
 from verl.compose import schema
+from verl.compose.command_line import swept_paths
 from verl.compose.schema import conf_dir, group_options
 from verl.compose.validate import validate
 from verl.tracking.sweep_table import outcomes, table, write
@@ -23,7 +25,7 @@ from verl.tracking.sweep_table import outcomes, table, write
 ROOT = conf_dir().parent
 
 
-def test_the_jobs_of_a_sweep_are_compared(tmp_path, model64):
+def test_the_jobs_of_a_sweep_are_compared(tmp_path, model64, monkeypatch, caplog):
     arguments = [*small_run(model64, tmp_path), "trainer.total_steps=2", "checkpoint.save_interval=1", "tracker=wandb"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
     done = subprocess.run(
@@ -53,6 +55,10 @@ def test_the_jobs_of_a_sweep_are_compared(tmp_path, model64):
     assert told == set()
     (left_out,) = (line for line in lines if line.startswith("in sweep.csv alone: "))
     assert "peak memory of a process (MiB)" in left_out
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, of=None: None)
+    assert [path.name for path in write(directory, outcomes(directory))] == ["sweep.csv"]
+    assert 'pip install "verl[plots]"' in caplog.text
 
 
 @pytest.mark.parametrize("option", group_options(conf_dir())["sweep"])
@@ -95,3 +101,16 @@ def test_a_job_without_a_result_stands_in_the_table_too(tmp_path):
         ["job", "actor.optimizer.lr", "status"],
         [["0", "1", "failed"], ["1", "2", "not run"]],
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "params", "paths"),
+    [
+        (["-m", "actor.optimizer.lr=1e-3,2e-3", "trainer.seed=1"], {}, ("actor.optimizer.lr",)),
+        (["++trainer.seed=range(3)", "algorithm=grpo,rloo"], {}, ("trainer.seed", "algorithm")),
+        (["+sharding@actor.sharding=ddp,fsdp"], {"trainer.seed": "1,2"}, ("actor.sharding", "trainer.seed")),
+        (["data.files=[a,b]", "trainer.seed=choice(1,2)"], {}, ("trainer.seed",)),
+    ],
+)
+def test_what_a_sweep_varies_is_read_off_its_command_line_and_its_sweeper(arguments, params, paths):
+    assert swept_paths(arguments, {"params": params}) == paths

@@ -68,5 +68,5 @@ def test_a_chain_of_shardings_ends_where_one_process_does(lora, model64, tmp_pat
         assert {name: gap for name, gap in gaps.items() if not gap <= 1e-9} == {}, f"step {step}"
         assert {name: x.dtype for name, x in of_chain.items()} == {name: x.dtype for name, x in alone.items()}
     assert any(x.dtype == torch.float64 for x in alone.values())
-    assert "FSDP has one process, and divides nothing" in caplog.text
+    assert "FSDP has one process, so nothing is sharded" in caplog.text
     assert wait_until_gone(workers_of(os.getpid())) == []

@@ -66,16 +66,16 @@ def test_every_example_of_the_library_is_named_on_its_page():
 
 
 @pytest.mark.exhaustive
-def test_the_example_of_the_readme_learns(tmp_path, monkeypatch):
+def test_the_example_with_a_short_file_learns(tmp_path, monkeypatch):
     """From the model that the quickstart leaves; its reward before and after is what the page claims."""
     policy = resolve_warm_starts(validate(compose_root("ppo", ["actor=tiny"])), Console(quiet=True)).actor.model.path
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "README.md").read_text().partition("From Python, with a short file")[2]
+    page = (ROOT / "docs/quickstart.md").read_text().partition("From Python, with a short file")[2]
     config = re.search(r"```yaml\n(.*?)```", page, flags=re.DOTALL)[1]  # type: ignore[index]
     assert "outputs/quickstart/sft/actor" in config
     Path("config.yaml").write_text(config.replace("outputs/quickstart/sft/actor", policy))
     names: dict = {}
-    exec(compile(re.search(r"```python\n(.*?)```", page, flags=re.DOTALL)[1], "README.md", "exec"), names)  # type: ignore[index]
+    exec(compile(re.search(r"```python\n(.*?)```", page, flags=re.DOTALL)[1], "docs/quickstart.md", "exec"), names)  # type: ignore[index]
     lines = (names["trainer"].run_dir / "metrics.jsonl").read_text().splitlines()
     rewards = [record["reward/mean"] for record in map(json.loads, lines) if "reward/mean" in record]
     assert len(rewards) == 100

@@ -39,7 +39,8 @@ def writer_of(process: int) -> int:
     found = []
     for directory in Path("/proc").glob("[0-9]*"):
         try:
-            if environment(int(directory.name)).get("VERL_WRITER_PARENT") == str(process):
+            is_writer = b"writer_process" in (directory / "cmdline").read_bytes()
+            if is_writer and environment(int(directory.name)).get("VERL_PARENT") == str(process):
                 found.append(int(directory.name))
         except OSError:
             continue

@@ -34,7 +34,7 @@ def striking(monkeypatch):
         def submit_and_strike(cluster, role, method, args):
             future = submit(cluster, role, method, args)
             if f"{role}.{method}" == call and cluster.step == step:
-                os.kill(cluster._launcher._processes[-1].pid, number)
+                os.kill(cluster.pids[-1], number)
             return future
 
         monkeypatch.setattr(LocalWorkerGroup, "submit", submit_and_strike)

@@ -60,7 +60,7 @@ KINDS = {
     "rewards in processes": Kind(
         ("reward=function", "reward.path=HERE/samples.py:score", "reward.per_sample=true", "reward.num_workers=2",
          "reward.timeout_s=3"),
-        ("trainer", "sample_worker", "sample_worker", "sample_worker"),
+        ("trainer", "pool_worker", "pool_worker", "pool_worker"),
     ),
     "sharded": Kind(
         ("sharding=ddp", "trainer.n_gpus_per_node=2", "sharding.call_timeout_s=6", "sharding.timeout_s=60"),

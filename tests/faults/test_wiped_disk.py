@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import random
 import shutil
-import subprocess
-import sys
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from cli.small_runs import hold_once, small_run
-from storage.s3_server import BUCKET
+from faults.courses import COURSES, first_difference, steps_saved
+from faults.fork_server import Child, ForkServer
+from faults.scenarios import fast_directory
+from storage.s3_server import BUCKET, Fault, Proxy, Request, proxy_before, wait_until
 
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.models.pretrained import Pretrained
 from verl.trainer.state.compare_runs import Tolerance, first_step_apart, steps_of
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.xdist_group("wiped disk")
 STEPS, KILLED_FROM, HELD_AT = 10, 4, 6
 BUFFER = ["replay=tiered", "replay.max_rows=24", "replay.hot_share=0.25", "replay.warm_share=0.25"]
 BUFFER += ["replay.cold_share=0.5", "replay.memory_mib=8", "replay.shard_mib=1", "algorithm.replay_fraction=0.5"]
@@ -28,35 +34,32 @@ SAVING = ["checkpoint=incremental", "checkpoint.incremental_pays_below=1", "chec
 TWO = ["sharding=ddp", "trainer.n_gpus_per_node=2"]
 
 
-@pytest.fixture
-def store(s3_url: str) -> dict[str, str]:
-    """What the environment of a run says of an S3 server."""
-    return os.environ | {"AWS_ENDPOINT_URL": s3_url, "VERL_BUCKET": BUCKET}
+@pytest.fixture(scope="module")
+def machines(s3_url: str) -> Iterator[ForkServer]:
+    """Starts trainers whose environment has the credentials of the S3 server."""
+    with ForkServer() as started:
+        yield started
 
 
 class Machine:
     """A directory that is all there is of a machine; its store outlives it."""
 
-    def __init__(self, directory: Path, model: Pretrained, store: dict[str, str], prefix: str):
-        self.directory, self.model, self.store, self.prefix = directory, model, store, prefix
+    def __init__(self, directory: Path, model: Pretrained, machines: ForkServer, url: str, prefix: str):
+        self.directory, self.model, self.machines, self.url, self.prefix = directory, model, machines, url, prefix
 
-    def start(self, name: str, *overrides: str) -> subprocess.Popen:
+    def start(self, name: str, *overrides: str) -> Child:
         self.directory.mkdir(exist_ok=True)
-        run = [sys.executable, ROOT / "main_ppo.py", *small_run(self.model, self.directory), *BUFFER, *SAVING]
-        run += ["storage=s3", f"storage.prefix={self.prefix}", "checkpoint.keep_last_n=null", "resume=latest"]
+        run = [*small_run(self.model, self.directory), *BUFFER, *SAVING, *at_s3(self.url, self.prefix)]
+        run += ["checkpoint.keep_last_n=null", "resume=latest"]
         run += [f"checkpoint.save_dir={self.directory}/checkpoints/killed", f"trainer.total_steps={STEPS}"]
         run += ["trainer.eval_interval=3", "trainer.save_final=false", "tracker.curves=null", "trainer.num_threads=1"]
-        run += [f"hydra.run.dir={self.directory / name}", *overrides]
-        with (self.directory.parent / f"{self.prefix}_{name}.log").open("w") as log:
-            return subprocess.Popen(run, stdout=log, stderr=subprocess.STDOUT, cwd=self.directory, env=self.store)
-
-    def told(self, name: str) -> str:
-        return (self.directory.parent / f"{self.prefix}_{name}.log").read_text()
+        return self.machines.start(self.directory, name, [*run, *overrides])
 
     def finish(self, name: str, *overrides: str) -> str:
-        """Run to the end; the log."""
-        assert self.start(name, *overrides).wait(timeout=240) == 0, self.told(name)
-        return self.told(name)
+        """Run to the end; what it said."""
+        child = self.start(name, *overrides)
+        assert child.wait(timeout_s=240) == 0, child.said()
+        return child.said()
 
     @property
     def confirmed(self) -> int:
@@ -70,25 +73,30 @@ class Machine:
         return CheckpointReader(newest).digest()
 
 
-def test_a_run_whose_disk_is_lost_goes_on_from_the_store(store, model32, tmp_path):
-    whole = Machine(tmp_path / "whole", model32, store, "whole")
-    whole.finish("run")
+def at_s3(url: str, prefix: str) -> list[str]:
+    return ["storage=s3", f"storage.endpoint_url={url}", f"storage.bucket={BUCKET}", f"storage.prefix={prefix}"]
 
-    lost = Machine(tmp_path / "lost", model32, store, "lost")
+
+def test_a_run_whose_disk_is_lost_goes_on_from_the_store(machines, s3_url, model32, tmp_path):
+    whole = Machine(tmp_path / "whole", model32, machines, s3_url, "whole")
+    undisturbed = whole.start("run")
+
+    lost = Machine(tmp_path / "lost", model32, machines, s3_url, "lost")
     lost.directory.mkdir()
     hold_once(lost.directory / f"checkpoints/killed/global_step_{HELD_AT}", lost.directory)  # uploads may be slower
-    process = lost.start("run")
+    child = lost.start("run")
     try:
         end = time.monotonic() + 240
         while lost.confirmed < KILLED_FROM:
-            assert process.poll() is None, lost.told("run")
+            assert child.is_running(), child.said()
             assert time.monotonic() < end, "nothing was uploaded"
             time.sleep(0.02)
     finally:
-        _power_off(process)
+        power_off(child)
     shutil.rmtree(lost.directory)
 
     told = lost.finish("again")
+    assert undisturbed.wait(timeout_s=240) == 0, undisturbed.said()
     resumed = min(steps_of(lost.directory / "again")) - 1
     assert KILLED_FROM <= resumed < STEPS, told
     assert lost.digest() == whole.digest()
@@ -101,16 +109,23 @@ def test_a_run_whose_disk_is_lost_goes_on_from_the_store(store, model32, tmp_pat
     assert sorted(steps_of(lost.directory / "elsewhere")) == [STEPS + 1, STEPS + 2]
 
 
-def _power_off(process: subprocess.Popen) -> None:
+def power_off(child: Child) -> None:
     """Kill a run with the processes that save and upload for it, which else end a moment later than it does."""
-    run = psutil.Process(process.pid)
-    run.suspend()  # so that it starts no more of them
-    family = [run, *run.children(recursive=True)]
-    for one in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
-    process.wait()
-    psutil.wait_procs(family, timeout=10)  # those that nobody waits for stay as names
+    with contextlib.suppress(psutil.NoSuchProcess):
+        run = psutil.Process(child.pid)
+        run.suspend()  # so that it starts no more of them
+        family = [run, *run.children(recursive=True)]
+        for one in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        wait_until(lambda: not any(map(_is_running, family)))
+    child.wait()
+
+
+def _is_running(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE  # that nobody waits for
+    return False
 
 
 def _numbers(run_dir: Path) -> dict[int, dict[str, float]]:
@@ -120,3 +135,103 @@ def _numbers(run_dir: Path) -> dict[int, dict[str, float]]:
         step: {name: x for name, x in metrics.items() if not name.startswith(places)}
         for step, metrics in steps_of(run_dir).items()
     }
+
+
+# Rounds: killed at a random request of an upload, the disk wiped, resumed from the store, again and again
+
+ROUND_STEPS = 6
+REQUESTS = 25  # fewer than upload the checkpoints of one run
+
+
+class PowerCut:
+    """The moment at which a machine loses its power: at the n-th request that changes the store.
+
+    Args:
+        is_done: the store carries the request out before.
+    """
+
+    def __init__(self, number: int, is_done: bool):
+        self._number, self._is_done, self._count = number, is_done, 0
+        self.has_come = threading.Event()
+
+    def __call__(self, request: Request) -> Fault | None:
+        self._count += request.method in ("PUT", "POST", "DELETE")
+        if self._count < self._number and not self.has_come.is_set():
+            return None
+        is_done = self._is_done and not self.has_come.is_set()
+        self.has_come.set()
+        return Fault(passed_on=is_done, hang_up=True, delay_s=0.3)
+
+
+class Life:
+    """A training from its first step to its last, on as many machines as that takes."""
+
+    def __init__(self, machines: ForkServer, model: Path, proxy: Proxy, directory: Path, prefix: str):
+        self._machines, self._model, self._proxy, self._prefix = machines, model, proxy, prefix
+        self.directory, self.is_over, self._confirmed = directory, False, 0
+
+    def start(self, mode: str) -> Child:
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        course = dataclasses.replace(COURSES["ppo"], mode=mode)
+        given = [*course.arguments(self._model, self.directory, ROUND_STEPS), *at_s3(self._proxy.url, self._prefix)]
+        return self._machines.start(self.directory, "run", [*given, "storage.retries=0"])
+
+    def round(self, coin: random.Random, whole: Path, kills: Counter[str]) -> None:
+        """A new machine: resume from the store, and lose the power at a random request of an upload."""
+        mode = coin.choice(["async", "incremental", "sync"])
+        cut = PowerCut(coin.randint(1, REQUESTS), coin.random() < 0.5)
+        self._proxy.misbehave = cut
+        child = self.start(mode)
+        while child.is_running() and not cut.has_come.wait(0.02):
+            pass
+        power_off(child)
+        self._proxy.misbehave = lambda request: None
+        self._compare(child, whole)
+        if cut.has_come.is_set():
+            kills["before the first step" if not self._steps() else f"in an upload of a run with {mode} saves"] += 1
+        else:
+            assert child.wait() == 0, child.said()
+            self.is_over = True
+
+    def finish(self, whole: Path) -> None:
+        child = self.start("async")
+        assert child.wait(240) == 0, child.said()
+        self._compare(child, whole)
+        self.is_over = True
+
+    def _compare(self, child: Child, whole: Path) -> None:
+        """What this machine trained is what the undisturbed one did, and it began at what the store had, or later."""
+        assert first_difference(whole, self.directory) is None
+        if steps := self._steps():
+            assert min(steps) > self._confirmed, child.said()
+        confirmed = self.directory.glob("checkpoints/uploaded/global_step_*")
+        self._confirmed = max([self._confirmed, *(int(path.name.rpartition("_")[2]) for path in confirmed)])
+
+    def _steps(self) -> list[int]:
+        return sorted(step for step, numbers in steps_of(self.directory / "run").items() if "actor/loss" in numbers)
+
+
+@pytest.mark.exhaustive
+def test_a_run_killed_in_uploads_and_wiped_in_many_rounds_ends_as_the_undisturbed_one(
+    machines, s3_url, dir32, record_property
+):
+    rounds = int(os.environ.get("VERL_WIPED_ROUNDS", "30"))
+    seed = int(os.environ.get("VERL_WIPED_SEED", "1"))
+    coin, kills, lives = random.Random(seed), Counter[str](), []
+    with fast_directory() as base, proxy_before(s3_url) as proxy:
+        twin = Life(machines, dir32, proxy, base / "whole", "undisturbed")
+        child = twin.start("async")
+        assert child.wait(240) == 0, child.said()
+        assert steps_saved(twin.directory) == [*range(1, ROUND_STEPS + 1)]
+        while sum(kills.values()) < rounds or not lives[-1].is_over:
+            if not lives or lives[-1].is_over:
+                lives.append(Life(machines, dir32, proxy, base / f"life_{len(lives)}", f"life_{seed}_{len(lives)}"))
+            if sum(kills.values()) < rounds:
+                lives[-1].round(coin, twin.directory, kills)
+            else:
+                lives[-1].finish(twin.directory)
+            assert lives[-1].is_over is False or ROUND_STEPS in steps_saved(lives[-1].directory)
+    record_property("fault_cases", sum(kills.values()))
+    told = ", ".join(f"{count} {when}" for when, count in kills.most_common())
+    record_property("told", f"seed {seed}: {sum(kills.values())} disks lost in {len(lives)} trainings: {told}")

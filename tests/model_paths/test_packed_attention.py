@@ -63,6 +63,20 @@ def test_packed_and_padded_rows_agree(family, share, tmp_path):
         torch.testing.assert_close(packed_gradients[name], gradient, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_mask_is_made_once_for_all_layers_and_for_their_recomputation(recomputed, tmp_path, monkeypatch):
+    save_random_model(tmp_path, "llama", torch.float64, num_hidden_layers=3)
+    model, rows = Pretrained(path=str(tmp_path), dtype="float64").load_causal_lm("cpu").train(), padded_rows()
+    assert packed_attention.enable(model) is None
+    if recomputed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    made, make = [], packed_attention.make_block_mask
+    monkeypatch.setattr(packed_attention, "make_block_mask", lambda *given: made.append(given) or make(*given))
+    run(model, rows, torch.ones(model.config.vocab_size, dtype=torch.float64), share=True)
+    blocks = pack(PROMPTS, RESPONSES, PROMPT_OF, rows["mask"], P, True).blocks
+    assert len(made) == len(blocks)
+
+
 def test_gradients_repeat_bit_for_bit(tmp_path):
     save_random_model(tmp_path, "qwen2", torch.float32)
     model, rows = Pretrained(path=str(tmp_path)).load_causal_lm("cpu").train(), padded_rows()

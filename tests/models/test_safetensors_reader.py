@@ -72,3 +72,18 @@ def test_a_slice_is_read_from_the_shard_that_has_it(tmp_path):
     files = SafetensorsReader(tmp_path)
     assert files.read("x", ((1, 3), (0, 2))).tolist() == [[4.0, 5.0], [8.0, 9.0]]
     assert float(files.read("scalar", ())) == 2.0
+
+
+def test_a_model_of_the_hub_is_read_in_slices_from_the_cache_of_this_machine(tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "0123abc"
+    save_random_model(snapshot, "qwen2", torch.float32)
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("0123abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    model = Pretrained(path="some/model").load_skeleton("causal_lm")
+    assert all(p.is_meta for p in model.parameters())
+    load_own_slices(model, model.weight_files, CPU, CPU)
+    whole = Pretrained(path=str(snapshot)).load_causal_lm("cpu")
+    assert all(torch.equal(x, everything(model)[name]) for name, x in everything(whole).items())
+    assert Pretrained(path="some/other").load_skeleton("causal_lm") is None

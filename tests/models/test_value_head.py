@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 import pytest
 import torch
 from roles import largest_difference, weights
+from safetensors.torch import load_file
+from torch import Tensor
+from trainer.runs import PPO_ALGORITHM
+from trainer.saved_runs import course, digest, fit, newest
 from transformers import AutoModel
 
-from verl.models.heads import ValueHeadModel
+from verl.engines.optimizer import AdamW
+from verl.engines.parallel_dims import Parallelism
+from verl.errors import ConfigError
+from verl.models.heads import ModelHead, ValueHeadModel, ValueHeadOutput, head_of
+from verl.models.lora import LoRA
 from verl.models.pretrained import VALUE_HEAD_FILE, Pretrained
+from verl.workers.critic import Critic
+from verl.workers.load_state import CheckpointSelection, load_weights
 
 TOKENS = torch.tensor([[0, 0, 8, 9, 10], [11, 12, 13, 14, 15]])
 MASK = (TOKENS > 0).long()
@@ -49,7 +62,7 @@ def test_backbone_and_head_come_back_bit_by_bit(trained, tmp_path):
     trained.save_pretrained(tmp_path)
     source = Pretrained(path=str(tmp_path), dtype="float64")
     again = ValueHeadModel(source.load_backbone("cpu"))
-    again.load_head(source.value_head())
+    again.load(tmp_path)
     assert largest_difference(weights(again), weights(trained)) == 0
     assert torch.equal(again(TOKENS, MASK, POSITIONS).values, trained(TOKENS, MASK, POSITIONS).values)
 
@@ -64,3 +77,56 @@ def test_transformers_opens_the_directory_of_a_critic(trained, tmp_path):
 def test_the_head_of_a_bfloat16_backbone_is_float32(dir32):
     model = ValueHeadModel(Pretrained(path=str(dir32), dtype="bfloat16").load_backbone("cpu"))
     assert model.head.weight.dtype == model(TOKENS, MASK, POSITIONS).values.dtype == torch.float32
+
+
+class TwoLayers(ModelHead):
+    """Another head than the package has: layers of its own, in a file of its own."""
+
+    file = "two_layers.safetensors"
+
+    def __init__(self, backbone: Any):
+        super().__init__(backbone)
+        width = backbone.config.get_text_config().hidden_size
+        generator = torch.Generator().manual_seed(0)
+        self.inner, self.outer = torch.nn.Linear(width, 4), torch.nn.Linear(4, 1)
+        for weight in [*self.inner.parameters(), *self.outer.parameters()]:
+            weight.data = 0.1 * torch.randn(weight.shape, generator=generator)
+
+    def forward(self, input_ids: Tensor, probe: bool = False, **others: Any) -> ValueHeadOutput:
+        hidden = self.backbone(input_ids=input_ids, use_cache=False, **others).last_hidden_state
+        return ValueHeadOutput(values=self.outer(self.inner(hidden).tanh()).squeeze(-1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepCritic(Critic):
+    head: ClassVar[type[ModelHead]] = TwoLayers
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["whole", "adapter"])
+def test_another_head_is_trained_saved_resumed_and_loaded_with_no_further_edit(model32, tmp_path, lora):
+    critic = DeepCritic(model=model32, optimizer=AdamW(lr=3e-3), micro_batch_tokens=4096, lora=lora)
+    parts: dict[str, Any] = {"algorithm": PPO_ALGORITHM, "critic": critic, "save_final": True}
+    fit(course(model32, tmp_path / "whole", **parts), tmp_path / "whole")
+    stopped = tmp_path / "stopped"
+    fit(course(model32, stopped, stop_after=2, **parts), stopped)
+    fit(course(model32, stopped, resume="latest", **parts), stopped)
+    assert digest(stopped) == digest(tmp_path / "whole")
+    saved = newest(stopped).directory / "critic"
+    assert (saved / TwoLayers.file).read_bytes() == (stopped / "critic" / TwoLayers.file).read_bytes()
+    model: Any = TwoLayers(model32.load_backbone("cpu"))
+    if lora is not None:
+        model.backbone = lora.apply(model.backbone, causal_lm=False)
+    before = model.outer.weight.clone()
+    load_weights(model, "critic", CheckpointSelection(saved.parent), Parallelism())
+    assert not torch.equal(model.outer.weight, before)
+    assert torch.equal(model.outer.weight, load_file(saved / TwoLayers.file)["outer.weight"])
+    head_of(model).save(tmp_path)
+    assert (tmp_path / TwoLayers.file).read_bytes() == (saved / TwoLayers.file).read_bytes()
+
+
+def test_the_head_of_another_model_is_refused(trained, tmp_path):
+    other = TwoLayers(trained.backbone)
+    other.save(tmp_path)
+    (tmp_path / TwoLayers.file).rename(tmp_path / trained.file)
+    with pytest.raises(ConfigError, match=r"value_head.safetensors is the head of another model \(bias, inner.bias"):
+        trained.load(tmp_path)

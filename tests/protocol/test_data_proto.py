@@ -12,7 +12,7 @@ from batches import assert_same, rollout
 
 from verl import config
 from verl.errors import DataProtoValidationError
-from verl.protocol import DataProto
+from verl.protocol import DataProto, data_proto
 
 
 def test_a_single_dict_is_divided_into_tensors_and_columns():
@@ -152,6 +152,36 @@ def test_union_changes_neither_side_and_keeps_both_producers():
     assert left.meta_info == {"a": 1}
     assert both.producer("values").function == "reward_returning"
     assert both.producer("answer").function.startswith("test_union")
+
+
+def test_a_union_of_several_is_that_of_each_in_turn_and_looks_at_every_number_once(monkeypatch):
+    monkeypatch.setattr(config, "strict_data_check", True)
+    looked: list[str] = []
+    whole = data_proto.check_content
+
+    def counted(batch, bound, sources, new=None):
+        looked.extend(batch if new is None else new)
+        whole(batch, bound, sources, new)
+
+    base = rollout(4, 3, 5)
+    others = [
+        DataProto.from_dict(
+            {name: torch.zeros(4, 5)}, {f"of_{name}": list("abcd")}, {name: 1}, producer=reward_returning
+        )
+        for name in ("alpha", "beta", "gamma")
+    ]
+    monkeypatch.setattr(data_proto, "check_content", counted)
+    together = base.union(*others)
+    assert sorted(looked) == ["alpha", "beta", "gamma"]
+    in_turn = base.union(others[0]).union(others[1]).union(others[2])
+    assert_same(together, in_turn)
+    assert together.meta_info == in_turn.meta_info
+    assert together.producer("of_beta") == in_turn.producer("of_beta")
+    again = DataProto.from_dict({"alpha": torch.ones(4, 5)}, producer=rollout)
+    with pytest.raises(DataProtoValidationError, match=r"(?s)by reward_returning.*by rollout"):
+        base.union(*others, again)
+    with pytest.raises(DataProtoValidationError, match=r"shape \[4, 6\]"):
+        base.union(others[0], DataProto.from_dict({"advantages": torch.zeros(4, 6)}))
 
 
 def test_a_length_learnt_in_one_union_does_not_bind_the_batch_it_came_from():

@@ -6,8 +6,8 @@ import copy
 import datetime
 import decimal
 import enum
-import multiprocessing
 import pickle
+import socket
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from verl.cluster.serialization import RowSubset, deserialize, serialize
 from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto
 from verl.replay.arrow_rows import RowSegment, SegmentRows, rows_from_arrow, rows_to_arrow
+from verl.utils.child_process.channel import Channel
 
 few = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 
@@ -79,7 +80,8 @@ def test_a_batch_is_the_same_after_every_journey_and_joins_with_what_arrives(tmp
 def test_a_batch_is_the_same_behind_shared_memory(monkeypatch, data):
     """Through a connection of two processes, whose tensors lie in a shared block however few they are."""
     monkeypatch.setattr(shm_channel, "SMALL", 1)
-    ends, posts = multiprocessing.Pipe(), (shm_channel.MessagePacker(), shm_channel.MessagePacker())
+    ends = [Channel(end) for end in socket.socketpair()]
+    posts = (shm_channel.MessagePacker(), shm_channel.MessagePacker())
     here, there = (shm_channel.ShmChannel(end, post) for end, post in zip(ends, posts))
     try:
         for sent in (data, RowSubset(data, torch.arange(len(data)))):

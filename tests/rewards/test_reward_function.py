@@ -403,7 +403,7 @@ def test_a_function_of_the_batch_that_hangs_is_ended_at_its_deadline_and_its_lin
 
 def test_a_function_of_the_batch_that_ends_its_process_ends_nothing_else(written, batch):
     reward = written("import os\ndef my_reward(prompts, responses): os._exit(3)").build(BuildContext())
-    with pytest.raises(RewardError, match="the process ended with exit code 3"):
+    with pytest.raises(RewardError, match="the process ended with exit status 3"):
         reward.score(batch)
     reward.close()
 

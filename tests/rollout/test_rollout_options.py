@@ -29,7 +29,7 @@ def test_a_fault_names_its_field(options, fault):
 
 
 def test_a_script_needs_a_text():
-    with pytest.raises(ConfigError, match="texts is \(\): must not be empty"):
+    with pytest.raises(ConfigError, match=r"texts is \(\): must not be empty"):
         ScriptedRollout(texts=())
 
 

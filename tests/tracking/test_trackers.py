@@ -10,10 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from verl.component import BuildContext
+from verl.component import BuildContext, as_plain
+from verl.compose.command_line import command_line
+from verl.compose.compose import compose_root
+from verl.compose.from_yaml import compose_over_default
+from verl.compose.validate import validate
 from verl.errors import ConfigError
 from verl.tracking.base import Tracker, Trackers, TrackerSet
 from verl.tracking.jsonl import JsonLines
+from verl.tracking.tensorboard import TensorBoard
 
 
 class Recording(Tracker):
@@ -153,7 +158,7 @@ def test_the_description_builds_what_it_names_and_nothing_else(tmp_path):
 
 def test_a_further_tracker_needs_a_name_of_its_own_and_no_other_edit(tmp_path):
     running = Trackers(jsonl=JsonLines(), more={"mine": JsonLines()}).build(BuildContext())
-    assert list(running._trackers) == ["jsonl", "more.mine"]
+    assert list(running._trackers) == ["jsonl", "mine"]
     with pytest.raises(ConfigError, match="more has the name 'console', which is a tracker of its own"):
         Trackers(more={"console": JsonLines()})
 
@@ -161,3 +166,85 @@ def test_a_further_tracker_needs_a_name_of_its_own_and_no_other_edit(tmp_path):
 def test_a_tracker_of_the_wrong_kind_is_refused():
     with pytest.raises(ConfigError, match="jsonl is 'yes': expected a component"):
         Trackers(jsonl="yes")
+
+
+# Composed from a list
+
+
+def composed(*arguments: str) -> Trackers:
+    words, assigned = command_line("ppo", list(arguments))
+    if assigned.faults:
+        raise ConfigError(assigned.faults)
+    return validate(compose_root("ppo", words)).tracker
+
+
+def names(trackers: Trackers) -> list[str]:
+    return sorted(name for name, tracker in as_plain(trackers).items() if isinstance(tracker, dict) and tracker)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["tracker=[console,jsonl,wandb]", "tracker.wandb.project=x"], ["console", "jsonl", "wandb"]),
+        (["tracker=console"], ["console"]),
+        (["tracker=[jsonl]"], ["jsonl"]),
+        (["tracker=default"], ["console", "curves", "jsonl", "tensorboard"]),
+        (["tracker=[wandb,default]"], ["console", "curves", "jsonl", "tensorboard", "wandb"]),
+        (
+            ["tracker=wandb"],
+            ["console", "curves", "jsonl", "tensorboard", "wandb"],
+        ),  # as it was before there were lists
+        (["tracker=[wandb]"], ["wandb"]),
+        (["tracker=none"], []),
+        (["tracker=[]"], []),
+        (["tracker=[console,jsonl]", "tracker.jsonl=null"], ["console"]),
+    ],
+)
+def test_trackers_are_a_list_and_older_forms_mean_what_they_meant(arguments, expected):
+    assert names(composed(*arguments)) == expected
+
+
+def test_a_tracker_of_a_list_has_its_settings_under_its_name():
+    found = composed("tracker=[console,wandb]", "tracker.wandb.project=x", "tracker.console.sample_rows=7")
+    assert (as_plain(found)["wandb"]["project"], as_plain(found)["console"]["sample_rows"]) == ("x", 7)
+    short = compose_over_default("ppo", {"tracker": ["console", "jsonl"]}, ["tracker.console.sample_rows=2"])
+    found = validate(short.config, short.faults).tracker
+    assert names(found) == ["console", "jsonl"]
+    assert found.console.sample_rows == 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("key", ["tracker.mine", "tracker.more.mine", "+tracker.mine"])
+def test_a_sixth_tracker_stands_beside_the_others_under_its_name(key, tmp_path):
+    own, path = f"{key}={{_target_:verl.tracking.tensorboard.TensorBoard}}", key.lstrip("+")
+    found = composed("tracker=[jsonl]", own, f"{path}.flush_s=3")
+    assert found.more == {"mine": TensorBoard(flush_s=3)}
+    running = found.build(BuildContext(run_dir=tmp_path))
+    assert list(running._trackers) == ["jsonl", "mine"]
+    with pytest.raises(ConfigError) as caught:
+        composed(own, f"{path}.flush_s=0")
+    assert caught.value.faults == [f"{path}.flush_s is 0: must be 1 or more."]
+
+
+def test_an_option_of_ones_own_is_composed_like_those_of_the_package(tmp_path):
+    (tmp_path / "tracker").mkdir()
+    (tmp_path / "tracker/mine.yaml").write_text(
+        "_target_: verl.tracking.base.Trackers\nmine: {_target_: verl.tracking.tensorboard.TensorBoard, flush_s: 5}\n"
+    )
+    options = [f"hydra.searchpath=[file://{tmp_path}]", "tracker=[mine,jsonl]", "++tracker.mine.flush_s=6"]
+    found = validate(compose_root("ppo", options)).tracker
+    assert (found.jsonl, found.more) == (JsonLines(), {"mine": TensorBoard(flush_s=6)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["tracker.wandb.project=x"], r"tracker\.wandb.*such as tracker=\[default,wandb\]"),
+        (["tracker=[console,jsom]"], "tracker=jsom: no such option.*Did you mean jsonl"),
+        (["tracker.consol.sample_rows=1"], r"tracker\.consol is not a known key.*tracker\.console"),
+        (["reward=[exact_match,length]"], "it takes one option, not a list"),
+        (["tracker=[console,jsonl],none"], "has several values: add -m"),
+    ],
+)
+def test_what_is_no_list_of_trackers_is_told(arguments, fault):
+    with pytest.raises(ConfigError, match=fault):
+        composed(*arguments)

@@ -180,7 +180,7 @@ from pathlib import Path
 from verl.component import BuildContext
 from verl.tracking.base import Trackers
 from verl.tracking.wandb import SERVICE, WandB
-from verl.utils.child_process import children
+from verl.utils.child_process.stopped_watch import children
 
 logging.basicConfig()
 running = Trackers(wandb=WandB(timeout_s=1.0)).build(BuildContext())

@@ -139,7 +139,7 @@ RUN += ["checkpoint=off"]
     [
         ("main_ppo.py", "sys.exit(0)", ["reward.path=c.py:batch"], 1, "Raised at line 5: sys.exit(0)"),
         pytest.param(
-            "main_ppo.py", "os._exit(0)", ["reward.path=c.py:sample", "reward.per_sample=true"], 1, "exit code 0",
+            "main_ppo.py", "os._exit(0)", ["reward.path=c.py:sample", "reward.per_sample=true"], 1, "exit status 0",
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
@@ -175,7 +175,7 @@ SAMPLE = r"Raised at line 4: [\s\S]*Sample: 3,"
         ("sys.exit(0)", SAMPLE),
         ("exit()", SAMPLE),
         ("raise KeyboardInterrupt", SAMPLE),
-        ("os._exit(0)", "the process ended with exit code 0"),
+        ("os._exit(0)", "the process ended with exit status 0"),
     ],
 )
 def test_an_exit_of_a_reward_function_names_the_sample(how, said, tmp_path):

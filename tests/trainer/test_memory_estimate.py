@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from trainer.saved_runs import course, fit
 from verl.compose.compose import compose_root
 from verl.compose.schema import conf_dir
 from verl.compose.validate import validate
+from verl.engines.sharding import DDP, FSDP, Sharding, ShardingCost
 from verl.models.model_stats import model_stats
 from verl.trainer import memory_estimate as budget_module
 from verl.trainer.memory_estimate import (
@@ -262,3 +265,43 @@ def test_what_is_free_is_asked_of_this_machine(tmp_path):
     free = free_memory("cpu", 1)
     assert free is None or free > 2**20
     assert free_disk(tmp_path / "not" / "there" / "yet") > 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class EightBitStates(DDP):
+    """A sharding of one's own: moments of a byte each, and weights that may rest in half."""
+
+    halved: bool = False
+
+    def cost(self, *args: Any, **kwargs: Any) -> ShardingCost:
+        cost = super().cost(*args, **kwargs)
+        return replace(cost, weights=cost.weights // (2 if self.halved else 1), optimizer=cost.optimizer // 4)
+
+    def smaller(self) -> Iterator[tuple[str, Sharding]]:
+        if not self.halved:
+            yield "sharding.halved=true", replace(self, halved=True)
+
+
+def test_a_sharding_of_ones_own_says_itself_what_it_costs_and_what_makes_it_smaller(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    run = validate(
+        compose_root(
+            "ppo",
+            [
+                "actor=tiny_scratch",
+                "critic=tiny_scratch",
+                "sharding=ddp",
+                "++trainer.n_gpus_per_node=2",
+                "++trainer.device=cuda",
+            ],
+        )
+    )
+    own = replace(run, sharding=EightBitStates())
+    plain, changed = estimate_ppo(run).roles[0], estimate_ppo(own).roles[0]
+    assert (changed.weights, changed.optimizer) == (plain.weights, plain.optimizer // 4)
+    offered = dict(budget_module.changes(own, estimate_ppo(own)))
+    assert "sharding.halved=true" in offered
+    assert estimate_ppo(offered["sharding.halved=true"]()).roles[0].weights == plain.weights // 2
+    assert "sharding.cpu_offload=true" not in offered
+    fully = replace(run, sharding=FSDP())
+    assert dict(budget_module.changes(fully, estimate_ppo(fully)))["sharding.cpu_offload=true"]().sharding.cpu_offload

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import packaging.version  # noqa: F401 - the check imports these on first use, which must not be under an emptied path
+import packaging.specifiers
+import packaging.version  # the check imports these on first use, which must not be under an emptied path
 import pytest
 import torch  # noqa: F401
 
@@ -56,7 +57,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(only, caps
     only(peft=None)
     assert check_env(backends=(), exit_on_failure=False) is False
     found = lines(capsys)
-    assert found["peft"] == f"[✗] peft is missing: needs >=0.21   mend: pip install peft=={NEEDED['peft']}"
+    assert found["peft"] == f"[✗] peft is missing: needs >=0.18.0   mend: pip install peft=={NEEDED['peft']}"
     assert found["torch"].startswith("[✓]")
 
 
@@ -202,6 +203,21 @@ def test_the_pinned_requirements_are_the_tested_versions():
         pytest.skip("an installed package has no requirements.txt beside it")
     pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", path.read_text(), re.MULTILINE))
     assert {name: pinned.get(name) for name in NEEDED} == NEEDED
+
+
+def test_the_ranges_of_the_package_begin_where_the_check_does_and_hold_the_pinned_versions():
+    path = ROOT / "setup.py"
+    if not path.is_file():
+        pytest.skip("an installed package has no setup.py beside it")
+    ranges = re.findall(r'"([\w-]+)((?:>=|==)[\w.,<>=]+)"', path.read_text())
+    begins = {name: text.partition(",")[0].removeprefix(">=") for name, text in ranges if text.startswith(">=")}
+    known = (*REQUIREMENTS, *env_check.EXTRAS)
+    assert {one.name: begins.get(one.name) for one in known} == {one.name: one.oldest for one in known}
+    page = (ROOT / "docs/installation.md").read_text()
+    for needed in REQUIREMENTS:
+        (limits,) = {text for name, text in ranges if name == needed.name}
+        assert packaging.version.Version(needed.tested) in packaging.specifiers.SpecifierSet(limits)
+        assert f"| {needed.name} | {needed.oldest} |" in page
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,10 @@ class ForgetfulEngine(VLLMClient):
 
     sent = 0
 
-    def _send_weights(self, *, merge: bool = True) -> SyncResult:
+    def push(self, *, merge: bool = True) -> SyncResult:
         self.sent += 1
         if self.sent <= 2:
-            return super()._send_weights(merge=merge)
+            return super().push(merge=merge)
         for weight in weights_of(self.model, merge=merge):
             self._prover.note(weight.name, weight.make())
         return SyncResult("nothing")

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from roles import PPO, experience, largest_difference, start_actor, weights
+from roles import PPO, experience, gradients, largest_difference, start_actor, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.algorithms.kl import KLInLoss
@@ -125,3 +125,13 @@ def test_every_call_from_the_driver_says_how_it_travels():
     }
     assert [name for name, kind in kinds.items() if kind.divides] == ["generate", "compute_log_probs", "update"]
     assert [name for name, kind in kinds.items() if kind.joins] == ["generate", "compute_log_probs"]
+
+
+def test_gradients_are_gone_before_the_rollout_engine_takes_its_memory(model64, prompts, monkeypatch):
+    actor = start_actor(model64)
+    actor.update(experience(actor, prompts()))
+    assert gradients(actor.model)
+    kept, sync = [], actor.sampler.sync
+    monkeypatch.setattr(actor.sampler, "sync", lambda: kept.append(gradients(actor.model)) or sync())
+    actor.sync()
+    assert kept == [{}]

@@ -45,6 +45,13 @@ class KLControl(Description):
         """
         return torch.where(batch["response_mask"], batch["token_level_scores"], 0.0), {}
 
+    def state_dict(self) -> dict[str, float]:
+        """What a later run needs to go on; nothing where the coefficient is fixed."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from a saved state; a fixed coefficient stays."""
+
     def loss(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> Tensor | None:
         """The term to add to the policy loss of each token, coefficient included.
 

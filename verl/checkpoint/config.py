@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -51,10 +52,13 @@ class Checkpointing(Description):
         incremental_saves_per_base: without `incremental_base`, a file is saved whole again after so many saves.
         incremental_pays_below: size of a difference relative to its file, above which the file is saved whole.
         cold_storage: object storage that checkpoints are uploaded to in the background, such as
-            `{type: s3, bucket: models, prefix: runs}`: keys of the group `storage`, and `upload_interval`. null is what
-            `storage=` names, if anything.
+            `{type: s3, bucket: models, prefix: runs}`: keys of the group `storage`, `upload_interval` in seconds
+            (`upload_interval_s` here) and `upload_every` (`upload_interval` here). null is what `storage=` names, if
+            anything.
         upload_interval: every n-th checkpoint goes there, and each that has a tag, and the last one of the run; null:
             none.
+        upload_interval_s: of those, at most one in so many seconds, the newest; each that has a tag, and the last one
+            of the run, go there all the same. null: all of them.
         keep_waiting: most checkpoints that are kept on the local disk, beyond those that retention keeps, only because
             the store has not confirmed them.
         upload_wait_s: at the end of the run, wait at most this long for uploads.
@@ -86,6 +90,7 @@ class Checkpointing(Description):
     incremental_pays_below: Annotated[float, Field(gt=0, le=1)] = 0.8
     cold_storage: dict[str, Any] | None = None
     upload_interval: PositiveInt | None = 1
+    upload_interval_s: PositiveFloat | None = None
     keep_waiting: NonNegativeInt = 8
     upload_wait_s: NonNegativeFloat = 600.0
     writer_timeout_s: PositiveFloat = 600.0
@@ -112,9 +117,15 @@ class Checkpointing(Description):
         if self.cold_storage is None:
             return
         own = dict(self.cold_storage)
-        interval = own.pop("upload_interval", 1)
-        if not isinstance(interval, int) or interval < 1:
-            yield f"cold_storage.upload_interval is {interval!r}: every how many checkpoints, at least 1."
+        seconds, count = own.pop("upload_interval", None), own.pop("upload_every", 1)
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and 0 < seconds < math.inf):
+            yield (
+                f"cold_storage.upload_interval is {seconds!r}: seconds between uploads, above 0; for every n-th "
+                "checkpoint set upload_every."
+            )
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            yield f"cold_storage.upload_every is {count!r}: every how many checkpoints, at least 1."
         try:
             if storage_from(own).kind == "memory":
                 yield "cold_storage.type is 'memory': it ends with the process. Take local, s3, oss or gcs."

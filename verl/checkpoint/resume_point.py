@@ -161,7 +161,9 @@ def _of_run(resume: str, run_dir: Path, strict: bool, verify: bool) -> ResumePoi
             if not _has_any(directory, runs):
                 continue
             if number:
-                _log.warning("%s was ended before its first save: going on from what it had gone on from.", run_dir)
+                _log.warning(
+                    "%s ended before its first save: resuming from the checkpoint that it was resumed from.", run_dir
+                )
             if directory != places[0]:
                 _log.info("%s says that it saved in %s; its checkpoints are in %s.", run_dir, places[0], directory)
             return _newest(directory, strict, verify, what, runs)

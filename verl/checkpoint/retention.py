@@ -1,6 +1,6 @@
 """Retention: which checkpoints of a directory are kept, pinned and tagged, and how the rest is removed.
 
-Decided from what is on the disk, after a save is durable, never from a list in memory.
+Decided from the files on the disk after a save is durable, not from a list in memory.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,7 @@ from pydantic import PositiveInt
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.upload_state import forget_removed_uploads, waiting_for_upload
-from verl.checkpoint.core.checkpoint import Checkpoint
+from verl.checkpoint.core.checkpoint import Checkpoint, read_state
 from verl.checkpoint.core.filesystem import (
     files_below,
     is_directory,
@@ -31,7 +32,7 @@ from verl.checkpoint.core.filesystem import (
 from verl.checkpoint.read.discovery import FORMAT, PINS, STAGING, TRASH
 from verl.checkpoint.read.verify import Level
 from verl.component import Description, component
-from verl.errors import CheckpointNotFound
+from verl.errors import BadCheckpoint, CheckpointNotFound
 
 FEWEST_KEPT = 2
 PIN_LIMIT_BYTES = 65_536
@@ -91,8 +92,59 @@ class Retention(Description):
         return max(valued, key=lambda entry: entry[:2])[-1] if valued else None
 
 
-def prune(store: CheckpointStore, retention: Retention, level: Level = "quick") -> list[str]:
+def lineages_of(store: CheckpointStore, complete: list[Checkpoint]) -> list[dict[str, int]]:
+    """The lines of descent in a directory, each as `Retention.lineage` has it: of a run and those that it came from.
+
+    A run all of whose checkpoints belong to the descent of a later one has no line of its own. Checkpoints that tell
+    nothing of where they come from, as of a script, are one line.
+    """
+    lines: dict[str, dict[str, int]] = {}
+    newest: dict[str, int] = {}
+    untold: dict[str, int] = {}
+    for published in complete:
+        run_id, told = published.manifest.run_id, None
+        with contextlib.suppress(BadCheckpoint, FileNotFoundError):
+            told = read_state(store.disk, published).get("lineage")
+        newest[run_id] = max(newest.get(run_id, 0), published.sequence)
+        before = told.get("ancestors") if isinstance(told, dict) else None
+        if isinstance(before, dict):
+            known = {str(run): number for run, number in before.items() if isinstance(number, int)}
+            lines[run_id] = {**known, run_id: sys.maxsize}
+        else:
+            untold[run_id] = sys.maxsize
+    leaves = [line for run_id, line in lines.items() if not _is_within(run_id, newest[run_id], lines)]
+    older = [run_id for run_id in untold if run_id not in lines and not _is_within(run_id, newest[run_id], lines)]
+    return [*leaves, *([dict.fromkeys(older, sys.maxsize)] if older else [])]
+
+
+def _is_within(run_id: str, newest: int, lines: dict[str, dict[str, int]]) -> bool:
+    return any(newest <= line.get(run_id, 0) for other, line in lines.items() if other != run_id)
+
+
+def _kept_by_lineage(
+    retention: Retention, complete: list[Checkpoint], pinned: Iterable[str], lineages: Sequence[dict[str, int]]
+) -> dict[str, str]:
+    """What stays where the rules hold for each line of descent by itself."""
+    kept: dict[str, str] = {}
+    for line in lineages:
+        rules = replace(retention, lineage=line)
+        own = rules.kept([published for published in complete if rules.covers(published)], pinned)
+        of = f" of run {list(line)[-1]}" if len(lineages) > 1 and retention.keep_last_n is not None else ""
+        for name, reason in own.items():
+            kept.setdefault(name, reason + (of if reason.startswith(("among", "best")) else ""))
+    return kept
+
+
+def prune(
+    store: CheckpointStore,
+    retention: Retention,
+    level: Level = "quick",
+    lineages: Sequence[dict[str, int]] | None = None,
+) -> list[str]:
     """Remove what is not kept. Bad checkpoints are not counted and not touched.
+
+    Args:
+        lineages: lines of descent, for each of which the rules hold by itself; None for those of `retention`.
 
     >>> prune(store, Retention(keep_last_n=3, keep_best="eval/accuracy"))  # doctest: +SKIP
     ['global_step_100']
@@ -107,7 +159,11 @@ def prune(store: CheckpointStore, retention: Retention, level: Level = "quick") 
     with store.ownership.locked(), write_errors("pruning checkpoints"):
         store.ownership.check()
         complete = [published for published in store.complete(level=level) if retention.covers(published)]
-        kept = retention.kept(complete, pins(store))
+        pinned = pins(store)
+        if lineages is None:
+            kept = retention.kept(complete, pinned)
+        else:
+            kept = _kept_by_lineage(retention, complete, pinned, lineages)
         kept |= waiting_for_upload(store, complete, kept)
         dropped = [published for published in complete if published.name not in kept]
         if not dropped:
@@ -184,18 +240,21 @@ class CleanupPlan:
         kept: names of the others, and why.
         leftovers: what dead processes left in `staging/` and `trash/`.
         freed_bytes: in all, files that remain in another checkpoint not counted.
+        lineages: the runs of each line of descent; the rules hold for each by itself.
     """
 
     removed: tuple[str, ...]
     kept: dict[str, str]
     leftovers: tuple[str, ...]
     freed_bytes: int
+    lineages: tuple[tuple[str, ...], ...] = ()
 
 
 def plan(store: CheckpointStore, retention: Retention) -> CleanupPlan:
     """What `clean` would do; changes nothing."""
     complete = [published for published in store.complete() if retention.covers(published)]
-    kept = retention.kept(complete, pins(store))
+    lineages = lineages_of(store, complete)
+    kept = _kept_by_lineage(retention, complete, pins(store), lineages)
     kept |= waiting_for_upload(store, complete, kept)
     dropped = [published for published in complete if published.name not in kept]
     with read_errors(f"looking at {store.directory}"):
@@ -207,11 +266,13 @@ def plan(store: CheckpointStore, retention: Retention) -> CleanupPlan:
         kept={published.name: kept[published.name] for published in complete if published.name in kept},
         leftovers=tuple(path.relative_to(store.directory).as_posix() for path in leftovers),
         freed_bytes=freed,
+        lineages=tuple(tuple(line) for line in lineages),
     )
 
 
 def clean(store: CheckpointStore, retention: Retention) -> CleanupPlan:
-    """Retention now, then what dead processes left, then shared files that no checkpoint holds any more.
+    """Retention for each line of descent by itself, then what dead processes left, then shared files that no checkpoint
+    holds any more.
 
     A living trainer stays the owner of the directory, and what it is saving is left alone.
 
@@ -223,10 +284,10 @@ def clean(store: CheckpointStore, retention: Retention) -> CleanupPlan:
     if not (planned.removed or planned.leftovers or planned.freed_bytes):
         return planned
     store.ownership.borrow()
-    removed = prune(store, retention)
+    removed = prune(store, retention, lineages=lineages_of(store, store.complete()))
     collect_garbage(store)
     kept = {name: reason for name, reason in planned.kept.items() if name not in removed}
-    return CleanupPlan(removed=tuple(removed), kept=kept, leftovers=planned.leftovers, freed_bytes=planned.freed_bytes)
+    return replace(planned, removed=tuple(removed), kept=kept)
 
 
 def _names(checkpoints: list[Checkpoint]) -> tuple[str, ...]:

@@ -7,7 +7,9 @@ generate           `verl eval` and `verl generate`: evaluates a saved policy or 
 lineage            `verl lineage`: which run came from which checkpoint of which run, as a tree or as JSON
 main               The console command `verl`
 models             `verl env --models`: which ways of running a model are used for it, and why others are not
-resume_check       `verl resume-check`: is a run that stops and is resumed the run that never stopped?
-resume_worker      One leg of `verl resume-check --topology`: the main script
+plan               `verl plan`: what a run will take in memory, time and disk, before anything is loaded
+resume_check       `verl resume-check`: does a resumed run give the same numbers as a run without a stop?
+resume_worker      One leg of `verl resume-check --topology`
 samples            `verl samples`: browse the rollouts of a run, as a table, one prompt across steps, as JSON
+train              The commands that train: `verl ppo`, `verl sft` and `verl quickstart`
 """

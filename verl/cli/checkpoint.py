@@ -317,7 +317,9 @@ def collect(
 ) -> None:
     """Remove what is not kept: checkpoints by retention, leftovers of dead processes, shared files no longer shared.
 
-    Pinned and tagged checkpoints and the two newest always stay. A trainer that is saving there is not disturbed.
+    Pinned and tagged checkpoints and the two newest always stay. Where trainings that do not descend from each other
+    saved in one directory, the rules hold for each of them by itself, as in their own retention. A trainer that is
+    saving there is not disturbed.
     """
     where = resolve_path(path)
     if where.name is not None:
@@ -328,6 +330,12 @@ def collect(
     if json:
         print_json({"dry_run": dry_run, **dataclasses.asdict(cleaning)})
         return
+    if keep_last_n is not None and len(cleaning.lineages) > 1:
+        typer.echo(
+            f"{where.directory} holds {len(cleaning.lineages)} trainings, and the rules hold for each by itself:"
+        )
+        for line in cleaning.lineages:
+            typer.echo(f"  {' -> '.join(line)}")
     would, verb = ("would remove", "would free") if dry_run else ("removed", "freed")
     for name in (*cleaning.removed, *cleaning.leftovers):
         typer.echo(f"{would} {name}")

@@ -10,11 +10,12 @@ import typer
 from typer.core import TyperGroup
 
 import verl
-from verl.cli import checkpoint  # which adds its commands to those of checkpoint.py
+from verl.cli import checkpoint, train
 from verl.cli.console import one_line_errors
 from verl.cli.generate import evaluate, generate
 from verl.cli.lineage import lineage
 from verl.cli.models import print_families, print_kept, print_summary
+from verl.cli.plan import plan
 from verl.cli.resume_check import resume_check
 from verl.cli.samples import samples
 from verl.errors import ConfigError
@@ -24,9 +25,18 @@ from verl.utils.env_check import BACKENDS, check_env
 
 
 class _Commands(TyperGroup):
-    """Commands that a component which they call cannot end with a status of its own."""
+    """Commands that a component which they call cannot end with a status of its own.
+
+    `ppo` and `sft` handle exits, signals and threads themselves (`entry_point` in compose/launch.py).
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta["trains"] = args[:1] in (["ppo"], ["sft"])
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
+        if ctx.meta["trains"]:
+            return super().invoke(ctx)
         with component_exits(), reader_may_leave():
             return super().invoke(ctx)
 
@@ -34,11 +44,15 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="verl", cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+app.command()(train.quickstart)
+app.command(cls=train.HydraCommand)(train.ppo)
+app.command(cls=train.HydraCommand)(train.sft)
 app.add_typer(checkpoint.app)
 app.command("resume-check")(resume_check)
 app.command()(lineage)
 app.command("eval")(evaluate)
 app.command()(generate)
+app.command()(plan)
 app.command()(samples)
 
 

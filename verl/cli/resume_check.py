@@ -1,4 +1,4 @@
-"""`verl resume-check`: is a run that stops and is resumed the run that never stopped?
+"""`verl resume-check`: does a run that stops and resumes give the same numbers as a run without a stop?
 
 straight     steps 1 ........................ N
 interrupted  steps 1 .... k, saved, ended
@@ -12,8 +12,8 @@ leg 1   one process          step 1, saved ──┐
 leg 2   two, under fsdp   ┌── loaded ────────┘   saved again at once: the same tensors?   step 2, saved ──┐
 leg 3   ...               └─ ...
 
-What a leg loads must be what the leg before it saved, bit by bit, whoever wrote it. What it makes of it is the same to
-rounding, until rounding lets a response be another one; with a tolerance, that is compared too.
+Each leg must load, bit by bit, what the leg before it saved. Its results are equal up to rounding, until rounding
+changes a sampled response; with a tolerance they are compared too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from verl.errors import ConfigError
-from verl.utils.child_process import kill
+from verl.utils.child_process.process import reap
 from verl.utils.progress import STARTER_VARIABLE, Progress, ProgressWatch
 from verl.utils.temporary_directory import TemporaryDirectory
 
@@ -95,7 +95,7 @@ class RunLauncher:
             "tracker.jsonl={_target_:verl.tracking.jsonl.JsonLines}",
         ]
         settings = laid_over(laid_over([*mode, *self.overrides], settings), overrides)
-        command = [sys.executable, *(script or [str(main_script(self.root))]), *settings]
+        command = [sys.executable, *(script or ["-m", "verl.cli", self.root]), *settings]
         with tempfile.TemporaryFile() as output:
             fault = self._fault(command, environment, output)
             if fault is not None:
@@ -125,7 +125,8 @@ class RunLauncher:
                     process.wait(timeout=END_TIMEOUT_S)
                 raise
             finally:
-                kill(process)
+                process.kill()
+                reap(process)
 
     def last(self, saved_in: str, strict: bool = True) -> Checkpoint:
         """The newest checkpoint of some runs."""
@@ -139,20 +140,6 @@ def laid_over(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
     keys = {text.partition("=")[0] for text in later}
     kept = [text for text in overrides if not keys & {text.partition("=")[0], text.partition(".")[0]}]
     return [*kept, *later]
-
-
-def main_script(root: str) -> Path:
-    """The script that trains.
-
-    Raises:
-        ConfigError: there is none, as where only the package is installed.
-    """
-    from verl.compose.schema import conf_dir
-
-    script = conf_dir().parent / f"main_{root}.py"
-    if not script.is_file():
-        raise ConfigError(f"--root is {root}: there is no {script}. Run this in a checkout, with --root ppo or sft.")
-    return script
 
 
 SHARDINGS = ("none", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp")
@@ -398,6 +385,8 @@ def resume_check(
     """
     layout = [] if to_sharding is None else [f"sharding={to_sharding}"]
     layout += [] if processes is None else [f"trainer.n_gpus_per_node={processes}"]
+    if root not in ("ppo", "sft"):
+        raise typer.BadParameter(f"{root!r} is none of the commands that train: ppo, sft.", param_hint="--root")
     try:
         with _directory(keep) as directory:
             check: ResumeCheck | TopologyCheck

@@ -1,4 +1,4 @@
-"""One leg of `verl resume-check --topology`: the main script, but what was loaded is saved aside before the first step.
+"""One leg of `verl resume-check --topology`: saves what it has loaded elsewhere before the first step.
 
 Started by `resume_check.py` alone, with the overrides of the main script.
 """
@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from verl.cli.resume_check import ASIDE, ROOT
-from verl.component import BuildContext, as_plain
+from verl.component import as_plain
 from verl.compose.launch import LaunchedRun, entry_point
 from verl.compose.validate import validate
 from verl.compose.warm_start import resolve_warm_starts
@@ -21,7 +21,7 @@ def leg(job: LaunchedRun) -> None:
     run = validate(job.config, job.faults)
     job.record()
     run = resolve_warm_starts(run, job.console)
-    trainer = run.build(BuildContext(run_dir=job.run_dir, job=job.name))
+    trainer = run.build(job.context)
     try:
         course = TrainLoop(trainer, as_plain(trainer.description))
         course.open()

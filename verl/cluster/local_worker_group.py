@@ -4,17 +4,16 @@
            <─WorkerReply───                          rows joined in their order
                      rank 0 <──gloo/nccl──> rank 1
 
-A worker's exception, its death or its silence fails the call under way with the rank, the call and the step, and ends
-all workers: their siblings may be waiting for it in a collective operation for ever.
+`LocalTransport` starts the processes and carries the calls; all else is `RemoteWorkerGroup`.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import pickle
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -22,27 +21,28 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, BinaryIO
 
-from verl.cluster.batch_partition import OutputLayout, OutputShapes, SharedOutput
-from verl.cluster.launcher import BUILD_TIMEOUT_S, END_TIMEOUT_S, STACK_TIMEOUT_S, Launcher, refuse_mixed_versions
 from verl.cluster.rpc import (
+    END_TIMEOUT_S,
+    STACK_TIMEOUT_S,
     ColocatedRoles,
+    Deadline,
     PendingCall,
-    RowAssignment,
-    gave_up_on_sibling,
-    missed_exchange,
-    row_assignment,
+    RemoteWorkerGroup,
+    refuse_mixed_versions,
 )
 from verl.cluster.serialization import RowSubset
-from verl.cluster.shm_channel import Message, MessagePacker, ShmBlock, ShmBlockPool, ShmChannel, lease, send_if_open
-from verl.cluster.worker import READY, WorkerCall, WorkerReply, WorkerStart
+from verl.cluster.shm_channel import Message, MessagePacker, ShmChannel, send_if_open
+from verl.cluster.worker import WorkerCall, WorkerReply, WorkerStart
 from verl.component import BuildContext
-from verl.dispatch import Dispatch, dispatch_of
-from verl.errors import VerlError, WorkerError, WorkerHung
-from verl.utils.child_process import StoppedTime
-from verl.utils.progress import ProgressWatch, report
+from verl.dispatch import dispatch_of
+from verl.utils.child_process.channel import ChannelClosed
+from verl.utils.child_process.process import ChildLog, ChildProcess
+from verl.utils.child_process.stopped_watch import StoppedTime
+from verl.utils.progress import Progress
 
 
 class InlineWorkerGroup:
@@ -70,24 +70,15 @@ class InlineWorkerGroup:
         self._host.close()
 
 
-GRACE_S = 0.3  # delay before an error is reported, so that a sibling's death that caused it is reported first
-
-
-class LocalWorkerGroup:
+class LocalWorkerGroup(RemoteWorkerGroup):
     """Every role in each of `world_size` processes.
 
     Args:
         num_threads: that torch may use in each.
         devices: of each, `cuda:N` or `cpu:N`, the N-th core that this process may use; None numbers the GPUs by rank.
         name: of a directory for the logs, where there are several groups of processes.
-        call_timeout_s: without progress of any worker, after which a call under way names who is silent.
-    Raises:
-        WorkerError: a worker could not build its roles.
-        WorkerDied: a worker ended while it was starting; WorkerHung: it did not come to an end with that.
-        ConfigError: a worker is of another version than the driver.
+        call_timeout_s: see `RemoteWorkerGroup`.
     """
-
-    shares_memory = False
 
     def __init__(
         self,
@@ -99,107 +90,148 @@ class LocalWorkerGroup:
         name: str = "",
         call_timeout_s: float = 1800.0,
     ):
-        self.world_size = world_size
-        self._shares = row_assignment(host.shardings(), world_size)
-        self.step: int | None = None
-        self._types = host.worker_types()
-        self._lock = threading.Lock()
-        self._pending: dict[int, PendingCall] = {}
-        self._answers: dict[int, dict[int, Any]] = {}  # by call and rank
-        self._raised: set[tuple[int, int]] = set()  # calls and ranks
-        self._next_number = 0
-        self._failure: VerlError | None = None
-        self._outbox: SimpleQueue[list[Message] | None] = SimpleQueue()
-        self._post, self._joined, self._expected = MessagePacker(), ShmBlockPool(shared=False), OutputShapes()
-        self._channels: list[ShmChannel] = []
-        self._sender = threading.Thread(target=self._send_calls, daemon=True)
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._call_timeout_s, self._is_closed = call_timeout_s, threading.Event()
-        self._devices = devices or [_device(context.device, rank) for rank in range(world_size)]
+        devices = devices or [_device(context.device, rank) for rank in range(world_size)]
         logs = None if context.run_dir is None else context.run_dir / "workers" / name
-        self._launcher = Launcher(world_size, num_threads, logs, call_timeout_s)
-        atexit.register(self.close)
-        try:
-            self._launcher.start()
-            self._build_roles(host, context)
-        except BaseException:
-            self._launcher.kill()
-            self.close()
-            raise
+        transport = LocalTransport(devices, num_threads, logs)
+        super().__init__(transport, host, context, world_size, call_timeout_s)
 
-    def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        """Send a call to every process. Its future fails with WorkerError or WorkerDied; after `close`, VerlError."""
-        dispatch = dispatch_of(self._types[role], method)
-        pending = PendingCall(f"{role}.{method}", self.step, dispatch, args, self._shares[role])
-        with self._lock:
-            if self._failure is not None:
-                pending.future.set_exception(self._failure)
-                return pending.future
-            number, self._next_number = self._next_number, self._next_number + 1
-            messages = self._messages(number, role, method, pending)
-            self._pending[number], self._answers[number] = pending, {}
-            self._outbox.put(messages)
-        return pending.future
 
-    def _room(self, pending: PendingCall) -> tuple[OutputLayout | None, ShmBlock | None]:
-        """Memory in which the answer is put together, where it is known what it will look like."""
-        layout = self._expected.layout(pending.name, pending.args[0]) if pending.joins else None
-        if layout is None:
-            return None, None
-        block = self._post.blocks.take(layout.size, self.world_size + 1)
-        release = partial(self._post.blocks.give_back, block.number)
-        pending.room = SharedOutput(layout, partial(lease, block.memory, release))
-        return layout, block
+class LocalTransport:
+    """Sibling processes on this machine, numbered by rank, and the channel to each.
 
-    def _messages(self, number: int, role: str, method: str, pending: PendingCall) -> list[Message]:
-        """What each rank is sent; those that share their rows are sent one message."""
-        args, division = pending.args, pending.division
-        heard = pending.heard
-        if division is None:
-            return [self._post.pack(WorkerCall(number, role, method, args, heard), self.world_size)] * self.world_size
-        layout, room = self._room(pending)
-        of_rank, packed = pending.shares.of_rank, []
-        for part, rows in enumerate(division.rows):
-            own = None if layout is None else rows
-            call = WorkerCall(number, role, method, (RowSubset(args[0], rows), *args[1:]), heard, own, layout)
-            packed.append(self._post.pack(call, of_rank.count(part), room))
-        return [packed[part] for part in of_rank]
+    Args:
+        devices: of each.
+        num_threads: that each may use.
+        logs: directory for what they print; None keeps it as long as the run lasts.
+    """
 
-    def close(self) -> None:
-        """End the workers: asked first, then made to. Leaves nothing running; may be called again."""
-        atexit.unregister(self.close)
-        ended = VerlError("The workers of this run were ended: close() was called.")
-        for pending in self._withdraw(ended):
-            pending.future.set_exception(ended)
-        self._is_closed.set()
+    look_takes_s = 0.0
+
+    def __init__(self, devices: Sequence[str], num_threads: int, logs: Path | None):
+        self._devices, self._num_threads, size = devices, num_threads, len(devices)
+        self.progress = Progress(num_slots=size)
+        self._logs = [ChildLog(None if logs is None else logs / f"rank_{rank}.log") for rank in range(size)]
+        self._children: list[ChildProcess] = []
+        self._channels: list[ShmChannel] = []
+        self._outbox: SimpleQueue[list[Message] | None] = SimpleQueue()
+        self._post = MessagePacker()
+        self._sender = threading.Thread(target=self._send_calls, daemon=True)
+        self._group: RemoteWorkerGroup | None = None
+
+    @property
+    def pids(self) -> Sequence[int]:
+        return [child.pid for child in self._children]
+
+    def start(self, group: RemoteWorkerGroup, host: ColocatedRoles, context: BuildContext) -> None:
+        atexit.register(group.close)
+        self._group, size = group, len(self._devices)
+        starts = [
+            partial(self._start_of, rank=rank, payload=pickle.dumps((host, self._context(context, rank))))
+            for rank in range(size)
+        ]
+        with _meeting_file() as meeting:
+            for rank in range(size):
+                self._children.append(child := self._spawn(rank, meeting))
+                self._channels.append(ShmChannel(child.channel, self._post))
+
+        def begin(number: int, _: PendingCall) -> None:
+            for rank, start in enumerate(starts):
+                threading.Thread(target=self._listen, args=(group, rank, start(number=number)), daemon=True).start()
+
+        self._sender.start()
+        refuse_mixed_versions(group.begin_start(begin).result(), "sharding")
+
+    def send(self, number: int, pending: PendingCall) -> None:
+        self._outbox.put(self._messages(number, pending))
+
+    def look(self, ranks: Sequence[int]) -> None:
+        """They write their progress themselves."""
+
+    def stopped_s(self, ranks: Sequence[int], time_of: StoppedTime) -> float:
+        return max((time_of.of(self._children[rank].pid) for rank in ranks if self._children), default=0.0)
+
+    def inert(self, ranks: Sequence[int]) -> Sequence[int]:
+        return [rank for rank in ranks if self._children[rank].is_stopped()]
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        said = {rank: self._logs[rank].size for rank in ranks}
+        for rank in ranks:
+            self._children[rank].request_stack()
+        deadline, silent = Deadline(STACK_TIMEOUT_S), list(ranks)
+        while silent and deadline.left_s:
+            time.sleep(0.1)
+            silent = [rank for rank in silent if self._logs[rank].size == said[rank]]
+        return {rank: self._logs[rank].text(said[rank]) for rank in ranks}
+
+    def state(self, rank: int) -> str:
+        return self._children[rank].state()
+
+    def tail(self, rank: int) -> str:
+        return "\n".join(self._logs[rank].excerpt().lines)
+
+    def kill(self) -> None:
+        for child in self._children:
+            child.request_end()
+        for child in self._children:
+            child.kill()
+
+    def close(self, is_idle: bool) -> None:
         self._outbox.put(None)
-        if self._watcher.is_alive():
-            self._watcher.join(timeout=2 * STACK_TIMEOUT_S)
-        self._launcher.end()
+        deadline = Deadline(END_TIMEOUT_S)
+        for child in self._children:
+            child.await_exit(deadline.left_s)
+            child.kill()
         if self._sender.is_alive():
             self._sender.join(timeout=END_TIMEOUT_S)
+        for log in self._logs:
+            log.close()
+        self.progress.close()
         self._post.close()
 
-    def _build_roles(self, host: ColocatedRoles, context: BuildContext) -> None:
-        ready = PendingCall("start", None, Dispatch(divides=False, joins=False, gathers=True), (), RowAssignment((0,)))
-        self._pending[READY], self._answers[READY] = ready, {}
-        search_path = tuple(map(os.path.abspath, sys.path))
-        for rank, connection in enumerate(self._launcher.connections):
-            kind, _, number = self._devices[rank].partition(":")
-            core = int(number) if kind == "cpu" and number else None
-            device = "cpu" if kind == "cpu" else self._devices[rank]
-            own = replace(context, rank=rank, world_size=self.world_size, device=device)
-            payload = pickle.dumps((host, replace(own, tokenizer=None)))
-            with contextlib.suppress(OSError):  # the worker is gone: its listener says so
-                connection.send_bytes(pickle.dumps(WorkerStart(search_path, payload, self._launcher.num_threads, core)))
-            self._channels.append(channel := ShmChannel(connection, self._post))
-            threading.Thread(target=self._listen, args=(rank, channel), daemon=True).start()
-        self._sender.start()
-        self._watcher.start()
-        refuse_mixed_versions(ready.future.result(), "sharding")
+    def _spawn(self, rank: int, meeting: BinaryIO) -> ChildProcess:
+        own = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(self._devices)),
+            "LOCAL_RANK": str(rank),
+            "OMP_NUM_THREADS": str(self._num_threads),
+            "VERL_RENDEZVOUS": f"file:///dev/fd/{meeting.fileno()}",
+        }
+        if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+            own["GLOO_SOCKET_IFNAME"] = "lo"  # all on this machine: no need to resolve its name
+        return ChildProcess(
+            "verl.cluster.worker",
+            self.progress,
+            slot=rank,
+            environment=own,
+            output=self._logs[rank].file,
+            files=[meeting.fileno()],
+            is_in_own_session=True,
+            is_killed_with_parent=True,
+            stuck_s=None,  # calls are sent ahead, to a worker that is still at others
+        )
+
+    def _context(self, context: BuildContext, rank: int) -> BuildContext:
+        device = "cpu" if self._devices[rank].startswith("cpu") else self._devices[rank]
+        return replace(context, rank=rank, world_size=len(self._devices), device=device, tokenizer=None)
+
+    def _start_of(self, *, number: int, rank: int, payload: bytes) -> WorkerStart:
+        kind, _, core = self._devices[rank].partition(":")
+        return WorkerStart(number, payload, self._num_threads, int(core) if kind == "cpu" and core else None)
+
+    def _messages(self, number: int, pending: PendingCall) -> list[Message]:
+        """What each rank is sent; those that share their rows are sent one message."""
+        (role, _, method), args, division = pending.name.partition("."), pending.args, pending.division
+        heard, size = pending.heard, len(self._children)
+        if division is None:
+            return [self._post.pack(WorkerCall(number, role, method, args, heard), size)] * size
+        of_rank, packed = pending.shares.of_rank, []
+        for part, rows in enumerate(division.rows):
+            call = WorkerCall(number, role, method, (RowSubset(args[0], rows), *args[1:]), heard)
+            packed.append(self._post.pack(call, of_rank.count(part)))
+        return [packed[part] for part in of_rank]
 
     def _send_calls(self) -> None:
-        """Send what `submit` puts out.
+        """Send what `send` puts out.
 
         A thread does it, because Ctrl-C strikes the main thread alone: it never leaves half a message on its way, nor
         one worker without the call in which its siblings wait for it.
@@ -210,107 +242,35 @@ class LocalWorkerGroup:
         for channel in self._channels:
             send_if_open(channel, self._post.pack(None))
 
-    def _listen(self, rank: int, channel: ShmChannel) -> None:
-        """Take in the answers of one worker until it hangs up."""
-        while True:
-            try:
-                answer: WorkerReply = channel.receive()
-            except (EOFError, OSError):
-                return self._on_hang_up(rank)
-            except Exception:  # noqa: BLE001 - an answer that cannot be read; whoever waits for it is told
-                return self._fail(WorkerError(rank, "an answer", self.step, traceback.format_exc()))
-            with self._lock:
-                pending = self._pending.get(answer.number)
-            if pending is None:
-                continue
-            if answer.error is None:
-                self._take(answer, rank, pending)
-            else:
-                with self._lock:
-                    self._raised.add((answer.number, rank))
-                time.sleep(GRACE_S)
-                self._fail(self._failure_of(rank, pending, answer))
+    def _ending(self, rank: int) -> str:
+        child = self._children[rank]
+        child.await_exit(END_TIMEOUT_S)
+        if ended := child.describe_exit():
+            return f"the process ended with {ended}\n{self.tail(rank)}"
+        return f"the process does not answer{f': {state}' if (state := child.state()) else ''}"
 
-    def _failure_of(self, rank: int, pending: PendingCall, answer: WorkerReply) -> WorkerError:
-        """The error of a worker; if it waited in vain for a sibling that is stopped or hangs, that of the sibling."""
-        error = answer.error or ""
-        with self._lock:
-            answered = self._answers.get(answer.number, {})
-            others = [
-                other
-                for other in range(self.world_size)
-                if other != rank and other not in answered and (answer.number, other) not in self._raised
-            ]
-        stopped = next((other for other in others if self._launcher.is_stopped(other)), None)
-        if stopped is not None:
-            detail = f"the process is stopped (SIGSTOP or SIGTSTP), and rank {rank} failed for it:\n{error}"
-            return WorkerHung(stopped, pending.name, pending.step, detail)
-        if gave_up_on_sibling(error):
-            blamed, detail = missed_exchange(rank, error, self._launcher.stacks(others))
-            return WorkerHung(blamed, pending.name, pending.step, detail)
-        return WorkerError(rank, pending.name, pending.step, error)
-
-    def _take(self, answer: WorkerReply, rank: int, pending: PendingCall) -> None:
-        with self._lock:
-            if (answers := self._answers.get(answer.number)) is None:
-                return
-            answers[rank] = answer.result
-            if len(answers) < self.world_size:
-                return
-            del self._pending[answer.number], self._answers[answer.number]
+    def _listen(self, group: RemoteWorkerGroup, rank: int, start: WorkerStart) -> None:
+        """Have a worker build its roles, and take in its answers until it hangs up."""
+        child, channel = self._children[rank], self._channels[rank]
         try:
-            result = pending.result(answers, self._joined.empty)
-            if pending.joins and (pending.room is None or not pending.room.was_used):
-                self._expected.note(pending.name, pending.args[0], result)
-        except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future
-            pending.future.set_exception(error)
-        else:
-            pending.future.set_result(result)
+            child.begin(start)
+            while True:
+                answer: WorkerReply = channel.receive()
+                if answer.error is None:
+                    group.on_reply(answer.number, rank, answer.result)
+                else:
+                    group.on_error(answer.number, rank, answer.error)
+        except (ChannelClosed, EOFError):
+            group.on_end(rank, partial(self._ending, rank))
+        except Exception:  # noqa: BLE001 - an answer that cannot be read; whoever waits for it is told
+            group.fail_call(-1, rank, traceback.format_exc())
 
-    def _watch(self) -> None:
-        """Name who is silent, where nobody makes progress with the oldest call under way."""
-        oldest, look_every_s = None, min(5.0, self._call_timeout_s / 5)
-        watch = ProgressWatch(self._launcher.progress, self._call_timeout_s, look_every_s=2 * look_every_s)
-        stopped = StoppedTime(look_every_s)
-        while not self._is_closed.wait(look_every_s):
-            with self._lock:
-                number = min(self._pending, default=None)
-                pending = None if number is None else self._pending[number]
-                waiting = [rank for rank in range(self.world_size) if rank not in self._answers.get(number, {})]
-            limit_s = max(self._call_timeout_s, BUILD_TIMEOUT_S) if number == READY else self._call_timeout_s
-            if number != oldest or pending is None:
-                oldest = number
-                watch.restart(limit_s)
-            elif watch.is_overdue or self._launcher.stopped(waiting, stopped) >= self._call_timeout_s:
-                self._fail(self._launcher.silence(waiting, pending.name, pending.step, limit_s))
-                return
-            elif not watch.idle_s:
-                report()  # to whoever waits for this process
 
-    def _on_hang_up(self, rank: int) -> None:
-        with self._lock:
-            if self._failure is not None:
-                return
-            unanswered = [number for number in self._pending if rank not in self._answers[number]]
-            pending = self._pending[min(unanswered)] if unanswered else None
-        name, step = ("idle", self.step) if pending is None else (pending.name, pending.step)
-        self._fail(self._launcher.death(rank, name, step))
-
-    def _fail(self, failure: WorkerError) -> None:
-        """End the workers, and fail every call under way and all that come."""
-        failed = self._withdraw(failure)
-        self._launcher.kill()
-        for pending in failed:
-            pending.future.set_exception(failure)
-
-    def _withdraw(self, failure: VerlError) -> list[PendingCall]:
-        """Let no call through from here on. Returns those under way; none if something had failed before."""
-        with self._lock:
-            if self._failure is not None:
-                return []
-            self._failure = failure
-            failed, self._pending, self._answers = list(self._pending.values()), {}, {}
-            return failed
+def _meeting_file() -> BinaryIO:
+    """An empty file by which processes that inherit it find each other."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("verl_rendezvous", os.MFD_CLOEXEC), "w+b")
+    return tempfile.TemporaryFile()  # type: ignore[return-value]
 
 
 def _device(device: str, rank: int) -> str:

@@ -55,6 +55,15 @@ class Placement(Description):
         """
         yield from ()
 
+    def lacks(self, roles: Collection[str], nnodes: int, per_node: int, device: str) -> Iterator[str]:
+        """Yield what the machines lack that it would place the roles of a run on, each by its full config path.
+
+        Args:
+            nnodes, per_node: machines, and workers on each of them, that the run asks for.
+            device: `trainer.device`.
+        """
+        yield from ()
+
     def sizes(self, roles: Collection[str], size: int) -> dict[str, int]:
         """Role -> processes that hold it."""
         raise NotImplementedError

@@ -1,23 +1,43 @@
 """Remote calls to roles: handles whose methods return futures, the rows that each process gets, and joined replies.
 
-`WorkerGroup` is the interface of every place where roles live (this process, sibling processes, Ray actors).
+    RoleHandle ──> RemoteWorkerGroup.submit ──PendingCall──> Transport.send ──> rank 0, rank 1, ...
+    future     <── on_reply, on_error, on_end <─────────────  its threads  <──
+
+`WorkerGroup` is the interface of every place where roles live (this process, sibling processes, Ray actors);
+`RemoteWorkerGroup` is all of it for other processes, but for how messages travel: futures, deadlines, who is to blame
+for an error, withdrawal, and closing once. A worker's exception, its death or its silence fails the calls under way
+with the rank, the call and the step, and ends all workers: their siblings may be waiting for it in a collective
+operation for ever.
 """
 
 from __future__ import annotations
 
+import atexit
+import platform
 import re
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from verl.cluster.batch_partition import BatchPartition, SharedOutput
+from verl.cluster.batch_partition import BatchPartition
+from verl.cluster.shm_channel import ShmBlockPool
 from verl.component import BuildContext
 from verl.dispatch import Dispatch, dispatch_of
 from verl.engines.sharding import Sharding
+from verl.errors import ConfigError, VerlError, WorkerDied, WorkerError, WorkerHung
+from verl.utils.child_process.stopped_watch import StoppedTime
+from verl.utils.progress import Progress, ProgressWatch, report
+
+BUILD_TIMEOUT_S = 600.0  # without progress, until all roles are built, unless calls are given longer
+END_TIMEOUT_S = 5.0
+STACK_TIMEOUT_S = 5.0
+LOOK_EVERY_S = 5.0
+GRACE_S = 0.5  # delay before an error is reported, so that a sibling's death that caused it is reported first
 
 
 class ColocatedRoles(Protocol):
@@ -164,7 +184,9 @@ class PendingCall:
     Attributes:
         future: what the caller waits for.
         division: which rows go where; None where all processes receive the same.
-        room: where the answer is put together by those who give it; None where the driver does so.
+        answers: by rank, of those that have answered.
+        raised: the ranks that have failed.
+        limit_s: without progress; None for that of the group.
     """
 
     name: str
@@ -174,11 +196,18 @@ class PendingCall:
     shares: RowAssignment
     future: Future[Any] = field(default_factory=Future)
     division: BatchPartition | None = None
-    room: SharedOutput | None = None
+    answers: dict[int, Any] = field(default_factory=dict)
+    raised: set[int] = field(default_factory=set)
+    limit_s: float | None = None
 
     def __post_init__(self):
         if self.dispatch.divides and len(self.shares.speakers) > 1:
             self.division = BatchPartition(self.args[0], len(self.shares.speakers))
+
+    @property
+    def unanswered(self) -> list[int]:
+        """The ranks that are still at work."""
+        return [rank for rank in range(len(self.shares.of_rank)) if rank not in self.answers]
 
     @property
     def joins(self) -> bool:
@@ -199,4 +228,285 @@ class PendingCall:
         heard = [answers[rank] for rank in self.heard]
         if self.division is None or not self.joins:
             return heard[0]
-        return self.division.join(heard, empty) if self.room is None else self.room.join(heard, self.division, empty)
+        return self.division.join(heard, empty)
+
+
+class Transport(Protocol):
+    """How calls reach the processes of a group, and how these do.
+
+    What they answer goes to the group's `on_reply`, `on_error` and `on_end`, from threads of the transport's own.
+
+    Attributes:
+        pids: process ids by rank, each on its own machine.
+        progress: a slot per rank, which advances as that works.
+        look_takes_s: at most, of `look`.
+    """
+
+    pids: Sequence[int]
+    progress: Progress
+    look_takes_s: float
+
+    def start(self, group: RemoteWorkerGroup, host: ColocatedRoles, context: BuildContext) -> None:
+        """Start the processes and build the roles in each."""
+        ...
+
+    def send(self, number: int, pending: PendingCall) -> None:
+        """Begin a call in every process. Raises VerlError where it is not taken."""
+        ...
+
+    def look(self, ranks: Sequence[int]) -> None:
+        """Advance the progress of those that do not write it themselves."""
+        ...
+
+    def stopped_s(self, ranks: Sequence[int], time_of: StoppedTime) -> float:
+        """Seconds that one of them has been stopped by a signal."""
+        ...
+
+    def inert(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Those of them that do nothing at all."""
+        ...
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Where the threads of processes stand, by rank; empty of one that does not react."""
+        ...
+
+    def state(self, rank: int) -> str:
+        """What the system says of a process, as a clause; empty where it does not tell."""
+        ...
+
+    def tail(self, rank: int) -> str:
+        """The lines of its log that may tell of its end."""
+        ...
+
+    def kill(self) -> None:
+        """End every process at once; stopped ones too. May be called again."""
+        ...
+
+    def close(self, is_idle: bool) -> None:
+        """End what is left, processes that are idle by asking them. May be called again."""
+        ...
+
+
+class RemoteWorkerGroup:
+    """Every role of a host in each of several other processes.
+
+    Args:
+        call_timeout_s: without progress of any worker, after which a call under way names who is silent.
+    Raises:
+        WorkerError: a worker could not build its roles.
+        WorkerDied: a worker ended while it was starting; WorkerHung: it did not come to an end with that.
+        ConfigError: a worker is of another version than the driver.
+    """
+
+    shares_memory = False
+
+    def __init__(
+        self, transport: Transport, host: ColocatedRoles, context: BuildContext, world_size: int, call_timeout_s: float
+    ):
+        self.world_size = world_size
+        self.step: int | None = None
+        self._shares, self._types = row_assignment(host.shardings(), world_size), host.worker_types()
+        self._transport, self._call_timeout_s = transport, call_timeout_s
+        self._lock = threading.Lock()
+        self._pending: dict[int, PendingCall] = {}
+        self._next_number = 0
+        self._failure: VerlError | None = None
+        self._joined, self._is_closed = ShmBlockPool(shared=False), threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        try:
+            self._watcher.start()
+            transport.start(self, host, context)
+        except BaseException:
+            transport.kill()
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Process ids by rank, each on its own machine."""
+        return self._transport.pids
+
+    def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
+        """Send a call to every process. Its future fails with WorkerError or WorkerDied; after `close`, VerlError."""
+        dispatch = dispatch_of(self._types[role], method)
+        pending = PendingCall(f"{role}.{method}", self.step, dispatch, args, self._shares[role])
+        return self._begin(pending, self._transport.send)
+
+    def begin_start(self, send: Callable[[int, PendingCall], object], limit_s: float | None = None) -> Future[list]:
+        """A call of the transport's own, with which it starts: what every process answers, by rank.
+
+        Args:
+            limit_s: without progress; None for that of building roles.
+        """
+        dispatch = Dispatch(divides=False, joins=False, gathers=True)
+        pending = PendingCall("start", None, dispatch, (), RowAssignment((0,) * self.world_size))
+        pending.limit_s = max(self._call_timeout_s, BUILD_TIMEOUT_S) if limit_s is None else limit_s
+        return self._begin(pending, send)
+
+    def close(self) -> None:
+        """End the workers: asked first, then made to. Leaves nothing running; may be called again."""
+        atexit.unregister(self.close)
+        ended = VerlError("The workers of this run were ended: close() was called.")
+        is_idle, withdrawn = not self._pending, self._withdraw(ended)
+        for pending in withdrawn or []:
+            pending.future.set_exception(ended)
+        self._is_closed.set()
+        if self._watcher.is_alive():
+            self._watcher.join(timeout=2 * STACK_TIMEOUT_S)
+        self._transport.close(is_idle and withdrawn is not None)
+
+    def on_reply(self, number: int, rank: int, result: Any) -> None:
+        """A process has answered a call."""
+        with self._lock:
+            if (pending := self._pending.get(number)) is None:
+                return
+            pending.answers[rank] = result
+            if len(pending.answers) < self.world_size:
+                return
+            del self._pending[number]
+        try:
+            joined = pending.result(pending.answers, self._joined.empty)
+        except Exception as error:  # noqa: BLE001 - the caller's, who waits for the future
+            pending.future.set_exception(error)
+        else:
+            pending.future.set_result(joined)
+
+    def on_error(self, number: int, rank: int, error: str) -> None:
+        """A call has failed in a process, with this traceback."""
+        with self._lock:
+            if (pending := self._pending.get(number)) is None:
+                return
+            pending.raised.add(rank)
+        threading.Thread(target=self._blame, args=(pending, rank, error), daemon=True).start()
+
+    def on_end(self, rank: int, words: Callable[[], str]) -> None:
+        """A process has ended; `words` says how. Of one that has failed a call before, the error of that is told."""
+        with self._lock:
+            if self._failure is not None or any(rank in pending.raised for pending in self._pending.values()):
+                return
+            unanswered = [number for number, pending in self._pending.items() if rank not in pending.answers]
+            pending = self._pending[min(unanswered)] if unanswered else None
+        name, step = ("idle", self.step) if pending is None else (pending.name, pending.step)
+        self._fail(WorkerDied(rank, name, step, words()))
+
+    def fail_call(self, number: int, rank: int, error: str) -> None:
+        """An answer cannot be read: whoever waits for it is told, and siblings are not asked."""
+        pending = self._pending.get(number)
+        name, step = ("an answer", self.step) if pending is None else (pending.name, pending.step)
+        self._fail(WorkerError(rank, name, step, error))
+
+    def _begin(self, pending: PendingCall, send: Callable[[int, PendingCall], object]) -> Future[Any]:
+        with self._lock:
+            if self._failure is not None:
+                pending.future.set_exception(self._failure)
+                return pending.future
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._pending[number] = pending
+            try:
+                send(number, pending)
+            except BaseException as error:
+                del self._pending[number]
+                if not isinstance(error, VerlError):
+                    raise
+                pending.future.set_exception(error)
+        return pending.future
+
+    def _blame(self, pending: PendingCall, rank: int, error: str) -> None:
+        time.sleep(GRACE_S)
+        if self._failure is None:
+            self._fail(self._failure_of(pending, rank, error))
+
+    def _failure_of(self, pending: PendingCall, rank: int, error: str) -> WorkerError:
+        """The error of a worker; if it waited in vain for a sibling that is stopped or hangs, that of the sibling."""
+        with self._lock:
+            others = [other for other in pending.unanswered if other not in pending.raised]
+        if inert := self._transport.inert(others):
+            state = self._transport.state(inert[0]) or "it does not react at all"
+            words = f"the process does nothing: {state}. Rank {rank} failed for it:\n{error}"
+            return WorkerHung(inert[0], pending.name, pending.step, words)
+        if gave_up_on_sibling(error):
+            blamed, detail = missed_exchange(rank, error, self._transport.stacks(others))
+            return WorkerHung(blamed, pending.name, pending.step, detail)
+        return WorkerError(rank, pending.name, pending.step, error)
+
+    def _watch(self) -> None:
+        """Name who is silent, where nobody makes progress with the oldest call under way."""
+        transport, oldest = self._transport, None
+        look_every_s = min(LOOK_EVERY_S, self._call_timeout_s / 5)
+        gap_s = 2 * look_every_s + transport.look_takes_s
+        watch = ProgressWatch(transport.progress, self._call_timeout_s, look_every_s=gap_s)
+        stopped = StoppedTime(look_every_s)
+        while not self._is_closed.wait(look_every_s):
+            with self._lock:
+                number = min(self._pending, default=None)
+                pending = None if number is None else self._pending[number]
+                waiting = [] if pending is None else pending.unanswered
+            if number != oldest or pending is None:
+                oldest = number
+                watch.restart(self._call_timeout_s if pending is None else pending.limit_s or self._call_timeout_s)
+                continue
+            if watch.idle_s >= watch.timeout_s / 2:  # workers are asked only where it matters
+                transport.look(waiting)
+            if watch.is_overdue or transport.stopped_s(waiting, stopped) >= self._call_timeout_s:
+                self._fail(self._silence(waiting, pending, watch.timeout_s))
+                return
+            if not watch.idle_s:
+                report()  # to whoever waits for this process
+
+    def _silence(self, ranks: Sequence[int], pending: PendingCall, limit_s: float) -> WorkerHung:
+        """Who of those that do not answer is to blame: first a process that does not react at all."""
+        stacks, waited = self._transport.stacks(ranks), f"no answer within {limit_s:g} s, and "
+        states = {rank: self._transport.state(rank) for rank in ranks if not stacks[rank]}
+        if states:
+            rank = next((rank for rank, state in states.items() if "stopped" in state), min(states))
+            state, found = states[rank], self._transport.progress.stage(rank)
+            words = f"the process does not react at all{f': {state}' if state else ''}"
+            stage = f"; its last progress was at: {found}" if found else ""
+            tail = self._transport.tail(rank)
+            return WorkerHung(rank, pending.name, pending.step, "\n".join([f"{waited}{words}{stage}", tail]).rstrip())
+        where = [f"rank {rank} stands at:\n{stacks[rank]}" for rank in ranks]
+        detail = "\n".join([f"{waited}no progress meanwhile", *where])
+        return WorkerHung(ranks[0], pending.name, pending.step, detail)
+
+    def _fail(self, failure: VerlError) -> None:
+        """End the workers, and fail every call under way and all that come."""
+        failed = self._withdraw(failure)
+        self._transport.kill()
+        for pending in failed or []:
+            pending.future.set_exception(failure)
+
+    def _withdraw(self, failure: VerlError) -> list[PendingCall] | None:
+        """Let no call through from here on. Returns those under way; None if something had failed before."""
+        with self._lock:
+            if self._failure is not None:
+                return None
+            self._failure = failure
+            failed, self._pending = list(self._pending.values()), {}
+            return failed
+
+
+def versions() -> dict[str, str]:
+    """Those of this process."""
+    import torch
+
+    import verl
+
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "verl": verl.__version__}
+
+
+def refuse_mixed_versions(workers: Sequence[Mapping[str, str]], where: str) -> None:
+    """Compare the versions of workers, by rank, with those of this process, the driver.
+
+    Args:
+        where: the path of what put the workers where they are.
+    Raises:
+        ConfigError: one of them has another.
+    """
+    here = versions()
+    for rank, found in enumerate(workers):
+        for name, version in found.items():
+            if version != here[name]:
+                raise ConfigError(
+                    f"{where}: rank {rank} has {name} {version}, the driver has {here[name]}. Install the same set "
+                    "everywhere, and start the run anew if it was replaced meanwhile."
+                )

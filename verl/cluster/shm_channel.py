@@ -13,15 +13,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import pickle
-import socket
 import tempfile
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -29,6 +26,7 @@ import torch
 from torch import Tensor
 
 from verl.cluster.serialization import RowSelection, deserialize, serialize
+from verl.utils.child_process.channel import Channel
 
 FREE_BLOCKS_KEPT = 12
 WASTE = 4  # a block is not used for what needs less than so small a part of it
@@ -153,25 +151,22 @@ class Message:
         head: see `Serialized`.
         inline: the bytes of tensors, where they are few.
         block, spans: where else they lie, and there from where to where.
-        room: memory that the receivers may write to.
     """
 
     head: bytes
     inline: list[bytes]
     block: ShmBlock | None = None
     spans: tuple[tuple[int, int], ...] = ()
-    room: ShmBlock | None = None
 
 
 @dataclass(frozen=True)
 class _MessageHeader:
-    """What goes through the socket; an open file follows for each block that is new to the receiver."""
+    """What goes through the socket, with an open file for each block that is new to the receiver."""
 
     head: bytes
     inline: list[bytes]
     block: int | None
     spans: tuple[tuple[int, int], ...]
-    room: int | None
     new: tuple[tuple[int, int], ...]  # numbers and sizes
     done_with: tuple[int, ...]  # blocks of the receiver's
     gone: tuple[int, ...]  # blocks of the sender's
@@ -183,11 +178,11 @@ class MessagePacker:
     def __init__(self):
         self.blocks = ShmBlockPool(shared=True)
 
-    def pack(self, value: Any, receivers: int = 1, room: ShmBlock | None = None) -> Message:
+    def pack(self, value: Any, receivers: int = 1) -> Message:
         """A message to be sent to exactly so many; what it was made of may change from then on."""
         head, buffers = serialize(value)
         if sum(buffer.nbytes for buffer in buffers) < SMALL:
-            return Message(head, [_bytes(buffer) for buffer in buffers], room=room)
+            return Message(head, [_bytes(buffer) for buffer in buffers])
         spans, end = [], 0
         for buffer in buffers:
             start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -197,7 +192,7 @@ class MessagePacker:
         area = np.frombuffer(block.memory, np.uint8)
         for buffer, (start, stop) in zip(buffers, spans, strict=True):
             _write(buffer, area[start:stop])
-        return Message(head, [], block, tuple(spans), room)
+        return Message(head, [], block, tuple(spans))
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -211,15 +206,10 @@ class ShmChannel:
 
     Args:
         post: packs what is sent here.
-    Attributes:
-        room: that came with the message received last, to be let go of before the answer is sent; None if none did.
     """
 
-    room: np.ndarray | None = None
-
-    def __init__(self, connection: Connection, post: MessagePacker):
-        self._connection, self._blocks = connection, post.blocks
-        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+    def __init__(self, channel: Channel, post: MessagePacker):
+        self._channel, self._blocks = channel, post.blocks
         self._known: set[int] = set()  # blocks of ours that the other side has open
         self._theirs: dict[int, mmap.mmap] = {}
         self._done_with: deque[int] = deque()
@@ -233,20 +223,16 @@ class ShmChannel:
         known = self._known
         gone = tuple(known - self._blocks.numbers())
         known.difference_update(gone)
-        block, room = (None if one is None else one.number for one in (message.block, message.room))
-        new = [one for one in (message.block, message.room) if one is not None and one.number not in known]
-        sizes = tuple((one.number, one.size) for one in new)
-        done_with = tuple(self._done_with.popleft() for _ in range(len(self._done_with)))
-        self._connection.send_bytes(
-            pickle.dumps(
-                _MessageHeader(message.head, message.inline, block, message.spans, room, sizes, done_with, gone)
-            )
-        )
-        for one in new:
-            if one.descriptor is None:
+        block, files, sizes = message.block, [], ()
+        if block is not None and block.number not in known:
+            if block.descriptor is None:
                 raise OSError("the memory of a message was let go of: the run is being closed")
-            socket.send_fds(self._socket, [b"."], [one.descriptor])
-            known.add(one.number)
+            files, sizes = [block.descriptor], ((block.number, block.size),)
+        done_with = tuple(self._done_with.popleft() for _ in range(len(self._done_with)))
+        number = None if block is None else block.number
+        header = _MessageHeader(message.head, message.inline, number, message.spans, sizes, done_with, gone)
+        self._channel.send(header, files)
+        known.update(number for number, _ in sizes)
 
     def receive(self) -> Any:
         """The value of the next message; its tensors may be kept as long as one likes.
@@ -254,14 +240,15 @@ class ShmChannel:
         Raises:
             EOFError, OSError: the other side is gone.
         """
-        envelope: _MessageHeader = pickle.loads(self._connection.recv_bytes())
+        envelope: _MessageHeader
+        envelope, files = self._channel.receive_with_files()
         for number in envelope.done_with:
             self._blocks.give_back(number)
         for number in envelope.gone:
             self._theirs.pop(number, None)
-        for number, size in envelope.new:
-            self._theirs[number] = self._opened(size)
-        self.room = None if envelope.room is None else self._lease(envelope.room)
+        for (number, size), file in zip(envelope.new, files, strict=True):
+            self._theirs[number] = map_shm_block(file, size)
+            os.close(file)
         if envelope.block is None:
             return deserialize((envelope.head, list(map(bytearray, envelope.inline))))
         area = self._lease(envelope.block)
@@ -269,23 +256,11 @@ class ShmChannel:
 
     def close(self) -> None:
         """Let go of the connection."""
-        self._socket.close()
-        self._connection.close()
+        self._channel.close()
 
     def _lease(self, number: int) -> np.ndarray:
         """One of the sender's blocks, which he is told of once nothing that lies on it is left."""
         return lease(self._theirs[number], lambda: self._done_with.append(number))
-
-    def _opened(self, size: int) -> mmap.mmap:
-        """The memory of a file that comes next."""
-        _, files, _, _ = socket.recv_fds(self._socket, 1, 1)
-        if not files:
-            raise EOFError("the other side hung up in the midst of a message")
-        try:
-            return map_shm_block(files[0], size)
-        finally:
-            for file in files:
-                os.close(file)
 
 
 def send_if_open(channel: ShmChannel, message: Message) -> None:

@@ -1,38 +1,35 @@
-"""The main program of a worker process: `python -m verl.cluster.worker`, started by `cluster/launcher.py` alone.
+"""The main program of a worker process: `python -m verl.cluster.worker`, started by `local_worker_group.py` alone.
 
-It says that it is there, builds its roles, and carries out one call after another until the driver hangs up.
+It builds its roles, and carries out one call after another until the driver hangs up.
 Started this way, and not by multiprocessing's spawn, it never imports the driver's main script.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import pickle
-import signal
-import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
-from verl.utils.child_process import end_with_parent
-from verl.utils.progress import Progress, report, report_to
+from verl.utils.child_process.channel import Channel
+from verl.utils.child_process.process import run_child
+from verl.utils.progress import Progress, report
 
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """First message to a worker.
+    """What a worker is started with.
 
     Attributes:
-        sys_path: the driver's, so that user code that can be imported there can be imported here.
-        payload: pickled (host description, build context); opened after `sys_path` is in place.
+        number: of the answer to it.
+        payload: pickled (host description, build context).
         num_threads: that torch may use.
         core: keep to this one of the cores that the process may use; None for any.
     """
 
-    sys_path: tuple[str, ...]
+    number: int
     payload: bytes
     num_threads: int
     core: int | None = None
@@ -44,8 +41,6 @@ class WorkerCall:
 
     Attributes:
         heard: the ranks that are to answer with the result; others say that they have done it.
-        rows, layout: of the whole batch, those that are sent here; how the rows of the answer are to lie in the memory
-            that comes with the call. None where they are sent back.
     """
 
     number: int
@@ -53,8 +48,6 @@ class WorkerCall:
     method: str
     args: tuple[Any, ...]
     heard: Sequence[int]
-    rows: Any = None
-    layout: Any = None
 
 
 @dataclass(frozen=True)
@@ -66,43 +59,36 @@ class WorkerReply:
     error: str | None = None
 
 
-READY = -1  # the number of the answer to Start
-
-
-def serve(connection: Connection) -> None:
+def serve(channel: Channel, start: WorkerStart, _: Progress) -> None:
     """Build the roles and answer calls until the driver hangs up."""
-    host = None
+    report("importing")
+    from verl.cluster.shm_channel import MessagePacker, ShmChannel  # imports torch
+
+    post, host = MessagePacker(), None
+    messages = ShmChannel(channel, post)
     try:
-        start: WorkerStart = connection.recv()
         try:
-            host = _build(start)
+            host, found = _build(start), _versions()
         except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
-            from verl.cluster.shm_channel import MessagePacker, ShmChannel
-
-            ShmChannel(connection, post := MessagePacker()).send(
-                post.pack(WorkerReply(READY, error=traceback.format_exc()))
-            )
+            messages.send(post.pack(WorkerReply(start.number, error=traceback.format_exc())))
             return
-        from verl.cluster.launcher import versions
-        from verl.cluster.shm_channel import (  # imports torch, so the search path was to be in place before
-            MessagePacker,
-            ShmChannel,
-        )
-
-        channel = ShmChannel(connection, post := MessagePacker())
-        channel.send(post.pack(WorkerReply(READY, versions())))
+        messages.send(post.pack(WorkerReply(start.number, found)))
         report("idle")
-        while (call := channel.receive()) is not None:
+        while (call := messages.receive()) is not None:
             report(f"{call.role}.{call.method}")
-            answer = _packed(post, _carry_out(host, call, channel.room))
-            call = channel.room = None  # what it lies on is used again, unless the role has kept something
-            channel.send(answer)
+            answer = _packed(post, _carry_out(host, call))
+            call = None  # what it lies on is used again, unless the role has kept something
+            messages.send(answer)
             report("idle")
-    except (EOFError, ConnectionError):  # the driver is gone
-        pass
     finally:
         if host is not None:
             host.close()
+
+
+def _versions() -> dict[str, str]:
+    from verl.cluster.rpc import versions
+
+    return versions()
 
 
 def _packed(post: Any, answer: WorkerReply) -> Any:
@@ -113,7 +99,6 @@ def _packed(post: Any, answer: WorkerReply) -> Any:
 
 
 def _build(start: WorkerStart) -> Any:
-    sys.path[:] = [*start.sys_path, *(path for path in sys.path if path not in start.sys_path)]
     if start.core is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[start.core]})
     import torch
@@ -124,34 +109,15 @@ def _build(start: WorkerStart) -> Any:
     return host.build(context)
 
 
-def _carry_out(host: Any, call: WorkerCall, room: Any) -> WorkerReply:
+def _carry_out(host: Any, call: WorkerCall) -> WorkerReply:
     try:
         result = host.call(call.role, call.method, call.args)
         if int(os.environ["RANK"]) not in call.heard:
             return WorkerReply(call.number)
-        if room is not None:
-            from verl.cluster.batch_partition import write_output
-
-            result = write_output(result, call.rows, call.layout, room)
         return WorkerReply(call.number, result)
     except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
         return WorkerReply(call.number, error=traceback.format_exc())
 
 
-def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # may reach all processes of a job: the driver ends its workers
-        signal.signal(number, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR2)  # the driver asks where a silent worker stands; the log has the answer
-    end_with_parent(int(os.environ["VERL_WORKER_PARENT"]))
-    rank = int(os.environ["RANK"])
-    report_to(Progress.open(int(os.environ.pop("VERL_WORKER_PROGRESS"))), rank)
-    with Connection(int(os.environ.pop("VERL_WORKER_CONNECTION"))) as connection:
-        report("importing")
-        connection.send(rank)
-        serve(connection)
-
-
 if __name__ == "__main__":
-    from verl.cluster.worker import main as imported_main  # so that messages are of the importable module's classes
-
-    imported_main()
+    run_child("verl.cluster.worker")

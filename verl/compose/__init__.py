@@ -2,10 +2,10 @@
 
 aliases        Aliases: other libraries' spellings of our configuration keys, and keys without an equivalent
 build_trainer  Builds a trainer with its run directory and log
-command_line   Reads the arguments of the main scripts: flags, assignments, and values in Hydra's grammar
+command_line   Reads the arguments of `verl ppo` and `verl sft`: flags, assignments, and values in Hydra's grammar
 compose        Composes a root configuration outside of `hydra.main`, and lays values over it
 from_yaml      Composes a run from a short YAML file of the user, laid over the default configuration
-launch         Entry point of the main scripts: command line, torchrun, run directory, logging
+launch         Entry point of `verl ppo` and `verl sft`: command line, torchrun, run directory, logging
 load_option    Loads one option of a configuration group as a component, without the rest of a run
 load_policy    Finds a trained policy, in a checkpoint or as plain weights
 overrides      Overrides of the command line or a short file, as group options and values by path
@@ -14,5 +14,5 @@ schema         The configuration directory
 suggestions    Suggestions for mistyped names
 sweep          The end of a multirun: a table of its jobs
 validate       Validation of a composed configuration: builds the components of a run
-warm_start     Warm starts: `warm-start://NAME` is the actor that main_sft.py trains with experiment=NAME
+warm_start     Warm starts: `warm-start://NAME` is the actor that `verl sft` trains with experiment=NAME
 """

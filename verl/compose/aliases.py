@@ -109,6 +109,7 @@ ALIASES: dict[str, Alias] = {
 }
 
 FILES = {"ppo": "files", "sft": "sft_files"}
+SHORT = {"tracker=wandb": "[default,wandb]", "tracker=[]": "none"}  # what is written short for another choice
 PREFIXES = {"ray.": _RAY}
 OPTIONS = {"sharding=fsdp2": _FSDP2}
 

@@ -1,9 +1,9 @@
-"""Reads the arguments of the main scripts: flags, assignments, and values in Hydra's grammar.
+"""Reads the arguments of `verl ppo` and `verl sft`: flags, assignments, and values in Hydra's grammar.
 
     argument -> flag of Hydra | assignment -> value in the grammar -> aliases and options -> arguments for Hydra
 
-A value that the grammar cannot read is a text, and a value that is a path is taken as it stands: `~`, commas, quotes,
-brackets, `#` and letters of any language are parts of it. What is wrong is told in our words, with all other faults.
+A value that the grammar cannot parse is a string. A path is taken literally: `~`, commas, quotes, brackets, `#` and
+letters of any language are part of it. Errors are collected and reported together, without Hydra's messages.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.component import hint, nearest
 from verl.compose.compose import compose_root, readable
-from verl.compose.overrides import Overrides, assign, with_copies
-from verl.compose.schema import CHOOSERS, conf_dir, group_options, root_keys
+from verl.compose.overrides import Overrides, assign, divided, options_in, with_copies
+from verl.compose.schema import CHOOSERS, conf_dir, group_options, own_conf_dirs, root_keys, set_own_conf_dirs
 
 _ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[^\W\d]\w*(\.\w+)*)=(?P<value>.*)$", re.DOTALL)
 _LOOSE = re.compile(r"^(?P<dashes>-*)(?P<prefix>[+~]{0,2})(?P<key>[^=]*)(?P<sign>=?)(?P<value>.*)$", re.DOTALL)
 _OF_A_PACKAGE = re.compile(r"^\+?[\w/]+@[\w./:]*=|^\+?[\w/]+/[\w/@]+=")  # group@package=option, hydra/launcher=basic
-_OTHER_SEARCH_PATH = ("--config-dir", "-cd", "--config-path", "-cp", "hydra.searchpath", "+hydra.searchpath")
+_OTHER_SEARCH_PATH = ("--config-path", "-cp", "hydra.searchpath", "+hydra.searchpath")
+_CONFIG_DIR = ("--config-dir", "-cd")
 _PATH = re.compile(r"(^|[._])(path|paths|dir|dirs|directory|file|files|root|resume)$")
 _NO_PATH = ("", "null", "???")
 
@@ -52,6 +53,8 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
     they are.
     """
     flags, words, faults = _flags(arguments)
+    own = _value_of(flags, _CONFIG_DIR)
+    set_own_conf_dirs([] if own is None else [Path(own).absolute()])
     sweeps = any(flag in _MULTIRUN for flag in flags) or any(word.startswith("sweep=") for word in words)
     for_hydra, pairs = [], []
     for word in words:
@@ -65,7 +68,8 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
             for_hydra.append(f"{match['prefix']}{match['key']}={value}")
         else:
             pairs.append((match["key"], match["value"]))
-    is_searched = any(argument.startswith(_OTHER_SEARCH_PATH) for argument in arguments)
+    is_missing = own is not None and not Path(own).is_dir()  # which Hydra reports
+    is_searched = is_missing or any(argument.startswith(_OTHER_SEARCH_PATH) for argument in arguments)
     assigned = assign(root, pairs, judge_options=not is_searched)
     assigned.values = [(key, in_grammar(key, value, sweeps=sweeps)) for key, value in assigned.values]
     assigned.options = [option for option in assigned.options if not _refuse_file(option, is_searched, faults)]
@@ -73,7 +77,7 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
         _refuse_sweeps(assigned, faults)
     assigned.faults = [*faults, *assigned.faults]
     assigned.values = with_copies(root, assigned)
-    options = [readable(option) for option in assigned.options]
+    options = [readable(option) for option in [*_replaced(assigned), *assigned.options]]
     if (package := _value_of(flags, ("--package", "-p"))) is not None and not faults and not is_searched:
         try:
             has_part = OmegaConf.select(compose_root(root, assigned.options), package) is not None
@@ -82,6 +86,19 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
         if not has_part:
             assigned.faults.append(f"--package is {package}: the configuration has no such part.")
     return [*flags, *for_hydra, *options, *(f"++{key}={value}" for key, value in assigned.values)], assigned
+
+
+def _replaced(assigned: Overrides) -> Iterator[str]:
+    """Groups whose default option is left out, since a component is written in its place: `reward={_target_:my.Rule}`.
+
+    Without that the keys of the default option would be merged into the component. The actor's option names that of the
+    critic, so it stays; so does an option that was chosen.
+    """
+    chosen = {option.partition("=")[0] for option in assigned.options}
+    for key, value in assigned.values:
+        is_component = isinstance(value, str) and re.match(r"\{\s*['\"]?_target_['\"]?\s*:", value) is not None
+        if is_component and key in group_options(conf_dir()) and key not in {"actor", *chosen}:
+            yield f"~{key}"
 
 
 def is_path(key: str) -> bool:
@@ -100,7 +117,7 @@ def in_grammar(key: str, text: str, *, sweeps: bool = False) -> str:
         return _path_in_grammar(text, sweeps)
     if _parsed(text) is not None:
         return text
-    if sweeps and len(pieces := _divided(text)) > 1:
+    if sweeps and len(pieces := divided(text)) > 1:
         return ",".join(in_grammar(key, piece) for piece in pieces)
     return _quoted(text)
 
@@ -114,7 +131,7 @@ def _path_in_grammar(text: str, sweeps: bool) -> str:
             return f"[{','.join(_path_in_grammar(path, sweeps=False) for path in _listed(text[1:-1]))}]"
         if sweeps and parsed is not None and parsed.is_sweep_override() and "~" not in text:
             return text
-        if sweeps and len(pieces := _divided(text)) > 1:
+        if sweeps and len(pieces := divided(text)) > 1:
             return ",".join(_path_in_grammar(piece, sweeps=False) for piece in pieces)
         text = os.path.expanduser(text)
         parsed = _parsed(text)
@@ -124,7 +141,7 @@ def _path_in_grammar(text: str, sweeps: bool) -> str:
 
 def _listed(text: str) -> list[str]:
     """The paths in brackets; a comma belongs to a path where one of that name is there."""
-    pieces, paths = _divided(text), []
+    pieces, paths = divided(text), []
     while pieces:
         count = next((n for n in range(len(pieces), 1, -1) if Path(",".join(pieces[:n]).strip()).exists()), 1)
         paths.append(",".join(pieces[:count]).strip())
@@ -132,23 +149,16 @@ def _listed(text: str) -> list[str]:
     return [path for path in paths if path]
 
 
-def _divided(text: str) -> list[str]:
-    """The parts between commas; none within quotes or brackets that are closed again."""
-    pieces, start, place = [], 0, 0
-    while place < len(text):
-        end = {"'": "'", '"': '"', "[": "]", "{": "}", "(": ")"}.get(text[place])
-        is_open = end is not None and (end not in "'\"" or not text[start:place].strip())
-        closed = text.find(end, place + 1) if is_open and end is not None else -1
-        if text[place] == ",":
-            pieces.append(text[start:place])
-            start = place + 1
-        place = max(place, closed) + 1
-    return [*pieces, text[start:]]
-
-
 def _parsed(text: str) -> Override | None:
     try:
         return _PARSER.parse_override(f"key={text}")
+    except HydraException:
+        return None
+
+
+def _override(text: str) -> Override | None:
+    try:
+        return _PARSER.parse_override(text)
     except HydraException:
         return None
 
@@ -246,9 +256,22 @@ def _not_assigned(root: str, word: str) -> str | None:
     return f"{word} has no value: write {word}=VALUE."
 
 
+def swept_paths(arguments: Sequence[str], sweeper: Any) -> tuple[str, ...]:
+    """The configuration paths that the jobs of a sweep differ in.
+
+    Args:
+        arguments: of the command line, as Hydra gets them.
+        sweeper: its configuration, whose `params` may name more.
+    """
+    given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    parsed = [_override(text) for text in (*arguments, *given) if not text.startswith("-")]
+    varied = [one for one in parsed if one is not None and one.is_sweep_override()]
+    return tuple(dict.fromkeys((one.package or one.key_or_group).replace("/", ".") for one in varied))
+
+
 def _refuse_sweeps(assigned: Overrides, faults: list[str]) -> None:
     """Several values without -m: told, and left out."""
-    for group in [option for option in assigned.options if "," in option]:
+    for group in [option for option in assigned.options if len(divided(option)) > 1]:
         assigned.options.remove(group)
         faults.append(f"{group} has several values: add -m for a sweep over them, or give one.")
     for pair in list(assigned.values):
@@ -263,10 +286,16 @@ def _refuse_sweeps(assigned: Overrides, faults: list[str]) -> None:
 
 def _refuse_file(option: str, is_searched: bool, faults: list[str]) -> bool:
     """Whether the file of an option cannot be a part of a run; the reason is added to the faults."""
-    group, _, name = option.lstrip("+").partition("=")
-    file = conf_dir() / group / f"{name}.yaml"
-    if is_searched or "@" in group or not file.is_file():
+    group, _, choice = option.lstrip("+").partition("=")
+    if is_searched or "@" in group:
         return False
+    directories = (conf_dir(), *own_conf_dirs())
+    found = [[directory / group / f"{name}.yaml" for directory in directories] for name in options_in(choice)]
+    files = [next((file for file in files if file.is_file()), None) for files in found]
+    return any(file is not None and _is_refused(file, option, group, faults) for file in files)
+
+
+def _is_refused(file: Path, option: str, group: str, faults: list[str]) -> bool:
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
         yaml.safe_load(text)
@@ -293,7 +322,7 @@ def composition_faults(root: str, error: Exception) -> Iterator[str]:
         first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
         yield next(
             (words.format(*found.groups()) for found, words in matches if found is not None),
-            f"the configuration cannot be composed: {first.rstrip('.')}. `main_{root}.py --help` tells what may be "
+            f"the configuration cannot be composed: {first.rstrip('.')}. `verl {root} --help` lists what can be "
             "chosen.",
         )
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.compose import schema
-from verl.compose.schema import conf_dir
+from verl.compose.schema import conf_dir, own_conf_dirs
 
 
 def compose_root(root: str, overrides: Sequence[str] = ()) -> DictConfig:
@@ -36,9 +37,16 @@ def _compose(root: str, overrides: Sequence[str], with_hydra: bool) -> DictConfi
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), job_name=f"main_{root}", version_base="1.3"):
-            return compose(root, [readable(override) for override in overrides], return_hydra_config=with_hydra)
+            words = [*_search_path(), *(readable(override) for override in overrides)]
+            return compose(root, words, return_hydra_config=with_hydra)
     finally:
         GlobalHydra.instance().hydra = running
+
+
+def _search_path() -> list[str]:
+    """The directories of `--config-dir` in Hydra's spelling; with none, no override."""
+    own = [QuotedString(f"file://{path}", Quote.single).with_quotes() for path in own_conf_dirs()]
+    return [f"hydra.searchpath=[{','.join(own)}]"] if own else []
 
 
 def readable(choice: str) -> str:

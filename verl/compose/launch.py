@@ -1,8 +1,8 @@
-"""Entry point of the main scripts: command line, torchrun, run directory, logging, and the clean end of a run.
+"""Entry point of `verl ppo` and `verl sft`: command line, torchrun, run directory, logging, and the clean end of a run.
 
 arguments -> aliases and checks of the command line -> Hydra -> LaunchedRun -> main(run)
 
-    torchrun --nproc_per_node=2 main_ppo.py sharding=fsdp   is   main_ppo.py sharding=fsdp trainer.n_gpus_per_node=2
+    torchrun --nproc_per_node=2 -m verl.cli ppo sharding=fsdp   is   verl ppo sharding=fsdp trainer.n_gpus_per_node=2
 
 The driver starts its workers itself: under torchrun the first process drives, and the others exit.
 """
@@ -31,8 +31,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.component import BuildContext
 from verl.compose import schema
-from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults
+from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_paths
 from verl.compose.overrides import Overrides
 from verl.compose.print_config import print_start, remove_refused, save_config
 from verl.compose.schema import conf_dir
@@ -96,6 +97,7 @@ class LaunchedRun:
         name: of this job of a sweep, or empty.
         console: standard output.
         closing: what ends with the run.
+        swept: configuration paths that the sweep varies.
     """
 
     config: DictConfig
@@ -109,6 +111,12 @@ class LaunchedRun:
     closing: ExitStack = field(default_factory=ExitStack)
     is_recorded: bool = False
     is_new: bool = False
+    swept: tuple[str, ...] = ()
+
+    @property
+    def context(self) -> BuildContext:
+        """What the trainer is built in."""
+        return BuildContext(run_dir=self.run_dir, job=self.name, swept=self.swept)
 
     def record(self) -> None:
         """Print what differs from the defaults and where the run writes, save the configuration there, without secrets,
@@ -145,8 +153,7 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
                 sys.path.append(str(Path.cwd()))  # a user's own modules lie where the user stands
                 script, given, count = sys.argv[0], sys.argv[1:], torchrun.counts()[0]
                 arguments, assigned = command_line(root, given)
-                starter = ["torchrun", f"--nproc_per_node={count}"] if count > 1 else ["python"]
-                set_command([*starter, script, *given])
+                set_command([*starting_words(script, count), *given])
                 take_over(arguments, assigned)
                 for note in assigned.notes:
                     _tell(note)
@@ -176,7 +183,8 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         choices: Any = OmegaConf.to_container(running.runtime.choices)
         job = LaunchedRun(config, root, choices, run_dir, rich.get_console(), name, overrides, list(faults))
         if is_sweep:
-            set_command(["python", sys.argv[0], *overrides])
+            job.swept = swept_paths(sys.argv[1:], running.sweeper)
+            set_command([*starting_words(sys.argv[0]), *overrides])
         try:
             with _clean_end(run_dir):
                 try:
@@ -203,6 +211,20 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         raise ConfigError([*faults, *composition_faults(root, error)]) from error
     if any(statuses):
         sys.exit(max(statuses))
+
+
+def starting_words(script: str, count: int = 1) -> list[str]:
+    """What a person types before the arguments.
+
+    Args:
+        script: the path of a script, or `verl ppo` and `verl sft`, as cli/train.py names itself.
+        count: of processes that torchrun has started.
+    """
+    starter = ["torchrun", f"--nproc_per_node={count}"] if count > 1 else ["python"]
+    if not script.startswith("verl "):
+        return [*starter, script]
+    words = script.split()
+    return words if count == 1 else [*starter, "-m", "verl.cli", *words[1:]]
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.component import hint, nearest
-from verl.compose.aliases import TranslatedOverride, translate
+from verl.compose.aliases import SHORT, TranslatedOverride, translate
 from verl.compose.compose import compose_root, references_above
-from verl.compose.schema import CHOOSERS, VALUES, conf_dir, group_options, root_keys
+from verl.compose.schema import CHOOSERS, LISTS, VALUES, conf_dir, group_options, root_keys
 
 _PLAIN_OPTION = re.compile(r"^[\w,]*$")
 OWN_SHARDING = ".sharding"  # of a role: a key that takes an option of the group `sharding`
@@ -66,9 +66,30 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, judge_options: bool =
             )
         elif judge_options and (fault := _option_fault(key, value, groups)):
             out.faults.append(fault)
-        elif (option := f"{key}={value}") not in out.options:
+        elif (option := f"{key}={_choice(key, value)}") not in out.options:
             out.options.append(option)
     return out
+
+
+def divided(text: str) -> list[str]:
+    """The parts between commas; none within quotes or brackets that are closed again."""
+    pieces, start, place = [], 0, 0
+    while place < len(text):
+        end = {"'": "'", '"': '"', "[": "]", "{": "}", "(": ")"}.get(text[place])
+        is_open = end is not None and (end not in "'\"" or not text[start:place].strip())
+        closed = text.find(end, place + 1) if is_open and end is not None else -1
+        if text[place] == ",":
+            pieces.append(text[start:place])
+            start = place + 1
+        place = max(place, closed) + 1
+    return [*pieces, text[start:]]
+
+
+def options_in(choice: str) -> list[str]:
+    """The options that a choice names: of several for a sweep, of each of them, and of a list all."""
+    pieces = (piece.strip() for piece in divided(choice))
+    listed = (piece[1:-1].split(",") if _is_list(piece) else [piece] for piece in pieces)
+    return [option.strip(" '\"") for options in listed for option in options]
 
 
 def with_copies(root: str, assigned: Overrides) -> list[tuple[str, Any]]:
@@ -77,7 +98,7 @@ def with_copies(root: str, assigned: Overrides) -> list[tuple[str, Any]]:
     if not any(path.count(".") > 1 for path, _ in assigned.values):
         return assigned.values
     try:
-        config = compose_root(root, [option.partition(",")[0] for option in assigned.options])
+        config = compose_root(root, [divided(option)[0] for option in assigned.options])
     except (HydraException, OmegaConfBaseException):
         return assigned.values  # Hydra reports it when it composes for itself
     values: list[tuple[str, Any]] = []
@@ -131,11 +152,23 @@ def _is_mapping(value: Any) -> bool:
     return isinstance(value, Mapping) or (isinstance(value, str) and value.startswith("{"))
 
 
+def _is_list(text: str) -> bool:
+    return text.startswith("[") and text.endswith("]")
+
+
+def _choice(group: str, value: Any) -> str:
+    """An option, several for a sweep, or a list of options, in Hydra's spelling."""
+    text = f"[{','.join(map(str, value))}]" if isinstance(value, (list, tuple)) else str(value)
+    return ",".join(SHORT.get(f"{group}={piece}", piece) for piece in divided(text))
+
+
 def _option_fault(group: str, value: Any, groups: Mapping[str, list[str]]) -> str | None:
-    text, known = str(value), groups.get(group, [])
+    text, known = _choice(group, value), groups.get(group, [])
     if re.match(r"(glob|choice|range|sort|shuffle)\(", text):  # of a sweep
         return None
-    unknown = [option for option in text.split(",") if option not in (*known, "null")]
+    if group not in LISTS and any(map(_is_list, divided(text))):
+        return f"{group}={text}: it takes one option, not a list; there are {', '.join(known)}."
+    unknown = [option for option in options_in(text) if option not in (*known, "null")]
     if not unknown:
         return None
     return f"{group}={unknown[0]}: no such option; there are {', '.join(known)}.{hint(nearest(unknown[0], known))}"

@@ -1,4 +1,4 @@
-"""Prints in what a configuration differs from the defaults, and writes it beside the results; both without secrets."""
+"""Prints the differences of a configuration from the defaults, and saves it in the run directory, without secrets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.compose.compose import choices_of, compose_root
-from verl.compose.schema import CHOOSERS, conf_dir, group_options
+from verl.compose.overrides import options_in
+from verl.compose.schema import CHOOSERS, LISTS, conf_dir, group_options
 from verl.compose.validate import TARGET
 from verl.tracking.console import end_cut, print_line, shown_path, visible
 from verl.utils.redact import redact, redact_tree
@@ -42,10 +43,12 @@ def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]
     found: dict[str, tuple[Any, Any]] = {}
     for group in dict.fromkeys([*default, *choices]):
         now, before = choices.get(group), default.get(group)
-        if now != before and not group.startswith("hydra/"):
+        is_list = group in LISTS and now is None  # Hydra names no list: its members are told one by one
+        if now != before and not is_list and not group.startswith("hydra/"):
             found[group] = now, before
-    shown = [group for group in found if group not in CHOOSERS and found[group][0] in known.get(_name(group), [])]
-    options = [f"{'+' if '@' in group else ''}{group}={found[group][0]}" for group in shown]
+    chosen = {group: _text(now) for group, (now, _) in found.items() if now is not None and group not in CHOOSERS}
+    shown = {group: text for group, text in chosen.items() if {*options_in(text)} <= {*known.get(_name(group), [])}}
+    options = [f"{'+' if '@' in group else ''}{group}={text}" for group, text in shown.items()]
     base = compose_root(root, options)
     raw, raw_base = (OmegaConf.to_container(node, resolve=False) for node in (config, base))
     now, before = (redact_tree(OmegaConf.to_container(node, resolve=True)) for node in (config, base))

@@ -32,7 +32,7 @@ def conf_dir() -> Path:
         FileNotFoundError: neither is there, so the installation is broken.
     """
     package = Path(verl.__file__).resolve().parent
-    candidates = (package.parent / "conf", package / "conf")
+    candidates = (package / "conf", package.parent / "conf")  # what stands beside an installed package is another's
     for directory in candidates:
         if (directory / "ppo.yaml").is_file():
             return directory
@@ -40,13 +40,31 @@ def conf_dir() -> Path:
     raise FileNotFoundError(f"no ppo.yaml in {looked}: install verl again, its configuration is missing.")
 
 
+_own_dirs: list[Path] = []
+
+
+def set_own_conf_dirs(directories: Iterable[Path]) -> None:
+    """Set the directories of the user's own groups, given by `--config-dir`, for all compositions of this process."""
+    _own_dirs[:] = directories
+
+
+def own_conf_dirs() -> tuple[Path, ...]:
+    """The directories of the user's own groups."""
+    return tuple(_own_dirs)
+
+
 def group_options(directory: Path) -> dict[str, list[str]]:
-    """Every config group of a configuration directory with its options, Hydra's own groups left out."""
-    groups = sorted(item for item in directory.iterdir() if item.is_dir() and item.name != "hydra")
-    return {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in groups}
+    """Every config group of a configuration directory with its options, Hydra's own groups left out; those of
+    `own_conf_dirs` are added."""
+    found: dict[str, set[str]] = {}
+    for item in [item for conf in (directory, *_own_dirs) if conf.is_dir() for item in conf.iterdir()]:
+        if item.is_dir() and item.name != "hydra":
+            found.setdefault(item.name, set()).update(file.stem for file in item.glob("*.yaml"))
+    return {group: sorted(found[group]) for group in sorted(found)}
 
 
 VALUES = ("resume",)  # root keys that are values, not components chosen from a group
+LISTS = ("tracker",)  # groups of which a run takes several options: tracker=[console,jsonl]
 CHOOSERS = ("experiment", "sweep", "debug")  # groups that write into the other nodes and have none of their own
 
 

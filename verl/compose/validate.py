@@ -2,7 +2,7 @@
 
     composed nodes -> classes named by `_target_` -> components, innermost first -> faults across components
 
-Nothing heavy is imported for it and no weight is loaded.
+No large library is imported and no weight is loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.component import UNSOUND, Description, field_types, hint, set_fields
+from verl.component import NO_TARGET, UNSOUND, BuildContext, Description, field_types, hint, set_fields
+from verl.compose.schema import LISTS, conf_dir, group_options
 from verl.compose.suggestions import nearest_path
 from verl.errors import ConfigError
 from verl.utils.component_exits import as_component_exit, raised_by_code
@@ -126,15 +127,29 @@ def validate(config: DictConfig | dict[str, Any], faults: Sequence[str] = ()) ->
     return run
 
 
-def refuse_here(run: Description) -> None:
-    """Look for what this machine lacks for a run: before anything is trained, and before the run has a directory.
+def refuse_here(run: Description, context: BuildContext | None = None) -> None:
+    """Look for what a run lacks, on this machine first, then of servers, stores, clusters and the directories that it
+    writes: before anything is trained, and before the run has a directory.
 
     Raises:
         ConfigError: with everything that is missing, by config path.
     """
-    found = list(dict.fromkeys(_faults_here(run, "")))
+    found = list(dict.fromkeys(_faults_here(run, ""))) or list(
+        dict.fromkeys(_preflight(run, "", context or BuildContext()))
+    )
     if found:
         raise ConfigError(found)
+
+
+def _preflight(value: Any, path: str, context: BuildContext) -> Iterator[str]:
+    if isinstance(value, Description):
+        for fault in value.preflight(context):
+            yield join(path, fault)
+        for name in value.parts_here():
+            yield from _preflight(getattr(value, name), join(path, name), context)
+    elif isinstance(value, (list, tuple, dict)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _preflight(item, join(path, key), context)
 
 
 def _faults_here(value: Any, path: str) -> Iterator[str]:
@@ -160,7 +175,7 @@ class _Validation:
 
     def value(self, node: Any, path: str) -> Any:
         """What stands at a node: a description, a plain value, or `UNSOUND` where a fault was found in it."""
-        if isinstance(node, dict) and TARGET in node:
+        if _is_component(node):
             return self._component(node, path)
         if isinstance(node, dict):
             read = {key: self.value(item, join(path, key)) for key, item in node.items()}
@@ -173,6 +188,8 @@ class _Validation:
     def _component(self, node: dict[str, Any], path: str) -> Any:
         kind = self._locate(node[TARGET], path)
         given = {key: item for key, item in node.items() if key != TARGET}
+        if kind is not None and kind.other_keys is not None:
+            given = self._with_other_keys(kind, kind.other_keys, given, path)
         if kind is None:
             for key, item in given.items():
                 self.value(item, join(path, key))
@@ -182,9 +199,19 @@ class _Validation:
         self._unknown_keys(kind, [key for key in given if key not in known], path)
         made = object.__new__(kind)
         for fault in set_fields(made, values):
-            self._fault(path, fault)
+            self._fault(path, _of_list(path, fault))
         sound = len(self.faults) == before and all(value is not UNSOUND for value in values.values())
         return made if sound else UNSOUND
+
+    def _with_other_keys(self, kind: type[Description], into: str, given: dict[str, Any], path: str) -> dict[str, Any]:
+        """Components under keys that are no fields moved into the field that takes them; null leaves one out."""
+        own, others = given.get(into) or {}, [key for key in given if key not in field_types(kind)]
+        taken = {key: given[key] for key in others if given[key] is None or _is_component(given[key])}
+        if not taken or not isinstance(own, dict):
+            return given
+        below = {key: item for key, item in taken.items() if item is not None}
+        self.plain.borrowed |= {join(path, f"{into}.{key}"): join(path, key) for key in below}
+        return {**{key: item for key, item in given.items() if key not in taken}, into: {**own, **below}}
 
     def _locate(self, target: Any, path: str) -> type[Description] | None:
         where = join(path, TARGET)
@@ -200,6 +227,9 @@ class _Validation:
         for key in keys:
             here = self.plain.origin(join(path, key))
             below = [join(self.plain.origin(path), name) for name in field_types(kind)]
+            if path in LISTS and key in group_options(conf_dir()).get(path, []):
+                self.faults.append(f"{here} is not among the trackers: add it to the list, {path}=[default,{key}].")
+                continue
             near = nearest_path(here, [*below, *self._known_paths()])
             self.faults.append(f"{here} is not a known key: {kind.__name__} has no such field.{hint(near)}")
 
@@ -232,6 +262,19 @@ def _import(target: str) -> type[Description] | str:
     if not (isinstance(found, type) and issubclass(found, Description)):
         return "it is no description; give a class that inherits verl.component.Description, decorated by `component`"
     return found
+
+
+def _is_component(node: Any) -> bool:
+    return isinstance(node, dict) and TARGET in node
+
+
+def _of_list(path: str, fault: str) -> str:
+    """A fault of a group that is chosen as a list: a part without `_target_` was not chosen."""
+    name = fault.partition(" ")[0]
+    if path in LISTS and fault.endswith(NO_TARGET) and name in group_options(conf_dir()).get(path, []):
+        told = fault.removesuffix(NO_TARGET)
+        return f"{told} It has no {TARGET}: add {name} to the list, such as {path}=[default,{name}]."
+    return fault
 
 
 def _paths(node: Any, path: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Warm starts: `warm-start://NAME` is the actor that main_sft.py trains with experiment=NAME, made once and cached.
+"""Warm starts: `warm-start://NAME` is the actor that `verl sft` trains with experiment=NAME, made once and cached.
 
 run with warm-start://NAME -> conf/sft.yaml + experiment NAME -> key -> <cache>/warm_starts/NAME-key/actor
 """
@@ -58,6 +58,24 @@ def warm_start_dir(name: str, run: Any) -> Path:
     return _cache() / f"{name}-{_key(run)}"
 
 
+def with_architectures(run: Any) -> Any:
+    """The same run with the untrained model of each `warm-start://NAME` in place of its weights: for looking at sizes.
+
+    Raises:
+        ConfigError: there is no such experiment.
+    """
+    if not isinstance(run, Description):
+        return run
+    path = getattr(run, "path", None)
+    if isinstance(path, str) and path.startswith(WARM_START):
+        source = _warm_start_run(path.removeprefix(WARM_START), []).actor.model
+        return dataclasses.replace(source, dtype=getattr(run, "dtype", source.dtype))
+    old = {f.name: getattr(run, f.name) for f in dataclasses.fields(run)}
+    new = {name: with_architectures(item) for name, item in old.items()}
+    changed = {name: item for name, item in new.items() if item is not old[name]}
+    return dataclasses.replace(run, **changed) if changed else run
+
+
 def _replace(value: Any, directory: Callable[[str], str]) -> Any:
     if isinstance(value, Description):
         old = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
@@ -69,11 +87,15 @@ def _replace(value: Any, directory: Callable[[str], str]) -> Any:
     return value
 
 
-def _actor_dir(name: str, console: Console, overrides: Sequence[str]) -> Path:
+def _warm_start_run(name: str, overrides: Sequence[str]) -> Any:
     known = group_options(conf_dir()).get("experiment", [])
     if name not in known:
         raise ConfigError(f"{WARM_START}{name}: there is no experiment {name}.{hint(nearest(name, known))}")
-    run = validate(compose_root("sft", [f"experiment={name}", "tracker=none", "checkpoint=off", *overrides]))
+    return validate(compose_root("sft", [f"experiment={name}", "tracker=none", "checkpoint=off", *overrides]))
+
+
+def _actor_dir(name: str, console: Console, overrides: Sequence[str]) -> Path:
+    run = _warm_start_run(name, overrides)
     final = warm_start_dir(name, run)
     if (final / "actor" / "config.json").is_file():
         console.print(f"{WARM_START}{name} lies in {final}", soft_wrap=True)

@@ -21,6 +21,7 @@ from verl.ops.logprobs import entropy_of, log_probs_of
 
 Entropy = Literal["grad", "value"] | None
 LOGITS_AT_A_TIME = 2**24  # numbers: 64 MiB in float32
+FACTOR_OF_GPU = 8  # there the head is read once for each part, which takes longer than 512 MiB are worth
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class TokenLogProbs:
     log_probs: Tensor
     entropies: Tensor | None = None
     is_likeliest: Tensor | None = None
+
+
+def logits_at_a_time(device_type: str) -> int:
+    """Numbers of logits that are there at a time, on a device of this type."""
+    return LOGITS_AT_A_TIME * (1 if device_type == "cpu" else FACTOR_OF_GPU)
 
 
 def token_log_probs(
@@ -67,7 +73,8 @@ def token_log_probs(
         return _place(_score_chunk(micro.predict(last_states), tokens, temperature, entropy, rank), mask, entropy, rank)
     with head.left_out():
         hidden = micro.predict(last_states)
-    at_a_time = max(1, min(LOGITS_AT_A_TIME // model.config.get_text_config().vocab_size, -(-len(tokens) // parts)))
+    fitting = logits_at_a_time(hidden.device.type) // model.config.get_text_config().vocab_size
+    at_a_time = max(1, min(fitting, -(-len(tokens) // parts)))
 
     def part(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         return _score_chunk(head(hidden), tokens, temperature, entropy, rank)

@@ -1,7 +1,7 @@
 """The training engine: inference and optimizer steps over micro-batches, equal to one big batch; gradient accumulation.
 
 A role gives the engine a function from (model, micro-batch) to tensors or to a loss; the engine decides how rows
-become micro-batches, and takes sums with its sibling processes. Nothing that a role computes depends on that cut.
+become micro-batches, and takes sums with its sibling processes. No result depends on the division into micro-batches.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from verl.models.parallel_info import Autocast, compute_device, computing_in
 from verl.ops.loss_aggregation import LossTotals
 from verl.protocol import DataProto
 from verl.resharding.dtensor import ReadableTensor, read_slice_like
+from verl.utils.memory import release_cached
 from verl.utils.progress import report
 
 Compute = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
@@ -133,7 +134,15 @@ class TrainingEngine:
         self.optimizer.step()
         report()
         self.updates += 1
+        if self.device.type != "cpu":
+            self.release()
         return {**metrics, "lr": lr}
+
+    def release(self) -> None:
+        """Give back the gradients and what torch keeps of a device: others need it until the next update."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        release_cached(self.device)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer's state as live tensors, named after the parameters; empty before the first step."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from verl.component import BuildContext
 from verl.engines.fsdp import gathered, load_own_slices, settle, shard_fully
 from verl.engines.tensor_parallel import shard_over
-from verl.models.heads import backbone_of
+from verl.models.heads import head_of
 from verl.models.parallel_info import Autocast, ParallelInfo
 from verl.resharding.dtensor import is_divided, local, mesh_dims, tensor_layout
 from verl.resharding.layout import Mesh
@@ -211,7 +211,7 @@ class ShardedParallelism(DataParallelism):
 
     def shard_model(self, model: nn.Module, autocast: Autocast = None) -> None:
         """See `Parallelism.shard_model`. A head that stands on a backbone (a critic's) is small and stays whole."""
-        core: Any = backbone_of(model)
+        core: Any = head_of(model).backbone
         partial = shard_over(core, self._device_mesh[TENSOR]) if self.mesh.extent(TENSOR) > 1 else []
         if self.fully:
             replicated = self.mesh.extent(REPLICATE) > 1

@@ -10,7 +10,8 @@ adding up to parts of x; adding up to the whole sends twice that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
@@ -64,9 +65,6 @@ class Sharding(Description):
 
     needs_processes: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 1800.0
-    is_fully_sharded: ClassVar[bool] = False
-    gathers_twice: ClassVar[bool] = False
-    is_offloaded: ClassVar[bool] = False
 
     def parameter_shards(self, world_size: int) -> int:
         """Parts that weights, gradients and optimizer state are divided into."""
@@ -87,9 +85,17 @@ class Sharding(Description):
         """Of each process, the number of the share of rows that it works on; some may work on one share together."""
         return tuple(range(world_size))
 
+    def row_shares(self, world_size: int) -> int:
+        """Into how many shares rows are divided."""
+        return max(self.parts(world_size)) + 1
+
     def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
         """Replicas, shards of each, and processes that share each layer."""
         return world_size, 1, 1
+
+    def smaller(self) -> Iterator[tuple[str, Sharding]]:
+        """Settings of its own that take less memory on a device, and what it is with each."""
+        yield from ()
 
     def cost(
         self,
@@ -112,28 +118,14 @@ class Sharding(Description):
         compute = compute_bytes or weight_bytes
         held = _held(sizes, siblings)
         trained = (held if sizes.trained == sizes.parameters else sizes.trained) if trains else 0
-        copy = 0 if self.is_fully_sharded or compute == weight_bytes else held * compute
-        gathered = generating = 0
-        sent = 0.0
-        if self.is_fully_sharded and shards > 1:
-            block = (sizes.parameters - sizes.embedding_elements) // max(sizes.layers, 1) // siblings
-            ends = held - block * sizes.layers
-            gathered = (ends + block if self.gathers_twice else held) * compute
-            generating = held * compute
-            gathers = 2 if self.gathers_twice and trains else 1
-            sent = _part(shards) * (gathers * held * compute + trained * weight_bytes)
-        if siblings > 1:
-            sums = 4 if trains else 2  # after attention and MLP, forward and backward
-            sent += 2 * _part(siblings) * sums * sizes.layers * sizes.hidden * tokens * compute
+        sums = 4 if trains else 2  # after attention and MLP, forward and backward
+        exchanged = sums * sizes.layers * sizes.hidden * tokens * compute if siblings > 1 else 0
         return ShardingCost(
-            weights=held * weight_bytes // shards + copy,
+            weights=held * weight_bytes // shards + (0 if compute == weight_bytes else held * compute),
             gradients=trained * weight_bytes // shards,
             optimizer=2 * trained * weight_bytes // shards,
-            gathered=gathered,
-            generating=generating,
-            per_micro_batch=int(sent),
+            per_micro_batch=int(2 * _part(siblings) * exchanged),
             per_update=int(2 * _part(replicas) * trained * weight_bytes / shards),
-            is_offloaded=self.is_offloaded,
         )
 
 
@@ -190,13 +182,36 @@ class FSDP(_Processes):
     cpu_offload: bool = False
     is_fully_sharded: ClassVar[bool] = True
 
-    @property
-    def gathers_twice(self) -> bool:  # type: ignore[override]
-        return self.strategy == "FULL_SHARD"
+    def smaller(self) -> Iterator[tuple[str, Sharding]]:
+        if not self.cpu_offload:
+            yield "sharding.cpu_offload=true", replace(self, cpu_offload=True)
 
-    @property
-    def is_offloaded(self) -> bool:  # type: ignore[override]
-        return self.cpu_offload
+    def cost(
+        self,
+        world_size: int,
+        sizes: ModelStats,
+        tokens: int = 0,
+        weight_bytes: int = 4,
+        compute_bytes: int | None = None,
+        trains: bool = True,
+    ) -> ShardingCost:
+        cost = super().cost(world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
+        _, shards, siblings = self.mesh_sizes(world_size)
+        compute, held = compute_bytes or weight_bytes, _held(sizes, siblings)
+        rests = {"weights": held * weight_bytes // shards, "is_offloaded": self.cpu_offload}
+        if shards == 1:
+            return replace(cost, **rests)
+        block = (sizes.parameters - sizes.embedding_elements) // max(sizes.layers, 1) // siblings
+        ends, twice = held - block * sizes.layers, self.strategy == "FULL_SHARD"
+        trained = (held if sizes.trained == sizes.parameters else sizes.trained) if trains else 0
+        sent = _part(shards) * ((1 + (twice and trains)) * held * compute + trained * weight_bytes)
+        return replace(
+            cost,
+            **rests,
+            gathered=(ends + block if twice else held) * compute,
+            generating=held * compute,
+            per_micro_batch=cost.per_micro_batch + int(sent),
+        )
 
     def build(self, context: BuildContext) -> Parallelism:
         return self._parallel(context, self.mesh_sizes(context.world_size))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from verl.component import BuildContext, Description, component
+from verl.component import PREFLIGHT_TIMEOUT_S, BuildContext, Description, component
 from verl.errors import ConfigError
 from verl.utils.redact import looks_secret, redact
 
@@ -72,6 +72,22 @@ class Endpoint(Description):
                 yield f"headers.{name} looks like a secret, which no configuration may hold. Use key_variable."
             elif not _HEADER_NAME.fullmatch(name) or not (value.isascii() and value.isprintable()):
                 yield f"headers.{name} is not a header: expected a name without spaces and a value in plain ASCII."
+
+    def preflight(self, context: BuildContext) -> Iterator[str]:
+        limit_s = min(self.timeout_s, PREFLIGHT_TIMEOUT_S)
+        hasty = replace(self, timeout_s=limit_s, total_timeout_s=2 * limit_s, retries=min(1, self.retries))
+        try:
+            client = hasty.build(context)
+        except ConfigError as error:
+            yield from error.faults
+            return
+        try:
+            if (absence := client.absence()) is not None:
+                yield (
+                    f"base_url is {self.base_url}: no server answers there ({absence}). Start it, or mend the address."
+                )
+        finally:
+            client.close()
 
     def build(self, context: BuildContext) -> HTTPClient:
         """The client, not yet connected.

@@ -449,7 +449,7 @@ class HybridActor:
                 ) from error
             if not was_synced or self._company is not None:
                 raise
-            _log.warning("The rollout engine is made anew, since it does not follow the model any more: %s", error)
+            _log.warning("The rollout engine is rebuilt, because it cannot take the changed model: %s", error)
             self._model_changed("the engine could not be proven")
             engine = self._engine_for(call)
             engine.sync()

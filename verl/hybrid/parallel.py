@@ -139,7 +139,7 @@ def hybrid_parallelism(config: HybridConfig, device: str) -> HybridParallelism |
         return None
     if config.shards and config.tp_size == 1 and config.dp_size in (None, 1) and num_processes() == 1:
         _log.warning(
-            "hybrid_config.fsdp_sharding is %s: there is 1 process, so it divides nothing", config.fsdp_sharding
+            "hybrid_config.fsdp_sharding is %s: there is 1 process, so nothing is sharded", config.fsdp_sharding
         )
         return None
     return HybridParallelism(config, device)

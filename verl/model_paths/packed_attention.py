@@ -245,8 +245,9 @@ def _attend_packed(
     queries = q.split([block.count * block.queries for block in packing.blocks])
     keys = [x.split([block.count * block.keys for block in packing.blocks]) for x in (k, v)]
     parts = []
-    for block, q, k, v in zip(packing.blocks, queries, *keys, strict=True):
-        mask = _mask(block, shape.window, q.device)
+    for number, (q, k, v) in enumerate(zip(queries, *keys, strict=True)):
+        block = packing.blocks[number]
+        mask = _mask(packing, number, shape.window, q.device)
         heads = F.scaled_dot_product_attention(
             q.unflatten(0, (block.count, block.queries)).transpose(1, 2),
             k.unflatten(0, (block.count, block.keys)).transpose(1, 2),
@@ -337,7 +338,15 @@ def _as_line(states: Tensor) -> Tensor:
     return states[0].transpose(0, 1)
 
 
-def _mask(block: AttentionBlock, window: int | None, device: torch.device) -> Tensor | None:
+def _mask(packing: PackedRows, number: int, window: int | None, device: torch.device) -> Tensor | None:
+    """That of a block of a packing, made where it is asked for the first time."""
+    key = (number, window, device)
+    if key not in packing.masks:
+        packing.masks[key] = make_block_mask(packing.blocks[number], window, device)
+    return packing.masks[key]
+
+
+def make_block_mask(block: AttentionBlock, window: int | None, device: torch.device) -> Tensor | None:
     """Which keys each query sees, [count or 1, 1, queries, keys]; None for a causal block."""
     if not block.prefix and (window is None or block.queries <= window):
         return None

@@ -10,12 +10,13 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from verl.errors import ConfigError
 from verl.models.call import call_model
 from verl.models.pretrained import VALUE_HEAD_FILE, quiet_transformers
 from verl.ops.masking import last_true
@@ -32,7 +33,115 @@ class ValueHeadOutput:
     values: Tensor
 
 
-class ValueHeadModel(nn.Module):
+class ModelHead(nn.Module):
+    """A head of our own on a Hugging Face backbone, as everything sees it that shards, saves or loads a model.
+
+    The backbone is saved as the Hugging Face directory that it is, with the head in a file of its own beside it. A
+    subclass adds its layers beside `backbone`, and a `forward`; nothing that saves or loads needs to know of it.
+
+    Args:
+        backbone: what stands below the head.
+    Attributes:
+        file: that holds the head.
+        loader: method of `ModelSource` that makes the backbone.
+    """
+
+    file: ClassVar[str] = VALUE_HEAD_FILE
+    loader: ClassVar[str] = "load_backbone"
+
+    def __init__(self, backbone: Any):
+        super().__init__()
+        self.backbone = backbone
+
+    @property
+    def config(self) -> Any:
+        return self.backbone.config
+
+    def gradient_checkpointing_enable(self, **options: Any) -> None:
+        self.backbone.gradient_checkpointing_enable(**options)
+
+    def split(self, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is named like the tensors of this model, of the backbone by its own names, and of the head."""
+        below = {name.removeprefix(_BELOW): x for name, x in tensors.items() if name.startswith(_BELOW)}
+        return below, {name: x for name, x in tensors.items() if not name.startswith(_BELOW)}
+
+    def joined(self, backbone: Mapping[str, Any]) -> dict[str, Any]:
+        """What is named like the backbone's tensors, by their names in this model."""
+        return {_BELOW + name: x for name, x in backbone.items()}
+
+    def files(self, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+        """What `save` writes, by file name, from the head's tensors made whole."""
+        whole = {name: p.detach().cpu().contiguous() for name, p in tensors.items()}
+        return {self.file: save({name.removeprefix(_OWN): whole[name] for name in sorted(whole)})}
+
+    def save(self, directory: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Write the head's file.
+
+        Args:
+            tensors: of the head made whole, for a model that has only parts of them.
+        """
+        own = self.split(self.state_dict())[1] if tensors is None else tensors
+        for name, data in self.files(own).items():
+            (Path(directory) / name).write_bytes(data)
+
+    def load(self, directory: Path) -> None:
+        """Take the head from a directory that has its file.
+
+        Raises:
+            ConfigError: it is the head of another model.
+        """
+        saved = load_file(directory / self.file)
+        own = [name for name in self.state_dict() if not name.startswith(_BELOW)]
+        missing = {name.removeprefix(_OWN) for name in own} ^ saved.keys()
+        if missing:
+            raise ConfigError(f"{directory / self.file} is the head of another model ({', '.join(sorted(missing))}).")
+        self.load_state_dict({name: saved[name.removeprefix(_OWN)] for name in own}, strict=False)
+
+    def save_pretrained(self, directory: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
+        """Write the backbone as a Hugging Face directory and the head beside it.
+
+        Args:
+            state_dict: whole weights, for a model that has only parts of them.
+        """
+        backbone, head = self.split(self.state_dict() if state_dict is None else state_dict)
+        with quiet_transformers():
+            self.backbone.save_pretrained(directory, state_dict=backbone)
+        self.save(directory, head)
+
+
+class NoHead:
+    """What `head_of` says of a model that is a Hugging Face model as a whole: nothing is above its backbone."""
+
+    loader: ClassVar[str] = "load_causal_lm"
+
+    def __init__(self, model: Any):
+        self.backbone = model
+
+    def split(self, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return dict(tensors), {}
+
+    def joined(self, backbone: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(backbone)
+
+    def files(self, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+        return {}
+
+    def save(self, directory: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """There is nothing to write."""
+
+    def load(self, directory: Path) -> None:
+        """There is nothing to take."""
+
+
+def head_of(model: Any) -> ModelHead | NoHead:
+    """The head of a model that trains: itself, if it is one."""
+    return model if isinstance(model, ModelHead) else NoHead(model)
+
+
+_BELOW, _OWN = "backbone.", "head."  # names in the state of a model; a file of a head leaves the latter out
+
+
+class ValueHeadModel(ModelHead):
     """A backbone and a linear head that reads one value from each hidden state.
 
     The head starts at zero, so an untrained critic predicts no reward anywhere and its first advantages are the plain
@@ -40,10 +149,9 @@ class ValueHeadModel(nn.Module):
     """
 
     def __init__(self, backbone: Any):
-        super().__init__()
+        super().__init__(backbone)
         config = backbone.config.get_text_config()
         dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
-        self.backbone = backbone
         device = (
             "cpu" if backbone.device.type == "meta" else backbone.device
         )  # the backbone's weights are still to come
@@ -55,10 +163,6 @@ class ValueHeadModel(nn.Module):
     def computes_in_own_type(self) -> tuple[nn.Module, ...]:
         """Values are regressed on in the head's own precision; see `verl.models.parallel_info`."""
         return (self.head,)
-
-    @property
-    def config(self) -> Any:
-        return self.backbone.config
 
     def forward(
         self,
@@ -80,35 +184,6 @@ class ValueHeadModel(nn.Module):
         hidden = call_model(self.backbone, input_ids=input_ids, use_cache=False, **others).last_hidden_state
         hidden = hidden.to(self.head.weight.dtype)
         return ValueHeadOutput(values=_probed(hidden) if probe else self.head(hidden).squeeze(-1))
-
-    def gradient_checkpointing_enable(self, **options: Any) -> None:
-        self.backbone.gradient_checkpointing_enable(**options)
-
-    def head_files(self, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-        """The files that hold the head, from its tensors made whole."""
-        return {VALUE_HEAD_FILE: save({name: p.detach().cpu().contiguous() for name, p in tensors.items()})}
-
-    def load_head(self, file: Path) -> None:
-        """Take the head from a file that `save_pretrained` wrote."""
-        self.head.load_state_dict(load_file(file))
-
-    def save_pretrained(self, directory: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
-        """Write the backbone as a Hugging Face directory and the head beside it.
-
-        Args:
-            state_dict: whole weights, for a model that has only parts of them.
-        """
-        state = self.state_dict() if state_dict is None else state_dict
-        parts = {
-            part: {name.removeprefix(part): x for name, x in state.items() if name.startswith(part)}
-            for part in ("backbone.", "head.")
-        }
-        with quiet_transformers():
-            self.backbone.save_pretrained(directory, state_dict=parts["backbone."])
-        save_file(
-            {name: p.detach().cpu().contiguous() for name, p in parts["head."].items()},
-            directory / VALUE_HEAD_FILE,
-        )
 
 
 def _probed(hidden: Tensor) -> Tensor:
@@ -247,14 +322,3 @@ class LMHead:
 
 def _as_it_is(hidden: Tensor) -> Tensor:
     return hidden
-
-
-def backbone_of(model: Any) -> Any:
-    """What stands below a value head; the model itself where it has none."""
-    return model.backbone if isinstance(model, ValueHeadModel) else model
-
-
-def load_head(model: Any, directory: Path) -> None:
-    """Take a value head from a component's directory; nothing for a model without one."""
-    if isinstance(model, ValueHeadModel):
-        model.load_head(directory / VALUE_HEAD_FILE)

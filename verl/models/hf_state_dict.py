@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.heads import backbone_of
+from verl.models.heads import head_of
 from verl.models.pretrained import quiet_transformers
 from verl.utils.temporary_directory import TemporaryDirectory
 
@@ -39,13 +39,15 @@ class HFStateDict:
 def live_tensors(model: Any) -> dict[str, Tensor]:
     """What `hf_state_dict` makes its tensors of, by their names in the model; a tied one is the same object twice."""
     tensors = model.state_dict(keep_vars=True)
-    if not hasattr(backbone_of(model), "peft_config"):
+    head = head_of(model)
+    if not hasattr(head.backbone, "peft_config"):
         return tensors
-    return {name: x for name, x in tensors.items() if "lora_" in name or name.startswith("head.")}
+    backbone, own = head.split(tensors)
+    return {**head.joined({name: x for name, x in backbone.items() if "lora_" in name}), **own}
 
 
 def hf_state_dict(model: Any, tensors: Mapping[str, Tensor] | None = None) -> HFStateDict:
-    """The form of a Hugging Face model, of a model with a peft adapter (the adapter alone), or of a `ValueHeadModel`.
+    """The form of a Hugging Face model, of a model with a peft adapter (the adapter alone), or of a `ModelHead`.
 
     Args:
         tensors: those of `live_tensors` made whole, for a model that has only parts of them.
@@ -57,21 +59,19 @@ def hf_state_dict(model: Any, tensors: Mapping[str, Tensor] | None = None) -> HF
 
 def saved_file(model: Any) -> str | None:
     """The file that takes the tensors, or None for `model.safetensors` and its shards."""
-    return ADAPTER_FILE if hasattr(backbone_of(model), "peft_config") else None
+    return ADAPTER_FILE if hasattr(head_of(model).backbone, "peft_config") else None
 
 
 def saved_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Some of the tensors of `live_tensors` under their names in the files; a `ValueHeadModel`'s head is none of
-    them.
-    """
-    if (core := backbone_of(model)) is not model:
-        return saved_tensors(core, _below("backbone.", tensors))
-    if hasattr(model, "peft_config"):
+    """Some of the tensors of `live_tensors` under their names in the files; those of a `ModelHead`'s head are none."""
+    head = head_of(model)
+    core, own = head.backbone, head.split(tensors)[0]
+    if hasattr(core, "peft_config"):
         from peft import get_peft_model_state_dict
 
-        adapter = get_peft_model_state_dict(model, state_dict=dict(tensors))
+        adapter = get_peft_model_state_dict(core, state_dict=own)
         return {name: x.detach() for name, x in adapter.items()}
-    return _weights(model, tensors)
+    return _weights(core, own)
 
 
 def names_in_files(model: Any) -> dict[str, str] | None:
@@ -93,14 +93,17 @@ def names_in_files(model: Any) -> dict[str, str] | None:
 
 
 def small_files(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """What lies beside the tensors: the configuration, and a `ValueHeadModel`'s head, which is among `tensors`."""
-    if (core := backbone_of(model)) is not model:
-        return {**small_files(core, {}), **model.head_files(_below("head.", tensors))}
+    """What lies beside the tensors: the configuration, and a `ModelHead`'s head, which is among `tensors`."""
+    head = head_of(model)
+    return {**_configuration(head.backbone), **head.files(head.split(tensors)[1])}
+
+
+def _configuration(core: Any) -> dict[str, bytes]:
     with TemporaryDirectory() as directory, quiet_transformers():
-        if hasattr(model, "peft_config"):
-            model.peft_config[model.active_adapter].save_pretrained(directory)
+        if hasattr(core, "peft_config"):
+            core.peft_config[core.active_adapter].save_pretrained(directory)
             return {name: _in_order(data) for name, data in files_in(Path(directory)).items()}
-        model.save_pretrained(directory, state_dict={})  # all but the weights
+        core.save_pretrained(directory, state_dict={})  # all but the weights
         return {name: data for name, data in files_in(Path(directory)).items() if not name.endswith(".safetensors")}
 
 
@@ -144,10 +147,6 @@ def _in_order(adapter_config: bytes) -> bytes:
     if isinstance(names := config["target_modules"], list):
         config["target_modules"] = sorted(names)
     return json.dumps(config, indent=2, sort_keys=True).encode()
-
-
-def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
 
 def _weights(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

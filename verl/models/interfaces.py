@@ -95,10 +95,10 @@ def as_critic(model: Any, name: str = "critic_model") -> nn.Module:
     Raises:
         ConfigError: it is neither.
     """
-    from verl.models.heads import ValueHeadModel
+    from verl.models.heads import ModelHead, ValueHeadModel
 
     backbone = getattr(model, "base_model", None)
-    if not isinstance(model, ValueHeadModel) and isinstance(backbone, nn.Module) and hasattr(model, "config"):
+    if not isinstance(model, ModelHead) and isinstance(backbone, nn.Module) and hasattr(model, "config"):
         model = ValueHeadModel(backbone)
     check_interface("critic", model, name)
     return model

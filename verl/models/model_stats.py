@@ -70,6 +70,16 @@ def model_stats(config: Any, lora: LoRA | None = None) -> ModelStats:
     Args:
         lora: the adapter that is trained in place of the weights.
     """
+    key = (type(config), config.to_json_string(), lora)
+    if key not in _counted:
+        _counted[key] = _count(config, lora)
+    return _counted[key]
+
+
+_counted: dict[tuple[type, str, LoRA | None], ModelStats] = {}  # a plan asks many times for the same model
+
+
+def _count(config: Any, lora: LoRA | None) -> ModelStats:
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 

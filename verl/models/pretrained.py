@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # none of them: PhiMoE's modules have a threshold of that name, which counts in evaluation too.
 ROUTER_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 
+VALUE_HEAD_FILE = "value_head.safetensors"  # beside the weights of a critic's backbone
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
@@ -74,7 +75,7 @@ class ModelSource(Description):
         """Why this cannot be a policy nor a value function, by its configuration; None if that tells nothing."""
         return None
 
-    def value_head(self) -> Path | None:
+    def value_head(self, name: str = VALUE_HEAD_FILE) -> Path | None:
         """The file of a trained value head that lies with the weights, or None."""
         return None
 
@@ -157,7 +158,6 @@ def without_weights() -> Iterator[None]:
 
 
 WARM_START = "warm-start://"
-VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 @component
@@ -168,7 +168,7 @@ class Pretrained(ModelSource):
 
     Args:
         path: a directory that holds config.json, a hub name such as `Qwen/Qwen2-0.5B`, or `warm-start://NAME`: the
-            output of `python main_sft.py experiment=NAME`, which is made on first use and kept.
+            output of `verl sft experiment=NAME`, which is made on first use and kept.
         attention: the attention implementation of transformers; `eager` is slow, and runs every model.
         tokenizer_path: where the tokenizer lies, if not with the model.
         revision: branch, tag or commit on the hub.
@@ -208,12 +208,12 @@ class Pretrained(ModelSource):
         """See `ModelSource.load_skeleton`. From a directory with safetensors whose names are those of the model."""
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
 
-        # bring torch
-
-        directory = Path(self.path)
-        if not directory.is_dir() or self._adapter() is not None or self.trust_remote_code:
+        directory = self._directory()
+        if directory is None or not (directory / "config.json").is_file():
             return None
-        config = AutoConfig.from_pretrained(self.path)
+        if self._adapter() is not None or self.trust_remote_code:
+            return None
+        config = AutoConfig.from_pretrained(directory)
         if getattr(config, "quantization_config", None) is not None:
             return None
         self._refuse_lost_caps(config.get_text_config())
@@ -225,11 +225,24 @@ class Pretrained(ModelSource):
                 return None  # loading all of it says what is wrong
         model.tie_weights()
         if (directory / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(self.path)
+            model.generation_config = GenerationConfig.from_pretrained(directory)
         model.weight_files = SafetensorsReader(directory, model.base_model_prefix)
         if not model.weight_files.holds(dict(model.named_parameters())):
             return None  # other names, which transformers converts, or holes, which are refused where all is loaded
         return without_dropout(model).eval()
+
+    def _directory(self) -> Path | None:
+        """Where the files lie: of a name on the hub its snapshot in the cache of this machine, fetched if it is not
+        there; None where there is none, which loading all of it says in words."""
+        if _is_local(self.path):
+            return Path(self.path) if Path(self.path).is_dir() else None
+        from huggingface_hub import snapshot_download
+
+        try:
+            files = ["*.safetensors", "*.json"]
+            return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=files))
+        except Exception:  # noqa: BLE001 - no network, no such name, a gate: told where the model is loaded
+            return None
 
     def load_classifier(self, device: str) -> Any:
         """The model with its sequence-classification head, as reward models have one, in evaluation mode."""
@@ -318,8 +331,8 @@ class Pretrained(ModelSource):
         heads = config.get("num_attention_heads")
         return None if heads is None else (heads, config.get("num_key_value_heads") or heads)
 
-    def value_head(self) -> Path | None:
-        file = Path(self.path) / VALUE_HEAD_FILE
+    def value_head(self, name: str = VALUE_HEAD_FILE) -> Path | None:
+        file = Path(self.path) / name
         return file if file.is_file() else None
 
     def _config(self) -> dict[str, Any]:

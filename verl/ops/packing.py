@@ -10,7 +10,7 @@ last token of a response predicts nothing that is asked for, so it is left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -67,6 +67,7 @@ class PackedRows:
         out: the line from the query slots.
         predictors: the state that predicts each response token on the mask, in the order of mask.nonzero(), from the
             line.
+        masks: of attention, by block, window and device; made once, for all layers and for their recomputation.
     """
 
     tokens: Tensor
@@ -76,6 +77,9 @@ class PackedRows:
     keys: GatherIndex
     out: GatherIndex
     predictors: GatherIndex
+    masks: dict[tuple[int, int | None, torch.device], Tensor | None] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def to(self, device: torch.device | str) -> PackedRows:
         takes = {name: getattr(self, name).to(device) for name in ("queries", "keys", "out", "predictors")}

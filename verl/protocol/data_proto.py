@@ -220,39 +220,42 @@ class DataProto:
         sources = {names[name]: source for name, source in self._sources.items() if name in names}
         return DataProto()._fill(tensors, arrays, dict(self.meta_info), sources, {}).check()
 
-    def union(self, other: DataProto) -> DataProto:
-        """The fields of both, checked against each other; neither is changed.
+    def union(self, *others: DataProto) -> DataProto:
+        """The fields of all, checked against each other in one pass; none is changed.
 
-        A name in both is fine where the values are the same, and this batch's stay. They are where type, shape and
+        A name in two is fine where the values are the same, and the first batch's stay. They are where type, shape and
         every number agree (NaN with NaN): `verl.protocol.equality` has the rules.
 
         Raises:
-            DataProtoValidationError: a field of `other` breaks its contract or contradicts one of this batch: the
+            DataProtoValidationError: a field of one breaks its contract or contradicts one of those before it: the
                 first row that differs, both values and both producers are named.
         """
         tensors, arrays, bound = dict(self._tensors), dict(self._arrays), dict(self._bound)
-        sources = {**other._sources, **self._sources}
-        for name, tensor in other._tensors.items():
-            if name in tensors:
-                if (found := tensor_difference(tensors[name], tensor)) is not None:
-                    raise self._conflict(name, other, found)
-                continue
-            if name in arrays:
-                raise self._conflict(name, other)
-            check_tensor(name, tensor, bound, sources)
-            tensors[name] = tensor
-        for name, array in other._arrays.items():
-            if name in tensors:
-                raise self._conflict(name, other)
-            if name in arrays:
-                if (differing := column_difference(arrays[name], array)) is not None:
-                    raise self._conflict(name, other, differing[1], differing[0])
-                continue
-            check_rows(name, len(array), bound, sources)
-            arrays[name] = array
-        meta_info = merged_meta([self.meta_info, other.meta_info], "union")
+        sources = dict(self._sources)
+        for other in others:
+            sources = {**other._sources, **sources}
+            conflict = partial(_told_conflict, (tensors, arrays, {}, sources, bound), other)
+            for name, tensor in other._tensors.items():
+                if name in tensors:
+                    if (found := tensor_difference(tensors[name], tensor)) is not None:
+                        raise conflict(name, found)
+                    continue
+                if name in arrays:
+                    raise conflict(name)
+                check_tensor(name, tensor, bound, sources)
+                tensors[name] = tensor
+            for name, array in other._arrays.items():
+                if name in tensors:
+                    raise conflict(name)
+                if name in arrays:
+                    if (differing := column_difference(arrays[name], array)) is not None:
+                        raise conflict(name, differing[1], differing[0])
+                    continue
+                check_rows(name, len(array), bound, sources)
+                arrays[name] = array
+        meta_info = merged_meta([self.meta_info, *(other.meta_info for other in others)], "union")
         if config.strict_data_check:
-            check_content(tensors, bound, sources, new=other._tensors.keys() - self._tensors.keys())
+            check_content(tensors, bound, sources, new=tensors.keys() - self._tensors.keys())
         return DataProto()._fill(tensors, arrays, meta_info, sources, bound)
 
     # Choosing and joining rows
@@ -457,6 +460,12 @@ class DataProto:
             raise contract_error(
                 name, "the same fields in every part of a concat", "missing in one of them", holder._sources.get(name)
             )
+
+
+def _told_conflict(before: tuple[Any, ...], other: DataProto, *told: Any) -> DataProtoValidationError:
+    """A batch contradicts what was joined before it."""
+    name, *found = told
+    return DataProto()._fill(*before)._conflict(name, other, *found)
 
 
 def pad_to_divisor(data: DataProto, k: int) -> tuple[DataProto, int]:

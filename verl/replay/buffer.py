@@ -1,11 +1,11 @@
 """TieredBuffer: a replay buffer of scored rows, the newest in device memory, most on disk, the oldest in object
 storage.
 
-append ──> hot (the newest, on the device)      sample <── one race over all rows that may be taken
-      └──> tail ── full ──> shard on disk (warm) ── old ──> storage (cold) ── older still ──> gone
+append ──> hot (the newest, on the device)      sample <── weighted sampling over all eligible rows
+      └──> write buffer ── full ──> shard on disk (warm) ── old ──> storage (cold) ── older still ──> gone
 
 Rows have numbers, counted from the buffer's beginning, and groups of responses to one prompt too. What is drawn depends
-on these numbers, the run's seed and the step; on what lies where, and on the number of processes, it does not.
+on these numbers, the run's seed and the step, and neither on where rows are stored nor on the number of processes.
 """
 
 from __future__ import annotations

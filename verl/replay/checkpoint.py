@@ -5,7 +5,8 @@ replay_buffer/buffer.json                counters, and every shard: rows, bytes,
 replay_buffer/rows_FIRST_DIGEST.arrow    a shard that is here
 replay_buffer/rows_..._.index.arrow      of a shard in the store, what is known here of its rows
 
-Nothing says how many processes there were, or which rows were in device memory: that is made anew.
+The number of processes and the rows in device memory are not saved: they are determined again when the buffer is
+restored.
 """
 
 from __future__ import annotations

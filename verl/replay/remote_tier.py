@@ -137,7 +137,7 @@ class RemoteTier:
         try:
             self._store.delete(_key(name))
         except StorageError as error:
-            _log.warning("%s stays in the store, where nothing needs it: %s", name, error)
+            _log.warning("%s could not be deleted from the store, where it is no longer needed: %s", name, error)
 
     def _hear(self, name: str, is_wanted: bool) -> None:
         """What became of a fetch, if anything did."""
@@ -158,7 +158,7 @@ class RemoteTier:
     def _fell_silent(self, verb: str, shard: ReplayShard, error: object) -> None:
         if self.is_reachable:
             _log.warning(
-                "The storage %s %s; for %g s rows are drawn from here alone: %s", verb, shard.name, self._retry_s, error
+                "The storage %s %s; for %g s only local rows are drawn: %s", verb, shard.name, self._retry_s, error
             )
         self._silent_until = time.monotonic() + self._retry_s
 

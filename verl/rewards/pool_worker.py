@@ -17,38 +17,59 @@ import pickle
 import random
 import signal
 import sys
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import RewardError
 from verl.protocol.provenance import source_of
 from verl.rewards.import_path import awaited, load_function, own_line, signature_of
-from verl.utils.child_process import end_with_parent
+from verl.utils.child_process.channel import Channel, ChannelClosed
+from verl.utils.child_process.process import run_child
 from verl.utils.progress import Progress
 
 
-def serve(connection: Connection, trace_fd: int, progress: Progress) -> None:
+@dataclass(frozen=True)
+class PoolSettings:
+    """What is the same for all samples.
+
+    Attributes:
+        trace: open file into which a worker writes where it was when the time of its sample ran out.
+    """
+
+    path: str
+    kwargs: Mapping[str, Any]
+    timeout_s: float
+    whole_batch: bool
+    trace: int
+
+
+def serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
     """Import the function, and rate samples until the driver hangs up."""
-    start = pickle.loads(connection.recv_bytes())
-    sys.path[:] = [*start["sys_path"], *(path for path in sys.path if path not in start["sys_path"])]
+    with contextlib.suppress(ChannelClosed):
+        _serve(channel, setting, progress)
+    os._exit(0)  # whatever threads the user's code left running
+
+
+def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
     try:
-        function = load_function(start["path"])
+        function = load_function(setting.path)
     except BaseException as error:  # noqa: BLE001 - the driver's to handle
-        own = str(error).removeprefix(f"path is {start['path']!r}: ") if isinstance(error, RewardError) else None
-        connection.send(("error", own.rstrip(".") if own else f"{type(error).__name__}: {error}"))
+        own = str(error).removeprefix(f"path is {setting.path!r}: ") if isinstance(error, RewardError) else None
+        channel.send(("error", own.rstrip(".") if own else f"{type(error).__name__}: {error}"))
         return
-    connection.send(("ready", (source_of(function), signature_of(function, start["kwargs"]))))
-    rated = _rated_batch if start["whole_batch"] else _rated
+    kwargs = dict(setting.kwargs)
+    channel.send(("ready", (source_of(function), signature_of(function, kwargs))))
+    rated = _rated_batch if setting.whole_batch else _rated
     while True:
-        message = connection.recv_bytes()
+        message: bytes = channel.receive()
         progress.advance("rating a sample")
         # This watchdog needs no interpreter: it also ends code that never lets go of it, and one whose driver is gone.
-        faulthandler.dump_traceback_later(start["timeout_s"], exit=True, file=trace_fd)
-        answer = rated(function, message, start["kwargs"])
+        faulthandler.dump_traceback_later(setting.timeout_s, exit=True, file=setting.trace)
+        answer = rated(function, message, kwargs)
         faulthandler.cancel_dump_traceback_later()
         progress.advance("waiting for a sample")
-        connection.send(answer)
+        channel.send(answer)
 
 
 def _rated(function: Callable, message: bytes, kwargs: dict[str, Any]) -> tuple[str, float | str]:
@@ -127,14 +148,5 @@ def _end_all() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def main(socket_fd: int, trace_fd: int, progress_fd: int, parent: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # may reach all processes of a job: the driver ends its workers
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent(parent, _end_all)
-    with contextlib.suppress(EOFError, OSError):  # the driver hung up
-        serve(Connection(socket_fd), trace_fd, Progress.open(progress_fd))
-    os._exit(0)  # whatever threads the user's code left running
-
-
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    run_child("verl.rewards.pool_worker", on_parent_end=_end_all)

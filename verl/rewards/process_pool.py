@@ -13,16 +13,12 @@ import logging
 import os
 import pickle
 import re
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
@@ -32,9 +28,12 @@ from verl.protocol import DataProto
 from verl.protocol.provenance import Source, source_of
 from verl.rewards.base import Reward, RewardResult, texts_of
 from verl.rewards.import_path import Signature, load_function, named_parameters
+from verl.rewards.pool_worker import PoolSettings
 from verl.rewards.validation import LARGEST, check_columns, reward_error
-from verl.utils.child_process import StoppedTime, kill, limit_waits
-from verl.utils.progress import Progress, ProgressWatch, is_stopped, report, state_of
+from verl.utils.child_process.channel import ChannelClosed
+from verl.utils.child_process.process import ChildProcess
+from verl.utils.child_process.stopped_watch import StoppedTime
+from verl.utils.progress import Progress, ProgressWatch, is_stopped, report
 
 _log = logging.getLogger(__name__)
 
@@ -83,16 +82,12 @@ class ProcessPool:
         whole_batch: bool = False,
     ):
         self.path, self.file, self.timeout_s = path, file, timeout_s
-        search_path = [os.path.abspath(entry) for entry in sys.path]
-        self._start = pickle.dumps(
-            {"path": _absolute(path), "kwargs": dict(kwargs), "timeout_s": timeout_s, "sys_path": search_path}
-            | {"whole_batch": whole_batch}
-        )
+        self._setting = PoolSettings(_absolute(path), dict(kwargs), timeout_s, whole_batch, trace=-1)
         self._workers: list[_PoolProcess] = []
         atexit.register(self.close)
         try:
             for _ in range(num_workers):
-                self._workers.append(_PoolProcess(self._start, timeout_s))
+                self._workers.append(_PoolProcess(self._setting))
             for place, worker in enumerate(self._workers):
                 self._workers[place] = self._ready(worker)
         except BaseException:
@@ -155,7 +150,7 @@ class ProcessPool:
                 return worker
             _log.warning("path is %r: a worker process does not take a sample%s", self.path, worker.state())
         worker.kill()
-        worker = self._ready(_PoolProcess(self._start, self.timeout_s))
+        worker = self._ready(_PoolProcess(self._setting))
         if not worker.send(message):
             worker.kill()
             raise RewardError(f"path is {self.path!r}: a new worker process ended at once.")
@@ -171,7 +166,7 @@ class ProcessPool:
             if not worker.await_ready(self.path, may_be_stopped=True):
                 _log.warning("path is %r: a worker process was stopped while it started, and is made anew.", self.path)
                 worker.kill()
-                worker = _PoolProcess(self._start, self.timeout_s)
+                worker = _PoolProcess(self._setting)
                 worker.await_ready(self.path)
         except BaseException:
             worker.kill()
@@ -181,9 +176,9 @@ class ProcessPool:
     def _finished(self, busy: list[_PoolProcess]) -> Iterator[tuple[_PoolProcess, PoolResult]]:
         """Those that answered, ended or are late, each with its outcome; waits for the first."""
         left = min(worker.watch.timeout_s - worker.watch.idle_s for worker in busy)
-        heard = set(wait([worker.connection for worker in busy], timeout=max(0.0, min(left, LOOK_EVERY_S))))
+        heard = set(wait([worker.channel for worker in busy], timeout=max(0.0, min(left, LOOK_EVERY_S))))
         for worker in busy:
-            if worker.connection in heard:
+            if worker.channel in heard:
                 yield worker, self._outcome(worker)
             elif worker.watch.is_overdue:
                 state, stands_still = worker.state(), not worker.has_taken or is_stopped(worker.pid)
@@ -193,8 +188,8 @@ class ProcessPool:
     def _outcome(self, worker: _PoolProcess) -> PoolResult:
         """What a worker answered; or why it hung up, as one does by itself when its time has run out."""
         try:
-            kind, detail = worker.connection.recv()
-        except (EOFError, OSError):
+            kind, detail = worker.channel.receive()
+        except ChannelClosed:
             is_early = worker.watch.idle_s < EARLY * self.timeout_s  # all of the run was stopped for a while
             words = worker.exit_words()
             if worker.trace():
@@ -220,33 +215,29 @@ class _PoolProcess:
 
     facts: tuple[Source, Signature]
 
-    def __init__(self, start: bytes, timeout_s: float):
+    def __init__(self, setting: PoolSettings):
         self.ended = False
         self._progress, self._count = Progress(num_slots=1), 0
-        self.watch = ProgressWatch(self._progress, timeout_s + GRACE_S, look_every_s=2 * LOOK_EVERY_S)
-        self._trace = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill()
-        ours, theirs = socket.socketpair()
-        limit_waits(ours, timeout_s + GRACE_S)
-        fds = (theirs.fileno(), self._trace.fileno(), self._progress.fd)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "verl.rewards.pool_worker", *map(str, fds), str(os.getpid())],
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # so that what the user's function started ends with it
-                env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, **_package_path()},
-            )
-        finally:
-            theirs.close()
-        self.connection = Connection(ours.detach())
-        with contextlib.suppress(OSError):  # gone already: await_ready says so
-            self.connection.send_bytes(start)
+        allowed_s = setting.timeout_s + GRACE_S
+        self.watch = ProgressWatch(self._progress, allowed_s, look_every_s=2 * LOOK_EVERY_S)
+        self._trace = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
+        self._child = ChildProcess(
+            "verl.rewards.pool_worker",
+            self._progress,
+            environment={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ,
+            files=[self._trace.fileno()],
+            is_in_own_session=True,
+            stuck_s=allowed_s,
+        )
+        self.channel = self._child.channel
+        with contextlib.suppress(ChannelClosed):  # gone already: await_ready says so
+            self._child.begin(replace(setting, trace=self._trace.fileno()))
 
     def await_ready(self, path: str, may_be_stopped: bool = False) -> bool:
         """Wait until the function is imported. False where the process is stopped for longer than a sample may take,
         and may be."""
         deadline, stopped = time.monotonic() + START_TIMEOUT_S, StoppedTime(LOOK_EVERY_S)
-        while not (is_heard := self.connection.poll(LOOK_EVERY_S)) and time.monotonic() < deadline:
+        while not (is_heard := self.channel.has_message(LOOK_EVERY_S)) and time.monotonic() < deadline:
             if stopped.of(self.pid) > self.watch.timeout_s:
                 if may_be_stopped:
                     return False
@@ -254,8 +245,8 @@ class _PoolProcess:
         kind, detail = "error", f"it was not done after {START_TIMEOUT_S:g} s, or is stopped{self.state()}"
         if is_heard:
             try:
-                kind, detail = self.connection.recv()
-            except (EOFError, OSError):
+                kind, detail = self.channel.receive()
+            except ChannelClosed:
                 detail = f"the process ended with {self.exit_words()}"
         if kind != "ready":
             raise RewardError(f"path is {path!r}: a worker process could not import it: {detail}.")
@@ -264,11 +255,11 @@ class _PoolProcess:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     def state(self) -> str:
         """What the system says of it, to append to a message."""
-        found = state_of(self.pid)
+        found = self._child.state()
         return f" ({found})" if found else ""
 
     @property
@@ -280,8 +271,8 @@ class _PoolProcess:
         """Send a sample; False where the worker is gone, or takes nothing in."""
         self._count = self._progress.count(0)
         try:
-            self.connection.send_bytes(message)
-        except OSError:
+            self.channel.send(message)
+        except ChannelClosed:
             return False
         self.watch.restart()
         return True
@@ -295,19 +286,14 @@ class _PoolProcess:
         if self.ended:
             return
         self.ended = True
-        kill(self._process, group=True)
-        self.connection.close()
+        self._child.kill()
         self._progress.close()
 
     def exit_words(self) -> str:
-        try:
-            code = self._process.wait(timeout=GRACE_S)
-        except subprocess.TimeoutExpired:
-            code = None
+        self._child.await_exit(GRACE_S)
+        words = self._child.describe_exit() or "its connection closed"
         self.kill()
-        if code is None:
-            return "its connection closed"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return words
 
 
 def _packed(
@@ -330,13 +316,6 @@ def _absolute(path: str) -> str:
     """The same path to a function for a process that starts after the working directory has changed."""
     module, _, name = path.rpartition(":")
     return f"{os.path.abspath(module)}:{name}" if module.endswith(".py") else path
-
-
-def _package_path() -> dict[str, str]:
-    """What lets `python -m verl...` find this package wherever the working directory is."""
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    given = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": root if not given else os.pathsep.join((root, given))}
 
 
 logger = logging.getLogger(__name__)

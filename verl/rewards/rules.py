@@ -9,7 +9,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from verl.component import BuildContext, component
+from verl.component import BuildContext, component, package_fault
 from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult
@@ -189,6 +189,11 @@ class MathAnswer(RewardDescription):
     def faults(self) -> Iterator[str]:
         if self.correct <= self.wrong:
             yield f"correct is {self.correct}: must exceed wrong, which is {self.wrong}."
+
+    def faults_here(self) -> Iterator[str]:
+        fault = package_fault("math_verify", "reward=exact_match")
+        if fault is not None:
+            yield f"_target_ is {type(self).__name__}: {fault}"
 
     def columns_read(self) -> Iterator[tuple[str, str]]:
         yield f"answer_key is {self.answer_key!r}", self.answer_key

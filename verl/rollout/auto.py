@@ -1,4 +1,4 @@
-"""`rollout=auto`: the engine that measurements favour for the model at hand."""
+"""`rollout=auto`: chooses the engine that was faster in measurements with models of this size."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class HFSampler(RolloutEngine):
             width = int(lengths[rows].max())
             tokens, attention = part.batch["prompts"][:, -width:], part.batch["prompt_mask"][:, -width:]
             with computing_in(self.autocast, self.model):
-                out = decoder.decode(tokens, attention, n, self._chooser(part, request))
+                out = decoder.decode(tokens, attention, n, self.chooser(part, request))
             target = (rows[:, None] * n + torch.arange(n)).flatten()
             for whole, made in ((responses, out.responses), (mask, out.mask), (log_probs, out.log_probs)):
                 whole[target] = made.to(whole.device)
@@ -91,8 +91,8 @@ class HFSampler(RolloutEngine):
             drops=options.drop_finished,
         )
 
-    def _chooser(self, prompts: DataProto, request: GenerationRequest) -> Choose:
-        """What draws the next tokens of the samples of some prompts."""
+    def chooser(self, prompts: DataProto, request: GenerationRequest) -> Choose:
+        """What draws the next tokens of the samples of some prompts; a subclass may change the logits before."""
         n = request.num_samples
         prompt_ids = prompts.batch["prompt_ids"].repeat_interleave(n)
         sample_ids = torch.arange(n, device=self.device).repeat(len(prompts))

@@ -1,4 +1,4 @@
-"""One request to a store, the policy that retries it, and the plainest store, a directory."""
+"""One request to a store, its retry policy, and the simplest store, a local directory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The group `storage`: which object storage, and how it is treated. Credentials are never part of it."""
+"""The group `storage`: which object storage, and its time-outs and retries. Credentials are never part of it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -13,15 +14,17 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
-from verl.component import BuildContext, Description, component
-from verl.errors import ConfigError
+from verl.component import PREFLIGHT_TIMEOUT_S, BuildContext, Description, component
+from verl.errors import ConfigError, StorageError, StorageRefused, install_command
 from verl.utils.redact import redact
+from verl.utils.temporary_directory import unwritable
 
 if TYPE_CHECKING:
     from verl.storage.backend import Backend
     from verl.storage.store import ObjectStore
 
 
+PROBE = "preflight/probe"
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 
 
@@ -55,16 +58,12 @@ class Storage(Description):
         if missing:
             yield (
                 f"_target_ is {type(self).__name__}: needs {' and '.join(missing)}, which is not installed. Run: "
-                f"{self.remedy(missing)}"
+                f"{install_command(self.packages[-1])}"
             )
         if not _is_plain(self.prefix):
             yield f"prefix is {self.prefix!r}: expected names joined by slashes, such as experiments/one."
         elif redact(self.prefix) != self.prefix:
             yield "prefix looks like a secret (not shown), which no configuration may hold."
-
-    def remedy(self, missing: list[str]) -> str:
-        """The line that installs what is missing."""
-        return "pip install -r requirements-storage.txt"
 
     @property
     def address(self) -> str:
@@ -77,6 +76,24 @@ class Storage(Description):
 
     def build(self, context: BuildContext) -> ObjectStore:
         return self.connect()
+
+    @property
+    def hasty(self) -> Storage:
+        """The same, asked for a few seconds at most."""
+        limits = {name: min(getattr(self, name), PREFLIGHT_TIMEOUT_S) for name in ("connect_timeout_s", "timeout_s")}
+        return dataclasses.replace(self, retries=min(1, self.retries), backoff_s=min(0.5, self.backoff_s), **limits)
+
+    def refuse_absence(self) -> None:
+        """Ask for something that is not there, and put and delete an empty object.
+
+        Raises:
+            StorageError: the store does not answer, or refuses.
+        """
+        with self.hasty.connect() as store:
+            store.list(PROBE)
+            store.put(PROBE, b"")
+            with contextlib.suppress(StorageError):  # an empty object is no harm
+                store.delete(PROBE)
 
     def connect(self) -> ObjectStore:
         """The store; nothing is asked of it yet."""
@@ -112,6 +129,10 @@ class LocalStorage(Storage):
     @property
     def address(self) -> str:
         return f"file://{Path(self.path, self.prefix).absolute()}"
+
+    def refuse_absence(self) -> None:
+        if (fault := unwritable(Path(self.path))) is not None:
+            raise StorageRefused(fault)
 
     def backend(self) -> Backend:
         from verl.storage.backend import LocalBackend
@@ -200,9 +221,6 @@ class OSSStorage(BucketStorage):
                 "export OSS_ENDPOINT."
             )
 
-    def remedy(self, missing: list[str]) -> str:
-        return "pip install ossfs"
-
     def backend(self) -> Backend:
         from verl.storage.fsspec_backends import oss_backend
 
@@ -216,9 +234,6 @@ class GCSStorage(BucketStorage):
 
     kind: ClassVar[str] = "gcs"
     packages: ClassVar[tuple[str, ...]] = ("fsspec", "gcsfs")
-
-    def remedy(self, missing: list[str]) -> str:
-        return "pip install gcsfs"
 
     def backend(self) -> Backend:
         from verl.storage.fsspec_backends import gcs_backend

@@ -1,6 +1,6 @@
 """The interface of trackers, and the set of all trackers of a run.
 
-Text is redacted once; a tracker that fails while training stops nothing.
+Secrets are removed from all text here. A tracker that fails during training does not stop the run.
 """
 
 from __future__ import annotations
@@ -25,9 +25,14 @@ class TrackerDescription(Description):
 
     Attributes:
         package: that it needs to be installed, or None.
+        shows_others: it tells what other trackers report of themselves, so it starts and closes after them.
+        if_installed: without its package this tracker is left out, which is logged; False refuses the run.
     """
 
     package: ClassVar[str | None] = None
+    shows_others: ClassVar[bool] = False
+
+    if_installed: bool = False
 
 
 class Tracker:
@@ -98,12 +103,17 @@ _TO_FILE_ONLY = {"console": False}  # the console tracker shows these lines itse
 
 @component
 class Trackers(Description):
-    """Where a run's numbers go; null leaves a place out.
+    """Where a run's numbers go: one description for each tracker, by name; null leaves one out.
+
+    A configuration composes them from a list, `tracker=[console,jsonl,mine]`. A name that is no field is one of `more`,
+    so that `tracker.mine` is written as `tracker.console` is.
 
     Args:
-        console, jsonl, tensorboard, wandb, curves: description of one tracker each.
-        more: further trackers, by names of their own.
+        console, jsonl, tensorboard, wandb, curves: those that come with the package.
+        more: all others by their names.
     """
+
+    other_keys: ClassVar[str] = "more"
 
     console: TrackerDescription | None = None
     jsonl: TrackerDescription | None = None
@@ -118,19 +128,31 @@ class Trackers(Description):
 
     def faults_here(self) -> Iterator[str]:
         for name, kind in self._described().items():
-            fault = None if kind.package is None else package_fault(kind.package, f"tracker.{name}=null")
-            if fault is not None:
+            fault = _package_fault(name, kind)
+            if fault is not None and not kind.if_installed:
                 yield f"{name} {fault}"
 
     def build(self, context: BuildContext) -> TrackerSet:
-        return TrackerSet({name: kind.build(context) for name, kind in self._described().items()})
+        described = self._described()
+        absent = {
+            name: fault
+            for name, kind in described.items()
+            if kind.if_installed
+            if (fault := _package_fault(name, kind))
+        }
+        for name, fault in absent.items():
+            _log.info("tracker.%s is left out: %s", name, fault)
+        return TrackerSet({name: kind.build(context) for name, kind in described.items() if name not in absent})
 
     def _described(self) -> dict[str, TrackerDescription]:
-        """By the path of each below `tracker`."""
-        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "more"}
-        found |= {f"more.{name}": kind for name, kind in self.more.items()}
-        found["console"] = found.pop("console")  # starts last and closes last: it shows what the others have to say
-        return {name: kind for name, kind in found.items() if kind is not None}
+        """By name, in the order in which they start; those that show what the others have to say last."""
+        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "more"} | self.more
+        there = {name: kind for name, kind in found.items() if kind is not None}
+        return dict(sorted(there.items(), key=lambda item: item[1].shows_others))
+
+
+def _package_fault(name: str, kind: TrackerDescription) -> str | None:
+    return None if kind.package is None else package_fault(kind.package, f"tracker.{name}=null")
 
 
 class TrackerSet(Tracker):
@@ -177,10 +199,11 @@ class TrackerSet(Tracker):
             raise ConfigError(fault) from error
 
     def resume(self, identity: Mapping[str, Any]) -> None:
+        known = {name.removeprefix("more."): value for name, value in identity.items()}  # as 0.2 wrote them
         for name, tracker in self._trackers.items():
-            if name in identity:
+            if name in known:
                 with kept_generators():
-                    tracker.resume(identity[name])
+                    tracker.resume(known[name])
 
     def identity(self) -> dict[str, Any]:
         """By name of the tracker."""

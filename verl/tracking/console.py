@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from pydantic import NonNegativeInt
 
@@ -53,6 +53,8 @@ class Console(TrackerDescription):
             so is what is not logged. If none is logged, the first four metrics are shown.
         sample_rows: rows shown of each sample table.
     """
+
+    shows_others: ClassVar[bool] = True
 
     stage_lines: bool = True
     progress_bar: bool = True

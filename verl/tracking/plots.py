@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from verl.component import BuildContext, component
+from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class CurvesTracker(Tracker):
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
         if find_spec("matplotlib") is None:
-            raise ImportError("the package matplotlib is missing: pip install matplotlib")
+            raise ImportError(f"the package matplotlib is missing: {install_command('matplotlib')}")
         self._title, self._path = run_name, run_dir / "curves.png"
 
     def log(self, metrics: dict[str, float], step: int) -> None:

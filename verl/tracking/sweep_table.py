@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
+import logging
 import math
 import os
 import statistics
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from verl.errors import install_command
 from verl.tracking.console import fitting_columns, print_line
 from verl.tracking.plots import COLORS, MetricSeries, draw_series, finish_panel
 from verl.tracking.wandb import RUN_FILE
@@ -21,6 +24,7 @@ from verl.tracking.wandb import RUN_FILE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_log = logging.getLogger(__name__)
 MIB = 2**20
 Measure = Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], float | None]
 """One column: from `summary.json` and the lines of `metrics.jsonl` to a number, or None if it was not measured."""
@@ -88,14 +92,17 @@ def table(jobs: Sequence[JobOutcome]) -> tuple[list[str], list[list[str]]]:
 
 
 def write(directory: Path, jobs: Sequence[JobOutcome]) -> list[Path]:
-    """Write `sweep.csv` and `sweep.png` into the sweep's directory; returns what was written."""
+    """Write `sweep.csv` and `sweep.png` into the sweep's directory; returns what was written. The picture needs
+    Matplotlib: without it there is a warning."""
     head, rows = table(jobs)
     if any(job.wandb for job in jobs):
         head, rows = [*head, "W&B run"], [[*row, job.wandb] for row, job in zip(rows, jobs, strict=True)]
     with (directory / "sweep.csv").open("w", newline="") as file:
         csv.writer(file).writerows([head, *rows])
     written = [directory / "sweep.csv"]
-    if any(job.measured for job in jobs):
+    if any(job.measured for job in jobs) and importlib.util.find_spec("matplotlib") is None:
+        _log.warning("sweep.png is left out: matplotlib is not installed (%s)", install_command("matplotlib"))
+    elif any(job.measured for job in jobs):
         _draw(directory / "sweep.png", jobs, head[1 : head.index("status")])
         written.append(directory / "sweep.png")
     return written

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import PositiveInt
 
 from verl.component import BuildContext, component
+from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class TensorBoardTracker(Tracker):
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
         if find_spec("tensorboard") is None:
-            raise ImportError("the package tensorboard is missing: pip install tensorboard")
+            raise ImportError(f"the package tensorboard is missing: {install_command('tensorboard')}")
         self._directory = str(run_dir / "tensorboard")
         self._running().add_text("config", _as_code(config), 0)
 

@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from verl.component import BuildContext, component
+from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
-from verl.utils.child_process import StoppedWatch, children
+from verl.utils.child_process.stopped_watch import StoppedWatch, children
 from verl.utils.temporary_directory import TemporaryDirectory
 
 RUN_FILE = "wandb.json"  # in the directory of the run: where its W&B run is
@@ -79,7 +80,7 @@ class WandBTracker(Tracker):
         try:
             import wandb
         except ImportError as error:
-            raise ImportError("the package wandb is missing: pip install wandb") from error
+            raise ImportError(f"the package wandb is missing: {install_command('wandb')}") from error
         from wandb.sdk.lib import retry
 
         retry.random = random.Random()  # its threads wait by chance while training goes on

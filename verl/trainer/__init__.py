@@ -5,7 +5,7 @@ config           Settings of a run that belong to no single component: how long,
 local_trainer    PPO from a script or a notebook: one short file, everything in this process, no Ray
 memory_estimate  Memory estimate before any weight is loaded: memory by role and phase, disk space
 one_step_off     One-step-off-policy rollout: generate batch k+1 while training on batch k
-ppo              Policy optimisation: the algorithm, as it stands in the papers, for PPO, GRPO and their kin
+ppo              Policy optimisation: the steps of PPO, GRPO and similar algorithms, as the papers describe them
 ppo_config       PPORun: everything that a policy-gradient run is made of, and the checks across its components
 ppo_lifecycle    Building, restoring, saving and closing a policy-gradient run
 ray_trainer      PPO from a script or a notebook with the roles in Ray actors, one by one or all of them

@@ -18,12 +18,11 @@ from verl.compose.command_line import parse_overrides
 from verl.compose.compose import choices_of
 from verl.compose.from_yaml import ComposedConfig, compose_over_default, read_short_file
 from verl.compose.overrides import flatten
-from verl.compose.validate import validate
 from verl.data.base import PromptOptions
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError
 from verl.trainer.api.base import BaseTrainer
-from verl.trainer.api.from_objects import PromptsObject, carried_in, data_from_object, hand_over, reward_from_object
+from verl.trainer.api.from_objects import PromptsObject, data_from_object, reward_from_object, run_with_objects
 from verl.utils.component_exits import component_exits
 
 PREFERENCES = {"tracker.console.stage_lines": True}  # a script is watched by who wrote it
@@ -35,7 +34,7 @@ class LocalPPOTrainer(BaseTrainer):
     Works from a script without a `__main__` guard and from a notebook. Also a context manager.
 
     Args:
-        config_path: a short YAML file, laid over the composed default of `main_ppo.py`: values by their paths, and
+        config_path: a short YAML file, laid over the composed default of `verl ppo`: values by their paths, and
             options of groups by name, such as `algorithm: grpo`. None takes the default as it is.
         train_dataset: prompts to train on, in place of the configured data: an `RLHFDataset`, a list of rows (dicts
             with a `prompt`), or the path of a parquet or JSONL file. `data.eval_files` still names what to evaluate on.
@@ -73,7 +72,7 @@ class LocalPPOTrainer(BaseTrainer):
         composed = _compose(short, given, [*overrides, *chosen], device_mesh)
         for note in [*notes, *composed.notes]:
             console.print(note, markup=False, soft_wrap=True)
-        run = hand_over(validate(composed.config, composed.faults), carried_in(given))
+        run = run_with_objects(composed, given)
         _refuse_other_options(run.data, train_dataset)
         choices = choices_of("ppo", composed.options)
         started = build_trainer(run, composed.config, overrides, console, choices=choices)

@@ -1,7 +1,7 @@
 """Memory estimate before any weight is loaded: memory by role and phase, disk space, floating-point operations.
 
-Estimates from configurations and counts: what a library takes for itself, and what an allocator leaves unused, comes on
-top. A warning here is worth heeding; silence is no promise.
+Estimates from configurations and counts. Memory that libraries use themselves and that allocators leave unused is not
+included, so a run without a warning may still run out of memory.
 """
 
 from __future__ import annotations
@@ -171,11 +171,12 @@ class MemoryEstimate:
         yield f"checkpoint    {self.saving / GIB:.2f} GiB, {self.kept} at a time"
 
 
-def estimate_ppo(run: Any) -> MemoryEstimate:
+def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
     """The budget of a policy-gradient run.
 
     Args:
         run: a `PPORun` whose models' configurations can be read.
+        on_host: whether its roles live in main memory; None for what this machine has.
     """
     settings, rollout = run.trainer, run.rollout
     world = settings.n_gpus_per_node * settings.nnodes
@@ -186,7 +187,7 @@ def estimate_ppo(run: Any) -> MemoryEstimate:
     groups = [(tuple(shardings), world)] if placement is None else placement.worker_groups(tuple(shardings), world)
     rows = settings.prompts_per_step * settings.group_size
     width = getattr(run.data, "max_prompt_length", 0) + rollout.max_new_tokens
-    own = {role: -(-rows // _shares(*division)) for role, division in divided.items()}
+    own = {role: -(-rows // sharding.row_shares(count)) for role, (sharding, count) in divided.items()}
     actor = model_stats(run.actor.model.load_config(), run.actor.lora)
     roles = [_trained("actor", run.actor, actor, own["actor"] * width, *divided["actor"])]
     passes = 2 * rows * width * (3 * run.algorithm.epochs + 1)  # forward, and a backward of twice that
@@ -200,12 +201,15 @@ def estimate_ppo(run: Any) -> MemoryEstimate:
         source = run.reference.model or run.actor.model
         sizes = model_stats(source.load_config())
         itemsize = getattr(torch, source.dtype).itemsize
-        scoring = sizes.layer_elements * min(run.reference.micro_batch_tokens, own["reference"] * width) * itemsize
-        cost = divided["reference"][0].cost(divided["reference"][1], sizes, weight_bytes=itemsize, trains=False)
+        computed = getattr(torch, run.actor.autocast or source.dtype).itemsize  # it computes as the actor does
+        scoring = sizes.layer_elements * min(run.reference.micro_batch_tokens, own["reference"] * width) * computed
+        sharding, count = divided["reference"]
+        cost = sharding.cost(count, sizes, weight_bytes=itemsize, compute_bytes=computed, trains=False)
         roles.append(RoleMemory("reference", cost.weights, scoring=scoring, gathered=cost.gathered))
         flops += sizes.forward_flops(rows * width)
     drawn = min(own["actor"], getattr(rollout, "max_rows", own["actor"]))
-    siblings = divided["actor"][1] // _shares(*divided["actor"])  # each has the keys and values of its own heads
+    sharding, count = divided["actor"]
+    siblings = count // sharding.row_shares(count)  # each has the keys and values of its own heads
     cache = actor.cache_elements // siblings * drawn * width * _computed_in(run.actor)
     if (space := getattr(rollout, "kv_cache_gib", None)) is not None:  # an engine with weights of its own
         cache = int(space * GIB) + actor.parameters * _computed_in(run.actor)
@@ -223,20 +227,21 @@ def estimate_ppo(run: Any) -> MemoryEstimate:
         kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         flops=flops,
         copied=saved // settings.nnodes if saves is not None and saves.save_async else 0,
-        on_host=_is_on_host(settings),
+        on_host=_is_on_host(settings) if on_host is None else on_host,
     )
 
 
-def estimate_sft(run: Any) -> MemoryEstimate:
+def estimate_sft(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
     """The budget of a run of supervised fine-tuning.
 
     Args:
         run: an `SFTRun` whose model's configuration can be read.
+        on_host: whether its role lives in main memory; None for what this machine has.
     """
     settings, saves = run.trainer, run.checkpoint
     world = settings.n_gpus_per_node * settings.nnodes
     sharding = (run.actor.sharding or run.sharding) if world > 1 else NoSharding()
-    own = -(-settings.batch_size // _shares(sharding, world))
+    own = -(-settings.batch_size // sharding.row_shares(world))
     length = getattr(run.data, "max_length", None) or run.actor.micro_batch_tokens
     sizes = model_stats(run.actor.model.load_config(), run.actor.lora)
     role = replace(_trained("actor", run.actor, sizes, own * length, sharding, world), generating=0)
@@ -249,17 +254,12 @@ def estimate_sft(run: Any) -> MemoryEstimate:
         kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         flops=6 * sizes.parameters * settings.batch_size * length,
         copied=role.saved // settings.nnodes if saves is not None and saves.save_async else 0,
-        on_host=_is_on_host(settings),
+        on_host=_is_on_host(settings) if on_host is None else on_host,
     )
 
 
 def _is_on_host(settings: LoopSettings) -> bool:
     return settings.device == "cpu" or not torch.cuda.is_available()
-
-
-def _shares(sharding: Sharding, count: int) -> int:
-    """Into how many the rows of a role are divided; processes that share layers work on the same ones."""
-    return max(sharding.parts(count)) + 1
 
 
 def free_memory(device: str, processes: int) -> int | None:
@@ -339,7 +339,7 @@ def remedies(run: Any, budget: MemoryEstimate) -> list[str]:
     estimate = estimate_ppo if isinstance(run.trainer, PPOSettings) else estimate_sft
     phase, needed = budget.peak
     found: dict[str, int] = {}
-    for setting, changed in _changes(run, budget):
+    for setting, changed in changes(run, budget):
         if setting.partition("=")[0] in {one.partition("=")[0] for one in found}:  # a smaller change does it
             continue
         try:
@@ -352,8 +352,14 @@ def remedies(run: Any, budget: MemoryEstimate) -> list[str]:
     return [f"{setting} ({found[setting] / GIB:.1f} GiB less)" for setting in best]
 
 
-def _changes(run: Any, budget: MemoryEstimate) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Settings that could make a run smaller, and the run that each gives."""
+def changes(
+    run: Any, budget: MemoryEstimate, gpus: Sequence[int] | None = None
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Settings that could make a run smaller, and the run that each gives.
+
+    Args:
+        gpus: numbers of them that a machine may give to the run; None for as many as this machine has.
+    """
 
     def of(role: str, **fields: Any) -> Callable[[], Any]:
         return lambda: replace(run, **{role: replace(getattr(run, role), **fields)})
@@ -376,9 +382,13 @@ def _changes(run: Any, budget: MemoryEstimate) -> Iterator[tuple[str, Callable[[
             yield f"rollout.{name}={half:g}", of("rollout", **{name: half})
     if budget.on_host and budget.copied:
         yield "checkpoint=sync", of("checkpoint", save_async=False)
-    gpus = 0 if budget.on_host else torch.cuda.device_count()
-    if run.sharding.needs_processes and hasattr(run.sharding, "cpu_offload") and not budget.on_host:
-        yield "sharding.cpu_offload=true", of("sharding", cpu_offload=True)
-    elif gpus > 1 and run.trainer.n_gpus_per_node < gpus and getattr(run.trainer, "placement", None) is None:
-        divided = {"sharding": FSDP(), "trainer": replace(run.trainer, n_gpus_per_node=gpus)}
-        yield f"sharding=fsdp trainer.n_gpus_per_node={gpus}", lambda: replace(run, **divided)
+    if budget.on_host:
+        return
+    smaller, counts = list(run.sharding.smaller()), [torch.cuda.device_count()] if gpus is None else gpus
+    for setting, sharding in smaller:
+        yield setting, lambda sharding=sharding: replace(run, sharding=sharding)
+    has_place = getattr(run.trainer, "placement", None) is not None
+    for count in counts if not smaller and not has_place else ():
+        if count > max(1, run.trainer.n_gpus_per_node):
+            divided = {"sharding": FSDP(), "trainer": replace(run.trainer, n_gpus_per_node=count)}
+            yield f"sharding=fsdp trainer.n_gpus_per_node={count}", lambda divided=divided: replace(run, **divided)

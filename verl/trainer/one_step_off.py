@@ -4,9 +4,9 @@ step k      take(k) ── begin(k+1) ── score, update ── collect(k+1) �
 engine                 └────── draws k+1 with the weights before ──┘
 
 `LengthPredictor` estimates response lengths by prompt, so that processes that generate side by side end together. The
-estimate for a prompt is its last length; for one that was not seen yet, the mean of all others. Which process draws a
-response changes nothing about it, but a resumed run divides prompts as the first one would have: so the lengths are
-part of a checkpoint.
+estimate for a prompt is its last length; for one that was not seen yet, the mean of all others. A response does not
+depend on the process that generates it, but a resumed run must divide prompts as the original one would: so the lengths
+are part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ class OneStepOffRollout:
             log.warning("What the checkpoint holds as drawn ahead is of a batch of another size: it is drawn anew.")
         return self._actor.generate(prompts, request).result()
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """What was drawn and not yet trained on; empty if nothing."""
         self.collect()
         return {} if self._drawn is None else dict(self._drawn.batch)
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on with what a checkpoint holds, in place of what was begun or drawn here.
 
         It is of use where the next batch has its prompts; after a change of the size of a batch it has not.
         """
         self.collect()
-        self._drawn, self._is_loaded = DataProto.from_dict(dict(tensors)) if tensors else None, True
+        self._drawn, self._is_loaded = DataProto.from_dict(dict(state)) if state else None, True
 
 
 def ahead_faults(rollout: Rollout, algorithm: Algorithm) -> Iterator[str]:
@@ -132,5 +132,6 @@ class LengthPredictor:
         return {"prompts": list(self._means), "means": list(self._means.values())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
-        self._means = dict(zip(state["prompts"], state["means"], strict=True))
+        """Go on from what `state_dict` gave; a checkpoint of a version that kept no lengths has nothing."""
+        if state:
+            self._means = dict(zip(state["prompts"], state["means"], strict=True))

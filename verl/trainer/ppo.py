@@ -1,4 +1,4 @@
-"""Policy optimisation: the algorithm, as it stands in the papers, for PPO, GRPO and their kin.
+"""Policy optimisation: the steps of PPO, GRPO and similar algorithms, as the papers describe them.
 
 generate ──> score ──> assign_credit ──> update ──> sync
 y ~ pi(.|x)  reward,    KL, advantages,  critic,    the rollout engine
@@ -71,7 +71,7 @@ class PPOTrainer(PPOLifecycle):
             if self.algorithm.needs_greedy_baseline:
                 greedy = self._respond(prompts, replace(request, num_samples=1, greedy=True))
                 with self.guard.rating(greedy):
-                    greedy = greedy.union(self.reward.score(greedy))
+                    greedy = self._rated(greedy)
                 baseline = torch.tensor(greedy["score"].astype(float)).repeat_interleave(request.num_samples)
                 rows = rows.union(DataProto.from_dict({"greedy_scores": baseline}))
             tokens = int(rows["response_mask"].sum())
@@ -101,19 +101,21 @@ class PPOTrainer(PPOLifecycle):
         """Add what is known of each response: its reward, log-probs under pi_old and pi_ref, values."""
         rollout = self._rewarded(rollout)
         sequences = rollout.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[])
+        found = []
         if self.algorithm.needs_old_log_probs:
             with self.stages.stage("old") as note:
                 drawn = rollout.select([*SEQUENCE_FIELDS, "policy_version"], non_tensor_batch_keys=[])
-                rollout = rollout.union(self.actor.compute_log_probs(drawn).result())
+                found.append(self.actor.compute_log_probs(drawn).result())
                 note.say("log-probs of the responses under the present policy")
         if self.reference is not None:
             with self.stages.stage("ref") as note:
-                rollout = rollout.union(self.reference.compute_log_probs(sequences).result())
+                found.append(self.reference.compute_log_probs(sequences).result())
                 note.say("log-probs of the responses under the reference")
         if self.critic is not None:
             with self.stages.stage("values") as note:
-                rollout = rollout.union(self.critic.compute_values(sequences).result())
-                note.say(f"mean value {float(masked_mean(rollout['values'], rollout['response_mask'])):.4f}")
+                found.append(values := self.critic.compute_values(sequences).result())
+                note.say(f"mean value {float(masked_mean(values['values'], rollout['response_mask'])):.4f}")
+        rollout = rollout.union(*found)
         self.guard.inspect(rollout, "score")
         return rollout
 
@@ -177,13 +179,16 @@ class PPOTrainer(PPOLifecycle):
         if "token_level_scores" in rollout:  # a selection has read them
             return rollout
         with self.stages.stage("reward") as note, self.guard.rating(rollout):
-            rollout = rollout.union(self.reward.score(rollout))
+            rollout = self._rated(rollout)
             self.guard.inspect(rollout, "reward")  # before a selection reads them
             note.say(f"mean {float(np.mean(rollout['score'].astype(float))):.4f}")
         return rollout
 
     def _judge(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        rows = self._respond(prompts, request)
+        return self._rated(self._respond(prompts, request))
+
+    def _rated(self, rows: DataProto) -> DataProto:
+        """Rows with their rewards: the one place where the reward is asked, in training and in evaluation."""
         return rows.union(self.reward.score(rows))
 
     def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
@@ -201,7 +206,7 @@ class PPOTrainer(PPOLifecycle):
         tokens = [r[m].tolist() for r, m in zip(rows["responses"], rows["response_mask"], strict=True)]
         texts: Any = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         columns = prompts.select([], list(prompts.non_tensor_batch)).repeat(request.num_samples)
-        return rows.union(columns).union(DataProto.from_dict(non_tensors={"response_text": texts}))
+        return rows.union(columns, DataProto.from_dict(non_tensors={"response_text": texts}))
 
     def _draw_ahead(self, step: int) -> None:
         """Have the engine draw for the next step, if there is one and it may."""

@@ -20,7 +20,7 @@ from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import PPOSettings
 from verl.trainer.one_step_off import ahead_faults
-from verl.trainer.setup import RoleSharding, resume_faults, sharding_faults
+from verl.trainer.setup import RoleSharding, resume_faults, saving_faults, sharding_faults
 from verl.workers.actor import Actor
 from verl.workers.base import TrainedRole
 from verl.workers.colocated import reference_sharding
@@ -185,6 +185,16 @@ class PPORun(Description):
             except ConfigError as error:
                 yield from error.faults
         yield from resume_faults(self.resume)
+
+    def preflight(self, context: BuildContext) -> Iterator[str]:
+        placement, settings = self.trainer.placement, self.trainer
+        if placement is not None:
+            yield from placement.lacks(self.roles, settings.nnodes, settings.n_gpus_per_node, settings.device)
+        yield from saving_faults(self, context, self.replay is not None)
+
+    def parts_here(self) -> Iterator[str]:
+        away = () if self.trainer.placement is None else ("rollout",)  # it is asked from where the actor lives
+        yield from (name for name in super().parts_here() if name not in away)
 
     def shardings(self) -> dict[str, Sharding]:
         """Role -> how it is divided where it has several processes: its own sharding, or that of the run."""

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from verl.algorithms.kl import AdaptiveKLController
-from verl.checkpoint.resume_point import ResumePoint
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, as_plain
 from verl.data.base import told_counts
@@ -29,8 +27,15 @@ from verl.trainer.setup import (
     restore_of,
     start_cluster,
 )
-from verl.trainer.state import train_state
-from verl.trainer.state.train_state import DRAWN_AHEAD, RewardStats
+from verl.trainer.state.driver_state import (
+    WHEN_BUILT,
+    GeneratorStates,
+    PartStates,
+    RewardStats,
+    Stateful,
+    load_parts,
+    states_of,
+)
 from verl.trainer.timers import StageTimers
 from verl.trainer.train_loop import TrainResult, fit
 from verl.utils.seeding import derive_seed, seed_everything
@@ -59,7 +64,7 @@ class PPOLifecycle:
         self.description, self.settings, self.algorithm = run, run.trainer, run.algorithm
         self._state = ProcessState(run.trainer)
         self._cluster = self.reward = self.reuse = None
-        self.reward_stats, self.lengths = RewardStats(run.reward), LengthPredictor()
+        self.lengths = LengthPredictor()
         self.saving: Any = None
         try:
             context = prepare_context(context, run.trainer)
@@ -91,10 +96,11 @@ class PPOLifecycle:
             self.reuse = ReplayMixing(run, context, self.saving.directory)
             log_estimate(run, context, self.saving.directory)
             self._start_roles(run, context)
+            self.reward_stats = RewardStats(run.reward, self.reward)
             self.guard.numerics = self.actor.numerics().result()
             seed_everything(derive_seed(self.settings.seed, "driver"))  # roles that are built here have drawn from it
-            if self.saving.resumed is not None:
-                self._go_on_from(self.saving.resumed)
+            if (point := self.saving.resumed) is not None:
+                load_parts(point, self.parts, WHEN_BUILT)
         except BaseException:
             self.close()
             raise
@@ -159,29 +165,20 @@ class PPOLifecycle:
         longest = self._longest_prompt()
         return rollout if longest is None else rollout.with_room_for(longest)
 
-    def _go_on_from(self, point: ResumePoint) -> None:
-        """Take over what the roles do not hold: the place in the data, KL control, statistics of rewards, old rows."""
-        self.load_data_position(point)
-        self.load_driver_state(point)
-        self.reuse.load(point)
-
-    def load_data_position(self, point: ResumePoint) -> None:
-        """Take over the place in the data, and what was drawn ahead for the batch that stands there."""
-        with point.understanding("dataloader/state.json"):
-            self.sampler.load_state_dict(point.read_json("dataloader/state.json"))
-        if self.ahead is not None:
-            self.ahead.load(point.read_tensors(DRAWN_AHEAD))
-
-    def load_driver_state(self, point: ResumePoint) -> None:
-        """Take over KL control, statistics of rewards, and how long responses are."""
-        state = point.read_json("scheduler/state.json")
-        with point.understanding("scheduler/state.json"):
-            if "lengths" in state:
-                self.lengths.load_state_dict(state["lengths"])
-            if isinstance(self.kl, AdaptiveKLController):
-                self.kl.load_state_dict(state["kl"])
-            self.reward_stats.load(self.reward, state)
-        train_state.restore_ranks(point, self._cluster, self.actor, self.settings.seed)
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """What a checkpoint holds beside the roles."""
+        ahead = {} if self.ahead is None else {"drawn_ahead": self.ahead}
+        return {
+            "sampler": self.sampler,
+            "kl": self.kl,
+            "reward": self.reward_stats,
+            "lengths": self.lengths,
+            "safety": self.guard,
+            **ahead,
+            "replay_buffer": self.reuse,
+            "rng": GeneratorStates(self._cluster, self.actor, self.settings.seed),
+        }
 
     def save(self, directory: Path) -> list[Path]:
         """Write `actor/`, and `critic/` if there is one, as Hugging Face directories below `directory`."""
@@ -193,15 +190,9 @@ class PPOLifecycle:
                 paths.append(directory / name)
         return paths
 
-    def state(self) -> tuple[dict[str, SavedRoleState], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, SavedRoleState], PartStates]:
         """What a checkpoint holds: of the roles, and of everything else that a later run needs to go on."""
-        roles = self.saving.states_of(self.trained, self._cluster.shares_memory)
-        kl = self.kl.state_dict() if isinstance(self.kl, AdaptiveKLController) else {}
-        ranks = train_state.ranks_of(self._cluster, self.actor)
-        plain = {"sampler": self.sampler.state_dict(), "kl": kl, **self.reward_stats.state(self.reward)}
-        plain["lengths"] = self.lengths.state_dict()
-        drawn = {} if self.ahead is None else {DRAWN_AHEAD: self.ahead.state()}
-        return roles, {**plain, "ranks": ranks, **drawn, **self.reuse.state()}
+        return self.saving.states_of(self.trained, self._cluster.shares_memory), states_of(self.parts)
 
     @property
     def trained(self) -> dict[str, Any]:
@@ -215,7 +206,7 @@ class PPOLifecycle:
         with faults_below("reward"):
             reward = described.build(self.context)
         self.reward.close()
-        self.reward, self.reward_stats = reward, RewardStats(described)
+        self.reward, self.reward_stats = reward, RewardStats(described, reward)
         self.description = replace(self.description, reward=described)
         self.saving.reconfigured(as_plain(self.description))
 

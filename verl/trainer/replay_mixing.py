@@ -7,6 +7,7 @@ generate ─> mixed ────────────> score ─> weights ─
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,9 @@ from torch import Tensor
 
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.importance_sampling import reuse_weights
-from verl.checkpoint.resume_point import ResumePoint
 from verl.component import BuildContext
 from verl.protocol import DataProto
-from verl.replay.checkpoint_state import COMPONENT, ReplayState, directory_of, empty_state
+from verl.replay.checkpoint_state import SharedShard, directory_of, empty_state
 from verl.replay.config import TieredReplay
 from verl.replay.sampling import ReplayRequest
 from verl.storage.config import Storage
@@ -98,31 +98,32 @@ class ReplayMixing:
             self._release(self.buffer)
         return self.buffer.stats()
 
-    def state(self) -> dict[str, ReplayState]:
-        """What a checkpoint holds of it."""
+    def state_dict(self) -> dict[str, bytes | SharedShard]:
+        """What a checkpoint holds of it, by file names."""
         if self.buffer is None:
             return {}
         from verl.replay.checkpoint import buffer_state
 
-        return {COMPONENT: buffer_state(self.buffer)}
+        state = buffer_state(self.buffer)
+        return {**state.files, **state.shared}
 
-    def load(self, point: ResumePoint) -> None:
+    def load_state_dict(self, state: Mapping[str, Path]) -> None:
         """Go on with the rows of a checkpoint, in place of those that are here."""
-        saved = point.published.directory / COMPONENT
+        saved = next((path.parent for path in state.values()), None)
         if self.settings is None:
-            if saved.is_dir():
-                _log.warning("The replay buffer of %s is left behind: replay=off keeps no rows.", point.published.name)
+            if saved is not None:
+                _log.warning("The replay buffer of %s is left behind: replay=off keeps no rows.", saved.parent.name)
             return
         from verl.replay.checkpoint import restore_buffer
 
         if self.buffer is not None:
             self.buffer.close()
         self.buffer = self._made(self.settings)
-        if not saved.is_dir():
-            _log.warning("The checkpoint %s has no replay buffer: it starts empty.", point.published.name)
+        if saved is None:
+            _log.warning("The checkpoint has no replay buffer: it starts empty.")
             return
         restore_buffer(self.buffer, saved, verify=False)
-        _log.info("The replay buffer goes on with %d rows of %s.", len(self.buffer), point.published.name)
+        _log.info("The replay buffer goes on with %d rows of %s.", len(self.buffer), saved.parent.name)
 
     def close(self) -> None:
         """End threads; files stay."""

@@ -27,13 +27,13 @@ from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain
 from verl.engines.sharding import Sharding
 from verl.errors import CheckpointNotFound, ConfigError, WorkerDied, faults_below
-from verl.models.pretrained import ModelSource
+from verl.models.pretrained import WARM_START, ModelSource
 from verl.storage.config import is_address
 from verl.trainer.config import LoopSettings
 from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
 from verl.trainer.state.distributed_save import RankWriters
 from verl.trainer.state.resume import tell_differences
-from verl.trainer.state.save_directory import SaveDirectoryChoice
+from verl.trainer.state.save_directory import SaveDirectoryChoice, SweepJob
 from verl.trainer.state.training_identity import identity_of
 from verl.trainer.train_loop import TrainResult
 from verl.utils import torchrun
@@ -135,13 +135,35 @@ def prepare_saving(run: Any, context: BuildContext, loss_key: str, uses: Collect
     config = as_plain(run)
     identity = identity_of(config, context.tokenizer) if chosen is not None or run.resume is not None else {}
     run_id = new_run_id()
-    place = SaveDirectoryChoice(chosen, run.trainer, context.job, run.storage, identity, run_id).choose(run.resume)
+    job = SweepJob(context.job, context.swept, redact_tree(config))
+    place = SaveDirectoryChoice(chosen, run.trainer, job, run.storage, identity, run_id).choose(run.resume)
     point = place.resumed
     if point is not None:
         _log.info("Resuming from %s, step %d (%s).", point.published.directory, point.step, point.why)
         for line in tell_differences(point, redact_tree(config)):
             _log.warning("differs from the resumed run: %s", line)
     return CheckpointSaver(chosen, place, config, identity, loss_key, uses, run_id)
+
+
+def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -> Iterator[str]:
+    """What keeps a run from saving where it is to, or from going on from where `resume` says, as far as a look tells
+    that takes and fetches nothing.
+
+    Args:
+        uses_storage: something beside the checkpoints lies in `run.storage`.
+    """
+    if run.checkpoint is None and run.resume is None and not (uses_storage and run.storage):
+        return
+    config = as_plain(run)
+    job = SweepJob(context.job, context.swept, redact_tree(config))
+    is_fixed = run.checkpoint is not None and run.checkpoint.save_dir is not None
+    identity = identity_of(config, None) if run.resume is not None or is_fixed else {}
+    unknown = {"tokenizer", *(path for path, value in identity.items() if str(value).startswith(WARM_START))}
+    choice = SaveDirectoryChoice(run.checkpoint, run.trainer, job, run.storage, identity, "", unknown)
+    try:
+        choice.look(run.resume, uses_storage)
+    except ConfigError as error:
+        yield from error.faults
 
 
 def restore_of(saving: CheckpointSaver) -> RestoreSource | None:
@@ -177,7 +199,7 @@ def start_cluster(
         )
     if world_size == 1:
         names = ", ".join(dict.fromkeys(type(sharding).__name__ for sharding in divided.values()))
-        _log.warning("trainer.n_gpus_per_node is 1: %s has one process, and divides nothing.", names)
+        _log.warning("trainer.n_gpus_per_node is 1: %s has one process, so nothing is sharded.", names)
     num_threads = max(1, torch.get_num_threads() // world_size)
     timeout_s = min(sharding.call_timeout_s for sharding in divided.values())
     return LocalWorkerGroup(host, context, world_size, num_threads, call_timeout_s=timeout_s)

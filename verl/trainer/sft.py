@@ -31,10 +31,18 @@ from verl.trainer.setup import (
     rank_writers_of,
     restore_of,
     resume_faults,
+    saving_faults,
     sharding_faults,
     start_cluster,
 )
-from verl.trainer.state import train_state
+from verl.trainer.state.driver_state import (
+    WHEN_BUILT,
+    GeneratorStates,
+    PartStates,
+    Stateful,
+    load_parts,
+    states_of,
+)
 from verl.trainer.timers import StageTimers
 from verl.trainer.train_loop import TrainResult, fit
 from verl.utils.seeding import derive_seed
@@ -71,6 +79,9 @@ class SFTRun(Description):
 
     def faults_here(self) -> Iterator[str]:
         yield from resume_faults(self.resume)
+
+    def preflight(self, context: BuildContext) -> Iterator[str]:
+        yield from saving_faults(self, context)
 
     def build(self, context: BuildContext) -> SFTTrainer:
         """Load data and weights, and start the processes that the sharding asks for."""
@@ -110,9 +121,7 @@ class SFTTrainer:
             self.learner = role_handles(self._cluster, host)["learner"]
             self.saving.parts = rank_writers_of(self._cluster, {"actor": self.learner}, run.checkpoint)
             if (point := self.saving.resumed) is not None:
-                with point.understanding("dataloader/state.json"):
-                    self.sampler.load_state_dict(point.read_json("dataloader/state.json"))
-                train_state.restore_ranks(point, self._cluster, self.learner, self.settings.seed)
+                load_parts(point, self.parts, WHEN_BUILT)
         except BaseException:
             self.close()
             raise
@@ -156,11 +165,15 @@ class SFTTrainer:
         self.learner.save(actor).result()
         return [actor]
 
-    def state(self) -> tuple[dict[str, SavedRoleState], dict[str, Any]]:
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """What a checkpoint holds beside the roles."""
+        generators = GeneratorStates(self._cluster, self.learner, self.settings.seed)
+        return {"sampler": self.sampler, "safety": self.guard, "rng": generators}
+
+    def state(self) -> tuple[dict[str, SavedRoleState], PartStates]:
         """What a checkpoint holds: of the model, and of everything else that a later run needs to go on."""
-        roles = self.saving.states_of({"actor": self.learner}, self._cluster.shares_memory)
-        ranks = train_state.ranks_of(self._cluster, self.learner)
-        return roles, {"sampler": self.sampler.state_dict(), "ranks": ranks}
+        return self.saving.states_of({"actor": self.learner}, self._cluster.shares_memory), states_of(self.parts)
 
     def fit(self) -> TrainResult:
         """Train to the end; see `verl.trainer.train_loop.fit`."""

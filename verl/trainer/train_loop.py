@@ -33,8 +33,8 @@ from verl.protocol import DataProto
 from verl.tracking.base import TrackerSet
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.trainer.config import LoopSettings
-from verl.trainer.state import train_state
 from verl.trainer.state.checkpointing import CheckpointSaver
+from verl.trainer.state.driver_state import PartStates, Stateful, load_parts
 from verl.trainer.timers import Profiler, StageTimers
 from verl.utils.component_exits import component_exits
 from verl.utils.memory import forget_peak, peak_memory
@@ -70,8 +70,13 @@ class LoopTrainer(Protocol):
         """Metrics of the weights after `step` steps."""
         ...
 
-    def state(self) -> tuple[dict[str, SavedRoleState], dict[str, Any]]:
-        """What a checkpoint holds: of the roles by name, and the rest; see `TrainState.of`."""
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """What a checkpoint holds beside the roles; see `verl.trainer.state.driver_state`."""
+        ...
+
+    def state(self) -> tuple[dict[str, SavedRoleState], PartStates]:
+        """What a checkpoint holds: of the roles by name, and of the parts; see `TrainState.of`."""
         ...
 
     def save(self, directory: Path) -> list[Path]:
@@ -175,9 +180,7 @@ def _result_so_far(trainer: LoopTrainer) -> TrainResult:
 def _begin(trainer: LoopTrainer, result: TrainResult) -> None:
     point = trainer.saving.resumed
     if point is not None:
-        train_state.restore_driver(point)
-        with point.understanding("scheduler/state.json"):
-            trainer.guard.load_state_dict(point.read_json("scheduler/state.json").get("safety", {}))
+        load_parts(point, trainer.parts, ["rng"])  # the rest was loaded when the trainer was built
         if trainer.settings.repeat_first_batch:
             trainer.sampler.rewind()
         if point.step >= trainer.num_steps:
@@ -314,17 +317,11 @@ class TrainLoop:
         return _evaluate(self.trainer, self.result.steps, self.result)
 
     def go_on_from(self, point: ResumePoint) -> None:
-        """Take over the place in the run, and what the guard has seen."""
+        """Take over the place in the run."""
         self.trainer.saving.go_on_from(point)
-        with point.understanding("scheduler/state.json"):
-            self.trainer.guard.load_state_dict(point.read_json("scheduler/state.json").get("safety", {}))
         before, self.result = self.result, _result_so_far(self.trainer)
         self.result.checkpoints, self._rows = before.checkpoints, None
         self._started = time.perf_counter()
-
-    def restore_generators(self, point: ResumePoint) -> None:
-        """Let the random generators of this process go on from where a checkpoint was made."""
-        train_state.restore_driver(point)
 
     def failed(self, error: BaseException, *, may_restart: bool = False) -> None:
         """Note what ends the run early; the traceback goes to run.log, since the error itself goes on its way."""
@@ -390,7 +387,7 @@ def _checkpoint(
 
 def _to_save(
     trainer: LoopTrainer, result: TrainResult, metrics: dict[str, float]
-) -> tuple[dict[str, SavedRoleState], dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, SavedRoleState], PartStates, dict[str, Any]]:
     """What a checkpoint holds of the roles, of everything else, and what is told beside it."""
     roles, state = trainer.state()
     rate = metrics.get("actor/lr", metrics.get("sft/lr"))
@@ -399,7 +396,6 @@ def _to_save(
         "train_s": result.train_s,
         "evaluations": result.evaluations,
     }
-    state["safety"] = trainer.guard.state_dict()
     return roles, state, {"learning_rate": rate, "progress": progress, "trackers": trainer.tracker.identity()}
 
 

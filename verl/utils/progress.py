@@ -6,8 +6,8 @@
                                  │
     waiter:  ProgressWatch: has the counter changed?  no, for `timeout_s` ──> the process hangs, or is stopped
 
-A limit on total time has to be longer than the slowest work that is right, and then a process that stands still is
-noticed hours late. A limit on the time without progress has to be longer than the slowest piece alone.
+A limit on total time must be longer than the slowest correct call, so a hanging process would be noticed hours late. A
+limit on the time without progress must only be longer than the slowest single piece of work.
 
 `advance` must be called by the thread that does the work. A heartbeat of a thread beside it says that the process
 exists, which the system tells too, and goes on while the work hangs.
@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-STARTER_VARIABLE = "VERL_PROGRESS"  # holds a file descriptor
+STARTER_VARIABLE = "VERL_PROGRESS"  # holds a file descriptor, and perhaps a slot: `7:1`
 NUM_SLOTS = 16
 SLOT_BYTES, STAGE_OFFSET = 256, 8  # of each slot: a counter of 8 bytes, then the stage as UTF-8, zero bytes after it
 STAGE_BYTES = SLOT_BYTES - STAGE_OFFSET
@@ -192,12 +192,18 @@ def report(stage: str | None = None) -> None:
         progress.advance(stage, slot)
 
 
-def report_to_starter() -> None:
-    """From now on `report` of this process advances the memory that whoever started it has put into its environment."""
-    source = os.environ.pop(STARTER_VARIABLE, None)
-    if source is not None:
+def report_to_starter() -> Progress | None:
+    """From now on `report` of this process advances the memory that whoever started it has put into its environment.
+
+    Returns:
+        That memory; None where nobody watches.
+    """
+    source, _, slot = os.environ.pop(STARTER_VARIABLE, "").partition(":")
+    if source:
         with contextlib.suppress(OSError, ValueError):  # it was meant for another process
-            report_to(Progress.open(int(source)))
+            report_to(progress := Progress.open(int(source)), int(slot or 0))
+            return progress
+    return None
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Seeds: every random number of a run derives from one integer and the name of its use."""
+"""Seeds: every random number of a run derives from one integer and a name for its purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals: asked to stop, the step under way is finished and saved first; asked again, the run ends at once."""
+"""Signals: the first SIGINT or SIGTERM finishes and saves the current step; the second one ends the run at once."""
 
 from __future__ import annotations
 

@@ -43,6 +43,18 @@ class TemporaryDirectory:
         self.cleanup()
 
 
+def unwritable(directory: Path) -> str | None:
+    """Why nothing can be written to a directory, or it cannot be made; None where it can. Leaves nothing."""
+    try:
+        there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+        if not there.is_dir():
+            return f"{there} is no directory"
+        with tempfile.TemporaryFile(dir=there):
+            return None
+    except OSError as error:
+        return f"it cannot be written ({error.strerror or error})"
+
+
 def _remove(directory: str, number: int) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     CLEANUP.withdraw(number)

@@ -1,7 +1,7 @@
 """Log-probs of a few fixed rows on both sides of a sync: does the engine compute the trainer's function?
 
-Marks prove each tensor alone. What they cannot see (rotary positions, scales, how layers are joined, experts in kernels
-that cannot be read, an adapter that requests do not ask for) shows here.
+Fingerprints verify each tensor alone. What they do not cover (rotary positions, scales, how layers are joined, experts
+in kernels that cannot be read, an adapter that requests do not use) shows here.
 """
 
 from __future__ import annotations

@@ -149,6 +149,7 @@ class ActorWorker(TrainedWorker):
     @on_all
     def sync(self) -> SyncResult:
         """Give the rollout engine the present weights."""
+        self.engine.release()
         synced = self.sampler.sync()
         self._version_sampled, self._engine_follows = self.version, synced.is_current
         return synced

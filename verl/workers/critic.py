@@ -14,8 +14,7 @@ from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
-from verl.models.heads import ValueHeadModel
-from verl.models.pretrained import VALUE_HEAD_FILE
+from verl.models.heads import ModelHead, ValueHeadModel
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
 from verl.workers.base import TrainedRole, TrainedWorker
@@ -29,9 +28,13 @@ class Critic(TrainedRole):
 
     The head is read from the model's directory if a critic was saved there, and starts at zero otherwise. See
     `TrainedRole` for the arguments.
+
+    Attributes:
+        head: makes the model from its backbone.
     """
 
     lr_factor: ClassVar[float] = 10.0
+    head: ClassVar[type[ModelHead]] = ValueHeadModel
 
     def start(
         self,
@@ -46,11 +49,11 @@ class Critic(TrainedRole):
         Raises:
             ConfigError: the model cannot be trained as a value function.
         """
-        model = ValueHeadModel(self.load("backbone", context.device, restore, "critic", parallel))
+        model = self.head(self.load("backbone", context.device, restore, "critic", parallel))
         if restore is not None:
-            model.load_head(restore.file("critic", VALUE_HEAD_FILE))
-        elif (head := self.model.value_head()) is not None:
-            model.load_head(head)
+            model.load(restore.file("critic", model.file).parent)
+        elif (trained := self.model.value_head(model.file)) is not None:
+            model.load(trained.parent)
         paths_for(model.backbone, context.row_tokens or 1, "critic.model")
         parallel.shard_model(model, self.autocast)
         engine = self.engine(model, parallel, total_updates)

@@ -1,6 +1,6 @@
 """A check of a role's first batch: some of its rows, as the role computes them, against a plain forward pass of each.
 
-What was found on a small twin of the model (`verl.model_paths`) is looked at once more with the model itself, in its
+What was found on a small copy of the model (`verl.model_paths`) is checked again with the model itself, in its
 type, with its weights and the rows of the run: the longest, the shortest, and some that share a prompt.
 """
 

@@ -22,7 +22,7 @@ from verl.checkpoint.read.reader import CheckpointReader
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
 from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, FileFault
-from verl.models.heads import backbone_of, load_head
+from verl.models.heads import head_of
 from verl.models.hf_state_dict import (
     ADAPTER_BIN,
     ADAPTER_FILE,
@@ -182,7 +182,7 @@ def load_weights(model: Any, component: str, source: CheckpointSelection, parall
         load_adapter(model, RestoreSource(source.directory, verify=False).adapter(component))
     else:
         _copy_whole(model, component, source)
-    load_head(model, source.directory / component)
+    head_of(model).load(source.directory / component)
 
 
 def _load_parts(model: Any, component: str, source: CheckpointSelection) -> None:
@@ -192,16 +192,14 @@ def _load_parts(model: Any, component: str, source: CheckpointSelection) -> None
     if not found and hasattr(model, "peft_config"):
         found = torch.load(source.directory / component / ADAPTER_BIN, map_location="cpu", weights_only=True)
     if not found or names is None:
-        has_head = backbone_of(model) is not model
-        loaded = _loaded(model, component, source).state_dict()
-        found = {f"backbone.{name}" if has_head else name: x for name, x in loaded.items()}
+        found = head_of(model).joined(_loaded(model, component, source).state_dict())
         names = {name: name for name in live if name in found}
     _refuse_other(component, {name: live[own] for name, own in names.items()}, found)
     with torch.no_grad():
         for name, own in names.items():
             local(live[own]).copy_(own_part(live[own], found[name]))
             report()
-    load_head(model, source.directory / component)
+    head_of(model).load(source.directory / component)
 
 
 def load_optimizer(engine: TrainingEngine, component: str, source: CheckpointSelection) -> None:
@@ -247,11 +245,11 @@ def _refuse_other(component: str, live: Mapping[str, Tensor], found: Mapping[str
 
 def _copy_whole(model: Any, component: str, source: CheckpointSelection) -> None:
     """By way of a second model, where the file knows the weights under other names or in another form."""
-    backbone_of(model).load_state_dict(_loaded(model, component, source).state_dict())
+    head_of(model).backbone.load_state_dict(_loaded(model, component, source).state_dict())
 
 
 def _loaded(model: Any, component: str, source: CheckpointSelection) -> Any:
     """A second model, or backbone of one, in main memory."""
     dtype: Any = str(next(model.parameters()).dtype).removeprefix("torch.")
     described = Pretrained(path=str(RestoreSource(source.directory, verify=False).plain(component)), dtype=dtype)
-    return described.load_causal_lm("cpu") if backbone_of(model) is model else described.load_backbone("cpu")
+    return getattr(described, head_of(model).loader)("cpu")

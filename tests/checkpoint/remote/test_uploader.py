@@ -51,7 +51,11 @@ def near(tmp_path: Path) -> CheckpointTier:
 
 def uploader(tier: CheckpointTier, directory: Path, claim: str = "one", timeout_s: float = 600.0) -> Uploader:
     CheckpointStore(directory).claim_directory()
-    cold = UploadTarget(address=tier.address, upload_interval=tier.upload_interval)
+    cold = UploadTarget(
+        address=tier.address,
+        upload_interval=tier.upload_interval,
+        upload_interval_s=tier.upload_interval_s or 0.0,
+    )
     write_upload_target(FileSystem(), directory, cold)
     return Uploader(
         UploadSettings(directory=str(directory), storage=tier.storage, claim=claim, cold=cold, shortest_pause_s=0.05),
@@ -92,6 +96,45 @@ def test_what_an_interval_leaves_out_is_the_last_one_all_the_same(near: Checkpoi
     assert [record.step for record in near.connect().records()] == [2]
     uploading.close(wait_s=60)
     assert [record.step for record in near.connect().records()] == [2, 3]
+
+
+def test_within_an_interval_of_time_the_newest_goes_once_and_what_has_a_tag_and_the_last_one_all_the_same(
+    near: CheckpointTier, tmp_path: Path
+) -> None:
+    near = dataclasses.replace(near, upload_interval_s=3600.0)
+    save(tmp_path / "here", 1)
+    uploading = uploader(near, tmp_path / "here")
+    until(uploading, "uploaded")
+    for step in (2, 3):
+        save(tmp_path / "here", step)
+        uploading.look()
+    save(tmp_path / "here", 4, tag="kept")
+    uploading.look()
+    until(uploading, "uploaded")
+    assert [record.step for record in near.connect().records()] == [1, 4]
+    save(tmp_path / "here", 5)
+    for recorded in (tmp_path / "here/uploaded").iterdir():  # an hour later
+        os.utime(recorded, (time.time() - 3600,) * 2)
+    uploading.look()
+    until(uploading, "uploaded")
+    assert [record.step for record in near.connect().records()] == [1, 4, 5]
+    for step in (6, 7):
+        save(tmp_path / "here", step)
+        uploading.look()
+    uploading.close(wait_s=60)
+    assert [record.step for record in near.connect().records()] == [1, 4, 5, 7]
+
+
+def test_what_comes_within_an_interval_goes_up_when_it_is_over(near: CheckpointTier, tmp_path: Path) -> None:
+    near = dataclasses.replace(near, upload_interval_s=1.0)
+    save(tmp_path / "here", 1)
+    uploading = uploader(near, tmp_path / "here")
+    until(uploading, "uploaded")
+    save(tmp_path / "here", 2)
+    uploading.look()  # once, and too early
+    until(uploading, "uploaded")
+    uploading.close(wait_s=60)
+    assert [record.step for record in near.connect().records()] == [1, 2]
 
 
 def test_a_store_that_is_away_costs_nothing_but_time(tier: CheckpointTier, proxy: Proxy, tmp_path: Path) -> None:
@@ -180,11 +223,10 @@ def test_a_stopped_uploader_that_takes_nothing_in_never_holds_training_up(near: 
 
 def test_a_trainer_that_is_gone_takes_its_uploader_along(near: CheckpointTier, tmp_path: Path) -> None:
     uploading = uploader(near, tmp_path / "here")
-    process = uploading._process
-    assert process is not None
-    assert process.stdin is not None
-    process.stdin.close()  # as the end of the trainer's process would
-    process.wait(timeout=30)
+    child = uploading._child
+    assert child is not None
+    child.channel.close()  # as the end of the trainer's process would
+    assert child.await_exit(timeout_s=30) == 0
 
 
 def test_the_later_of_two_runs_fences_the_earlier_one_out_which_says_so(near: CheckpointTier, tmp_path: Path) -> None:

@@ -99,15 +99,15 @@ def test_weights_may_change_once_they_are_copied(slow_store):
         assert set(tensors_of(published, "actor")["weight"].tolist()) == {step - 1.0}
 
 
-def test_a_third_save_waits_and_memory_stays_at_two_arenas(slow_store):
+def test_a_third_save_waits_and_memory_stays_at_two_host_buffers(slow_store):
     weight = torch.zeros(1_000_000)
     with CheckpointWriter(slow_store) as writer:
         for step in range(1, 6):
             assert writer.save(request(step, {"weight": weight}))
             assert writer.num_under_way <= 2
-            assert writer.arena_bytes <= 2 * (2 * weight.nbytes + 16 * 4096)
+            assert writer.host_buffer_bytes <= 2 * (2 * weight.nbytes + 16 * 4096)
         assert [outcome.step for outcome in writer.drain()] == [1, 2, 3, 4, 5]
-    assert writer.arena_bytes == 0
+    assert writer.host_buffer_bytes == 0
 
 
 def test_a_third_save_is_skipped_and_that_is_told(slow_store):
@@ -118,7 +118,7 @@ def test_a_third_save_is_skipped_and_that_is_told(slow_store):
     assert [published.step for published in slow_store.complete()] == [1, 2]
 
 
-def test_one_arena_is_enough_where_saves_do_not_overlap_and_it_grows_with_the_state(store):
+def test_one_host_buffer_is_enough_where_saves_do_not_overlap_and_it_grows_with_the_state(store):
     with CheckpointWriter(store) as writer:
         writer.prepare(request(1, {"weight": torch.zeros(100_000)}))
         for step, size in enumerate((100_000, 100_000, 300_000, 50_000), 1):
@@ -126,9 +126,9 @@ def test_one_arena_is_enough_where_saves_do_not_overlap_and_it_grows_with_the_st
             writer.save(request(step, {"weight": weight}))
             writer.drain()
             assert torch.equal(tensors_of(store.newest(), "actor")["weight"], weight)
-        assert writer.arena_bytes < 3 * 300_000 * 4
+        assert writer.host_buffer_bytes < 3 * 300_000 * 4
         mapped = Path(f"/proc/{writer.process_id}/maps").read_text().count("verl-checkpoint")
-        assert mapped == 1  # what the arena was before it grew is given back there too
+        assert mapped == 1  # what the host buffer was before it grew is given back there too
 
 
 def test_a_failed_save_is_told_by_the_next_poll_and_the_following_save_works(store):
@@ -162,7 +162,7 @@ def test_tensors_that_cannot_be_copied_fail_the_save_and_the_following_one_works
     assert [published.step for published in store.complete()] == [2]
 
 
-def test_without_memory_for_an_arena_the_save_fails_and_the_following_one_works(store):
+def test_without_memory_for_a_host_buffer_the_save_fails_and_the_following_one_works(store):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with CheckpointWriter(store) as writer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
@@ -312,23 +312,23 @@ def test_an_interrupt_during_a_save_in_this_process_leaves_the_writer_usable(tmp
 
 
 def test_a_forked_child_neither_holds_the_memory_nor_disturbs_the_writer(store):
-    before = _arenas()  # of other tests in this process, whose tensors may still be looked at
+    before = _host_buffers()  # of other tests in this process, whose tensors may still be looked at
     with CheckpointWriter(store) as writer:
         writer.save(request(1, {"weight": torch.ones(100_000)}))
         writer.drain()
-        own = _arenas() - before
+        own = _host_buffers() - before
         assert own
         child = os.fork()
         if child == 0:
-            held = _arenas() & own
+            held = _host_buffers() & own
             writer.close()
-            os._exit(bool(held or writer.arena_bytes))
+            os._exit(bool(held or writer.host_buffer_bytes))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         writer.save(request(2, {"weight": torch.full((100_000,), 2.0)}))
         assert [outcome.num_deaths for outcome in writer.drain()] == [0]
 
 
-def _arenas() -> set[int]:
+def _host_buffers() -> set[int]:
     """Arenas that this process has mapped or opened, by their inodes."""
     maps = (line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "verl-checkpoint" in line)
     found = {int(entry[4]) for entry in maps}

@@ -32,6 +32,7 @@ from verl.rollout.server.config import ServerRollout
 from verl.rollout.vllm.client.engine_process import EngineFiles
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
+from verl.utils.orphan_cleanup import CLEANUP
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -65,7 +66,7 @@ def address(model, tmp_path_factory):
         process = subprocess.Popen(
             command, env=os.environ | variables, stdout=out, stderr=out, cwd=ROOT, start_new_session=True
         )
-    files.end_with_trainer(process.pid)
+    CLEANUP.register(process_groups=[process.pid])
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_for(url, process, log)

@@ -223,19 +223,41 @@ def test_what_is_begun_is_drawn_again_if_the_engine_makes_no_progress(engines, m
     assert "Another engine is started" in caplog.text
 
 
+def test_what_lies_where_is_agreed_on_once_with_an_engine_and_anew_with_the_next(engines, monkeypatch):
+    vllm = engines.vllm
+    vllm.sync()
+    asked, send = [], vllm._process.send
+
+    def sending(method, *args):
+        asked.append(method)
+        send(method, *args)
+
+    monkeypatch.setattr(vllm._process, "send", sending)
+    for _ in range(2):
+        vllm.sync()
+    assert asked == ["load", "prove"] * 2
+    os.kill(vllm.process_id, signal.SIGKILL)
+    asked.clear()
+    vllm.sync()
+    assert asked[-3:] == ["connect", "load", "prove"]
+    vllm.sync()
+    assert asked[-3:] == ["prove", "load", "prove"]
+
+
 def cross_keys_and_values(vllm, monkeypatch) -> tuple[str, str]:
     """Let tensors that are put in their places land in each other's; gives their names."""
     first, second = names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "kv"]
     send, crossed = vllm._process.send, {first: second, second: first}
 
     def misleading(method, *args):
-        if method == "load" and args[2].in_place:
+        if method == "connect" and vllm._in_place:
             (feed,) = args[0]
             chunks = [[dataclasses.replace(p, name=crossed.get(p.name, p.name)) for p in ps] for ps in feed.chunks]
             args = ([dataclasses.replace(feed, chunks=chunks)], *args[1:])
         send(method, *args)
 
     monkeypatch.setattr(vllm._process, "send", misleading)
+    vllm._connection = None  # the engine is told anew what it reads
     return tuple(names)
 
 

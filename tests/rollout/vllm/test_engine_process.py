@@ -7,10 +7,10 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from cluster import processes_of
 from cluster.processes_of import workers_of
 from rollout.engines import agreement, save_family
 from trainer.runs import GRPO_ALGORITHM, ppo_run
@@ -84,9 +84,8 @@ def test_two_processes_and_their_engines_draw_as_one_does(case, model, alone, tm
 
 
 def engines_of(driver: int) -> list[int]:
-    """The processes of engines that the workers of a driver have started."""
-    environ = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in workers_of(driver)}
-    return [pid for pid, variables in environ.items() if b"VERL_ENGINE_PARENT=" in variables]
+    """The first processes of the engines that the workers of a driver have started."""
+    return [engine for worker in workers_of(driver) for engine in processes_of.engines_of(worker)]
 
 
 def kill_soon(pid: int) -> None:
@@ -134,22 +133,16 @@ def test_an_engine_that_is_stopped_beside_several_processes_is_made_anew_and_dra
         batch = trainer.train_data.collate(trainer.sampler.next_batch())
         prompts = batch.union(DataProto.from_dict({"group_ids": torch.arange(4)}))
         expected = trainer.generate(prompts, GenerationRequest(1, 2))
-        first = engine_leaders()
+        first = engines_of(os.getpid())
         os.kill(first[-1], signal.SIGSTOP)  # while it waits: found when it is asked to draw
         assert agreement(expected, trainer.generate(prompts, GenerationRequest(1, 2)))[0] == 1
-        second = engine_leaders()
+        second = engines_of(os.getpid())
         assert first[-1] not in second
         assert len(second) == len(first)
         os.kill(second[0], signal.SIGSTOP)  # found when it is given weights
         assert trainer.sync()["sync/probe_gap_nats"] < 1e-4
-        assert second[0] not in engine_leaders()
+        assert second[0] not in engines_of(os.getpid())
         assert agreement(expected, trainer.generate(prompts, GenerationRequest(1, 2)))[0] == 1
-
-
-def engine_leaders() -> list[int]:
-    """The first processes of the engines of this driver's workers."""
-    found = engines_of(os.getpid())
-    return [pid for pid in found if b"verl.rollout.vllm.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.mark.exhaustive

@@ -45,15 +45,17 @@ def worker_takes(shape, name, worker, workers):
     return tuple(box)
 
 
+QUESTION = VerifyRequest(VECTORS, ((1, 2, 3),))
+
+
 def offers(weights, parallel, workers):
     """Of each group of siblings; `workers` is None for engines that take whole tensors."""
-    question = VerifyRequest(VECTORS, ((1, 2, 3),))
     wants = None
     if workers is not None:
         shapes = {w.name: tuple(w.shape) for w in weights}
         wants = tuple({n: worker_takes(s, n, at, workers) for n, s in shapes.items()} for at in range(workers))
     groups = parallel.world_size // parallel.mesh.extent("tensor")
-    return [SyncOffer(question, wants, workers or 1, os.getpid(), "", 60.0, 1)] * groups
+    return [SyncOffer(wants, workers or 1, os.getpid(), "", 60.0, 1)] * groups
 
 
 def fed(part):
@@ -111,7 +113,7 @@ def delivered(source, sizes, fully, lora, rank, world_size):
         share, offer = shares[rank], offers(weights, parallel, workers)[0]
         dist.batch_isend_irecv = spy
         with CommDebugMode() as others:
-            found, moved = fed(RankSync(model, None, None, weights, offer, share, delivery, None, []))
+            found, moved = fed(RankSync(model, None, None, weights, offer, QUESTION, share, delivery, None, []))
         dist.batch_isend_irecv = exchange
         assert lora or others.get_total_counts() == 0, others.get_comm_counts()
         assert list(found) == [place.name for chunk in share.chunks for place in chunk]

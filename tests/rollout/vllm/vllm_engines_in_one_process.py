@@ -60,7 +60,8 @@ def load(engine: Any, model: Any) -> str | None:
     stream.begin()
     sender = threading.Thread(target=stream.send, args=(chunks, weights, model.dtype, lambda: True), daemon=True)
     sender.start()
-    _, anew = engine.load([FeedPlan(stream.handle, 0, chunks)], model.dtype, LoadRequest(1))
+    engine.connect([FeedPlan(stream.handle, 0, chunks)], model.dtype)
+    _, anew = engine.load(LoadRequest(1))
     sender.join()
     stream.close()
     return anew

@@ -199,7 +199,12 @@ def test_a_prefix_may_end_in_a_slash_and_the_endpoint_may_be_the_environment_s(m
     monkeypatch.setenv("OSS_ENDPOINT", "http://localhost:1")
     tier = tier_of(Checkpointing(cold_storage=table), None, "p", "e")
     assert tier is not None
-    assert (tier.address, tier.upload_interval) == ("oss://models/verl-cold/checkpoints/p/e", 3600)
+    assert tier.address == "oss://models/verl-cold/checkpoints/p/e"
+    assert (tier.upload_interval, tier.upload_interval_s) == (1, 3600)
+    assert tier_of(Checkpointing(cold_storage={**table, "upload_every": 5}), None, "p", "e").upload_interval == 5
+    for wrong in (0, -1, "soon", float("inf"), True):
+        with pytest.raises(ConfigError, match=r"cold_storage\.upload_interval is .*: seconds between uploads"):
+            Checkpointing(cold_storage={**table, "upload_interval": wrong})
     assert tier.storage.backend()._fs._endpoint == "http://localhost:1"
 
 

@@ -22,7 +22,8 @@ from verl.rewards.reward_model import RewardModel
 from verl.rewards.rules import ExactMatch
 from verl.trainer.api.trainer import Trainer
 from verl.trainer.local_trainer import LocalPPOTrainer
-from verl.trainer.state import train_state
+from verl.trainer.ppo import PPOTrainer
+from verl.trainer.state import driver_state
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3)]
 SMALL = {"lr": 3e-3, "prompts_per_step": 3, "total_steps": 4, "eval_samples": 0, "num_threads": 1, "eval_before": False}
@@ -341,9 +342,37 @@ def test_the_statistics_of_a_reward_are_saved_loaded_and_reset(dir32, tmp_path):
         assert made.reward_model.state_dict() == learned
 
 
+def test_a_part_of_a_trainer_is_saved_and_loaded_by_being_one_of_its_parts(dir32, tmp_path, monkeypatch):
+    class Curriculum:
+        level = 1
+
+        def state_dict(self):
+            return {"level": self.level}
+
+        def load_state_dict(self, state):
+            self.level = state.get("level", 1)
+
+    own, parts = Curriculum(), PPOTrainer.parts.fget
+    monkeypatch.setattr(PPOTrainer, "parts", property(lambda self: {**parts(self), "curriculum": own}))
+    with trainer(dir32) as made:
+        made.step()
+        old = made.save_checkpoint("aside")  # at level 1
+        own.level = 5
+        saved = made.save_checkpoint("aside", tag="later")
+        made.load_checkpoint(old)
+        assert own.level == 1
+        made.load_checkpoint(saved, load_components=["actor", "dataloader", "rng"])
+        assert own.level == 1  # it belongs to `scheduler`
+        made.load_checkpoint(saved)
+        assert own.level == 5
+    own.level = 1
+    with trainer(dir32, overrides=[*QUIET, f"resume={saved}"]):
+        assert own.level == 5
+
+
 def test_the_statistics_of_another_reward_are_not_taken_over(dir32, tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr(train_state._log, "warning", lambda text, *values: told.append(text % values))
+    monkeypatch.setattr(driver_state._log, "warning", lambda text, *values: told.append(text % values))
     path, other = (save_random_classifier(tmp_path / name, "qwen2", seed=seed) for seed, name in enumerate("ab"))
     moved = Path(shutil.copytree(path, tmp_path / "moved"))
 
@@ -360,7 +389,9 @@ def test_the_statistics_of_another_reward_are_not_taken_over(dir32, tmp_path, mo
         made.reward_model = rated(other)
         made.load_checkpoint(saved)
         assert made.reward_model.state_dict()["count"] == 0
-    assert told == ["The reward is another one (reward.model.path): its statistics of scores begin anew."]
+    assert told == [
+        "The reward differs from the checkpoint's (reward.model.path): its score statistics start from zero."
+    ]
 
 
 def test_a_training_goes_on_from_an_increment_under_another_reward(dir32):

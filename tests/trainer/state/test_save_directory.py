@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from storage.s3_server import Fault
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Prompts, ppo_run
+from typer.testing import CliRunner
 
 from verl.checkpoint.commit.fencing import RunLock
 from verl.checkpoint.commit.store import CheckpointStore
@@ -24,6 +25,7 @@ from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.retention import Retention
+from verl.cli.checkpoint import app as checkpoint_commands
 from verl.component import BuildContext
 from verl.errors import CheckpointFenced, ConfigError, NoSpaceForCheckpoint
 from verl.storage.config import LocalStorage, S3Storage
@@ -49,9 +51,9 @@ def run(model: Any, resume: str | None = None, save: dict[str, Any] | None = Non
     return dataclasses.replace(made, checkpoint=Checkpointing(**saving | (save or {})), resume=resume, storage=storage)
 
 
-def fit(made: Any, job: str = "") -> Path:
+def fit(made: Any, job: str = "", swept: tuple[str, ...] = ()) -> Path:
     """Train to the end; where it saved."""
-    with made.build(BuildContext(run_dir=Path("outputs", str(time.time_ns())), job=job)) as trainer:
+    with made.build(BuildContext(run_dir=Path("outputs", str(time.time_ns())), job=job, swept=swept)) as trainer:
         trainer.fit()
         return trainer.saving.directory
 
@@ -88,6 +90,23 @@ def test_the_same_training_begun_again_shares_the_directory_and_neither_start_pr
         "global_step_1", "global_step_2", "global_step_3", "global_step_4",
     ]  # fmt: skip
     assert run_of(first, "global_step_1") == run_of(first, "global_step_2") != run_of(first, "global_step_3")
+
+
+def test_cleaning_by_hand_keeps_of_each_line_of_descent_what_its_own_retention_would(model32):
+    all_of_them = {"keep_last_n": None}
+    directory = fit(run(model32, total_steps=4, save=all_of_them))
+    assert fit(run(model32, total_steps=3, save=all_of_them)) == directory
+    third = fit(run(model32, total_steps=5, resume="latest", save=all_of_them))  # goes on from the second
+    assert third == directory
+    first, second = (run_of(directory, names(directory)[at]) for at in (0, 4))
+    resumed = run_of(directory, names(directory)[-1])
+    told = CliRunner().invoke(checkpoint_commands, ["gc", str(directory), "--keep-last-n", "2"])
+    assert told.exit_code == 0, told.output
+    assert "holds 2 trainings, and the rules hold for each by itself" in told.output
+    assert f"{second} -> {resumed}" in told.output
+    left = [(one.step, one.manifest.run_id) for one in CheckpointDirectory(directory).complete()]
+    assert left == [(3, first), (4, first), (4, resumed), (5, resumed)]
+    assert f"kept {names(directory)[0]}: among the last 2 of run {first}" in told.output
 
 
 def test_a_resumed_run_prunes_those_before_it_of_its_own_descent_and_leaves_the_branch_that_it_abandoned(model32):
@@ -211,6 +230,40 @@ def test_beside_a_living_run_the_same_training_is_refused_by_who_holds_it_and_an
     assert fit(run(model32, resume="latest")) == directory  # a dead one holds nothing
 
 
+UPLOADER = """
+import sys
+sys.path[:0] = sys.argv[3:]
+from trainer.state.test_save_directory import run, Path, BuildContext
+from verl.models.pretrained import Pretrained
+from verl.storage.config import LocalStorage
+
+made = run(Pretrained(path=sys.argv[1]), storage=LocalStorage(path=sys.argv[2]))
+with made.build(BuildContext(run_dir=Path("run"))) as trainer:
+    print(trainer.saving.run_id, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_runs_that_live_on_different_disks_do_not_share_a_place_in_the_store(model32, tmp_path):
+    storage = LocalStorage(path=str(tmp_path / "bucket"))
+    (tmp_path / "other disk").mkdir()
+    command = [sys.executable, "-c", UPLOADER, model32.path, storage.path, str(TESTS), str(TESTS.parent)]
+    living = subprocess.Popen(command, cwd=tmp_path / "other disk", stdin=-1, stdout=-1, text=True)
+    try:
+        assert living.stdout is not None
+        run_id = living.stdout.readline().strip()
+        who = rf"this training is uploading there \(run {run_id}: process {living.pid} on \S+, since \d{{4}}-"
+        for resume in (None, "latest"):
+            with pytest.raises(ConfigError, match=rf"storage leads to file://.*{who}.*Wait for its end, stop it"):
+                fit(run(model32, storage=storage, resume=resume))
+        assert not Path("checkpoints").exists()
+        assert fit(run(model32, data=OTHER, storage=storage)).name == "default-2", "another training goes elsewhere"
+    finally:
+        living.kill()
+        living.communicate()
+    assert fit(run(model32, storage=storage, resume="latest")).name == "default"  # a dead one holds nothing
+
+
 def test_a_later_run_of_one_process_takes_over_from_an_earlier_one(model32, tmp_path):
     lock, later = (RunLock(tmp_path / "checkpoints", name, {}) for name in ("early", "late"))
     assert lock.acquire() is None
@@ -240,6 +293,30 @@ def test_a_sweep_repeated_leaves_the_checkpoints_of_the_first_as_they_were(model
         "default/job_0", "default/job_1", "default/job_0-2", "default/job_1-2",
     ]  # fmt: skip
     assert [names(directory) for directory in first] == before
+
+
+@pytest.mark.parametrize("where", ["on the disk", "in a store"])
+def test_a_sweep_started_again_goes_on_by_what_it_varies_and_not_by_the_numbers_of_its_jobs(
+    where, model32, tmp_path, caplog
+):
+    storage = None if where == "on the disk" else LocalStorage(path=str(tmp_path / "bucket"))
+    swept = ("actor.optimizer.lr",)
+
+    def job(number: int, lr: float, steps: int, resume: str | None = "latest", **options: Any) -> tuple[str, list[str]]:
+        made = run(model32, lr=lr, total_steps=steps, resume=resume, storage=storage, **options)
+        directory = fit(made, f"job_{number}", swept)
+        return directory.name, names(directory)
+
+    assert job(0, 1e-3, 2)[0] == "job_0"
+    assert job(1, 2e-3, 2)[0] == "job_1"
+    if storage is not None:
+        shutil.rmtree("checkpoints")
+    assert job(0, 2e-3, 4) == ("job_1", ["global_step_3", "global_step_4"])
+    assert job(1, 3e-3, 1) == ("job_1-2", ["global_step_1"]), "a value that the first sweep did not have"
+    assert "found no job of this sweep with actor.optimizer.lr=0.003: job_1 starts fresh" in caplog.text
+    assert job(2, 1e-3, 3) == ("job_0", ["global_step_2", "global_step_3"])
+    with pytest.raises(ConfigError, match="holds no checkpoint of this training"):
+        job(0, 1e-3, 3, data=OTHER)
 
 
 # -- a job that is started again ----------------------------------------------------------------------------------

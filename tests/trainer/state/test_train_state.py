@@ -22,7 +22,7 @@ from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, Description, component
 from verl.dispatch import on_each
 from verl.engines.sharding import DDP, Sharding
-from verl.trainer.state import train_state
+from verl.trainer.state.driver_state import RNG, CheckpointDraft, GeneratorStates, load_parts
 from verl.utils.seeding import rng_state, seed_everything
 from verl.workers.base import TrainedWorker
 
@@ -62,38 +62,39 @@ def test_ranks_draw_on_where_they_were_and_a_new_one_is_seeded_anew_and_told(tmp
     cluster, dice = start(2)
     first = dice.draw().result()
     assert first[0] != first[1]
-    ranks = train_state.ranks_of(cluster, dice)
+    state = GeneratorStates(cluster, dice, seed=0).state_dict()
     expected = dice.draw().result()
-    save(tmp_path, ranks)
+    save(tmp_path, state)
     cluster.close()
 
     point = find("latest", tmp_path)
     assert point is not None
-    own = rng_state()[0]["torch"]
     with caplog.at_level(logging.INFO):
         cluster, dice = start(3)
-        train_state.restore_ranks(point, cluster, dice, seed=0)
+        load_parts(point, {"rng": GeneratorStates(cluster, dice, seed=0)})
         drawn = dice.draw().result()
         assert drawn[:2] == expected
         assert drawn[2] not in expected
-        train_state.restore_ranks(point, cluster, dice, seed=0)
+        load_parts(point, {"rng": GeneratorStates(cluster, dice, seed=0)})
         assert dice.draw().result() == drawn  # the new rank too: by seed, step and rank
         cluster.close()
-    assert torch.equal(rng_state()[0]["torch"], own)  # the driver's are another matter
+    assert torch.equal(rng_state()[0]["torch"], state["driver"][0]["torch"])  # the driver's are its own
     told = "The checkpoint has the random generators of 2 processes, and this run 3: those of rank 2 are seeded anew."
     assert told in caplog.text
 
 
-def save(directory, ranks) -> None:
+def save(directory, state) -> None:
+    draft = CheckpointDraft()
+    RNG.write(state, draft)
     writer = CheckpointWriter(CheckpointStore(directory, "r"), mode="sync")
-    writer.save(SaveRequest(step=1, components={"rng": train_state.rng_component(ranks)}, state={"epoch": 0}))
+    writer.save(SaveRequest(step=1, components=draft.components, state={"epoch": 0}))
     writer.drain()
     writer.close()
 
 
 def test_the_references_of_the_trainer_state_are_files_of_the_checkpoint(tmp_path):
-    save(tmp_path, [rng_state(), rng_state()])
-    references = train_state.rng_references(2)
+    save(tmp_path, {"driver": rng_state(), "ranks": [rng_state(), rng_state()]})
+    references = RNG.references(2)
     assert list(references) == ["torch", "python", "numpy", "rank_0", "rank_1"]
     for file in references.values():
         assert (tmp_path / "global_step_1" / file).is_file()
@@ -104,10 +105,11 @@ def test_the_driver_goes_on_with_its_own_state_alone(tmp_path):
     seed_everything(1)
     other = rng_state()
     torch.rand(3)
-    save(tmp_path, [other])
+    save(tmp_path, {"driver": rng_state(), "ranks": [other]})
     expected = [random.random(), float(np.random.rand()), float(torch.rand(()))]
     seed_everything(5)
     point = find("latest", tmp_path)
     assert point is not None
-    train_state.restore_driver(point)
+    here: Any = SimpleNamespace(shares_memory=True)
+    load_parts(point, {"rng": GeneratorStates(here, None, seed=0)})
     assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == expected

@@ -2,7 +2,7 @@
 
 unchanged since the newest checkpoint     a hard link to it
 little changed                            its difference from a base, and a hard link to the base
-otherwise                                 the file, whole
+otherwise                                 the whole file
 """
 
 from __future__ import annotations

@@ -177,6 +177,11 @@ class RunLock:
             run_id=run_id, host=host, pid=pid, since=since, started=_process_start(pid), identity=dict(identity)
         )
 
+    @property
+    def holder(self) -> LockHolder:
+        """This run, as it tells of itself."""
+        return self._own
+
     def acquire(self) -> LockHolder | None:
         """Take the lock. Gives who holds it where that is another process, and None once it is this run's.
 
@@ -250,7 +255,7 @@ class RunLock:
             return cls._told(fd)
         except OSError:
             holder = cls._told(fd)
-            return holder if _is_alive(holder) else None
+            return holder if is_alive(holder) else None
         finally:
             os.close(fd)
         return None
@@ -269,7 +274,7 @@ class RunLock:
                     os.close(fd)
                     raise
                 holder = self._told(fd)
-                if _is_alive(holder):
+                if is_alive(holder):
                     os.close(fd)
                     return holder
                 log.warning("%s has no file locks: a run on another machine is not noticed", self._path.parent)
@@ -305,7 +310,7 @@ def _process_start(pid: int) -> str:
         return ""
 
 
-def _is_alive(holder: LockHolder) -> bool:
+def is_alive(holder: LockHolder) -> bool:
     """Whether it is another living process of this machine."""
     if not holder.pid or holder.host != socket.gethostname() or holder.pid == os.getpid():
         return False

@@ -34,18 +34,24 @@ class UploadTarget:
     Args:
         address: of the tier, such as `s3://models/verl/ppo`.
         upload_interval: every n-th publication goes there, and each with a tag.
+        upload_interval_s: of those, at most one in so many seconds, the newest, beside those with a tag; 0 takes all.
         keep_waiting: most checkpoints that are kept on the local disk only because the store has not confirmed them.
         sequence_floor: the highest number of a publication in the store when the run began.
     """
 
     address: str
     upload_interval: int = 1
+    upload_interval_s: float = 0.0
     keep_waiting: int = 8
     sequence_floor: int = 0
 
     def wants(self, published: Checkpoint) -> bool:
-        """Whether the store is to get this checkpoint."""
-        return published.manifest.tag is not None or published.sequence % self.upload_interval == 0
+        """Whether the store is to get this checkpoint, whatever comes after it."""
+        return published.manifest.tag is not None or (not self.upload_interval_s and self.counts(published))
+
+    def counts(self, published: Checkpoint) -> bool:
+        """Whether it is one of those that `upload_interval` takes."""
+        return published.sequence % self.upload_interval == 0
 
 
 def write_upload_target(disk: FileSystem, directory: Path, cold: UploadTarget | None) -> None:
@@ -94,6 +100,14 @@ def is_upload_confirmed(disk: FileSystem, published: Checkpoint, address: str) -
         return recorded.decode(errors="replace").rstrip("\n") == f"{manifest_digest(disk, published)} {address}"
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def last_upload(disk: FileSystem, directory: Path) -> float | None:
+    """When the store last confirmed a checkpoint of a directory, in seconds of this machine's clock."""
+    try:
+        return max(disk.status(directory / UPLOADED / name).st_mtime for name in disk.names(directory / UPLOADED))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
 
 
 def withdraw_confirmation(disk: FileSystem, published: Checkpoint) -> None:

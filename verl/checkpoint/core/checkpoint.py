@@ -1,4 +1,4 @@
-"""Opening a checkpoint: COMMIT and the manifest are verified before anything else of the directory is believed."""
+"""Opening a checkpoint: COMMIT and the manifest are verified before any other file of the directory is used."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 commit_log      The commit log of a remote store: numbered records, each created once by whoever is first
 download        Download of one checkpoint from a remote store into a directory
+lease           The lease of a run on its place in a remote store
 remote_store    Checkpoints of a remote store: which there are, which is the newest, are they complete
 resolve         The remote tier of a run, the newest complete checkpoint of any tier brought to the local disk
 upload          Upload of one checkpoint into a remote store: objects, then the manifest

@@ -31,11 +31,12 @@ class CheckpointTier:
 
     Args:
         storage: the place of this run's checkpoints alone.
-        upload_interval, keep_waiting: see `Checkpointing`.
+        upload_interval, upload_interval_s, keep_waiting: see `Checkpointing`.
     """
 
     storage: Storage
     upload_interval: int = 1
+    upload_interval_s: float | None = None
     keep_waiting: int = 8
 
     @property
@@ -53,6 +54,20 @@ class CheckpointTier:
             f"storage leads to {self.address}, which refuses: {error}. Mend that, or keep checkpoints on the local "
             "disk alone with checkpoint.upload_interval=null."
         )
+
+    def refuse_absence(self) -> None:
+        """Raises:
+        ConfigError: the store does not answer within a few seconds, or takes nothing.
+        """
+        try:
+            self.storage.refuse_absence()
+        except StorageRefused as error:
+            raise self.refused(error) from error
+        except StorageError as error:
+            raise ConfigError(
+                f"storage leads to {self.address}, which does not answer: {error}. Mend that, or keep checkpoints on "
+                "the local disk alone with checkpoint.upload_interval=null."
+            ) from error
 
     def cold(self) -> UploadTarget:
         """What the directory is to know of it. Publications go on from the highest number that the store has.
@@ -76,6 +91,7 @@ class CheckpointTier:
         return UploadTarget(
             address=self.address,
             upload_interval=self.upload_interval,
+            upload_interval_s=self.upload_interval_s or 0.0,
             keep_waiting=self.keep_waiting,
             sequence_floor=floor,
         )
@@ -90,15 +106,20 @@ def tier_of(
     """
     if settings is None or settings.upload_interval is None:
         return None
-    interval = settings.upload_interval
+    interval, interval_s = settings.upload_interval, settings.upload_interval_s
     if settings.cold_storage is not None:
         own = dict(settings.cold_storage)
-        interval = own.pop("upload_interval", interval)
+        interval, interval_s = own.pop("upload_every", interval), own.pop("upload_interval", interval_s)
         storage = storage_from(own)
     if storage is None or storage.kind == "memory":  # what is in the memory of a process is no second place
         return None
     below = "/".join(part for part in ("checkpoints", project, experiment, job) if part)
-    return CheckpointTier(storage=storage.below(below), upload_interval=interval, keep_waiting=settings.keep_waiting)
+    return CheckpointTier(
+        storage=storage.below(below),
+        upload_interval=interval,
+        upload_interval_s=interval_s,
+        keep_waiting=settings.keep_waiting,
+    )
 
 
 def newest_of_tiers(

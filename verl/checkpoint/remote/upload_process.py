@@ -9,24 +9,22 @@ confirmed, the newest first: that is the one to go on from. It ends with the tra
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
+import math
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
+from verl.checkpoint.commit.fencing import LockHolder
 from verl.checkpoint.commit.upload_state import (
     UploadTarget,
     confirm_upload,
     is_upload_confirmed,
+    last_upload,
     manifest_digest,
     withdraw_confirmation,
 )
@@ -34,19 +32,20 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.commit_log import CommitLog
+from verl.checkpoint.remote.lease import StoreLease
 from verl.checkpoint.remote.upload import CheckpointUpload
 from verl.errors import BadCheckpoint, CheckpointError, CheckpointFenced, StorageError, StorageRefused, VerlError
 from verl.storage.config import Storage
 from verl.storage.store import ObjectStore
-from verl.utils.child_process import describe_exit, kill, resume_without_parent
-from verl.utils.progress import Progress, ProgressWatch, report, report_to
+from verl.utils.child_process.channel import Channel, ChannelClosed
+from verl.utils.child_process.process import ChildProcess, run_child
+from verl.utils.progress import Progress, ProgressWatch, report
 from verl.utils.redact import redact
 
 LOOK, FINISH = "look", "finish"
 WORK, ROUNDS = 0, 1  # slots of the progress: pieces of work, and commands that were carried out
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 120.0
 LINEAGE = "lineage.jsonl"
-PROGRESS_VARIABLE = "VERL_UPLOADER_PROGRESS"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +56,7 @@ class UploadSettings:
         directory: of checkpoints.
         storage: the tier.
         claim: of this trainer on the tier.
+        holder, lease_number: of the lease that this process renews; None where the run has none.
         shortest_pause_s: after the first failure in a row; doubled for each further one, up to two minutes.
     """
 
@@ -64,6 +64,8 @@ class UploadSettings:
     storage: Storage
     claim: str
     cold: UploadTarget
+    holder: LockHolder | None = None
+    lease_number: int | None = None
     niceness: int = 10
     shortest_pause_s: float = SHORTEST_PAUSE_S
 
@@ -110,9 +112,18 @@ class UploadWorker:
         """
         complete = self._directory.survey()[0]
         wanted = [published for published in complete if self._cold.wants(published)]
+        if self._cold.upload_interval_s and not self.due_in_s():
+            counted = [published for published in complete if self._cold.counts(published)]
+            wanted += [published for published in counted[-1:] if published not in wanted]
         if with_newest and complete and complete[-1] not in wanted:
             wanted.append(complete[-1])
         return [one for one in reversed(wanted) if one.name not in self._bad and not self._is_there(one)]
+
+    def due_in_s(self) -> float:
+        """Seconds until the newest checkpoint may go up; 0 where it may now."""
+        last = last_upload(self._directory.disk, self._directory.directory)
+        passed = math.inf if last is None else max(0.0, time.time() - last)
+        return max(0.0, self._cold.upload_interval_s - passed)
 
     def go(self, with_newest: bool = False) -> None:
         """Upload all that is waiting.
@@ -164,9 +175,19 @@ class UploadWorker:
             self._pusher.store.put(LINEAGE, FileSystem().read(self._directory.directory / LINEAGE, 2**26))
 
 
-def serve(setting: UploadSettings, commands: BinaryIO, tell: Callable[[UploadEvent], None], progress: Progress) -> None:
+def serve(channel: Channel, setting: UploadSettings, progress: Progress) -> None:
     """Upload when told to, until told to finish or hung up on."""
-    store = setting.storage.connect()
+    logging.basicConfig(format="uploader: %(levelname)s %(name)s: %(message)s", level=logging.ERROR)
+    with contextlib.suppress(OSError):
+        os.nice(setting.niceness)
+    store, lock = setting.storage.connect(), threading.Lock()
+    if setting.holder is not None and setting.lease_number is not None:
+        StoreLease(setting.storage, setting.holder, setting.lease_number).keep()
+
+    def tell(event: UploadEvent) -> None:
+        with lock, contextlib.suppress(ChannelClosed):
+            channel.send(event)
+
     num_commands = [1]  # it looks at once
     uploading = UploadWorker(setting, store, tell)
     asked, finishing, over = threading.Event(), threading.Event(), threading.Event()
@@ -174,12 +195,12 @@ def serve(setting: UploadSettings, commands: BinaryIO, tell: Callable[[UploadEve
     def listen() -> None:
         try:
             while True:
-                is_last = pickle.load(commands) == FINISH
+                is_last = channel.receive() == FINISH
                 num_commands[0] += 1
                 if is_last:
                     finishing.set()
                 asked.set()
-        except (EOFError, OSError, pickle.UnpicklingError):
+        except ChannelClosed:
             over.set()
             os._exit(0)  # the trainer is gone, and what is under way is begun again by the next one
 
@@ -188,7 +209,7 @@ def serve(setting: UploadSettings, commands: BinaryIO, tell: Callable[[UploadEve
     asked.set()
     while True:
         report("idle")
-        asked.wait()
+        asked.wait(uploading.due_in_s() or None)
         asked.clear()
         is_last, begun = finishing.is_set(), num_commands[0]
         report("looking for checkpoints to upload")
@@ -229,29 +250,6 @@ def _count(uploading: UploadWorker) -> int:
         return 0
 
 
-def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job: the trainer decides
-        signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(format="uploader: %(levelname)s %(name)s: %(message)s", level=logging.ERROR)
-    resume_without_parent()  # if it is stopped: to notice that the trainer is gone
-    report_to(progress := Progress.open(int(os.environ.pop(PROGRESS_VARIABLE))), WORK)
-    commands, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what anybody prints is no answer
-    path: list[str] = pickle.load(commands)
-    sys.path[:] = [*path, *(one for one in sys.path if one not in path)]
-    setting: UploadSettings = pickle.load(commands)
-    with contextlib.suppress(OSError):
-        os.nice(setting.niceness)
-    lock = threading.Lock()
-
-    def tell(what: Any) -> None:
-        with lock, contextlib.suppress(BrokenPipeError):
-            pickle.dump(what, answers)
-            answers.flush()
-
-    serve(setting, commands, tell, progress)
-
-
 log = logging.getLogger(__name__)
 
 MOST_STARTS = 20
@@ -283,7 +281,7 @@ class Uploader:
         self._changed = threading.Condition()
         self._is_done = self.is_fenced = self.is_refused = self._closing = False
         self._starts = self._num_commands = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
         self._progress = Progress(num_slots=2)
         self._is_over = threading.Event()
         self._start()
@@ -293,7 +291,7 @@ class Uploader:
     @property
     def process_id(self) -> int | None:
         """None where there is no process just now."""
-        return None if self._process is None or self._process.poll() is not None else self._process.pid
+        return None if self._child is None or not self._child.is_alive() else self._child.pid
 
     def look(self) -> None:
         """There is something new."""
@@ -313,7 +311,7 @@ class Uploader:
         Returns:
             What was told meanwhile.
         """
-        if self._process is None:
+        if self._child is None:
             return []
         self._closing = True
         end = time.monotonic() + wait_s
@@ -339,10 +337,10 @@ class Uploader:
             for _ in range(2):
                 if self.process_id is None and not self._restarted():
                     return
-                assert self._process is not None
+                assert self._child is not None
                 try:
-                    _send(self._process, command)
-                except BlockingIOError:  # it has not taken in what it was told before: `_watch` sees to it
+                    self._child.channel.send(command, timeout_s=0.0)  # it may be stopped, and training waits for nobody
+                except TimeoutError:  # it has not taken in what it was told before: `_watch` sees to it
                     self._num_commands += 1
                     return
                 except OSError:
@@ -356,38 +354,28 @@ class Uploader:
                 log.error("the uploader has ended %d times: NOTHING MORE IS UPLOADED by this run", MOST_STARTS)
             self._starts = MOST_STARTS + 1
             return False
-        code = None if self._process is None else self._process.returncode
-        ended = "" if code is None else f" with {describe_exit(code)}"
+        code = None if self._child is None else self._child.describe_exit()
+        ended = f" with {code}" if code else ""
         log.error("the uploader ended%s; it is started again and goes on where it was", ended)
         self._start()
         return True
 
     def _start(self) -> None:
-        root = str(Path(__file__).resolve().parents[3])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        command = [sys.executable, "-m", "verl.checkpoint.remote.upload_process"]
         before, self._progress = self._progress, Progress(num_slots=2)
         before.close()
-        environment = os.environ | {"PYTHONPATH": path, PROGRESS_VARIABLE: str(self._progress.fd)}
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, process_group=0,
-            pass_fds=[self._progress.fd],
-        )  # fmt: skip
+        if self._child is not None:
+            self._child.kill()
+        self._child = ChildProcess("verl.checkpoint.remote.upload_process", self._progress, slot=WORK, output=2)
         self._starts += 1
         self._num_commands = 1  # it looks at once
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            _send(self._process, [os.path.abspath(one) for one in sys.path])
-            _send(self._process, self._setting)
-        os.set_blocking(self._process.stdin.fileno(), False)  # it may be stopped, and training waits for nobody
-        threading.Thread(target=self._listen, args=(self._process,), name="uploader", daemon=True).start()
+        with contextlib.suppress(ChannelClosed):
+            self._child.begin(self._setting)
+        threading.Thread(target=self._listen, args=(self._child,), name="uploader", daemon=True).start()
 
-    def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        answers = io.BufferedReader(process.stdout)  # type: ignore[type-var]
-        with contextlib.suppress(EOFError, OSError, ValueError, pickle.UnpicklingError):
+    def _listen(self, child: ChildProcess) -> None:
+        with contextlib.suppress(ChannelClosed, pickle.UnpicklingError):
             while True:
-                self._hear(pickle.load(answers))
+                self._hear(child.channel.receive())
         with self._changed:
             self._changed.notify_all()
 
@@ -405,43 +393,26 @@ class Uploader:
         pause_s = min(LOOK_EVERY_S, self._timeout_s / 2)
         while not self._is_over.wait(pause_s):
             with self._lock:
-                process, is_idle = self._process, self._progress.count(ROUNDS) >= self._num_commands or self.is_fenced
-                if process is None or process.poll() is not None:
+                child, is_idle = self._child, self._progress.count(ROUNDS) >= self._num_commands or self.is_fenced
+                if child is None or not child.is_alive():
                     continue
-                if process is not watched or watch is None or is_idle:
-                    watched, watch = process, ProgressWatch(self._progress, self._timeout_s, look_every_s=2 * pause_s)
+                if child is not watched or watch is None or is_idle:
+                    watched, watch = child, ProgressWatch(self._progress, self._timeout_s, look_every_s=2 * pause_s)
                 if not watch.is_overdue:
                     continue
-                log.error("the uploader %s", watch.describe(process.pid, SETTING))
-                kill(process)
+                log.error("the uploader %s", watch.describe(child.pid, SETTING))
+                child.kill()
             self._say(FINISH if self._closing else LOOK)
 
     def _end(self) -> None:
         self._is_over.set()
         self._watcher.join(timeout=END_TIMEOUT_S)
-        process, self._process = self._process, None
-        assert process is not None
-        with contextlib.suppress(OSError):
-            assert process.stdin is not None
-            process.stdin.close()
-        try:
-            process.wait(timeout=END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            kill(process)
+        child, self._child = self._child, None
+        assert child is not None
+        child.end(END_TIMEOUT_S)
         if not self._watcher.is_alive():
             self._progress.close()
 
 
-def _send(process: subprocess.Popen[bytes], what: Any) -> None:
-    """Send an object, all of it or, where the process takes nothing in, nothing (BlockingIOError)."""
-    assert process.stdin is not None
-    data = memoryview(pickle.dumps(what))
-    while data:
-        data = data[os.write(process.stdin.fileno(), data) :]
-
-
 if __name__ == "__main__":
-    # so that messages are of importable classes
-    from verl.checkpoint.remote.upload_process import main as imported_main
-
-    imported_main()
+    run_child("verl.checkpoint.remote.upload_process", outlives_parent=True)  # until it hears that it is gone

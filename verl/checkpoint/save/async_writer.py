@@ -1,12 +1,12 @@
 """CheckpointWriter: saves live tensors as a committed checkpoint while training goes on.
 
     save()         plans, and returns                                       milliseconds
-    copying        a thread copies the tensors into one of two arenas       wait_copied() before weights change
+    copying        a thread copies the tensors into one of two host buffers   wait_copied() before weights change
     writing        the writer process writes, hashes, publishes, prunes     poll() tells what became of it
     drain, close   at the end
 
-A writer process that dies is started again, and the save is written from the arena, which still holds it; if it dies
-again, the trainer's process writes. A save is never lost without a word: every one ends as a `SaveOutcome`.
+A writer process that dies is started again, and the save is written from the host buffer, which still holds it; if it
+dies again, the trainer's process writes. No save is lost silently: every one ends as a `SaveOutcome`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Job:
 
     plan: SavePlan
     snapshot: Snapshot | None
-    arena: HostBuffer
+    host_buffer: HostBuffer
     began: float
     copied: threading.Event = field(default_factory=threading.Event)
     stall_s: float = 0.0
@@ -60,7 +60,7 @@ class _Job:
 class _Reservation:
     """Memory to be had before the first save."""
 
-    arena: HostBuffer
+    host_buffer: HostBuffer
     num_bytes: int
 
 
@@ -101,11 +101,11 @@ class CheckpointWriter:
     ):
         self.store, self.mode, self.when_busy = store, mode, when_busy
         self._num_copy_threads = num_copy_threads or min(4, os.cpu_count() or 1)
-        self._arenas = HostBufferPool(most=1 if mode == "sync" else 2)
+        self._host_buffers = HostBufferPool(most=1 if mode == "sync" else 2)
         self._owner = os.getpid()
         setting = WriterSettings(mode == "async", niceness, timeout_s)
         self._progress, self._timeout_s = Progress(num_slots=2), timeout_s
-        self._supervisor = WriterClient(store, self._arenas, retention, setting, self._progress)
+        self._supervisor = WriterClient(store, self._host_buffers, retention, setting, self._progress)
         self._to_copy: SimpleQueue[_Job | _Reservation | None] = SimpleQueue()
         self._to_write: SimpleQueue[_Job | _Reservation | None] = SimpleQueue()
         self._last: _Job | None = None
@@ -130,8 +130,8 @@ class CheckpointWriter:
 
     def reserve(self, num_bytes: int) -> None:
         """`prepare` for saves of so many bytes."""
-        if self.mode == "async" and (arena := self._arenas.acquire(None)) is not None:
-            self._to_copy.put(_Reservation(arena, num_bytes))
+        if self.mode == "async" and (host_buffer := self._host_buffers.acquire(None)) is not None:
+            self._to_copy.put(_Reservation(host_buffer, num_bytes))
 
     def save(self, request: SaveRequest, staging: SaveTransaction | None = None, began: float | None = None) -> bool:
         """Begin a save at a step boundary. The tensors must not change before `wait_copied` has returned.
@@ -149,14 +149,14 @@ class CheckpointWriter:
         assert self._is_open, "this writer was closed"
         plan, pieces = plan_of(request)
         snapshot = Snapshot(pieces, self._num_copy_threads)
-        arena = self._arenas.acquire(self._watch() if self.when_busy == "wait" else None)
-        if arena is None and self.when_busy == "wait":
+        host_buffer = self._host_buffers.acquire(self._watch() if self.when_busy == "wait" else None)
+        if host_buffer is None and self.when_busy == "wait":
             raise self._stands_still()
-        if arena is None:
+        if host_buffer is None:
             log.warning("the checkpoint of step %d was skipped: two earlier saves are still under way", plan.step)
             self.note(SaveOutcome(step=plan.step, tag=plan.tag, was_skipped=True))
             return False
-        job = self._last = _Job(plan=plan, snapshot=snapshot, arena=arena, began=began, staging=staging)
+        job = self._last = _Job(plan=plan, snapshot=snapshot, host_buffer=host_buffer, began=began, staging=staging)
         with self._changed:
             self._num_under_way += 1
         if self.mode == "async":
@@ -247,7 +247,7 @@ class CheckpointWriter:
             thread.join(timeout=END_TIMEOUT_S)
         self._supervisor.end()
         self._last = None
-        self._arenas.release()
+        self._host_buffers.release()
         if not any(thread.is_alive() for thread in self._threads):
             self._progress.close()
         for outcome in self._outcomes:
@@ -271,9 +271,9 @@ class CheckpointWriter:
         return self._supervisor.process_id
 
     @property
-    def arena_bytes(self) -> int:
+    def host_buffer_bytes(self) -> int:
         """Memory held beside the tensors."""
-        return self._arenas.num_bytes
+        return self._host_buffers.num_bytes
 
     # -- in threads ---------------------------------------------------------------------------------------------------
 
@@ -300,22 +300,22 @@ class CheckpointWriter:
 
     def _reserve(self, wanted: _Reservation) -> None:
         try:
-            wanted.arena.fit(wanted.num_bytes)
+            wanted.host_buffer.fit(wanted.num_bytes)
         except OSError as error:  # the save itself will say so
             log.warning("there is no memory for saving yet: %s", error)
         finally:
-            self._arenas.give_back(wanted.arena)
+            self._host_buffers.give_back(wanted.host_buffer)
         self._to_write.put(wanted)
 
     def _copy(self, job: _Job) -> None:
-        """Fill the job's arena. It is given to the writer before, which reads as far as it is filled."""
+        """Fill the job's host buffer. It is given to the writer before, which reads as far as it is filled."""
         assert job.snapshot is not None
         memory = None
         try:
-            memory = job.arena.fit(job.plan.num_bytes)
+            memory = job.host_buffer.fit(job.plan.num_bytes)
             note_progress(memory, 0)
             self._to_write.put(job)
-            job.snapshot.run(job.arena, job.plan.num_bytes)
+            job.snapshot.run(job.host_buffer, job.plan.num_bytes)
         except BaseException as error:  # told by poll; Ctrl-C comes only where there is no thread
             job.copy_error = error if isinstance(error, Exception) else _interrupted(job)
             if memory is None:
@@ -333,7 +333,7 @@ class CheckpointWriter:
         job.num_deaths_before = self._supervisor.num_deaths
         report, failure = None, None
         try:
-            report = self._supervisor.carry_out(job.plan, job.arena)
+            report = self._supervisor.carry_out(job.plan, job.host_buffer)
         except BaseException as error:  # the same
             failure = error if isinstance(error, Exception) else _interrupted(job)
             if not isinstance(error, Exception) and not self._threads:
@@ -352,7 +352,7 @@ class CheckpointWriter:
             submit_failure(self.store.disk, job.plan.joint.directory, job.plan.joint.name, told)
         if job.staging is not None:
             job.staging.abort()  # after a publication only its lock is left
-        self._arenas.give_back(job.arena)
+        self._host_buffers.give_back(job.host_buffer)
         total_s = time.perf_counter() - job.began
         outcome = SaveOutcome(
             step=job.plan.step, tag=job.plan.tag, report=report, error=error,

@@ -79,7 +79,7 @@ class HostBuffer:
 
 
 class HostBufferPool:
-    """At most two arenas: one that is being written, one that is being filled."""
+    """At most two host buffers: one that is being written, one that is being filled."""
 
     def __init__(self, most: int = MOST_ARENAS):
         self._all = [HostBuffer() for _ in range(most)]
@@ -99,27 +99,27 @@ class HostBufferPool:
                 self._changed.wait(timeout=WAIT_EVERY_S)
             return self._free.pop()
 
-    def give_back(self, arena: HostBuffer) -> None:
+    def give_back(self, host_buffer: HostBuffer) -> None:
         """Free for the next save. The one whose memory is there already is taken first."""
         with self._changed:
-            self._free.append(arena)
+            self._free.append(host_buffer)
             self._free.sort(key=lambda free: free.num_bytes)
             self._changed.notify()
 
     @property
     def num_bytes(self) -> int:
         """Held now."""
-        return sum(arena.num_bytes for arena in self._all)
+        return sum(host_buffer.num_bytes for host_buffer in self._all)
 
     @property
     def numbers(self) -> frozenset[int]:
         """Of the memory that is held now."""
-        return frozenset(arena.number for arena in self._all if arena.memory is not None)
+        return frozenset(host_buffer.number for host_buffer in self._all if host_buffer.memory is not None)
 
     def release(self) -> None:
         """Give all memory back."""
-        for arena in self._all:
-            arena.release()
+        for host_buffer in self._all:
+            host_buffer.release()
 
 
 def note_progress(memory: mmap.mmap, end: int) -> None:
@@ -172,10 +172,10 @@ def _anonymous_file() -> int:
 
 
 def _forget_in_child() -> None:
-    """A forked child, such as a data loader's worker, must not keep a trainer's arenas alive."""
-    for arena in list(_living):
-        arena.before_release = None
-        arena.release()
+    """A forked child, such as a data loader's worker, must not keep a trainer's host buffers alive."""
+    for host_buffer in list(_living):
+        host_buffer.before_release = None
+        host_buffer.release()
 
 
 if hasattr(os, "register_at_fork"):

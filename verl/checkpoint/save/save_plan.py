@@ -289,7 +289,7 @@ class SaveOutcome:
     Attributes:
         report: of a published checkpoint, else None.
         error: why it was not published, else None.
-        was_skipped: no arena was free, and `when_busy` is skip.
+        was_skipped: no host buffer was free, and `when_busy` is skip.
         stall_s: that the call of `save` took.
         copied_s: after which the weights might change, from the call on.
         total_s: until it was published, from the call on.

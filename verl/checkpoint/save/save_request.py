@@ -115,7 +115,7 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class CopyRegion:
-    """What is to be copied to one place of an arena."""
+    """What is to be copied to one place of a host buffer."""
 
     begin: int
     content: bytes | torch.Tensor

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 * 2**20  # long enough that threads seldom ask for the interpreter's lock
 
-Copy = tuple[int, int, int]  # offset in the arena, address, bytes
+Copy = tuple[int, int, int]  # offset in the host buffer, address, bytes
 
 
 class Snapshot:
@@ -45,14 +45,14 @@ class Snapshot:
         # What the compute streams have been asked for so far is done before these events.
         self._ready = {device: _event(device) for device in devices if device.type == "cuda"}
 
-    def run(self, arena: HostBuffer, num_bytes: int) -> None:
-        """Copy everything into an arena that fits, and note there how far it is. When it returns, the tensors may
+    def run(self, host_buffer: HostBuffer, num_bytes: int) -> None:
+        """Copy everything into a host buffer that fits, and note there how far it is. When it returns, the tensors may
         change."""
-        memory = arena.memory
+        memory = host_buffer.memory
         assert memory is not None
-        assert arena.num_bytes >= num_bytes
-        if self._ready and arena.before_release is None:
-            arena.before_release = _pin(torch.frombuffer(memory, dtype=torch.uint8))
+        assert host_buffer.num_bytes >= num_bytes
+        if self._ready and host_buffer.before_release is None:
+            host_buffer.before_release = _pin(torch.frombuffer(memory, dtype=torch.uint8))
         target = torch.frombuffer(memory, dtype=torch.uint8)
         waiting = self._start_device_copies(target)
         # What lies on a device comes when it comes: nothing is told before it is there.

@@ -7,44 +7,26 @@ it needs.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import pickle
-import socket
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.save.host_buffer import HostBuffer, HostBufferPool, filling
 from verl.checkpoint.save.save_executor import execute_plan
 from verl.checkpoint.save.save_plan import SavePlan, SaveReport
-from verl.checkpoint.save.writer_process import (
-    LOOK_EVERY_S,
-    OF_PROCESS,
-    OF_TRAINER,
-    PARENT_VARIABLE,
-    PROGRESS_VARIABLE,
-    SOCKET_VARIABLE,
-    STUCK_S,
-    ChannelClosed,
-    IPCChannel,
-    WriteOrder,
-    WriteReply,
-    WriterProcessSettings,
-    WriterStart,
-)
+from verl.checkpoint.save.writer_process import OF_PROCESS, OF_TRAINER, WriteOrder, WriteReply, WriterProcessSettings
 from verl.errors import CheckpointError, CheckpointWriteFailed, VerlError
-from verl.utils.child_process import describe_exit, kill
-from verl.utils.progress import Progress, ProgressWatch, reporting_to, state_of
+from verl.utils.child_process.channel import STUCK_S, ChannelClosed
+from verl.utils.child_process.process import ChildProcess
+from verl.utils.progress import Progress, ProgressWatch, reporting_to
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
+OWN_EXIT_S = 0.2  # of one that has hung up
 ATTEMPTS = 2
 SETTING = "checkpoint.writer_timeout_s"
 
@@ -56,24 +38,21 @@ class WriterDied(VerlError, RuntimeError):
 class WriterProcess:
     """A process that carries out plans.
 
-    Started with `subprocess`, not by multiprocessing: it never imports the trainer's main script. It is in a group of
-    its own, so that Ctrl-C is the trainer's to handle, but in the trainer's session: in another one, its low priority
-    would count for nothing (Linux shares processors among sessions first).
-
     Args:
         timeout_s: without progress, which is treated as the death of the process.
         progress: where it reports it.
     """
 
-    def __init__(self, setting: WriterProcessSettings, arenas: HostBufferPool, timeout_s: float, progress: Progress):
-        self._setting, self._arenas, self._timeout_s, self._progress = setting, arenas, timeout_s, progress
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: IPCChannel | None = None
+    def __init__(
+        self, setting: WriterProcessSettings, host_buffers: HostBufferPool, timeout_s: float, progress: Progress
+    ):
+        self._setting, self._host_buffers, self._timeout_s, self._progress = setting, host_buffers, timeout_s, progress
+        self._child: ChildProcess | None = None
 
     @property
     def process_id(self) -> int | None:
         """None while there is no process."""
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.pid
 
     def start(self) -> None:
         """Start it, unless it is there.
@@ -81,35 +60,44 @@ class WriterProcess:
         Raises:
             WriterDied: it could not be started.
         """
-        if self._channel is not None:
-            return
+        self._started()
+
+    def _started(self) -> ChildProcess:
+        if self._child is not None:
+            return self._child
         try:
-            self._channel = self._spawn()
-            self._channel.send(WriterStart(tuple(map(os.path.abspath, sys.path)), pickle.dumps(self._setting)))
-            self._channel.receive(START_TIMEOUT_S)
+            child = self._child = ChildProcess(
+                "verl.checkpoint.save.writer_process",
+                self._progress,
+                slot=OF_PROCESS,
+                without=["VERL_RAY_SESSION"],  # it outlives whoever started it, to finish a save
+                output=2,
+                stuck_s=min(STUCK_S, self._timeout_s),
+            )
+            child.begin(self._setting)
+            child.channel.receive(timeout_s=START_TIMEOUT_S)
         except (OSError, TimeoutError) as error:
             ending = self.kill()
             raise WriterDied(f"the checkpoint writer could not be started: {error}{ending}") from error
+        return child
 
-    def carry_out(self, plan: SavePlan, arena: HostBuffer) -> SaveReport:
+    def carry_out(self, plan: SavePlan, host_buffer: HostBuffer) -> SaveReport:
         """Have a plan carried out, and wait for it.
 
         Raises:
             WriterDied: nobody knows how far it came; may be tried again.
             Exception: what was raised over there.
         """
-        self.start()
-        assert self._channel is not None
-        order = WriteOrder(plan, arena.number, arena.num_bytes, self._arenas.numbers)
-        watch = ProgressWatch(self._progress, self._timeout_s, [OF_PROCESS], look_every_s=2 * LOOK_EVERY_S)
+        child = self._started()
+        order = WriteOrder(plan, host_buffer.number, host_buffer.num_bytes, self._host_buffers.numbers)
+        watch = ProgressWatch(self._progress, self._timeout_s, [OF_PROCESS])
         try:
-            self._channel.send(order, arena.fd)
-            answer: WriteReply
-            answer, _ = self._channel.receive(watch=watch)
+            child.channel.send(order, [host_buffer.fd])
+            answer: WriteReply = child.channel.receive(watch=watch)
         except ChannelClosed as error:
             raise WriterDied(f"the checkpoint writer died while it saved step {plan.step}{self.kill()}") from error
         except TimeoutError as error:
-            found = watch.describe(self.process_id, SETTING)
+            found = watch.describe(child.pid, SETTING)
             self.kill()
             raise WriterDied(f"the checkpoint writer {found}; it was ended, and step {plan.step} not saved") from error
         if answer.report is None:
@@ -121,45 +109,20 @@ class WriterProcess:
 
     def end(self) -> None:
         """Hang up: it ends by itself, or is made to."""
-        if self._channel is not None:
-            self._channel.close()
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=END_TIMEOUT_S)
-        self.kill()
+        child, self._child = self._child, None
+        if child is not None:
+            child.end(END_TIMEOUT_S)
 
     def kill(self) -> str:
         """End it at once; one that is stopped too. Returns how it ended, or was before, for a message."""
-        if self._channel is not None:
-            self._channel.close()
-        process, self._process, self._channel = self._process, None, None
-        if process is None:
+        child, self._child = self._child, None
+        if child is None:
             return ""
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel ends when that lets it
-            ended_by_itself = process.wait(timeout=0.2)
-            return f" (it ended with {describe_exit(ended_by_itself)})"
-        state = state_of(process.pid)
-        kill(process)
-        return f" ({state})" if state else ""
-
-    def _spawn(self) -> IPCChannel:
-        package_root = str(Path(__file__).resolve().parents[3])
-        ours, theirs = socket.socketpair()
-        with theirs:
-            env = os.environ | {
-                "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")])),
-                SOCKET_VARIABLE: str(theirs.fileno()),
-                PROGRESS_VARIABLE: str(self._progress.fd),
-                PARENT_VARIABLE: str(os.getpid()),
-            }
-            env.pop("VERL_RAY_SESSION", None)  # it outlives whoever started it, to finish a save
-            command = [sys.executable, "-m", "verl.checkpoint.save.writer_process"]
-            process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), self._progress.fd], process_group=0,
-            )  # fmt: skip
-        self._process = process
-        return IPCChannel(ours, lambda: process.poll() is None, min(STUCK_S, self._timeout_s))
+        child.channel.close()
+        child.await_exit(OWN_EXIT_S)
+        words = f"it ended with {ended}" if (ended := child.describe_exit()) else child.state()
+        child.kill()
+        return f" ({words})" if words else ""
 
 
 @dataclass(frozen=True)
@@ -183,13 +146,18 @@ class WriterClient:
     def __init__(
         self,
         store: CheckpointStore,
-        arenas: HostBufferPool,
+        host_buffers: HostBufferPool,
         retention: Retention | None,
         process_setting: WriterSettings,
         progress: Progress,
     ):
         self.num_deaths, self._progress = 0, progress
-        self._store, self._arenas, self._retention, self._setting = store, arenas, retention, process_setting
+        self._store, self._host_buffers, self._retention, self._setting = (
+            store,
+            host_buffers,
+            retention,
+            process_setting,
+        )
         self._process: WriterProcess | None = None
         self._gives_up = False
 
@@ -206,8 +174,8 @@ class WriterClient:
         except (CheckpointError, WriterDied) as error:  # the first save will say so
             log.warning("the checkpoint writer is not there yet: %s", error)
 
-    def carry_out(self, plan: SavePlan, arena: HostBuffer) -> SaveReport:
-        """Write and publish what lies in an arena.
+    def carry_out(self, plan: SavePlan, host_buffer: HostBuffer) -> SaveReport:
+        """Write and publish what lies in a host buffer.
 
         Raises:
             CheckpointError: nothing was published.
@@ -216,7 +184,7 @@ class WriterClient:
             self._progress.advance("starting the checkpoint writer", OF_TRAINER)
             try:
                 self._process = self._process or self._new_process()
-                return self._process.carry_out(plan, arena)
+                return self._process.carry_out(plan, host_buffer)
             except WriterDied as death:
                 self.num_deaths += 1
                 if self._gives_up:
@@ -224,9 +192,9 @@ class WriterClient:
                 log.error("%s; what it was writing is still in memory", death)
         if self._setting.is_used:
             log.error("the checkpoint writer died %d times: the trainer itself writes step %d", ATTEMPTS, plan.step)
-        assert arena.memory is not None
+        assert host_buffer.memory is not None
         self._progress.advance(f"saving step {plan.step} in the trainer", OF_TRAINER)
-        with memoryview(arena.memory) as memory, reporting_to(self._progress, OF_TRAINER):
+        with memoryview(host_buffer.memory) as memory, reporting_to(self._progress, OF_TRAINER):
             return execute_plan(self._store, plan, filling(memory), self._retention)
 
     def give_up(self) -> None:
@@ -249,4 +217,4 @@ class WriterClient:
             retention=self._retention,
             niceness=self._setting.niceness,
         )
-        return WriterProcess(setting, self._arenas, self._setting.timeout_s, self._progress)
+        return WriterProcess(setting, self._host_buffers, self._setting.timeout_s, self._progress)

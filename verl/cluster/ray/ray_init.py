@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -22,13 +23,13 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from verl.errors import ConfigError, VerlError
-from verl.utils.child_process import StoppedWatch, children
+from verl.utils.child_process.stopped_watch import StoppedWatch, children
 from verl.utils.orphan_cleanup import CLEANUP
 from verl.utils.temporary_directory import TemporaryDirectory
 
 LONGEST_SOCKET_PATH = 103  # bytes; Linux allows 107
 RAYS_OWN = 62  # bytes that Ray adds to its directory
-KNOCK_TIMEOUT_S = 10.0
+KNOCK_TIMEOUT_S = 5.0
 SESSION_VARIABLE = "VERL_RAY_SESSION"
 # Ray gives memory back by the hundred objects, or once a second. Until then the next batch goes to memory that nobody
 # has touched yet, and that takes several times what copying it does.
@@ -163,6 +164,40 @@ class RaySession:
         RaySession._words = CLEANUP.register(last_words=_last_words(ray._private.worker._global_node))
         daemons = {pid: f"Ray's {name}" for pid, name in children(RaySession._held.name.encode()).items()}
         RaySession._watch = StoppedWatch(daemons, wanted.call_timeout_s, "trainer.placement.call_timeout_s")
+
+
+@dataclass(frozen=True)
+class RayMachine:
+    """A machine of a cluster, and what it has in all."""
+
+    name: str
+    cpus: float
+    gpus: float
+
+    def room(self, num_cpus: float, num_gpus: float) -> float:
+        """How many workers of this kind it can hold."""
+        held = [have // want for have, want in ((self.cpus, num_cpus), (self.gpus, num_gpus)) if want]
+        return min(held, default=math.inf)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.cpus:g} CPU, {self.gpus:g} GPU"
+
+
+def machines_of(address: str) -> list[RayMachine]:
+    """The living machines of a cluster.
+
+    Raises:
+        ConfigError: no cluster answers at the address.
+    """
+    session = RaySession(RaySettings(address, 0, 0, None, KNOCK_TIMEOUT_S))
+    try:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+    finally:
+        session.close()
+    return [
+        RayMachine(node["NodeManagerHostname"], node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
+        for node in nodes
+    ]
 
 
 def _last_words(node: Any) -> dict[int, str]:

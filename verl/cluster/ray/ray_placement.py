@@ -15,6 +15,7 @@ from verl.cluster.placement import ROLES, DivisibleHost, Placement, RoleGroups, 
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, component
 from verl.engines.sharding import Sharding
+from verl.errors import ConfigError, install_command
 
 MAIN = "main"
 LEAST_OBJECT_STORE_MIB = 75
@@ -60,7 +61,7 @@ class RayPlacement(Placement):
 
     def faults(self) -> Iterator[str]:
         if importlib.util.find_spec("ray") is None:
-            yield "address needs Ray, which is not installed. Run: pip install -r requirements-ray.txt"
+            yield f"address needs Ray, which is not installed. Run: {install_command('ray')}"
         named = [role for pool in self.pools.values() for role in pool] + list(self.in_driver)
         for role in dict.fromkeys(named):
             if role not in ROLES:
@@ -92,6 +93,42 @@ class RayPlacement(Placement):
         if len(here) == len(roles):
             yield f"in_driver names {', '.join(here)}: no role is left for Ray. Set trainer=local, or leave one out."
 
+    def lacks(self, roles: Collection[str], nnodes: int, per_node: int, device: str) -> Iterator[str]:
+        if self.address is None:
+            return
+        from verl.cluster.ray.ray_init import machines_of
+
+        try:
+            machines = machines_of(self.address)
+        except ConfigError as error:
+            yield from error.faults
+            return
+        found = "; ".join(map(str, machines))
+        where = f"the Ray cluster at {self.address} has {len(machines)} machine{'s' if len(machines) > 1 else ''}"
+        more = "Add machines with `ray start --address=HEAD:6379`"
+        if len(machines) < nnodes:
+            yield f"trainer.nnodes is {nnodes}: {where} ({found}). {more}, or set trainer.nnodes={len(machines)}."
+            return
+        gpus = self._gpus_of_worker(device != "cpu" and any(machine.gpus for machine in machines))
+        wide = [machine for machine in machines if not gpus or machine.gpus >= gpus * per_node]
+        if len(wide) < nnodes:
+            yield (
+                f"trainer.n_gpus_per_node is {per_node}: {where}, of which {len(wide)} of {nnodes} have {gpus:g} GPU "
+                f"for each of {per_node} workers ({found}). {more}, or set it lower."
+            )
+            return
+        total = sum(self.workers.get(pool, nnodes * per_node) for pool in self.groups(roles))
+        room = sum(machine.room(self.num_cpus, gpus) for machine in machines)
+        if room < total:
+            yield (
+                f"trainer.n_gpus_per_node is {per_node} and trainer.nnodes is {nnodes}: {where} with room for {room:g} "
+                f"workers of {self.num_cpus:g} CPU and {gpus:g} GPU, and {total} are asked for ({found}). {more}, or "
+                "set trainer.n_gpus_per_node or trainer.placement.num_cpus lower."
+            )
+
+    def _gpus_of_worker(self, has_gpus: bool) -> float:
+        return (1.0 if has_gpus else 0.0) if self.num_gpus is None else self.num_gpus
+
     def holds_reward(self) -> bool:
         return "rm" not in self.in_driver
 
@@ -121,7 +158,7 @@ class RayPlacement(Placement):
         roles = host.worker_types()
         pools = self.groups(roles)
         sizes = {name: self.workers.get(name, size) for name in pools}
-        gpus = (1.0 if context.device.startswith("cuda") else 0.0) if self.num_gpus is None else self.num_gpus
+        gpus = self._gpus_of_worker(context.device.startswith("cuda"))
         total = sum(sizes.values())
         waits = self.start_timeout_s, self.call_timeout_s
         wanted = RaySettings(self.address, self.num_cpus * total, gpus * total, self.object_store_mib, *waits)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl.cluster.launcher import versions
+from verl.cluster.rpc import versions
 from verl.cluster.serialization import Serialized, deserialize, serialize
 from verl.utils.progress import Progress, report, report_to
 

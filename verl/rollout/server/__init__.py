@@ -1,4 +1,4 @@
-"""Rollout by a server that somebody else runs: vLLM, another OpenAI-compatible one, or TGI.
+"""Rollout by an external server: vLLM, another OpenAI-compatible one, or TGI.
 
 client         The engine of `rollout=server`: one request for each response
 config         `rollout=server`: where the server is, its protocol, and whether it takes new weights

@@ -1,6 +1,9 @@
-"""Objects of the user in place of configuration: models, rewards and data, as components that carry the object.
+"""Objects of the user in place of configuration: models, rewards and data.
 
-The object is no field: configuration and training identity name it by what can be written down.
+object ──*_from_object──> placeholder ──compose, validate──> run of placeholders ──run_with_objects──> run
+
+A placeholder is a component that says what can be written down of the object; configuration and training identity are
+made of that. The objects themselves are put into the frozen run once, when it has been composed and checked.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from typing import Any
 from torch import nn
 
 from verl.component import BuildContext, Description, component
+from verl.compose.from_yaml import ComposedConfig
+from verl.compose.validate import validate
 from verl.data.base import DataSplits, PromptOptions, PromptSource
 from verl.data.files import PromptFiles
 from verl.data.rlhf_dataset import RLHFDataset
@@ -176,38 +181,44 @@ def carried_by(described: Any) -> Any:
     return found
 
 
-def carried_in(described: Any) -> dict[str, Any]:
-    """All that a description and those below it carry, by `key_of`."""
+def run_with_objects(composed: ComposedConfig, given: Mapping[str, Description]) -> Any:
+    """The checked run of a configuration that was composed with placeholders, with the objects in their places.
+
+    Args:
+        given: by path, what took the place of configuration: placeholders, and other components.
+    Raises:
+        ConfigError: with every fault of the configuration.
+    """
+    return _with_objects(validate(composed.config, composed.faults), _objects_in(dict(given)))
+
+
+def _objects_in(described: Any) -> dict[str, Any]:
+    """All objects that placeholders at or below a value stand for, by `key_of`."""
     if not isinstance(described, (Description, dict)):
         return {}
     own = getattr(described, "_carried", None)
     found = {} if own is None else {key_of(described): own}  # type: ignore[arg-type]
-    below = (
-        described.values()
-        if isinstance(described, dict)
-        else [getattr(described, f.name) for f in dataclasses.fields(described)]
-    )
-    for item in below:
-        found |= carried_in(item)
+    for item in described.values() if isinstance(described, dict) else _fields(described).values():
+        found |= _objects_in(item)
     return found
 
 
-def hand_over(run: Any, values: Mapping[str, Any]) -> Any:
-    """A run whose descriptions of given objects carry them.
-
-    Args:
-        values: what `key_of` names -> what is carried.
-    """
-    if isinstance(run, (PromptsObject, RewardObject, ModelObject)) and (key := key_of(run)) in values:
-        return carrying(run, values[key])
+def _with_objects(run: Any, objects: Mapping[str, Any]) -> Any:
+    """A run whose placeholders have the objects that they stand for."""
+    if isinstance(run, (PromptsObject, RewardObject, ModelObject)) and (key := key_of(run)) in objects:
+        return carrying(run, objects[key])
+    if isinstance(run, dict):
+        return {name: _with_objects(item, objects) for name, item in run.items()}
     if isinstance(run, Description):
-        old = {f.name: getattr(run, f.name) for f in dataclasses.fields(run)}
-        new = {name: hand_over(item, values) for name, item in old.items()}
+        old = _fields(run)
+        new = {name: _with_objects(item, objects) for name, item in old.items()}
         changed = {name: item for name, item in new.items() if item is not old[name]}
         return dataclasses.replace(run, **changed) if changed else run
-    if isinstance(run, dict):
-        return {name: hand_over(item, values) for name, item in run.items()}
     return run
+
+
+def _fields(described: Description) -> dict[str, Any]:
+    return {f.name: getattr(described, f.name) for f in dataclasses.fields(described)}
 
 
 def key_of(described: PromptsObject | RewardObject | ModelObject) -> str:

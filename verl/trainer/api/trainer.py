@@ -3,7 +3,7 @@
 trainer = Trainer(model="Qwen/Qwen2-0.5B", reward_model=reward, train_dataset=rows, algorithm="grpo")
 loss = trainer.step()
 
-DataPipeline and RLTrainer declare a run by its parts, and carry it out by one call:
+`DataPipeline` and `RLTrainer` declare a run by its parts and run it with one call:
 
 result = RLTrainer(DataPipeline(actors=["Qwen/Qwen2-0.5B"], reward_models=[reward], data=rows)).run()
 """
@@ -22,7 +22,6 @@ from verl.compose.from_yaml import ComposedConfig, compose_over_default, read_sh
 from verl.compose.load_option import load_option, rollout_kind
 from verl.compose.overrides import flatten
 from verl.compose.suggestions import described, key_faults
-from verl.compose.validate import validate
 from verl.data.base import PromptOptions
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
@@ -31,11 +30,10 @@ from verl.trainer.api.base import BaseTrainer
 from verl.trainer.api.from_objects import (
     ModelObject,
     PromptsObject,
-    carried_in,
     data_from_object,
-    hand_over,
     model_from_object,
     reward_from_object,
+    run_with_objects,
     summed_rewards,
 )
 from verl.trainer.config import PPOSettings
@@ -53,7 +51,7 @@ OF_TRAINING = {  # keys of train_config that lie elsewhere, or have a second nam
 
 
 class Trainer(BaseTrainer):
-    """Policy optimisation over the composed default of `main_ppo.py`, by the same roles and the same loop.
+    """Policy optimisation over the composed default of `verl ppo`, by the same roles and the same loop.
 
     A model may be a path, a hub name, a description such as `TinyModel()`, or a loaded Hugging Face model; a loaded one
     is trained itself, so `model` is what it was, trained. Nothing is shown on the console but warnings.
@@ -134,7 +132,7 @@ class Trainer(BaseTrainer):
         below = _defaults(given, checkpoint_config is not None, algorithm)
         above = _arguments(algorithm, rollout_config, checkpoint_config, train_config)
         composed = _compose(below, config, above, given, overrides)
-        run = hand_over(validate(composed.config, composed.faults), carried_in(given))
+        run = run_with_objects(composed, given)
         _refuse_unused(run, ref_model, critic_model)
         _refuse_objects_elsewhere(run, given)
         started = build_trainer(run, composed.config, overrides, rich.get_console(), tokenizer)
@@ -355,7 +353,7 @@ class DataPipeline:
 
 
 class RLTrainer:
-    """Carries a pipeline out, by the same roles and the same loop as `main_ppo.py`.
+    """Carries a pipeline out, by the same roles and the same loop as `verl ppo`.
 
     Models are switched between training, rating and sampling where it is needed; nobody calls `.train()`, `.eval()` or
     `no_grad()`.

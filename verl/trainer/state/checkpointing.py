@@ -29,6 +29,7 @@ from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import loss_points
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import POINTER, RESERVED, TAG, read_pointer
+from verl.checkpoint.remote.lease import StoreLease
 from verl.checkpoint.remote.resolve import CheckpointTier
 from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings
 from verl.checkpoint.resume_point import ResumePoint
@@ -36,8 +37,8 @@ from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_plan import SaveOutcome, SaveReport
 from verl.checkpoint.save.save_request import SaveRequest
 from verl.errors import CheckpointError, CheckpointFenced
-from verl.trainer.state import train_state
 from verl.trainer.state.distributed_save import RankWriters
+from verl.trainer.state.driver_state import RNG, PartStates
 from verl.trainer.state.lineage import Lineage, ParentCheckpoint, code_version
 from verl.trainer.state.resume import parent_of
 from verl.trainer.state.save_directory import SaveDirectory, ancestors_of
@@ -53,19 +54,37 @@ class CheckpointUploads:
     Args:
         directory: of checkpoints, claimed by this run.
         wait_s: most that `close` waits.
+        lease: of this run on the tier, which the uploading process renews from here on; None where it has none.
         timeout_s: see `Uploader`.
     Attributes:
         waiting: checkpoints that the store is to get and had not confirmed when it was last heard of.
     """
 
-    def __init__(self, tier: CheckpointTier, directory: Path, lineage: Lineage, wait_s: float, timeout_s: float):
+    def __init__(
+        self,
+        tier: CheckpointTier,
+        directory: Path,
+        lineage: Lineage,
+        wait_s: float,
+        timeout_s: float,
+        lease: StoreLease | None = None,
+    ):
         self._tier, self._lineage, self._wait_s = tier, lineage, wait_s
         self.waiting = 0
         cold = tier.cold()
         write_upload_target(FileSystem(), directory, cold)
         claim = f"{lineage.run_id}-{secrets.token_hex(4)}"
-        setting = UploadSettings(directory=str(directory), storage=tier.storage, claim=claim, cold=cold)
+        setting = UploadSettings(
+            directory=str(directory),
+            storage=tier.storage,
+            claim=claim,
+            cold=cold,
+            holder=lease and lease.holder,
+            lease_number=lease and lease.number,
+        )
         self._uploader = Uploader(setting, timeout_s)
+        if lease is not None:
+            lease.stop()
 
     def published(self) -> None:
         """There is a new checkpoint."""
@@ -152,7 +171,7 @@ class CheckpointSaver:
         self.run_id, self.messages, self._lock = run_id or new_run_id(), place.messages, place.lock
         self._config, self.identity = redact_tree(dict(config)), dict(identity)
         self._longest_step_s = 0.0
-        self._tier, self._uploads = place.tier, None
+        self._tier, self._lease, self._uploads = place.tier, place.lease, None
         self._writer: CheckpointWriter | None = None
         self._contents = TrainState(settings, self._config, uses)
         self.lineage = Lineage(place.directory, self.run_id)
@@ -226,7 +245,7 @@ class CheckpointSaver:
             write_upload_target(store.disk, self.directory, None)
         else:
             waits = self.settings.upload_wait_s, self.settings.upload_timeout_s
-            self._uploads = CheckpointUploads(self._tier, self.directory, self.lineage, *waits)
+            self._uploads = CheckpointUploads(self._tier, self.directory, self.lineage, *waits, self._lease)
 
     def _write_pointer(self, run_dir: Path) -> None:
         try:
@@ -299,12 +318,12 @@ class CheckpointSaver:
             return None
         return self._jump([value for at, value in self._history if at > self.resumed.step])
 
-    def save(self, step: int, roles: Mapping[str, SavedRoleState], state: Mapping[str, Any], **facts: Any) -> None:
+    def save(self, step: int, roles: Mapping[str, SavedRoleState], state: PartStates, **facts: Any) -> None:
         """Begin a save; see `poll` for what becomes of it.
 
         Args:
             roles: by name.
-            state: `sampler`, and whatever else is plain and not the roles': `kl`, `reward`.
+            state: of the driver's parts, see `verl.trainer.state.driver_state`.
             facts: `tag`, `metrics`, and what `trainer_state.json` is to tell beside.
         """
         if self._writer is None:
@@ -325,7 +344,7 @@ class CheckpointSaver:
         directory: Path,
         step: int,
         roles: Mapping[str, SavedRoleState],
-        state: Mapping[str, Any],
+        state: PartStates,
         **facts: Any,
     ) -> SaveReport:
         """Save once in another directory, where nothing is pruned; see `save`.
@@ -373,7 +392,7 @@ class CheckpointSaver:
         contents: TrainState,
         step: int,
         roles: Mapping[str, SavedRoleState],
-        state: Mapping[str, Any],
+        state: PartStates,
         facts: dict[str, Any],
     ) -> SaveRequest:
         metrics = {k: v for k, v in facts.pop("metrics", {}).items() if isinstance(v, (int, float))}
@@ -404,7 +423,7 @@ class CheckpointSaver:
         """Whether saves are written while training goes on."""
         return self._writer is not None and self._writer.mode == "async"
 
-    def prepare(self, roles: Mapping[str, SavedRoleState], state: Mapping[str, Any]) -> None:
+    def prepare(self, roles: Mapping[str, SavedRoleState], state: PartStates) -> None:
         """Have the memory for saves of this size allocated in the background; the first one then stalls no longer."""
         assert self._writer is not None
         if self.parts is not None:
@@ -436,6 +455,8 @@ class CheckpointSaver:
                 self._uploads = None
             if status is not None:
                 self.lineage.add("end", status=status, step=step)
+        if self._lease is not None:
+            self._lease.release()
         if self._lock is not None:
             self._lock.release()
 
@@ -451,7 +472,7 @@ class CheckpointSaver:
             self._uploads.hear()
         return outcomes
 
-    def _state(self, state: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    def _state(self, state: PartStates, facts: Mapping[str, Any]) -> dict[str, Any]:
         """What people read in `trainer_state.json`."""
         return {
             **facts,
@@ -459,7 +480,7 @@ class CheckpointSaver:
             "loss_history": [list(entry) for entry in self._history],
             "best": self._best,
             "wall_clock_s": round(self._wall_before + time.monotonic() - self._started, 3),
-            "rng_states": train_state.rng_references(len(state.get("ranks", ()))),
+            "rng_states": RNG.references(len(state["rng"]["ranks"])),
             "lineage": self.facts,
             "code": self._code,
             "identity": self.identity,

@@ -1,6 +1,6 @@
 """Distributed save: every process of a role writes its own part, and the driver commits.
 
-look    at the start: does every process see the checkpoints' directory, and who lives with whom?
+look    at the start: does every process see the checkpoints' directory, and which processes share a machine?
 save    staging opened ── order ──> every process     the driver's own writer waits for their reports, and publishes
 """
 

@@ -19,6 +19,7 @@ from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.resume_point import ResumePoint, find
 from verl.component import as_plain
 from verl.errors import CheckpointNotFound, ConfigError
+from verl.trainer.state.driver_state import load_parts
 from verl.trainer.state.lineage import ParentCheckpoint
 from verl.trainer.state.training_identity import DIGEST, differences, identity_of, sources_of
 from verl.workers.load_state import CheckpointSelection
@@ -124,15 +125,9 @@ def load_checkpoint(
         source = CheckpointSelection(point.published.directory, name in chosen, "optimizer" in chosen, mmap, device_map)
         getattr(trainer, name).load(name, source).result()
     trainer.sync()
-    if "dataloader" in chosen:
-        trainer.load_data_position(point)
+    load_parts(point, trainer.parts, chosen)
     if "scheduler" in chosen:
-        trainer.load_driver_state(point)
         loop.go_on_from(point)
-    if "replay_buffer" in chosen:
-        trainer.reuse.load(point)
-    if "rng" in chosen:
-        loop.restore_generators(point)
     return point
 
 

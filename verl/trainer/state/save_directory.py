@@ -1,21 +1,24 @@
 """Save directory: where a run saves, whose checkpoints lie there already, and which of them `resume=latest` means.
 
 no resume          the first of DIR, DIR-2, DIR-3, ... that holds no other training's checkpoints, nor a living run
-resume=latest      the first of them that holds checkpoints of this training; refused where all are of others
+resume=latest      the first of them that holds checkpoints of this training; refused where all are of others; of a job
+                   of a sweep, the first of all jobs' directories that holds those of a job with the same overrides
 resume=PATH        where that checkpoint lies, if it is one of them, else as without resume
 checkpoint.save_dir=DIR   DIR, or a refusal
 
 Which training a checkpoint is of is told by its identity (`verl.trainer.state.training_identity`). A directory that a
-living run holds is refused by the name of who holds it.
+living run holds is refused by the name of who holds it, and so is a place in the object storage behind it that a run
+on another machine holds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +28,15 @@ from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
-from verl.checkpoint.remote.resolve import CheckpointTier, tier_of
+from verl.checkpoint.remote.lease import LEASE_S, LeaseRecord, StoreLease
+from verl.checkpoint.remote.resolve import CheckpointTier, find_at, tier_of
 from verl.checkpoint.resume_point import ResumePoint, find
-from verl.errors import BadCheckpoint, ConfigError, StorageError, StorageRefused
-from verl.storage.config import Storage
+from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError, StorageError, StorageRefused
+from verl.storage.config import Storage, is_address, storage_at
 from verl.trainer.config import LoopSettings
-from verl.trainer.state.resume import refuse_other_identity
+from verl.trainer.state.resume import OF_THIS_START, refuse_other_identity
 from verl.trainer.state.training_identity import differences
+from verl.utils.temporary_directory import unwritable
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +64,7 @@ class SaveDirectory:
     Attributes:
         resumed: the checkpoint that it goes on from, or None.
         lock: held; None where nothing is saved.
+        lease: the same of the object storage; None without one, or where it did not answer.
         messages: what a person should know of the choice, a sentence each.
     """
 
@@ -66,7 +72,35 @@ class SaveDirectory:
     tier: CheckpointTier | None
     resumed: ResumePoint | None = None
     lock: RunLock | None = None
+    lease: StoreLease | None = None
     messages: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """A job of a sweep, which is known by what the sweep varies, and not by its number.
+
+    Attributes:
+        name: such as `job_0`, or empty for a run that is no job.
+        swept: configuration paths that the jobs differ in; none where nobody can say.
+        config: of this job, without secrets.
+    """
+
+    name: str = ""
+    swept: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def wrote(self, state: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint is of this job, by what the sweep varies."""
+        if not self.name:
+            return True
+        found = [path for path in differences(state.get("config", {}), self.config) if path not in OF_THIS_START]
+        if not self.swept or any(_at(self.config, path) is _ABSENT for path in self.swept):
+            return not found  # of a chosen experiment file, which may set anything
+        return not any(path == swept or path.startswith(f"{swept}.") for path in found for swept in self.swept)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{path}={_at(self.config, path)}" for path in self.swept) or "its configuration"
 
 
 class SaveDirectoryChoice:
@@ -74,23 +108,27 @@ class SaveDirectoryChoice:
 
     Args:
         settings: None saves nothing.
-        job: of a sweep, or empty.
+        job: of a sweep, or none.
         identity: of the training.
+        unknown: keys of it that are not known yet, and are left out of every comparison.
     """
 
     def __init__(
         self,
         settings: Checkpointing | None,
         trainer: LoopSettings,
-        job: str,
+        job: SweepJob,
         storage: Storage | None,
         identity: Mapping[str, Any],
         run_id: str,
+        unknown: Collection[str] = (),
     ):
+        self._unknown = frozenset(unknown)
         self._saves, self._settings = settings is not None, settings or Checkpointing()
-        self._given, self._trainer, self._job, self._storage = settings, trainer, job, storage
-        self._identity, self._run_id = dict(identity), run_id
-        self._is_fixed = self._settings.save_dir is not None and not job
+        self._given, self._trainer, self._job, self._storage = settings, trainer, job.name, storage
+        self._sweep_job = job
+        self._identity, self._run_id = self._known(identity), run_id
+        self._is_fixed = self._settings.save_dir is not None and not job.name
 
     def choose(self, resume: str | None) -> SaveDirectory:
         """Find what `resume` means, and take the directory to save in.
@@ -101,7 +139,7 @@ class SaveDirectoryChoice:
             CheckpointWriteFailed: the directory cannot be written.
         """
         if resume == LATEST:
-            return self._go_on()
+            return self._go_on_in_sweep() if self._job else self._go_on()
         if resume is None:
             return self._fresh()
         first = self._place(1)
@@ -113,6 +151,62 @@ class SaveDirectoryChoice:
         if (place := next((place for place in self._existing() if place.directory == own), None)) is not None:
             return self._held(place, point)
         return replace(self._fresh(), resumed=point)
+
+    def look(self, resume: str | None, uses_storage: bool = False) -> None:
+        """Raise what `choose` would, as far as can be told in a few seconds, without taking or fetching anything.
+
+        Args:
+            uses_storage: something beside the checkpoints lies in the storage.
+        Raises:
+            ConfigError: as in `choose`; or the directory cannot be written, or the store does not answer.
+        """
+        first = self._place(1)
+        if self._saves and (fault := unwritable(first.directory)) is not None:
+            raise ConfigError(
+                f"checkpoint.save_dir leads to {first.directory}: {fault}. Set checkpoint.save_dir=DIR to one that can "
+                "be written, or checkpoint=off."
+            )
+        storage = self._storage if uses_storage and self._storage and self._storage.kind != "memory" else None
+        tier = first.tier or (CheckpointTier(storage=storage) if storage is not None else None)
+        if tier is not None and not (resume == LATEST and CheckpointDirectory(first.directory).candidates()):
+            tier.refuse_absence()  # what lies on the disk goes on without it
+        if resume == LATEST and not self._job:
+            self._look_for_latest()
+        elif resume is not None and resume != LATEST:
+            self._look_at(resume, first.directory)
+        elif self._saves and self._is_fixed:
+            self._refuse_taken(first)
+
+    def _look_for_latest(self) -> None:
+        other = None
+        for place in self._existing():
+            is_own = self._is_own if place.number == 1 else self._is_own_by_name
+            for point in _points_of(place):
+                if is_own(point.state):
+                    if self._saves and (holder := RunLock.look(place.directory)) is not None:
+                        raise self._busy(place, holder)
+                    return
+                other = other or (point if place.number == 1 else None)
+        if other is not None:
+            self._refuse(other)
+
+    def _look_at(self, resume: str, directory: Path) -> None:
+        if is_address(resume):
+            try:
+                storage_at(resume.rstrip("/"), self._storage).hasty.connect().list("preflight/")
+                remote, record = find_at(resume, self._storage)
+                published = remote.open(record) if record is not None else remote.newest()
+                point = ResumePoint(published, remote.state(published), "looked at")
+            except (CheckpointNotFound, StorageError) as error:
+                raise ConfigError(f"resume is {resume!r}: {error}") from error
+        else:
+            point = find(resume, directory, self._settings.strict, verify=False, is_own=self._is_own)
+            assert point is not None, "only `latest` may find none"
+        known = {**point.state, "identity": self._known(point.state.get("identity", {}))}
+        refuse_other_identity(replace(point, state=known), self._identity)
+
+    def _known(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+        return {path: value for path, value in identity.items() if path not in self._unknown}
 
     # -- which directory ------------------------------------------------------------------------------------------
 
@@ -131,6 +225,33 @@ class SaveDirectoryChoice:
         _log.warning("resume=latest found no checkpoint in %s: starting fresh.", where)
         return self._held(place, None)
 
+    def _go_on_in_sweep(self) -> SaveDirectory:
+        """Where the sweep was started again, the job goes on that had this one's overrides, whatever its number."""
+        used, others, has_any = self._settings, [], False
+        for place in self._jobs():
+            point = find(LATEST, place.directory, used.strict, used.verify, place.tier, is_own=self._is_own)
+            has_any |= point is not None
+            if point is not None and self._is_own(point.state):
+                return self._held(place, point)
+            if point is not None and self._sweep_job.wrote(point.state):
+                others.append(point)
+        if others:
+            self._refuse(others[0])
+        what = f"no job of this sweep with {self._sweep_job}" if has_any else "no checkpoint of this sweep"
+        _log.warning("resume=latest found %s: %s starts fresh.", what, self._job)
+        return self._fresh()
+
+    def _jobs(self) -> Iterator[SavePlace]:
+        """The places of all jobs of the sweep, this one's first."""
+        own = self._job
+        parent = self._place(1).directory.parent
+        names = [path.name for path in parent.iterdir()] if parent.is_dir() else []
+        local = {match[1] for name in names if (match := re.fullmatch(r"(job_\d{1,6})(-\d{1,6})?", name))}
+        numbered = (f"job_{number}" for number in itertools.count())
+        remote = itertools.takewhile(lambda name: _is_used(self._place(1, name).tier), numbered)
+        for name in dict.fromkeys([own, *sorted(local, key=lambda name: int(name[4:])), *remote]):
+            yield from self._existing(name)
+
     def _fresh(self) -> SaveDirectory:
         if not self._saves:
             place = self._place(1)
@@ -139,33 +260,75 @@ class SaveDirectoryChoice:
         for place in self._numbered():
             taken = self._taken(place)
             if taken is None:
-                lock = RunLock(place.directory, self._run_id, self._identity)
-                if (holder := lock.acquire()) is None:
+                claimed = self._claim(place)
+                if not isinstance(claimed, LockHolder):
                     said = [f"{passed[0]}: this run saves in {place.directory}."] if passed else []
-                    return SaveDirectory(place.directory, place.tier, None, lock, said)
-                found = self._differing(holder.identity)
+                    return SaveDirectory(place.directory, place.tier, None, *claimed, said)
+                holder, found = claimed, self._differing(claimed.identity)
                 if self._is_fixed or not found:
                     raise self._busy(place, holder)
                 taken = f"is where another training saves now ({holder}; {found})"
             elif self._is_fixed:
-                raise ConfigError(
-                    f"checkpoint.save_dir is {self._settings.save_dir!r}: it {taken}. Give this run a directory of its "
-                    "own, or leave checkpoint.save_dir out, and it takes one by itself."
-                )
+                raise self._not_its_own(taken)
             passed.append(f"{place.directory} {taken}")
         raise AssertionError("there is always another number")
+
+    def _refuse_taken(self, place: SavePlace) -> None:
+        if (taken := self._taken(place)) is not None:
+            raise self._not_its_own(taken)
+        if (holder := RunLock.look(place.directory)) is not None:
+            raise self._busy(place, holder)
+
+    def _not_its_own(self, taken: str) -> ConfigError:
+        return ConfigError(
+            f"checkpoint.save_dir is {self._settings.save_dir!r}: it {taken}. Give this run a directory of its own, or "
+            "leave checkpoint.save_dir out, and it takes one by itself."
+        )
 
     def _held(self, place: SavePlace, point: ResumePoint | None) -> SaveDirectory:
         if not self._saves:
             return SaveDirectory(place.directory, place.tier, point)
+        claimed = self._claim(place)
+        if isinstance(claimed, LockHolder):
+            raise self._busy(place, claimed)
+        return SaveDirectory(place.directory, place.tier, point, *claimed)
+
+    def _claim(self, place: SavePlace) -> LockHolder | tuple[RunLock, StoreLease | None]:
+        """Take the directory, and the place in the object storage behind it; or who holds one of them."""
         lock = RunLock(place.directory, self._run_id, self._identity)
         if (holder := lock.acquire()) is not None:
-            raise self._busy(place, holder)
-        return SaveDirectory(place.directory, place.tier, point, lock)
+            return holder
+        if place.tier is None:
+            return lock, None
+        lease = StoreLease(_asked_once_more(place.tier).storage, lock.holder)
+        try:
+            if (holder := lease.acquire()) is not None:
+                lock.release()
+                return holder
+        except StorageRefused as error:
+            lock.release()
+            raise place.tier.refused(error) from error
+        except StorageError as error:
+            _log.error(
+                "%s cannot be asked whether another run uploads there (%s): if one does, the later one goes on",
+                place.tier.address, error,
+            )  # fmt: skip
+            return lock, None
+        except BaseException:
+            lock.release()
+            raise
+        lease.keep()
+        return lock, lease
 
     def _busy(self, place: SavePlace, holder: LockHolder) -> ConfigError:
         found = self._differing(holder.identity)
         what = f"another training ({found})" if found else "this training"
+        if isinstance(holder, LeaseRecord) and place.tier is not None:
+            return ConfigError(
+                f"storage leads to {place.tier.address}: a run of {what} is uploading there ({holder}). Wait for its "
+                f"end, stop it (once it is gone without a word, its place is free after {LEASE_S:.0f} s), or give this "
+                "run a place of its own: trainer.experiment_name=NAME, or storage.prefix=PREFIX."
+            )
         return ConfigError(
             f"checkpoint.save_dir leads to {place.directory}: a run of {what} is saving there ({holder}). Wait for "
             "its end, stop it, or give this run a directory of its own: trainer.experiment_name=NAME, or "
@@ -173,8 +336,9 @@ class SaveDirectoryChoice:
         )
 
     def _refuse(self, other: ResumePoint) -> None:
+        known = {**other.state, "identity": self._known(other.state.get("identity", {}))}
         try:
-            refuse_other_identity(other, self._identity)
+            refuse_other_identity(replace(other, state=known), self._identity)
         except ConfigError as error:
             raise ConfigError(
                 [
@@ -190,8 +354,9 @@ class SaveDirectoryChoice:
 
     # -- what lies there ------------------------------------------------------------------------------------------
 
-    def _place(self, number: int) -> SavePlace:
-        project, experiment, job = self._trainer.project_name, self._trainer.experiment_name, self._job
+    def _place(self, number: int, job: str | None = None) -> SavePlace:
+        project, experiment = self._trainer.project_name, self._trainer.experiment_name
+        job = self._job if job is None else job
         directory, suffix = self._settings.directory(project, experiment, job), "" if number == 1 else f"-{number}"
         if not self._is_fixed:
             directory = directory.with_name(directory.name + suffix)
@@ -201,9 +366,10 @@ class SaveDirectoryChoice:
     def _numbered(self) -> Iterator[SavePlace]:
         return (self._place(number) for number in itertools.count(1))
 
-    def _existing(self) -> Iterator[SavePlace]:
-        """The first place, and those after it that are there, on the local disk or in the store."""
-        first = self._place(1)
+    def _existing(self, job: str | None = None) -> Iterator[SavePlace]:
+        """The first place of a job, this run's by default, and those after it that are there, on the local disk or in
+        the store."""
+        first = self._place(1, job)
         yield first
         if self._is_fixed and first.tier is None:
             return
@@ -212,7 +378,7 @@ class SaveDirectoryChoice:
         names = (path.name for path in parent.iterdir()) if parent.is_dir() and not self._is_fixed else ()
         local = {int(match[1]) for name in names if (match := beside.fullmatch(name)) and int(match[1]) > 1}
         for number in itertools.count(2):
-            place = self._place(number)
+            place = self._place(number, job)
             if number in local or _is_used(place.tier):
                 yield place
             elif number > max(local, default=0):
@@ -239,7 +405,7 @@ class SaveDirectoryChoice:
         return None
 
     def _is_own(self, state: Mapping[str, Any]) -> bool:
-        return not differences(state.get("identity", {}), self._identity)
+        return not differences(self._known(state.get("identity", {})), self._identity) and self._sweep_job.wrote(state)
 
     def _is_own_by_name(self, state: Mapping[str, Any]) -> bool:
         """The same, and it was not a run of an experiment whose name happens to end in a number."""
@@ -251,9 +417,42 @@ class SaveDirectoryChoice:
         """The keys in which another training differs; empty where in none."""
         if not identity:
             return "it tells nothing of itself"
-        found = list(differences(identity, self._identity))
+        found = list(differences(self._known(identity), self._identity))
         more = f" and {len(found) - MOST_KEYS} more" if len(found) > MOST_KEYS else ""
         return f"{', '.join(found[:MOST_KEYS])}{more} differ" if found else ""
+
+
+def _points_of(place: SavePlace) -> Iterator[ResumePoint]:
+    """What lies at a place, the newest first of each tier, by its state alone; a store that fails is left out."""
+    for published in reversed(CheckpointDirectory(place.directory).survey()[0]):
+        with contextlib.suppress(BadCheckpoint):
+            yield ResumePoint(published, read_state(FileSystem(), published), "looked at")
+    if place.tier is None:
+        return
+    remote = replace(place.tier, storage=place.tier.storage.hasty).connect()
+    try:
+        for record in reversed(remote.records()):
+            with contextlib.suppress(BadCheckpoint):
+                published = remote.open(record)
+                yield ResumePoint(published, remote.state(published), "looked at")
+    except StorageError as error:
+        _log.warning("%s cannot be asked: %s", place.tier.address, error)
+    finally:
+        remote.store.close()
+
+
+_ABSENT = object()
+
+
+def _at(tree: Any, path: str) -> Any:
+    for key in path.split("."):
+        tree = tree.get(key, _ABSENT) if isinstance(tree, Mapping) else _ABSENT
+    return tree
+
+
+def _asked_once_more(tier: CheckpointTier) -> CheckpointTier:
+    """The same, which is asked twice at most."""
+    return replace(tier, storage=replace(tier.storage, retries=min(1, tier.storage.retries)))
 
 
 def _is_used(tier: CheckpointTier | None) -> bool:
@@ -262,7 +461,7 @@ def _is_used(tier: CheckpointTier | None) -> bool:
 
 def _newest_state(tier: CheckpointTier) -> Mapping[str, Any] | None:
     """Of the newest checkpoint in a store; None where it has none, or cannot say."""
-    remote = replace(tier, storage=replace(tier.storage, retries=min(1, tier.storage.retries))).connect()
+    remote = _asked_once_more(tier).connect()
     try:
         records = remote.records()
         return remote.state(remote.open(records[-1])) if records else None

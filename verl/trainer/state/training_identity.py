@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,14 @@ def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
 
     A path to a file or a directory of this machine is replaced by a digest of its content: the same data under another
     name is the same data.
+
+    Args:
+        tokenizer: None leaves it out.
     """
     flat = dict(_flat(config))
     parts = {path: value for path, value in flat.items() if _below(path, IDENTITY)}
-    return {path: content_of(value) for path, value in parts.items()} | {"tokenizer": tokenizer_digest(tokenizer)}
+    told = {} if tokenizer is None else {"tokenizer": tokenizer_digest(tokenizer)}
+    return {path: content_of(value) for path, value in parts.items()} | told
 
 
 def reward_identity(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,4 +148,10 @@ def _digest(data: bytes) -> str:
 
 
 def _file_digest(path: Path) -> str:
+    found = path.stat()
+    return _digest_of(str(path.absolute()), found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=4096)
+def _digest_of(path: str, *stat: int) -> str:
     return blake3().update_mmap(path).hexdigest()

@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,9 +37,17 @@ from verl.rollout.vllm.client.engine_args import (
     write_model_directory,
 )
 from verl.rollout.vllm.client.engine_process import EngineDied, EngineError, EngineFiles, EngineProcess, told_after_log
-from verl.rollout.vllm.messages import FeedPlan, LoadRequest, SampleOutput, SyncOffer, WantedSlices, plan_chunks
+from verl.rollout.vllm.messages import (
+    ChunkPlan,
+    FeedPlan,
+    LoadRequest,
+    SampleOutput,
+    SyncOffer,
+    SyncRound,
+    plan_chunks,
+)
 from verl.rollout.vllm.shm_stream import StreamBroken, StreamWriter, using_threads
-from verl.rollout.vllm.state_dict import weights_of
+from verl.rollout.vllm.state_dict import NamedWeight, weights_of
 from verl.utils.env_check import num_cores
 from verl.weight_verification.fingerprint import FingerprintShards, join_shards
 from verl.weight_verification.verifier import SyncVerifier, VerificationResult, VerifyRequest
@@ -55,8 +63,29 @@ MIB = 1 << 20
 CHUNKS = 8  # at least, of any but the smallest models: an engine begins when it has the first
 
 
+@dataclass(frozen=True)
+class _Connection:
+    """What stays from sync to sync as long as an engine lives.
+
+    Attributes:
+        key: of what it was made for.
+        chunks: where each tensor lies in the stream.
+        feeds: what each worker of the engine reads.
+        num_bytes: of all tensors.
+    """
+
+    key: tuple[Any, ...]
+    chunks: ChunkPlan
+    stream: StreamWriter
+    feeds: list[FeedPlan]
+    num_bytes: int
+
+
 class VLLMClient(RolloutEngine):
     """The running engine of `VLLMRollout`.
+
+    A sync is `connect`, which fixes what lies where in the stream and is made anew only after a restart, `push`, and
+    `verify`.
 
     Raises:
         ConfigError: vLLM cannot run this model, or not with these options.
@@ -73,6 +102,8 @@ class VLLMClient(RolloutEngine):
         self._adapters, self._chunk_bytes = 0, options.chunk_mib * MIB
         self._begun: tuple[DataProto, GenerationRequest, tuple[Any, ...]] | None = None
         self._stream: StreamWriter | None = None
+        self._connection: _Connection | None = None
+        self._connected: list[FeedPlan] | None = None  # what the engine was told to read
         self._while_drawing = contextlib.ExitStack()
         self._files = EngineFiles()
         try:
@@ -168,6 +199,7 @@ class VLLMClient(RolloutEngine):
         self._files.remove()
 
     def _start(self) -> None:
+        self._connection = self._connected = None
         self._is_synced = self._is_asleep = self._has_base = self._was_proven = False
         try:
             self.told = self._process.start(self.options.start_timeout_s)
@@ -224,15 +256,27 @@ class VLLMClient(RolloutEngine):
         with using_threads(self._threads_beside), ThreadPoolExecutor(1) as aside:
             looking = aside.submit(self._prover.look)  # while the weights travel: it only reads them too
             if rank is None:
-                synced = self._send_weights()
+                synced = self.push()
             else:
                 if all_weights:
-                    self._send_weights(merge=False)
+                    self.push(merge=False)
                 synced = self._send_adapter()
                 self._prover.note_adapter()
             looking.result()
-        proof = self._prover.prove(self._process.call("prove", question))
-        return replace(synced, metrics=synced.metrics | proof.metrics)
+        self.begin_proof(question)
+        return replace(synced, metrics=synced.metrics | self.verify().metrics)
+
+    def begin_proof(self, question: VerifyRequest) -> None:
+        """Ask what the engine holds."""
+        self._process.send("prove", question)
+
+    def verify(self) -> VerificationResult:
+        """Compare what the engine holds with what the trainer does.
+
+        Raises:
+            WeightSyncError: it does not hold the trainer's weights.
+        """
+        return self._prover.prove(self._process.answer())
 
     def _send_adapter(self) -> SyncResult:
         """A new adapter under a new number, in a directory in memory; the former one is removed."""
@@ -249,39 +293,58 @@ class VLLMClient(RolloutEngine):
         metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
         return SyncResult(f"adapter {self._adapters}, {size / MIB:.1f} MiB to vLLM", metrics)
 
-    def _send_weights(self, *, merge: bool = True) -> SyncResult:
-        dtype = self.setting.dtype
+    def connect(self, weights: Sequence[NamedWeight]) -> _Connection:
+        """Where tensors of these names and shapes lie in the stream: agreed on once with an engine, and kept."""
+        key = self._in_place, self._chunk_bytes, tuple((weight.name, tuple(weight.shape)) for weight in weights)
+        if self._connection is None or self._connection.key != key:
+            dtype = self.setting.dtype
+            size = sum(weight.shape.numel() for weight in weights) * dtype.itemsize
+            chunks, chunk_bytes = plan_chunks(weights, dtype, min(self._chunk_bytes, max(MIB, size // CHUNKS)))
+            if self._stream is None or self._stream.chunk_bytes < chunk_bytes:
+                if self._stream is not None:
+                    self._stream.close()
+                self._stream = StreamWriter(chunk_bytes, self.told.num_workers, self.model.device)
+            feeds = [FeedPlan(self._stream.handle, reader, chunks) for reader in range(self.told.num_workers)]
+            self._connection = _Connection(key, chunks, self._stream, feeds, size)
+        return self._connection
+
+    def push(self, *, merge: bool = True) -> SyncResult:
+        """Stream the present weights into the engine."""
         weights = list(weights_of(self.model, merge=merge))
-        size = sum(weight.shape.numel() for weight in weights) * dtype.itemsize
-        chunks, chunk_bytes = plan_chunks(weights, dtype, min(self._chunk_bytes, max(MIB, size // CHUNKS)))
-        stream = self._opened(chunk_bytes)
+        connection = self.connect(weights)
         self._wake("weights")
-        stream.begin()
-        feeds = [FeedPlan(stream.handle, reader, chunks) for reader in range(self.told.num_workers)]
-        self._process.send("load", feeds, dtype, LoadRequest(self._threads_beside, self._in_place))
+        connection.stream.begin()
+        self.begin_load(connection.feeds)
         try:
-            copying = stream.send(chunks, weights, dtype, self._process.is_busy, self._prover.note)
+            copying = connection.stream.send(
+                connection.chunks, weights, self.setting.dtype, self._process.is_busy, self._prover.note
+            )
         except StreamBroken:
             copying = 0.0  # the answer tells why
         except BaseException:
             self._process.kill()
             raise
-        loading, anew = self._process.answer()
+        loading, size = self.end_load(), connection.num_bytes
+        metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
+        return SyncResult(f"{len(weights)} tensors, {size / MIB:.1f} MiB to vLLM", metrics)
+
+    def begin_load(self, feeds: list[FeedPlan]) -> None:
+        """Let the engine's workers read; what, and from where, is told once."""
+        self._is_synced = False
+        if self._connected is not feeds:
+            self._process.call("connect", feeds, self.setting.dtype)
+            self._connected = feeds
+        self._process.send("load", LoadRequest(self._threads_beside, self._in_place))
+
+    def end_load(self) -> float:
+        """When they have read all of it. Returns the seconds of that."""
+        seconds, anew = self._process.answer()
         if anew is not None and self._in_place:
             self._in_place = False
             log.info("vLLM loads its model anew with each sync: %s", anew)
         self._wake("kv_cache")
         self._is_asleep = False
-        metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
-        return SyncResult(f"{len(weights)} tensors, {size / MIB:.1f} MiB to vLLM", metrics)
-
-    def _opened(self, chunk_bytes: int) -> StreamWriter:
-        """The stream, made with the first sync and kept."""
-        if self._stream is None or self._stream.chunk_bytes < chunk_bytes:
-            if self._stream is not None:
-                self._stream.close()
-            self._stream = StreamWriter(chunk_bytes, self.told.num_workers, self.model.device)
-        return self._stream
+        return seconds
 
     def _wake(self, what: str) -> None:
         if self._is_asleep:
@@ -339,7 +402,6 @@ def _threads_beside(setting: EngineArgs, context: BuildContext) -> int:
 class GroupVLLMClient(VLLMClient):
     """The running engine of a group of processes that share a model."""
 
-    _wants: tuple[dict[str, tuple[int, ...]], tuple[WantedSlices, ...] | None] | None = None
     _deaths = 0  # since it drew last
 
     @property
@@ -363,19 +425,26 @@ class GroupVLLMClient(VLLMClient):
             return True
         return False
 
-    def offer(self, shapes: dict[str, tuple[int, ...]] | None) -> SyncOffer:
-        """Be ready for weights. `shapes` are those of tensors that may come in slices; None: whole ones must come."""
+    def begin_sync(self) -> SyncRound:
+        """Be ready for weights; an engine that has died is made anew."""
         question = self._prover.question()  # before what may fail: questions are counted alike beside all engines
         if not self._process.is_alive():
             self._process.kill()
             self._start()
-            self._wants = None
         self._wake("weights")
         process_id = self.process_id
         assert process_id is not None
-        wants = self._slices(shapes) if shapes is not None and self._in_place and self.told.num_workers > 1 else None
+        return SyncRound(question, (process_id, self._in_place))
+
+    def offer(self, shapes: dict[str, tuple[int, ...]] | None) -> SyncOffer:
+        """What the engine takes. `shapes` are those of tensors that may come in slices; None: whole ones must come."""
+        wants = None
+        if shapes is not None and self._in_place and self.told.num_workers > 1:
+            found = self._process.call("wants", shapes)
+            wants = None if found is None else tuple(found)
+        process_id = self.process_id
+        assert process_id is not None
         return SyncOffer(
-            question,
             wants,
             self.told.num_workers,
             process_id,
@@ -384,26 +453,9 @@ class GroupVLLMClient(VLLMClient):
             self._threads_beside,
         )
 
-    def begin_load(self, feeds: list[FeedPlan]) -> None:
-        """Let its workers read."""
-        self._is_synced = False
-        self._process.send("load", feeds, self.setting.dtype, LoadRequest(self._threads_beside, self._in_place))
-
-    def end_load(self) -> float:
-        """When they have read all of it. Returns the seconds of that."""
-        seconds, anew = self._process.answer()
-        self._in_place = self._in_place and anew is None
-        self._wake("kv_cache")
-        self._is_asleep = False
-        return seconds
-
     def is_reading(self) -> bool:
         """Whether it still reads."""
         return self._process.is_busy()
-
-    def begin_proof(self, question: VerifyRequest) -> None:
-        """Ask what it holds."""
-        self._process.send("prove", question)
 
     def look(self) -> None:
         """The trainer's side of the probe; all processes of the model take part."""
@@ -416,7 +468,7 @@ class GroupVLLMClient(VLLMClient):
             WeightSyncError: it does not hold their weights.
         """
         self._prover.adopt(join_shards(parts), seconds)
-        proof = self._prover.prove(self._process.answer())
+        proof = self.verify()
         self._is_synced = self._was_proven = True
         return proof
 
@@ -449,10 +501,3 @@ class GroupVLLMClient(VLLMClient):
             raise
         self._deaths = 0
         return drawn
-
-    def _slices(self, shapes: dict[str, tuple[int, ...]]) -> tuple[WantedSlices, ...] | None:
-        """Found once for an engine."""
-        if self._wants is None or self._wants[0] != shapes:
-            found = self._process.call("wants", shapes)
-            self._wants = shapes, None if found is None else tuple(found)
-        return self._wants[1]

@@ -1,7 +1,6 @@
 """The vLLM process: started, called and killed by the trainer. It ends with the trainer, however that ends.
 
-It is started with `subprocess`, not by multiprocessing: it never imports the trainer's main script. Its output goes
-into a file.
+A child process of the harness (`verl.utils.child_process`), whose output goes into a file.
 
     trainer ──EngineCall──> engine ── advance() ── step, tensor, layer ... ──EngineReply──> trainer
                               └── counter in shared memory: one that stands for `call_timeout_s` ends the process
@@ -19,24 +18,24 @@ TMPDIR/verl_engine_X.tmp/                TMPDIR of the engine's processes
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import secrets
 import shutil
-import socket
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from verl.errors import RolloutError
-from verl.rollout.vllm.messages import EngineCall, EngineStart, MessageSocket
-from verl.utils.child_process import LogExcerpt, describe_exit, excerpt, log_size, memory_kills
+from verl.rollout.vllm.messages import EngineCall, EngineReply
+from verl.utils.child_process.channel import ChannelClosed
+from verl.utils.child_process.exit_report import LogExcerpt
+from verl.utils.child_process.process import ChildLog, ChildProcess
 from verl.utils.kernel_cache import VARIABLE as KERNEL_CACHE_VARIABLE
 from verl.utils.kernel_cache import kernel_cache_directory
-from verl.utils.orphan_cleanup import CLEANUP, SHARED_MEMORY, kill_group, members, remove_shared_memory
+from verl.utils.orphan_cleanup import CLEANUP, SHARED_MEMORY, members, remove_shared_memory
 from verl.utils.progress import NUM_SLOTS, Progress, ProgressWatch, is_stopped, report, state_of
 
 NAME_VARIABLE = "VERL_ENGINE_NAME"  # how the names of shared memory begin that the engine's processes make
@@ -72,13 +71,8 @@ class EngineFiles:
             KERNEL_CACHE_VARIABLE: str(kernel_cache_directory() or self.temporary / "torchinductor"),
         }
 
-    def end_with_trainer(self, process_group: int) -> int:
-        """Have a process group killed if this process is. Returns a number for `ended`."""
-        return CLEANUP.register(process_groups=[process_group])
-
-    def ended(self, number: int) -> None:
-        """The processes of a group are gone: remove what they shared, and what they left in TMPDIR."""
-        CLEANUP.withdraw(number)
+    def ended(self) -> None:
+        """The engine's processes are gone: remove what they shared, and what they left in TMPDIR."""
         self._remove_shared_memory()
         for path in self.temporary.glob("*"):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
@@ -100,8 +94,6 @@ class EngineFiles:
 
 
 END_TIMEOUT_S = 20.0  # of a process that has hung up or was killed, until the system lets go of it
-CONNECTION_VARIABLE, PARENT_VARIABLE = "VERL_ENGINE_CONNECTION", "VERL_ENGINE_PARENT"
-PROGRESS_VARIABLE = "VERL_ENGINE_PROGRESS"  # a file descriptor, inherited
 CORES_VARIABLE = "VERL_ENGINE_CORES"  # numbers with commas between them
 DIRECTORIES_VARIABLE = "VERL_ENGINE_DIRECTORIES"  # the child removes them where the trainer was killed
 FOREIGN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VERL_RENDEZVOUS")
@@ -109,6 +101,7 @@ TIMEOUT_SETTING = "rollout.call_timeout_s"
 ASKED = {  # a call, as messages say it
     "start": "start",
     "draw": "generate",
+    "connect": "take the layout of its weights",
     "load": "load weights",
     "adopt": "load an adapter",
     "prove": "show what weights it holds",
@@ -182,19 +175,18 @@ class EngineProcess:
     ):
         self.setting, self.environment, self.files, self.log = setting, environment, files, log
         self.call_timeout_s, self._owner = call_timeout_s, os.getpid()
-        self._unnamed_log: IO[bytes] | None = tempfile.TemporaryFile() if log is None else None  # noqa: SIM115
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: MessageSocket | None = None
+        self._log = ChildLog(log)
+        self._child: ChildProcess | None = None
         self._progress: Progress | None = None
         self._watch: ProgressWatch | None = None
-        self._asked, self._log_start, self._memory_kills, self._registered = "start", 0, memory_kills(), -1
+        self._asked = "start"
         self._start_deadline: float | None = None
         self._start_timeout_s = 0.0
 
     @property
     def process_id(self) -> int | None:
         """None while there is no process."""
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.pid
 
     @property
     def progress_path(self) -> str:
@@ -204,12 +196,7 @@ class EngineProcess:
 
     def is_alive(self) -> bool:
         """Whether the process runs, or is stopped."""
-        if self._process is None:
-            return False
-        try:  # without reaping it: until it is killed as a group, its number must not become another's
-            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        except ChildProcessError:
-            return False
+        return self._child is not None and self._child.is_alive()
 
     def is_busy(self) -> bool:
         """Whether the process runs and has not answered yet; for code that waits for what it does meanwhile.
@@ -217,17 +204,15 @@ class EngineProcess:
         Raises:
             EngineHung: it makes no progress.
         """
-        if not self.is_alive() or self._socket is None or self._socket.has_message():
+        if self._child is None or not self._child.is_alive() or self._child.channel.has_message():
             return False
-        with contextlib.suppress(ConnectionResetError):  # told by `answer`
-            self._look()
-            return True
-        return False
+        self._look()
+        return True
 
     def has_answered(self, within_s: float) -> bool:
         """Whether `answer` would not wait, since the answer is there or none will come; waits a while for that."""
         deadline = time.monotonic() + within_s
-        while self._socket is not None and not self._socket.has_message(min(0.5, max(0.0, within_s))):
+        while self._child is not None and not self._child.channel.has_message(min(0.5, max(0.0, within_s))):
             try:
                 if not self.is_busy():
                     return True
@@ -246,27 +231,22 @@ class EngineProcess:
             EngineDied: the process ended, made no progress, or was not ready in time.
             EngineError: the engine could not be made.
         """
-        ours, theirs = socket.socketpair()
         self._progress = Progress(NUM_SLOTS)
-        self._log_start, self._memory_kills = log_size(self._log_source), memory_kills()
-        with theirs, self._open_log() as log:
-            fds = [theirs.fileno(), self._progress.fd]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "verl.rollout.vllm.server.engine_main"],
-                env=self._environment(*fds),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=fds,
-                process_group=0,
-            )
-        self._registered = self.files.end_with_trainer(self._process.pid)
+        self._log.start = self._log.size
+        child = self._child = ChildProcess(
+            "verl.rollout.vllm.server.engine_main",
+            self._progress,
+            environment=self.environment | self.files.variables() | self._directories,
+            without=FOREIGN_VARIABLES,
+            output=self._log.file,
+            is_killed_with_parent=True,
+            stuck_s=None,  # `_look` has the limits
+        )
         atexit.register(self._leave)
-        self._socket = MessageSocket(ours)
         if timeout_s is not None:
             self._start_deadline, self._start_timeout_s = time.monotonic() + timeout_s, timeout_s
         try:
-            self._send("start", EngineStart(tuple(map(os.path.abspath, sys.path)), self.setting))
+            self._ask("start", partial(child.begin, self.setting))
             return self.answer()
         except BaseException:
             self.kill()
@@ -290,11 +270,11 @@ class EngineProcess:
 
     def answer(self) -> Any:
         """The result of the call under way."""
-        if self._socket is None:
+        if self._child is None:
             raise EngineDied("The vLLM engine is not running.")
         try:
-            answer = self._socket.receive(self._look)
-        except (EOFError, OSError) as error:
+            answer: EngineReply = self._child.channel.receive(self._look)
+        except ChannelClosed as error:
             death = self._death()
             self.kill()
             raise death from error
@@ -302,11 +282,11 @@ class EngineProcess:
             self.kill()
             raise
         if answer.lost is not None:
-            death = EngineDied(f"{self._name} lost {answer.lost}.", self._excerpt(), self._log_name)
+            death = EngineDied(f"{self._name} lost {answer.lost}.", self._log.excerpt(), self._log_name)
             self.kill()
             raise death
-        found = None if answer.error is None else self._excerpt()
-        self._log_start = log_size(self._log_source)  # what comes is of the next call
+        found = None if answer.error is None else self._log.excerpt()
+        self._log.start = self._log.size  # what comes is of the next call
         if answer.error is not None:
             raise EngineError(answer.error, answer.trace, found)
         return answer.result
@@ -314,17 +294,13 @@ class EngineProcess:
     def kill(self) -> None:
         """End it and all that it started, at once, stopped or not, and remove what they shared. May be called again."""
         atexit.unregister(self._leave)
-        process, self._process = self._process, None
-        for one in (self._socket, self._progress):
-            if one is not None:
-                one.close()
-        self._socket = self._progress = self._watch = None
-        if process is None:
-            return
-        kill_group(process.pid)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the system may wait for a device
-            process.wait(timeout=END_TIMEOUT_S)
-        self.files.ended(self._registered)
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            self.files.ended()
+        if self._progress is not None:
+            self._progress.close()
+        self._progress = self._watch = None
 
     def _leave(self) -> None:
         """Where the trainer ends and nobody has closed the engine: it goes, and its files with it."""
@@ -333,13 +309,16 @@ class EngineProcess:
             self.files.remove()
 
     def _send(self, method: str, message: Any) -> None:
-        if self._socket is None:
+        if self._child is None:
             raise EngineDied("The vLLM engine is not running.")
+        self._ask(method, partial(self._child.channel.send, message))
+
+    def _ask(self, method: str, send: Callable[..., None]) -> None:
         assert self._progress is not None
         self._asked, self._watch = method, ProgressWatch(self._progress, self.call_timeout_s)
         try:
-            self._socket.send(message, self._look)
-        except OSError as error:
+            send(look=self._look)
+        except ChannelClosed as error:
             death = self._death()
             self.kill()
             raise death from error
@@ -352,14 +331,10 @@ class EngineProcess:
 
         Raises:
             EngineHung: it makes none, or did not start in time.
-            ConnectionResetError: it is gone, and a process that it has started holds the socket.
         """
         assert self._watch is not None
-        assert self._socket is not None
         if moved:
             self._watch.restart()
-        elif not self.is_alive() and not self._socket.has_message():
-            raise ConnectionResetError
         idle_s = self._watch.idle_s
         if idle_s == 0.0:
             report()  # of this process, to whoever waits for that
@@ -369,63 +344,32 @@ class EngineProcess:
             raise self._hung(f"was not ready within {self._start_timeout_s:g} s (rollout.start_timeout_s)")
 
     def _hung(self, words: str) -> EngineHung:
-        state = "" if self._process is None else _state_of_group(self._process.pid)
-        found, log = self._excerpt(), self._log_name
+        state = "" if self._child is None else _state_of_group(self._child.pid)
+        found, log = self._log.excerpt(), self._log_name
         return EngineHung(f"{self._name} {words}{f'; {state}' if state else ''}. It was ended.", found, log)
 
     def _death(self) -> EngineDied:
         """How it ended, once it is gone; one that only hung up is given a while for that."""
-        deadline = time.monotonic() + END_TIMEOUT_S
-        while self.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        ending = "hung up" if self.is_alive() else f"ended with {self._exit()}"
+        assert self._child is not None
+        self._child.await_exit(END_TIMEOUT_S)
+        ended = self._child.describe_exit()
+        ending = f"ended with {ended}" if ended else "hung up"
         stage = self._progress.stage() if self._progress is not None else ""
-        found = self._excerpt()
+        found = self._log.excerpt()
         cause = "" if found.cause is None else f": {found.cause}"
         return EngineDied(f"{self._name} {ending}{f', at: {stage}' if stage else ''}{cause}.", found, self._log_name)
-
-    def _exit(self) -> str:
-        try:
-            assert self._process is not None
-            found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            assert found is not None
-        except (ChildProcessError, AssertionError):
-            return "an unknown status"
-        code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-        return describe_exit(code, self._memory_kills)
 
     @property
     def _name(self) -> str:
         return f"The vLLM engine (process {self.process_id}), asked to {ASKED.get(self._asked, self._asked)},"
 
     @property
-    def _log_source(self) -> Path | int:
-        return self._unnamed_log.fileno() if self._unnamed_log is not None else self.log or Path()
-
-    @property
     def _log_name(self) -> str:
         return "" if self.log is None else str(self.log)
 
-    def _open_log(self) -> IO[bytes]:
-        if self._unnamed_log is not None:
-            return open(os.dup(self._unnamed_log.fileno()), "ab")
-        assert self.log is not None
-        return self.log.open("ab")
-
-    def _excerpt(self) -> LogExcerpt:
-        return excerpt(self._log_source, self._log_start)
-
-    def _environment(self, connection: int, progress: int) -> dict[str, str]:
-        package_root = str(Path(__file__).resolve().parents[4])
-        own = {
-            "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")])),
-            CONNECTION_VARIABLE: str(connection),
-            PROGRESS_VARIABLE: str(progress),
-            PARENT_VARIABLE: str(os.getpid()),
-            DIRECTORIES_VARIABLE: os.pathsep.join(map(str, (self.files.directory, self.files.temporary))),
-        }
-        inherited = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
-        return inherited | self.environment | self.files.variables() | own
+    @property
+    def _directories(self) -> dict[str, str]:
+        return {DIRECTORIES_VARIABLE: os.pathsep.join(map(str, (self.files.directory, self.files.temporary)))}
 
 
 def told_after_log(reason: str, found: LogExcerpt | None, log: str) -> str:

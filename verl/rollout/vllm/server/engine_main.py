@@ -13,27 +13,19 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import threading
-import time
 import traceback
 from multiprocessing import shared_memory
 from typing import Any
 
-from verl.rollout.vllm.client.engine_process import (
-    CONNECTION_VARIABLE,
-    CORES_VARIABLE,
-    DIRECTORIES_VARIABLE,
-    NAME_VARIABLE,
-    PARENT_VARIABLE,
-    PROGRESS_VARIABLE,
-)
-from verl.rollout.vllm.messages import EngineCall, EngineReply, EngineStart, MessageSocket
+from verl.rollout.vllm.client.engine_process import CORES_VARIABLE, DIRECTORIES_VARIABLE, NAME_VARIABLE
+from verl.rollout.vllm.messages import EngineCall, EngineReply
+from verl.utils.child_process.channel import Channel, ChannelClosed
+from verl.utils.child_process.process import is_parent_alive, run_child
 from verl.utils.orphan_cleanup import remove_shared_memory
 from verl.utils.progress import Progress, report, report_to
 
-LOOK_EVERY_S = 0.5
 PROGRESS_PATH_VARIABLE = "VERL_ENGINE_PROGRESS_PATH"  # for workers that are spawned
 WORK = {"import", "compile", "exec", "open", "subprocess.Popen"}  # audit events of a process that starts or compiles
 STAGES = {
@@ -44,26 +36,37 @@ STAGES = {
 }
 
 
-def serve(connection: MessageSocket) -> None:
+def serve(channel: Channel, setting: Any, progress: Progress) -> None:
     """Make the engine and answer calls until the trainer hangs up."""
-    start: EngineStart = connection.receive()
-    sys.path[:] = [*start.sys_path, *(path for path in sys.path if path not in start.sys_path)]
+    faulthandler.enable()
+    name_shared_memory()
+    report_work(progress)
+    if cores := os.environ.pop(CORES_VARIABLE, ""):  # before any library starts its threads
+        os.sched_setaffinity(0, map(int, cores.split(",")))
+    with contextlib.suppress(ChannelClosed):
+        _serve(channel, setting)
+    if not is_parent_alive():
+        _end()
+    os._exit(0)  # at once: nothing is left to do
+
+
+def _serve(channel: Channel, setting: Any) -> None:
     engine: Any = None
     try:
         report("starting: importing vLLM")
         from verl.rollout.vllm.server.engine_server import EngineServer
 
         report("starting: making the engine")
-        engine = EngineServer(start.setting)
+        engine = EngineServer(setting)
         told = engine.describe()
     except BaseException as error:  # noqa: BLE001 - the trainer's to handle; vLLM exits on some faults
-        connection.send(_failure(error, engine))
+        channel.send(_failure(error, engine))
         return
     answer = EngineReply(told)
     while True:
         report("idle")
-        connection.send(answer)
-        call: EngineCall = connection.receive()
+        channel.send(answer)
+        call: EngineCall = channel.receive()
         report(STAGES.get(call.method, call.method))
         answer = _carry_out(engine, call)
 
@@ -78,13 +81,6 @@ def _carry_out(engine: Any, call: EngineCall) -> EngineReply:
 def _failure(error: BaseException, engine: Any) -> EngineReply:
     lost = None if engine is None else engine.lost_worker()
     return EngineReply(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc(), lost=lost)
-
-
-def _end_with(parent: int) -> None:
-    """End this process soon after the trainer, even in the middle of a computation."""
-    while os.getppid() == parent:
-        time.sleep(LOOK_EVERY_S)
-    _end()
 
 
 def _end() -> None:
@@ -126,29 +122,8 @@ def _worker_slot(progress: Progress) -> int:
     return 1 + os.getpid() % (progress.num_slots - 1)
 
 
-def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job: the trainer decides
-        signal.signal(number, lambda *_: None)  # unlike SIG_IGN, nothing that vLLM's workers inherit
-    faulthandler.enable()
-    name_shared_memory()
-    report_work(Progress.open(int(os.environ.pop(PROGRESS_VARIABLE))))
-    if cores := os.environ.pop(CORES_VARIABLE, ""):  # before any library starts its threads
-        os.sched_setaffinity(0, map(int, cores.split(",")))
-    parent = int(os.environ.pop(PARENT_VARIABLE))
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    connection = MessageSocket(socket.socket(fileno=int(os.environ.pop(CONNECTION_VARIABLE))))
-    with contextlib.suppress(EOFError, OSError):
-        serve(connection)
-    if os.getppid() != parent:
-        _end()
-    os._exit(0)  # at once: nothing is left to do
-
-
 if __name__ == "__main__":
-    # so that messages are of the importable module's classes
-    from verl.rollout.vllm.server.engine_main import main as imported_main
-
-    imported_main()
+    run_child("verl.rollout.vllm.server.engine_main", on_parent_end=_end)
 elif __name__ == "__mp_main__":  # a worker that vLLM has spawned
     faulthandler.enable()
     name_shared_memory()

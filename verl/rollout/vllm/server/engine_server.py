@@ -22,7 +22,7 @@ from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_args import EngineArgs
 from verl.rollout.vllm.messages import EngineInfo, FeedPlan, LoadRequest, SampleOutput, WantedSlices
 from verl.rollout.vllm.server.logits_processor import WHOSE
-from verl.utils.child_process import describe_exit, memory_kills
+from verl.utils.child_process.exit_report import describe_exit, memory_kills
 from verl.utils.progress import report
 from verl.weight_verification.verifier import VerifyRequest
 from verl.weight_verification.vllm_probe import answer_request
@@ -99,12 +99,16 @@ class EngineServer:
         found = self.llm.collective_rpc("verl_wants", args=(shapes,))
         return None if None in found else found
 
-    def load(self, feeds: list[FeedPlan], dtype: torch.dtype, loading: LoadRequest) -> tuple[float, str | None]:
-        """Take the weights that come through streams, one for each worker; or through one, for all of them.
+    def connect(self, feeds: list[FeedPlan], dtype: torch.dtype) -> None:
+        """From now on weights come through these streams, one for each worker; or through one, for all of them."""
+        self.llm.collective_rpc("verl_connect", args=(feeds, dtype))
+
+    def load(self, loading: LoadRequest) -> tuple[float, str | None]:
+        """Take the weights that come through the streams.
 
         Returns seconds, waiting left out, and why vLLM loaded its model anew, where it did.
         """
-        found = self.llm.collective_rpc("verl_load", args=(feeds, dtype, loading))
+        found = self.llm.collective_rpc("verl_load", args=(loading,))
         self._forget_keys_and_values()
         return max(loaded.seconds for loaded in found), next((loaded.anew for loaded in found if loaded.anew), None)
 

@@ -31,7 +31,9 @@ class WorkerExtension:
     rank: int
     device: torch.device
     model_runner: Any
-    _found: tuple[Any, InPlaceLoader | str] | None = None  # with the shapes and slices that it was found for
+    _feed: FeedPlan
+    _stream_dtype: torch.dtype
+    _found: InPlaceLoader | str | None = None  # of this feed; None before the first load into place
     _reader: StreamReader | None = None
     _threads = contextlib.ExitStack()  # while responses are drawn; of this process, whose only worker this is
 
@@ -66,10 +68,14 @@ class WorkerExtension:
         except UnsupportedLayer:
             return None
 
-    def verl_load(self, feeds: list[FeedPlan], dtype: torch.dtype, loading: LoadRequest) -> LoadResult:
+    def verl_connect(self, feeds: list[FeedPlan], dtype: torch.dtype) -> None:
+        """From now on weights come as this worker's feed says."""
+        self._feed, self._stream_dtype, self._found = feeds[self.rank], dtype, None
+
+    def verl_load(self, loading: LoadRequest) -> LoadResult:
         """Take new weights."""
         start = time.perf_counter()
-        feed = feeds[self.rank]
+        feed, dtype = self._feed, self._stream_dtype
         chunks = feed.chunks
         landing = self._loader_or_reason(feed) if loading.in_place else "it is asked for"
         reader = self._opened(feed)
@@ -98,17 +104,16 @@ class WorkerExtension:
         return self._reader
 
     def _loader_or_reason(self, feed: FeedPlan) -> InPlaceLoader | str:
-        """The places of these tensors, found with the first sync; or why vLLM has to load its model anew."""
-        coming = {place.name: place.shape for places in feed.chunks for place in places}
-        if self._found is None or self._found[0] != (coming, feed.slices):
+        """The places of these tensors, found with the first load; or why vLLM has to load its model anew."""
+        if self._found is None:
+            coming = {place.name: place.shape for places in feed.chunks for place in places}
             shapes = coming | {name: part.shape for name, part in feed.slices.items()}
             starts = {name: part.start for name, part in feed.slices.items()}
             try:
-                landing: InPlaceLoader | str = InPlaceLoader(self.model_runner.get_model(), shapes, starts)
+                self._found = InPlaceLoader(self.model_runner.get_model(), shapes, starts)
             except UnsupportedLayer as reason:
-                landing = str(reason)
-            self._found = (coming, feed.slices), landing
-        return self._found[1]
+                self._found = str(reason)
+        return self._found
 
     def _load_anew(self, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> None:
         """Have vLLM load its model from the stream, and mend what it leaves out."""

@@ -22,7 +22,7 @@ from verl.models.parallel_info import Autocast
 from verl.rollout.base import SyncResult
 from verl.rollout.vllm.client.client import GroupVLLMClient
 from verl.rollout.vllm.client.engine_process import EngineDied
-from verl.rollout.vllm.messages import FeedPlan, SyncOffer, WantedSlices
+from verl.rollout.vllm.messages import FeedPlan, SyncOffer, SyncRound, WantedSlices
 from verl.rollout.vllm.shm_stream import StreamBroken, StreamWriter, using_threads
 from verl.rollout.vllm.state_dict import NamedWeight, weights_of
 from verl.rollout.vllm.sync.consensus import among_siblings, consensus
@@ -36,7 +36,7 @@ from verl.rollout.vllm.sync.weight_transfer import (
 from verl.utils.progress import Progress, ProgressWatch
 from verl.weight_verification.fingerprint import FingerprintShards, sideways_names
 from verl.weight_verification.logprob_probe import trainer_log_probs
-from verl.weight_verification.verifier import VerificationResult
+from verl.weight_verification.verifier import VerificationResult, VerifyRequest
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class RankSync:
         engine: that this process leads, if it leads one.
         weights: of the model.
         offer: of the engine of this process and its siblings.
+        question: of the proof of this sync.
         share: that this process feeds to it, into `stream`.
         feeds: what each worker of the engine reads.
     """
@@ -74,6 +75,7 @@ class RankSync:
     autocast: Autocast
     weights: Sequence[NamedWeight]
     offer: SyncOffer
+    question: VerifyRequest
     share: FeedAssignment
     delivery: WeightTransfer
     stream: StreamWriter | None
@@ -85,7 +87,7 @@ class RankSync:
         Raises:
             EngineDied, EngineError, StreamBroken: the engine does not take it. The others have got theirs all the same.
         """
-        under_way = TransferInProgress(self.offer.question.vectors, self._is_sent_as_it_is)
+        under_way = TransferInProgress(self.question.vectors, self._is_sent_as_it_is)
         tensors = self._formed(under_way)
         failure, copying, loading = None, 0.0, 0.0
         try:
@@ -118,11 +120,11 @@ class RankSync:
             WeightSyncError: it holds something else.
         """
         if self.engine is None:
-            trainer_log_probs(self.model, self.offer.question.rows, self.autocast)  # a forward pass needs all siblings
+            trainer_log_probs(self.model, self.question.rows, self.autocast)  # a forward pass needs all siblings
             return None
         failure = None
         try:
-            self.engine.begin_proof(self.offer.question)
+            self.engine.begin_proof(self.question)
         except EngineDied as death:
             failure = death
         with self._threads():
@@ -201,8 +203,29 @@ def _runs(process_id: int) -> bool:
 MIB = 1 << 20
 
 
+@dataclass(frozen=True)
+class _Connection:
+    """What stays from sync to sync, as long as all engines live, for one process.
+
+    Attributes:
+        key: the engines, and the tensors, that it was made for.
+        stream: of this process, if it feeds an engine, with so many readers.
+        feeds: what each worker of its engine reads.
+    """
+
+    key: tuple[Any, ...]
+    offer: SyncOffer
+    share: FeedAssignment
+    delivery: WeightTransfer
+    stream: StreamWriter | None
+    feeds: list[FeedPlan]
+    num_readers: int
+
+
 class WeightSync:
     """The syncs of one model with its engines, as one of the processes that hold the model.
+
+    A sync is `connect`, which fixes layouts and handles and is made anew only when an engine was, `push`, and `verify`.
 
     Args:
         engine: that this process leads, if it leads one.
@@ -229,32 +252,62 @@ class WeightSync:
         self._may_slice = may_slice
         self._stream: StreamWriter | None = None
         self._known: tuple[list[WantedSlices], WeightTransfer] | None = None
+        self._connection: _Connection | None = None
 
     def run(self) -> SyncResult:
         """Bring the present weights into all engines, and prove them.
 
         Raises:
-            Interrupted: that failed, here or elsewhere.
+            ConsensusFailed: that failed, here or elsewhere.
         """
         weights = list(weights_of(self.model))
+        rounds = consensus(self.divided, self._begin, self._may_repeat)
+        key = tuple(None if one is None else one.engine for one in rounds), tuple(w.name for w in weights)
+        if self._connection is None or self._connection.key != key:
+            self._connection = None
+            self._connection = self.connect(key, weights)
+        leader = rounds[self.divided.siblings[0]]
+        assert leader is not None
+        made = self._connection
+        part = RankSync(
+            self.model, self.engine, self.autocast, weights, made.offer, leader.question, made.share, made.delivery,
+            made.stream, made.feeds,
+        )  # fmt: skip
+        moved = self.push(part)
+        proofs = self.verify(part, moved)
+        return _synced(moved, made.delivery, len(weights), proofs[0])
+
+    def connect(self, key: tuple[Any, ...], weights: Sequence[NamedWeight]) -> _Connection:
+        """Agree on layouts and handles, with engines that are new or take tensors in another way."""
         offers = consensus(self.divided, lambda: self._offer(weights), self._may_repeat)
         shares = self._shares(offers, weights)
         siblings = self.divided.siblings
         offer, delivery = offers[siblings[0]], self._delivery([share.wanted for share in shares], weights)
         assert offer is not None
-        stream, feeds = self._opened([shares[rank] for rank in siblings], offer)
-        part = RankSync(
-            self.model, self.engine, self.autocast, weights, offer, shares[self.divided.rank], delivery, stream, feeds
-        )
-        moved = consensus(self.divided, part.move, self._may_repeat)
-        proofs = consensus(self.divided, lambda: part.prove(moved), self._may_repeat)
-        return _synced(moved, delivery, len(weights), proofs[0])
+        stream, feeds, readers = self._opened([shares[rank] for rank in siblings], offer)
+        return _Connection(key, offer, shares[self.divided.rank], delivery, stream, feeds, readers)
+
+    def push(self, part: RankSync) -> list[RankSyncResult]:
+        """Bring the present weights into all engines."""
+        return consensus(self.divided, part.move, self._may_repeat)
+
+    def verify(self, part: RankSync, moved: Sequence[RankSyncResult]) -> list[VerificationResult | None]:
+        """Compare all engines with what the processes hold."""
+        return consensus(self.divided, lambda: part.prove(moved), self._may_repeat)
 
     def close(self) -> None:
         """Give the memory of the stream back."""
+        self._connection = None
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+
+    def _begin(self) -> SyncRound | None:
+        """What the siblings need to know of this sync; readers may open this process's stream once all have it."""
+        found = None if self.engine is None else self.engine.begin_sync()
+        if self._connection is not None and self._connection.stream is not None:
+            self._connection.stream.begin(self._connection.num_readers)
+        return found
 
     def _offer(self, weights: Sequence[NamedWeight]) -> SyncOffer | None:
         if self.engine is None:
@@ -277,8 +330,10 @@ class WeightSync:
             self._known = wants, WeightTransfer(self.divided, list(sources.values()), wants, self.dtype, self._sideways)
         return self._known[1]
 
-    def _opened(self, shares: Sequence[FeedAssignment], offer: SyncOffer) -> tuple[StreamWriter | None, list[FeedPlan]]:
-        """This process's stream, if it feeds an engine, and what each worker of its engine reads."""
+    def _opened(
+        self, shares: Sequence[FeedAssignment], offer: SyncOffer
+    ) -> tuple[StreamWriter | None, list[FeedPlan], int]:
+        """This process's stream, if it feeds an engine; what each worker of its engine reads; readers of the stream."""
         mine = shares[self.divided.siblings.index(self.divided.rank)]
         if mine.chunks and (self._stream is None or self._stream.chunk_bytes < mine.chunk_bytes):
             self.close()
@@ -293,7 +348,7 @@ class WeightSync:
             if handle is not None
             for number, worker in enumerate(share.readers)
         }
-        return stream, [feeds[worker] for worker in sorted(feeds)]
+        return stream, [feeds[worker] for worker in sorted(feeds)], len(mine.readers)
 
 
 def _synced(

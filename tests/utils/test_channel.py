@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from verl.checkpoint.save.writer_process import LOOK_EVERY_S, ChannelClosed, IPCChannel
+from verl.utils.child_process.channel import LOOK_EVERY_S, Channel, ChannelClosed
 
 
 @pytest.fixture
 def ends():
     left, right = socket.socketpair()
-    channels = [IPCChannel(end, lambda: True, stuck_s=0.3) for end in (left, right)]
+    channels = [Channel(end, lambda: True, stuck_s=0.3) for end in (left, right)]
     yield channels
     for channel in channels:
         channel.close()
@@ -24,13 +24,13 @@ def ends():
 def test_what_is_sent_arrives_in_order_with_its_files(ends):
     left, right = ends
     reading, writing = os.pipe()
-    left.send({"first": [1, None]}, fd=writing)
+    left.send({"first": [1, None]}, [writing])
     left.send("second")
-    message, fd = right.receive()
+    message, (fd,) = right.receive_with_files()
     os.write(fd, b"through the file that was handed over")
     assert os.read(reading, 100) == b"through the file that was handed over"
     assert message == {"first": [1, None]}
-    assert right.receive() == ("second", None)
+    assert right.receive_with_files() == ("second", [])
     for file in (reading, writing, fd):
         os.close(file)
 
@@ -40,7 +40,7 @@ def test_a_message_longer_than_the_socket_holds_arrives(ends):
     message = os.urandom(5_000_000)
     sender = threading.Thread(target=left.send, args=(message,))
     sender.start()
-    assert right.receive(timeout_s=60)[0] == message
+    assert right.receive(timeout_s=60) == message
     sender.join()
 
 
@@ -51,7 +51,7 @@ def test_a_reader_that_does_not_read_is_not_waited_for(ends):
 
 def test_hanging_up_is_noticed_within_a_message_too(ends):
     left, right = ends
-    left._socket.sendall((1000).to_bytes(8, "little") + b"the beginning")
+    left._socket.sendall((1000).to_bytes(8, "big") + b"the beginning")
     left.close()
     with pytest.raises(ChannelClosed, match="within a message"):
         right.receive()
@@ -67,9 +67,9 @@ def test_waiting_is_bounded(ends):
 def test_the_end_of_the_other_process_is_noticed_though_somebody_holds_its_socket():
     left, right = socket.socketpair()
     died_at = time.monotonic() + 0.1
-    channel = IPCChannel(left, lambda: time.monotonic() < died_at)
-    IPCChannel(right, lambda: True).send("its last words")
-    assert channel.receive() == ("its last words", None)
+    channel = Channel(left, lambda: time.monotonic() < died_at)
+    Channel(right, lambda: True).send("its last words")
+    assert channel.receive() == "its last words"
     with pytest.raises(ChannelClosed, match="gone"):
         channel.receive(timeout_s=10 * LOOK_EVERY_S)
     channel.close()

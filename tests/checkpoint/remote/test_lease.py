@@ -1,0 +1,143 @@
+"""The lease on a place in a store: one living run holds it, a dead one's is taken over, on a directory and on S3."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from storage.s3_server import BUCKET
+
+from verl.checkpoint.commit.fencing import LockHolder, RunLock
+from verl.checkpoint.remote import lease
+from verl.checkpoint.remote.lease import StoreLease, living_holder, newest_lease
+from verl.component import as_plain
+from verl.errors import StorageUnreachable
+from verl.storage.config import LocalStorage, S3Storage, Storage
+
+LIVING = """
+import importlib, json, sys
+from verl.checkpoint.commit.fencing import RunLock
+from verl.checkpoint.remote import lease
+target, fields, directory = json.loads(sys.argv[1])
+kind = getattr(importlib.import_module(target.rpartition(".")[0]), target.rpartition(".")[2])
+lease.RENEW_EVERY_S = 0.05
+own = RunLock(__import__("pathlib").Path(directory), "first", {})
+held = lease.StoreLease(kind(**fields), own.holder)
+print(held.acquire(), flush=True)
+held.keep()
+if sys.stdin.readline():
+    held.release()
+"""
+
+
+@pytest.fixture(params=["a directory", "S3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "S3":
+        url = request.getfixturevalue("s3_url")
+        return S3Storage(bucket=BUCKET, prefix=f"lease/{tmp_path.name}", endpoint_url=url)
+    return LocalStorage(path=str(tmp_path / "bucket"))
+
+
+@contextmanager
+def living_run(storage: Storage, directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process whose run holds the place."""
+    target = f"{type(storage).__module__}.{type(storage).__name__}"
+    fields = {key: value for key, value in as_plain(storage).items() if key != "_target_"}
+    given = json.dumps([target, fields, str(directory)])
+    process = subprocess.Popen([sys.executable, "-c", LIVING, given], stdin=-1, stdout=-1, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "None\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def own(tmp_path: Path, name: str = "second") -> LockHolder:
+    return RunLock(tmp_path / name, name, {}).holder
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on this process looks from a machine that sees no process of the other."""
+    monkeypatch.setattr(lease, "machine_id", lambda: "another machine")
+    monkeypatch.setattr(lease, "LOOK_EVERY_S", 0.05)
+
+
+def test_a_place_that_a_living_run_of_another_machine_holds_is_not_taken_and_one_that_it_gave_up_is(
+    storage, tmp_path, monkeypatch
+):
+    with living_run(storage, tmp_path / "first") as process:
+        elsewhere(monkeypatch)
+        mine = StoreLease(storage, own(tmp_path))
+        holder = mine.acquire(wait_s=60)
+        assert holder is not None
+        assert str(holder).startswith(f"run first: process {process.pid} on ")
+        assert mine.number is None
+        assert living_holder(storage, 60) is not None
+        process.communicate("end\n")
+    assert mine.acquire(wait_s=1e9) is None, "a place that was given up is free at once"
+
+
+def test_a_dead_runs_place_is_taken_at_once_on_its_machine_and_after_a_while_elsewhere(storage, tmp_path, monkeypatch):
+    with living_run(storage, tmp_path / "first") as process:
+        assert StoreLease(storage, own(tmp_path)).acquire(wait_s=1e9) is not None
+        process.kill()
+        process.wait()
+    with storage.connect() as store:
+        number, _ = newest_lease(store)
+    with monkeypatch.context() as patched:
+        elsewhere(patched)
+        assert living_holder(storage, 0.2) is None
+        waits: list[float] = []
+        patched.setattr(lease.time, "sleep", lambda seconds, of=lease.time.sleep: (waits.append(seconds), of(seconds)))
+        far = StoreLease(storage, own(tmp_path, "far"))
+        assert far.acquire(wait_s=0.3) is None
+        assert waits, "it was looked whether the run lives"
+    assert far.number == number + 1
+    near = StoreLease(storage, own(tmp_path, "near"))
+    assert near.acquire(wait_s=0.3) is None
+    with storage.connect() as store:
+        assert not far.renew(store), "who lost it does not write it again"
+        near.release()
+        assert newest_lease(store)[1].is_released
+
+
+def test_of_several_that_find_a_dead_runs_place_one_gets_it(storage, tmp_path, monkeypatch):
+    with living_run(storage, tmp_path / "first"):
+        pass
+    monkeypatch.setattr(lease, "is_alive", lambda holder: holder.run_id != "first")  # the takers are of one process
+    takers = [StoreLease(storage, own(tmp_path, f"taker {number}")) for number in range(6)]
+    got: list[int] = []
+    threads = [threading.Thread(target=_take, args=(taker, got.append)) for taker in takers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 1
+
+
+def _take(taker: StoreLease, tell: Callable[[int], None]) -> None:
+    if taker.acquire(wait_s=1e9) is None:
+        assert taker.number is not None
+        tell(taker.number)
+
+
+def test_what_somebody_else_wrote_there_is_nobodys_lease_and_a_store_that_is_gone_is_told(storage, tmp_path, proxy):
+    with storage.connect() as store:
+        store.put("leases/000000000003.json", b'{"pid": "seven"}')
+        store.put("leases/notes.txt", b"by hand")
+    mine = StoreLease(storage, own(tmp_path))
+    assert mine.acquire(wait_s=1e9) is None
+    assert mine.number == 4
+    assert asdict(mine.holder)["run_id"] == "second"
+    gone = S3Storage(bucket=BUCKET, endpoint_url="http://127.0.0.1:9", retries=0)
+    with pytest.raises(StorageUnreachable):
+        StoreLease(gone, own(tmp_path)).acquire()

@@ -1,0 +1,26 @@
+"""`verl quickstart` replaces what it wrote itself, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from verl.cli.main import app
+
+
+@pytest.mark.parametrize("place", ["thesis.tex", "ppo/notes.txt", "ppo/deep/er/notes.txt"])
+def test_a_directory_with_files_of_the_users_is_refused_and_left_as_it_is(tmp_path, place):
+    file = tmp_path / place
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("mine")
+    found = CliRunner().invoke(app, ["quickstart", "--smoke", "--out", str(tmp_path)])
+    assert found.exit_code == 2
+    assert f"--out is {tmp_path}" in found.stderr
+    assert file.read_text() == "mine"
+
+
+def test_a_file_in_its_place_is_refused(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    found = CliRunner().invoke(app, ["quickstart", "--out", str(tmp_path / "out")])
+    assert found.exit_code == 2
+    assert (tmp_path / "out").read_text() == "mine"

@@ -1,0 +1,119 @@
+"""What does not answer, refuses, or is another training's is told before anything is trained, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli.small_runs import small_run
+from omegaconf import OmegaConf
+from storage.s3_server import Fault
+from trainer.state.test_save_directory import OTHER, fit, run
+
+from verl.component import BuildContext
+from verl.compose.compose import compose_root
+from verl.compose.validate import refuse_here, validate
+from verl.errors import ConfigError
+from verl.storage.config import LocalStorage, S3Storage
+
+ROOT = Path(__file__).resolve().parents[2]
+NOBODY = "http://127.0.0.1:9"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+REFUSED = {
+    "a rollout server": (["rollout=server", f"rollout.endpoint.base_url={NOBODY}"], "rollout.endpoint.base_url is"),
+    "a reward server": (["reward=remote_http", f"reward.endpoint.base_url={NOBODY}"], "reward.endpoint.base_url is"),
+    "a store": (["storage=s3", "storage.bucket=verl-tests", f"storage.endpoint_url={NOBODY}"], "storage leads to s3:"),
+    "a cluster": (["trainer=ray", "trainer.placement.address=127.0.0.1:9"], "trainer.placement.address is"),
+    "a directory": (["checkpoint.save_dir=/proc/nowhere"], "checkpoint.save_dir leads to /proc/nowhere: it cannot be"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_there_is_refused_by_its_key_before_anything_is_trained(what, tmp_path, s3_url):
+    overrides, said = REFUSED[what]
+    options = [text for text in overrides if "." not in text.partition("=")[0]]
+    config = compose_root("ppo", options)
+    for text in overrides:
+        if text not in options:
+            key, _, value = text.partition("=")
+            OmegaConf.update(config, key, value)
+    with pytest.raises(ConfigError) as refused:
+        refuse_here(validate(config), BuildContext())
+    assert [fault for fault in refused.value.faults if fault.startswith(said)], refused.value.faults
+    assert len(refused.value.faults) == 1
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(("status", "method"), [(404, "GET"), (403, "GET"), (403, "PUT")])
+def test_a_store_that_refuses_to_list_or_to_take_is_told(status, method, model32, proxy, tmp_path):
+    code = {404: b"NoSuchBucket", 403: b"AccessDenied"}[status]
+    body = b"<Error><Code>" + code + b"</Code></Error>"
+    proxy.misbehave = lambda request: Fault(status=status, body=body) if request.method == method else None
+    storage = S3Storage(bucket="verl-tests", endpoint_url=proxy.url)
+    for resume in (None, "latest"):
+        with pytest.raises(ConfigError, match="storage leads to s3://verl-tests/checkpoints/.*which refuses"):
+            refuse_here(run(model32, storage=storage, resume=resume))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_another_training_is_refused_by_its_keys_before_anything_is_built(model32, tmp_path):
+    storage = LocalStorage(path=str(tmp_path / "bucket"))
+    directory = fit(run(model32, storage=storage))
+    before = sorted(tmp_path.rglob("*"))
+    elsewhere = f"file://{storage.path}/checkpoints/verl/default"
+    for resume in ("latest", str(directory), str(directory / "global_step_2"), elsewhere):
+        with pytest.raises(ConfigError, match=r"data\.train is \[.*was trained with"):
+            refuse_here(run(model32, data=OTHER, resume=resume, storage=storage))
+        refuse_here(run(model32, resume=resume, storage=storage))
+    fixed = {"save_dir": str(directory)}
+    with pytest.raises(ConfigError, match="holds checkpoints of another training"):
+        refuse_here(run(model32, data=OTHER, save=fixed))
+    refuse_here(run(model32, data=OTHER))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_disk_with_a_checkpoint_goes_on_without_its_store(model32, tmp_path):
+    fit(run(model32))
+    gone = S3Storage(bucket="verl-tests", endpoint_url=NOBODY, retries=0)
+    refuse_here(run(model32, storage=gone, resume="latest"))
+
+
+def read_only(directory: Path) -> list[str]:
+    """The words before a command to which a directory is on a read-only disk; none where nobody may mount, and it is
+    then made unwritable."""
+    directory.mkdir()
+    words = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
+    words += ['mount -t tmpfs -o ro none "$0" && exec "$@"', str(directory)]
+    if subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0:
+        return words
+    directory.chmod(0o555)
+    return []
+
+
+def test_the_script_says_it_in_a_line_prints_no_configuration_and_leaves_no_directory(
+    model32, tmp_path, tmp_path_factory
+):
+    aside = tmp_path_factory.mktemp("aside")
+    mounted = read_only(aside / "saved")
+    given = [*small_run(model32, tmp_path), "actor.model.path=warm-start://sft_warmup"]
+    given += ["rollout=server", f"rollout.endpoint.base_url={NOBODY}", f"checkpoint.save_dir={aside}/saved/here"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "VERL_CACHE": str(aside / "cache")}
+    script = [*mounted, sys.executable, ROOT / "main_ppo.py", *given]
+    done = subprocess.run(script, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert done.returncode == 2
+    said = done.stdout + done.stderr
+    assert "rollout.endpoint.base_url is http://127.0.0.1:9: no server answers there" in said
+    assert f"checkpoint.save_dir leads to {aside}/saved/here: it cannot be written (" in said
+    assert len(said.splitlines()) <= 4, said
+    assert "Traceback" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["rate.py"], json.dumps([*map(str, tmp_path.rglob("*"))])

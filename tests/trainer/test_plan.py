@@ -1,0 +1,195 @@
+"""A plan of a run agrees with the bytes that a run takes, and what it advises makes a run fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from random_models import save_random_model
+from roles import experience, start_actor
+from typer.testing import CliRunner
+
+from verl.cli.main import app
+from verl.cli.train import train_sft
+from verl.compose.compose import compose_root
+from verl.compose.validate import validate
+from verl.models.model_stats import model_stats
+from verl.models.pretrained import Pretrained
+from verl.protocol import DataProto
+from verl.rollout.hf import HFRollout
+from verl.trainer.memory_estimate import GIB
+from verl.trainer.plan.activations import LiveBytes, trace_activations
+from verl.trainer.plan.devices import DEVICES, device_named
+from verl.trainer.plan.run_plan import plan_run
+from verl.trainer.plan.step_time import active_parameters
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "max_position_embeddings": 256}
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+
+
+@pytest.fixture
+def llama_8b(tmp_path):
+    """A directory that holds the architecture alone."""
+    (tmp_path / "8b").mkdir()
+    (tmp_path / "8b" / "config.json").write_text(json.dumps(LLAMA_8B))
+    return tmp_path / "8b"
+
+
+def run_of(*overrides):
+    return validate(compose_root("ppo", list(overrides)))
+
+
+def planned_8b(directory, device="h100", *overrides):
+    roles = ["actor=llama8b", f"actor.model.path={directory}", "critic=none", "algorithm=grpo"]
+    sizes = ["++data.max_prompt_length=1024", "rollout.max_new_tokens=1024"]
+    return plan_run(run_of(*roles, *sizes, *overrides), device_named(device))
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
+def test_activations_are_those_that_a_real_model_keeps(tmp_path, family, recomputed):
+    from transformers import AutoModel
+
+    path = save_random_model(tmp_path, family, torch.float32, **SHAPE)
+    model = AutoModel.from_pretrained(path, attn_implementation="sdpa").train()
+    if recomputed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with LiveBytes() as counted:
+        counted.watch(model)
+        hidden = model(input_ids=torch.zeros(1, 200, dtype=torch.long), use_cache=False)[0]
+        hidden.backward(torch.ones_like(hidden))
+    found = trace_activations(model.config, 200, torch.float32, recomputed=recomputed)
+    assert found.training == pytest.approx(counted.peak, rel=0.1)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_an_update_of_the_actor_takes_what_the_plan_says(tmp_path, recomputed):
+    path = save_random_model(tmp_path, "qwen2", torch.float32, **SHAPE)
+    rollout = HFRollout(max_new_tokens=64, min_new_tokens=64)
+    actor = start_actor(Pretrained(path=str(path)), rollout, gradient_checkpointing=recomputed)
+    prompts = DataProto.from_dict(
+        {
+            "prompts": torch.randint(4, 60, (8, 64)),
+            "prompt_mask": torch.ones(8, 64, dtype=torch.bool),
+            "prompt_ids": torch.arange(8),
+            "group_ids": torch.arange(8),
+        }
+    )
+    batch = experience(actor, prompts, 2)
+    actor.update(batch)  # the optimizer has its state from here on
+    with LiveBytes() as counted:
+        counted.watch(actor.model)
+        actor.update(batch)
+    roles = ["actor=pretrained", f"actor.model.path={path}", "critic=none", "algorithm=grpo", "reference=none"]
+    sizes = ["trainer.prompts_per_step=8", "trainer.group_size=2", "++data.max_prompt_length=64"]
+    more = ["rollout.max_new_tokens=64", "algorithm.kl.coef=0", f"actor.gradient_checkpointing={recomputed}"]
+    plan = plan_run(run_of(*roles, *sizes, *more), device_named("cpu"))
+    parts = next(phase for phase in plan.memory.phases if phase.name == "update actor").parts
+    assert parts["activations"] + parts["logits"] == pytest.approx(counted.peak, rel=0.1)
+
+
+def test_8b_fits_on_eight_devices_and_names_its_parts(llama_8b):
+    plan = planned_8b(llama_8b, "h100", "rollout=vllm", "sharding=fsdp", "trainer.n_gpus_per_node=8")
+    phases = {phase.name: phase.parts for phase in plan.memory.phases}
+    weights = model_stats(plan.memory.roles[0].config).parameters
+    assert plan.fits
+    assert not plan.changes
+    assert phases["rest"]["actor weights"] == pytest.approx(4 * weights / 8, rel=0.01)
+    assert phases["rest"]["actor optimizer"] == pytest.approx(8 * weights / 8, rel=0.01)
+    assert phases["generate"]["engine weights"] == pytest.approx(2 * weights, rel=0.01)
+    assert "engine weights" not in phases["update actor"]  # the engine sleeps
+    assert 20 * GIB < plan.memory.peak.total < 50 * GIB
+
+
+def test_what_does_not_fit_is_told_with_changes_that_make_it_fit(llama_8b):
+    common = ["rollout=vllm", "sharding=fsdp", "trainer.n_gpus_per_node=8", "actor.gradient_checkpointing=false"]
+    plan = planned_8b(llama_8b, "a100-40", *common, "trainer.prompts_per_step=512")
+    assert not plan.fits
+    assert 1 <= len(plan.changes) <= 3
+    for change in plan.changes:
+        settings = " ".join(change.settings).split()
+        again = planned_8b(llama_8b, "a100-40", *common, "trainer.prompts_per_step=512", *settings)
+        assert again.fits
+        assert again.memory.peak.total == change.peak
+    assert "does not fit" in "\n".join(plan.lines())
+
+
+def test_more_devices_and_shorter_responses_take_less_time(llama_8b):
+    common = ["rollout=vllm", "sharding=fsdp"]
+    few, many = (planned_8b(llama_8b, "h100", *common, f"trainer.n_gpus_per_node={n}") for n in (4, 8))
+    assert many.step_s < few.step_s
+    run = run_of("actor=llama8b", f"actor.model.path={llama_8b}", "algorithm=grpo", "critic=none", *common)
+    short = plan_run(run, DEVICES["h100"], response=2)
+    assert short.step_s < plan_run(run, DEVICES["h100"]).step_s
+
+
+def test_only_the_chosen_experts_are_counted_in_the_products(tmp_path):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(save_random_model(tmp_path, "qwen3_moe", torch.float32))
+    sizes = model_stats(config)
+    unused = sizes.layers * (config.num_experts - 2) * 3 * sizes.hidden * config.moe_intermediate_size
+    assert active_parameters(config, sizes) == sizes.parameters - sizes.vocabulary * sizes.hidden - unused
+
+
+def test_batch_arithmetic_names_every_remainder():
+    run = run_of("algorithm=grpo", "critic=none", "sharding=ddp", "trainer.n_gpus_per_node=5")
+    run = replace(run, trainer=replace(run.trainer, prompts_per_step=6, group_size=2))
+    from verl.compose.warm_start import with_architectures
+
+    told = "\n".join(plan_run(with_architectures(run), device_named("cpu")).batch)
+    assert "6 prompts x 2 samples = 12 rows" in told
+    assert "12 rows of a mini-batch over 5 processes leave a remainder of 2" in told
+
+
+def test_the_command_plans_the_default_run_and_gives_its_numbers():
+    found = CliRunner().invoke(app, ["plan", "--json", "plan.device=cpu"])
+    assert found.exit_code == 0, found.output
+    plan = json.loads(found.stdout)
+    assert plan["fits"]
+    assert plan["peak"]["bytes"] == max(phase["bytes"] for phase in plan["phases"])
+    assert plan["step_seconds"] == pytest.approx(sum(stage["seconds"] for stage in plan["stages"]))
+
+
+def test_the_command_ends_with_1_where_a_run_does_not_fit(llama_8b):
+    arguments = ["plan", "actor=llama8b", f"actor.model.path={llama_8b}", "critic=none", "algorithm=grpo"]
+    found = CliRunner().invoke(app, [*arguments, "--device", "rtx4090"])
+    assert found.exit_code == 1
+    assert "It does not fit" in found.stdout
+
+
+def test_a_main_script_plans_in_place_of_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["main_sft.py", "plan=only", "trainer.batch_size=12", "plan.device=cpu"])
+    with pytest.raises(SystemExit) as end:
+        train_sft()
+    assert end.value.code == 0
+    assert "12 sequences in one optimizer step" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["plan.device=tpu"], "plan.device is 'tpu'"),
+        (["trainer.group_siez=2"], "trainer.group_size"),
+        (["algorithm.mini_batches=0"], "algorithm.mini_batches is 0"),
+        (["algorithm=grop"], "grpo"),
+        (["--measure", "plan.device=h100"], "plan.device is h100"),
+    ],
+)
+def test_faults_are_told_as_a_run_tells_them(arguments, told):
+    found = CliRunner().invoke(app, ["plan", *arguments])
+    assert found.exit_code == 2
+    assert told in found.stderr

@@ -1,0 +1,204 @@
+"""The lease of a run on its place in a remote store, so that two living runs never upload to one prefix.
+
+    leases/000000000007.json    who holds it, and how often it was renewed; the highest number is the one that counts
+
+A lease is taken by creating the object of the next number, which only one of several can do, renewed by writing that
+object again, and given up by writing that it was. Whoever finds one waits to see whether it is renewed: then its run
+lives. No clocks of two machines are compared, but for a lease that was not renewed for many times its length.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from verl.checkpoint.commit.fencing import LockHolder, is_alive
+from verl.errors import ObjectNotFound, StorageError
+from verl.storage.config import Storage
+from verl.storage.store import ObjectStore
+from verl.utils.external_input import ExternalInputError, parse_as
+
+LEASES = "leases/"
+DIGITS = 12
+KEY = re.compile(rf"{LEASES}(\d{{{DIGITS}}})\.json")
+LIMIT_BYTES, PADDED_BYTES = 2**20, 1024
+RENEW_EVERY_S = 10.0
+LEASE_S = 60.0  # not renewed for so long, its run is taken for dead
+CERTAINLY_OVER_S = 1800.0  # by the clock, beyond what clocks of machines differ in
+LOOK_EVERY_S = 0.5
+END_TIMEOUT_S = 5.0
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseRecord(LockHolder):
+    """What a lease tells.
+
+    Args:
+        machine: the boot and the process namespace that `pid` belongs to.
+        renewals: how often it was renewed.
+        renewed_at: when it was last, in seconds of the holder's clock.
+        is_released: its run has ended.
+    """
+
+    machine: str = ""
+    renewals: int = 0
+    renewed_at: float = 0.0
+    is_released: bool = False
+
+    @property
+    def is_known_dead(self) -> bool:
+        """Whether its process was one of this machine, and is not there any more, or is this one."""
+        return bool(self.machine) and self.machine == machine_id() and not is_alive(self)
+
+
+class StoreLease:
+    """The lease of one run on one place of a store.
+
+    Args:
+        storage: the place.
+        holder: this run.
+        number: of a lease that another process of this run has taken.
+    """
+
+    def __init__(self, storage: Storage, holder: LockHolder, number: int | None = None):
+        self.storage, self.holder, self.number = storage, holder, number
+        self._own = LeaseRecord(**asdict(holder), machine=machine_id())
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self, wait_s: float = LEASE_S) -> LeaseRecord | None:
+        """Take the lease. Gives who holds it where that run lives, and None once it is this run's.
+
+        Raises:
+            StorageError: the store does not answer, or refuses.
+        """
+        with self.storage.connect() as store:
+            while True:
+                number, found = newest_lease(store)
+                if found is not None and _lives(store, number, found, wait_s):
+                    return found
+                if store.create(_key(number + 1), self._data()):
+                    self.number = number + 1
+                    with suppress(StorageError):
+                        store.delete(_key(number)) if found is not None else None
+                    return None
+
+    def keep(self) -> None:
+        """Renew it from a thread, until `stop`."""
+        if self.number is not None and self._thread is None:
+            self._over.clear()
+            self._thread = threading.Thread(target=self._renew_all_the_time, name="store lease", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Renew it no more: another process of the run does, or the run ends. Waits for nothing."""
+        self._over.set()
+
+    def release(self) -> None:
+        """Give it up; a store that does not answer lets it end by itself. May be called again."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(timeout=END_TIMEOUT_S)
+        number, self.number = self.number, None
+        if number is None:
+            return
+        self._own = replace(self._own, is_released=True)
+        with suppress(StorageError), replace(self.storage, retries=0).connect() as store:
+            if newest_lease(store)[0] == number:
+                store.put(_key(number), self._data())
+
+    def renew(self, store: ObjectStore) -> bool:
+        """Write it anew; whether it is still this run's.
+
+        Raises:
+            StorageError: the store does not answer.
+        """
+        assert self.number is not None, "a lease is renewed after it was taken"
+        if newest_lease(store)[0] > self.number:
+            return False
+        store.put(_key(self.number), self._data())
+        return True
+
+    def _renew_all_the_time(self) -> None:
+        with replace(self.storage, retries=0).connect() as store:
+            while not self._over.wait(RENEW_EVERY_S):
+                try:
+                    if not self.renew(store):
+                        return  # the next record of the log says so
+                except StorageError as error:
+                    log.info("the lease on %s could not be renewed: %s", self.storage.address, error)
+
+    def _data(self) -> bytes:
+        self._own = replace(self._own, renewals=self._own.renewals + 1, renewed_at=time.time())
+        line = json.dumps(asdict(self._own)).encode()
+        return line.ljust(-(-len(line) // PADDED_BYTES) * PADDED_BYTES)  # as long as before, for who reads meanwhile
+
+
+def newest_lease(store: ObjectStore) -> tuple[int, LeaseRecord | None]:
+    """The number of the lease that counts, and what it tells; 0 where there is none."""
+    numbers = [int(found[1]) for one in store.list(LEASES) if (found := KEY.fullmatch(one.key))]
+    number = max(numbers, default=0)
+    return number, _read(store, number) if number else None
+
+
+def living_holder(storage: Storage, wait_s: float) -> LeaseRecord | None:
+    """The run that holds a place, if it was seen to live within `wait_s`; takes nothing.
+
+    Raises:
+        StorageError: the store does not answer, or refuses.
+    """
+    with storage.connect() as store:
+        number, found = newest_lease(store)
+        return found if found is not None and _lives(store, number, found, wait_s) else None
+
+
+def machine_id() -> str:
+    """What two processes share that see each other's process ids."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _lives(store: ObjectStore, number: int, found: LeaseRecord, wait_s: float) -> bool:
+    """Whether the run that holds a lease is alive: it renews it."""
+    if found.is_released or found.is_known_dead:
+        return False
+    if found.machine and found.machine == machine_id():
+        return True
+    if time.time() - found.renewed_at > CERTAINLY_OVER_S:
+        return False
+    if wait_s > RENEW_EVERY_S:
+        log.warning("%s is held by %s: waiting up to %.0f s to see whether it lives", store.address, found, wait_s)
+    end = time.monotonic() + wait_s
+    while time.monotonic() < end:
+        time.sleep(LOOK_EVERY_S)
+        later, now = newest_lease(store)
+        if later != number or now is None:
+            return now is not None and not now.is_released
+        if now.is_released:
+            return False
+        if now.renewals != found.renewals:
+            return True
+    return False
+
+
+def _read(store: ObjectStore, number: int) -> LeaseRecord | None:
+    """One that cannot be read is nobody's."""
+    try:
+        size = store.size(_key(number))
+        return parse_as(LeaseRecord, store.get(_key(number), 0, size)) if size <= LIMIT_BYTES else None
+    except (ObjectNotFound, ExternalInputError):
+        return None
+
+
+def _key(number: int) -> str:
+    return f"{LEASES}{number:0{DIGITS}d}.json"

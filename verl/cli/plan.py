@@ -1,0 +1,117 @@
+"""`verl plan`: what a run will take in memory, time and disk, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from verl.cli.console import FAILED, FOUND
+from verl.errors import ConfigError, VerlError
+from verl.utils.redact import redact
+
+if TYPE_CHECKING:
+    from verl.trainer.plan.devices import DeviceRates
+
+DEVICE = "plan.device="
+PLAN_ONLY = "plan=only"  # an argument of the main scripts
+
+
+def plan(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="As those of `verl ppo`: actor=llama8b sharding=fsdp trainer.n_gpus_per_node=8 ..."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="a100-40, a100, l4, l40s, rtx4090, h100, h200, b200 or cpu; also as plan.device=NAME."),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure this machine's CPU for about 10 s, in place of a table.")
+    ] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Trace all layers, rather than one and two.")] = False,
+    response_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a response on average, for the time. Default: the longest.")
+    ] = None,
+    upload_mib_s: Annotated[
+        float | None, typer.Option(min=0.001, help="MiB per second to the object storage, for the time of an upload.")
+    ] = None,
+    sft: Annotated[bool, typer.Option("--sft", help="Plan a run of `verl sft`.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One object in place of text.")] = False,
+) -> None:
+    """Plan a run: memory by phase, batch arithmetic, seconds of a step, disk. Nothing is loaded, written or started.
+
+    The models' config.json is all that is read of them. The exit status is 1 where the run does not fit its devices.
+    """
+    given = list(overrides or [])
+    named = [one.removeprefix(DEVICE) for one in given if one.startswith(DEVICE)]
+    given = [one for one in given if not one.startswith(DEVICE)]
+    try:
+        run = _validated("sft" if sft else "ppo", given)
+        rates = _rates(run, device or (named[-1] if named else None), measure)
+        found = _planned(run, rates, exact, response_tokens, upload_mib_s)
+    except (VerlError, OSError) as error:  # all faults in a list, as the main scripts give them
+        typer.echo(redact(str(error)), err=True)
+        raise typer.Exit(FAILED) from error
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        typer.echo("\n".join(found.lines()))
+    if not found.fits:
+        raise typer.Exit(FOUND)
+
+
+def plan_only(root: str, arguments: list[str]) -> NoReturn:
+    """`main_ppo.py plan=only`: the plan of what the script would run, and an end with its status."""
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command()(plan)
+    command([*arguments, *(["--sft"] if root == "sft" else [])])
+    raise SystemExit
+
+
+def _validated(root: str, arguments: list[str]) -> Any:
+    """The run that a main script would make of these arguments, faults in its words."""
+    from verl.compose.command_line import command_line, composition_faults
+    from verl.compose.compose import compose_root
+    from verl.compose.validate import validate
+    from verl.compose.warm_start import with_architectures
+
+    given, assigned = command_line(root, arguments)
+    flags = [one for one in given if one.startswith("-")]
+    if flags:
+        raise ConfigError(f"{flags[0]} is a flag of the main scripts: verl plan takes group=option and key=value.")
+    try:
+        config = compose_root(root, given)
+    except Exception as error:
+        raise ConfigError([*assigned.faults, *composition_faults(root, error)]) from error
+    return with_architectures(validate(config, assigned.faults))
+
+
+def _rates(run: Any, name: str | None, measure: bool) -> DeviceRates:
+    import torch
+
+    from verl.models.model_stats import model_stats
+    from verl.trainer.plan.devices import device_named, gpu_here, measured_here
+
+    if measure:
+        if name not in (None, "cpu"):
+            raise ConfigError(f"plan.device is {name}: --measure is of this machine. Leave one of them out.")
+        source = run.actor.model
+        sizes = model_stats(source.load_config())
+        return measured_here(sizes.hidden, sizes.mlp, run.actor.autocast or source.dtype)
+    if name is not None:
+        return device_named(name)
+    return gpu_here() if torch.cuda.is_available() and run.trainer.device != "cpu" else device_named("cpu")
+
+
+def _planned(run: Any, rates: DeviceRates, exact: bool, response: int | None, upload_mib_s: float | None) -> Any:
+    from verl.trainer.memory_estimate import free_disk
+    from verl.trainer.plan.run_plan import plan_run
+
+    saves = run.checkpoint
+    place = Path(saves.save_dir or ".").expanduser() if saves is not None else Path()
+    rate = None if upload_mib_s is None else upload_mib_s * 2**20
+    free = None if "://" in str(place) else free_disk(place.absolute())
+    return plan_run(run, rates, exact=exact, response=response, free_disk=free, upload_rate=rate)

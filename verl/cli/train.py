@@ -1,0 +1,133 @@
+"""The commands that train: `verl ppo`, `verl sft` and `verl quickstart`.
+
+`main_ppo.py` and `main_sft.py` of a checkout are `verl ppo` and `verl sft`: both take Hydra's grammar over the packaged
+configuration, so neither needs the checkout. `verl quickstart` runs one after the other on the embedded model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from verl.cli.console import fail
+from verl.cli.plan import PLAN_ONLY, plan_only
+from verl.compose.launch import LaunchedRun, entry_point
+from verl.compose.validate import refuse_here, validate
+from verl.compose.warm_start import resolve_warm_starts
+
+MODULE = ("-m", "verl.cli")  # `python -m verl.cli` is the console command `verl`
+
+
+def train(job: LaunchedRun) -> None:
+    """Check a composed run, build its trainer, and train."""
+    run = validate(job.config, job.faults)  # every fault at once, before any weight is loaded
+    refuse_here(run, job.context)  # what this machine lacks for it, and what does not answer
+    job.record()  # prints what differs from the defaults, saves the configuration, and logs to run.log
+    run = resolve_warm_starts(run, job.console)  # the embedded starting weights are made on first use
+    trainer = run.build(job.context)
+    try:
+        trainer.fit()
+    finally:
+        trainer.close()
+
+
+def _command(root: str) -> Callable[[], None]:
+    launched = entry_point(root)(train)
+
+    def command() -> None:
+        words = sys.argv[1:]
+        if PLAN_ONLY in words:
+            plan_only(root, [word for word in words if word != PLAN_ONLY])
+        launched()
+
+    return command
+
+
+train_ppo = _command("ppo")
+train_sft = _command("sft")
+
+
+class HydraCommand(typer.core.TyperCommand):
+    """A command whose arguments all go to Hydra as they were typed, `--help` and single-dash flags included."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return ctx.args
+
+
+def ppo(context: typer.Context) -> None:
+    """Train by reinforcement learning; `verl ppo --help` lists groups and options."""
+    sys.argv = ["verl ppo", *context.args]
+    train_ppo()
+
+
+def sft(context: typer.Context) -> None:
+    """Supervised fine-tuning; `verl sft --help` lists groups and options."""
+    sys.argv = ["verl sft", *context.args]
+    train_sft()
+
+
+def quickstart(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Overrides for `verl ppo`, such as algorithm=grpo.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where both runs write; replaced if it exists.")] = Path(
+        "outputs/quickstart"
+    ),
+    smoke: Annotated[bool, typer.Option("--smoke", help="Two steps of each run: does everything run here?")] = False,
+) -> None:
+    """Train the embedded model by SFT and then PPO, and show that it learned. Needs no GPU and no network."""
+    _make_way(out)
+    short = ["debug=smoke"] if smoke else []
+    fine_tuning = _run("sft", out / "sft", ["trainer.experiment_name=quickstart_sft", *short])
+    start = ["trainer.experiment_name=quickstart", f"actor.model.path={out / 'sft/actor'}"]
+    training = _run("ppo", out / "ppo", [*start, *short, *(overrides or [])])
+    evaluations = {int(step): metrics for step, metrics in training["evaluations"].items()}
+    before, after = evaluations[0]["eval/accuracy"], evaluations[max(evaluations)]["eval/accuracy"]
+    summary = {
+        "accuracy_before": before,
+        "accuracy_after": after,
+        "sft_s": round(fine_tuning["wall_s"], 1),
+        "ppo_s": round(training["wall_s"], 1),
+        "samples_per_s": round(training["samples"] / training["train_s"], 1),
+    }
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    written = {"curves": "ppo/curves.png", "actor": "ppo/actor", "samples": "ppo/samples"}
+    written |= {"metrics": "ppo/metrics.jsonl", "summary": "summary.json"}
+    lines = [f"  {name:<8} {out / place}" for name, place in written.items() if (out / place).exists()]
+    typer.echo(
+        f"\nGreedy accuracy on held-out problems: {before:.1%} after SFT ({fine_tuning['wall_s']:.0f} s),\n"
+        f"{after:.1%} after {training['steps']} steps of PPO ({training['wall_s']:.0f} s, "
+        f"{summary['samples_per_s']} samples/s).\n" + "\n".join(lines)
+    )
+
+
+def _make_way(out: Path) -> None:
+    """Remove what an earlier quickstart wrote; nothing else."""
+    there = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    if others := [name for name in there if name not in ("sft", "ppo", "summary.json")]:
+        fail(f"--out is {out}: it holds {others[0]}, which no quickstart wrote. Give a directory of its own.")
+    if out.exists() and not out.is_dir():
+        fail(f"--out is {out}: it is a file. Give a directory.")
+    for name in ("sft", "ppo"):
+        if (out / name).is_dir() and not (out / name / "config.yaml").is_file():
+            fail(f"--out is {out}: {name} in it is no run of a quickstart. Give a directory of its own.")
+    shutil.rmtree(out, ignore_errors=True)
+
+
+def _run(root: str, directory: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Run `verl ppo` or `verl sft` into a directory and return its summary."""
+    words = [root, f"hydra.run.dir={directory}", *overrides]
+    typer.echo(f"\n$ verl {' '.join(words)}")
+    sys.stdout.flush()
+    status = subprocess.run([sys.executable, *MODULE, *words], check=False).returncode
+    if status != 0:
+        raise typer.Exit(status)
+    return json.loads((directory / "summary.json").read_text())

@@ -1,0 +1,8 @@
+"""`verl plan`: memory, time and disk of a run before anything is loaded.
+
+activations  Bytes that a training step keeps of a micro-batch, by running one and two layers on tensors without data
+devices      Rates of devices: memory, matrix products, bandwidth and links, from data sheets or measured
+memory       Bytes in each process, by phase and part, and what of them lies in main memory
+run_plan     The plan of a run: memory, batch arithmetic, time, disk, and what makes it fit
+step_time    Seconds of a step by stage
+"""

@@ -1,0 +1,190 @@
+"""Bytes that a training step keeps of a micro-batch, by running one and two layers on tensors without data.
+
+    config ── 1 and 2 layers ──> forward and backward under FakeTensorMode ── bytes alive, at their peak ──> a + n b
+
+`LiveBytes` counts on real tensors likewise, which is what the estimate is compared with.
+"""
+
+from __future__ import annotations
+
+import weakref
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from verl.engines.chunked_logprobs import logits_at_a_time
+
+CAUSAL = "verl_causal"  # attention without a mask, as packed rows have it
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operations within have made and that are alive.
+
+    Attributes:
+        live, peak: bytes now, and at most so far; gradients of `watch`ed parameters left out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._handles: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        return found
+
+    def watch(self, module: nn.Module) -> None:
+        """Leave the parameters of a module and their gradients out of the count."""
+        for parameter in module.parameters():
+            self._known.setdefault(parameter.untyped_storage(), 0)
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._forget_gradient))
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        size = storage.nbytes()
+        self._known[storage] = size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._release, size)
+
+    def _release(self, size: int) -> None:
+        self.live -= size
+
+    def _forget_gradient(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and (size := self._known.get(gradient.untyped_storage(), 0)):
+            self._known[gradient.untyped_storage()] = 0
+            self.live -= size
+            weakref.finalize(gradient.untyped_storage(), self._release, -size)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that a micro-batch takes beside weights and gradients.
+
+    Attributes:
+        training: at the peak of forward and backward pass, logits left out.
+        kept: at the end of the forward pass, when logits come on top.
+        scoring: at the peak of a forward pass without gradients.
+        logits: of the part of the tokens whose logits are there at a time, in the backward pass.
+    """
+
+    training: int
+    kept: int
+    scoring: int
+    logits: int
+
+
+def trace_activations(
+    config: Any,
+    tokens: int,
+    dtype: torch.dtype,
+    *,
+    recomputed: bool = False,
+    siblings: int = 1,
+    exact: bool = False,
+    device_type: str = "cpu",
+) -> Activations:
+    """Of a line of so many tokens through a model with this Hugging Face configuration.
+
+    Args:
+        recomputed: with gradient checkpointing.
+        siblings: processes that share each layer (tensor parallelism): each has its part of MLP and attention.
+        exact: run all layers, rather than one and two.
+        device_type: on which it will run: parts of the logits are larger on a GPU.
+    """
+    layers = config.get_text_config().num_hidden_layers
+    depths = [layers] if exact or layers < 3 else [1, 2]
+    trained = [_traced(config, depth, tokens, dtype, recomputed, siblings, trains=True) for depth in depths]
+    scored = [_traced(config, depth, tokens, dtype, False, siblings, trains=False) for depth in depths]
+    return Activations(
+        training=_at([peak for peak, _ in trained], layers),
+        kept=_at([kept for _, kept in trained], layers),
+        scoring=_at([peak for peak, _ in scored], layers),
+        logits=_logits(config, tokens, dtype, siblings, device_type),
+    )
+
+
+def _at(found: list[int], layers: int) -> int:
+    return found[0] + (layers - 1) * (found[1] - found[0]) if len(found) == 2 else found[0]
+
+
+def _traced(
+    config: Any, layers: int, tokens: int, dtype: torch.dtype, recomputed: bool, siblings: int, *, trains: bool
+) -> tuple[int, int]:
+    """Bytes at the peak, and at the end of the forward pass."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModel
+
+    from verl.models.pretrained import quiet_transformers
+
+    AttentionInterface.register(CAUSAL, AttentionInterface._global_mapping["sdpa"])
+    AttentionMaskInterface.register(CAUSAL, _no_mask)
+    part = _with_layers(config, layers, siblings)
+    with FakeTensorMode(), quiet_transformers(), torch.random.fork_rng(devices=[]):
+        model = AutoModel.from_config(part, dtype=dtype, attn_implementation=CAUSAL)
+        model.train(trains)
+        if recomputed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        with LiveBytes() as counted, torch.set_grad_enabled(trains):
+            counted.watch(model)
+            hidden = model(input_ids=ids, use_cache=False)[0]
+            kept = counted.live
+            if trains:
+                hidden.backward(torch.empty_like(hidden))
+        return counted.peak, kept
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The tokens of a line see those before them, so that attention makes no matrix of scores or masks."""
+
+
+def _with_layers(config: Any, layers: int, siblings: int) -> Any:
+    found = deepcopy(config)
+    for one in {id(x): x for x in (found, found.get_text_config())}.values():
+        one.num_hidden_layers = layers
+        if getattr(one, "layer_types", None):
+            one.layer_types = list(one.layer_types)[:layers]
+        one.use_cache = False
+        if siblings > 1:
+            size = getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads
+            one.head_dim = size
+            one.num_attention_heads = max(1, one.num_attention_heads // siblings)
+            if getattr(one, "num_key_value_heads", None):
+                one.num_key_value_heads = max(1, one.num_key_value_heads // siblings)
+            if getattr(one, "intermediate_size", None):
+                one.intermediate_size = max(1, one.intermediate_size // siblings)
+    return found
+
+
+def _logits(config: Any, tokens: int, dtype: torch.dtype, siblings: int, device_type: str) -> int:
+    """Of one part of the tokens: logits, their log-softmax in float32, and gradients of both."""
+    text = config.get_text_config()
+    count = max(1, min(tokens, logits_at_a_time(device_type) // text.vocab_size))
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from verl.ops.logprobs import log_probs_of
+
+    with FakeTensorMode():
+        head = nn.Linear(text.hidden_size, text.vocab_size, bias=False, dtype=dtype)
+        hidden = torch.empty(count, text.hidden_size, dtype=dtype, requires_grad=True)
+        chosen = torch.zeros(count, 1, dtype=torch.long)
+        with LiveBytes() as counted:
+            counted.watch(head)
+            logits = head(hidden)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            log_probs_of(logits[:, None], chosen, 1.0).sum().backward()
+        return counted.peak // siblings

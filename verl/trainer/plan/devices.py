@@ -1,0 +1,179 @@
+"""Rates of devices: memory, matrix products, bandwidth and links, from data sheets or measured on this machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from verl.errors import ConfigError
+
+GB, GIB, TERA = 10**9, 2**30, 10**12
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRates:
+    """What a device can do. Rates are peaks; `products_share` and `bandwidth_share` say what of them is reached.
+
+    Attributes:
+        memory: bytes.
+        products: dtype -> floating-point operations per second of matrix products, without sparsity.
+        bandwidth: of its memory, bytes per second.
+        link, network: bytes per second that a process sends to one on the same machine, and on another one.
+        host_link: bytes per second between the device and main memory.
+        context: bytes that each process with this device takes for itself.
+        layer_s: seconds that one layer's forward pass takes at least: starting its kernels.
+        is_measured: on this machine, rather than read from a data sheet.
+    """
+
+    name: str
+    memory: int
+    products: Mapping[str, float]
+    bandwidth: float
+    link: float
+    network: float = 50 * GB
+    host_link: float = 25 * GB
+    context: int = 0
+    layer_s: float = 2e-4
+    products_share: float = 0.5
+    bandwidth_share: float = 0.7
+    is_measured: bool = False
+    is_gpu: bool = True
+
+    def flops(self, dtype: str) -> float:
+        """Operations per second that a training step reaches in this type."""
+        return self.products.get(dtype, self.products["float32"]) * self.products_share
+
+    def reads(self) -> float:
+        """Bytes per second that are read from its memory."""
+        return self.bandwidth * self.bandwidth_share
+
+
+def _gpu(name: str, gib: float, half: float, single: float, bandwidth: float, link: float, host: float) -> DeviceRates:
+    """Memory in GiB, operations in 10^12 per second, the rest in 10^9 bytes per second."""
+    rates = {"bfloat16": half * TERA, "float16": half * TERA, "float32": single * TERA, "float64": single * TERA / 2}
+    return DeviceRates(
+        name=name,
+        memory=int(gib * GIB),
+        products=rates,
+        bandwidth=bandwidth * GB,
+        link=link * GB,
+        host_link=host * GB,
+        context=GIB // 2,
+    )
+
+
+# From the vendors' data sheets: dense rates of the SXM form where there is one; links in one direction.
+DEVICES = {
+    device.name: device
+    for device in (
+        _gpu("a100-40", 40, 312, 19.5, 1555, 300, 25),
+        _gpu("a100", 80, 312, 19.5, 2039, 300, 25),
+        _gpu("l4", 24, 121, 30.3, 300, 25, 25),
+        _gpu("l40s", 48, 362, 91.6, 864, 25, 25),
+        _gpu("rtx4090", 24, 165, 82.6, 1008, 25, 25),
+        _gpu("h100", 80, 989, 67, 3350, 450, 50),
+        _gpu("h200", 141 * GB / GIB, 989, 67, 4800, 450, 50),
+        _gpu("b200", 180 * GB / GIB, 2250, 80, 8000, 900, 50),
+    )
+}
+
+
+def device_named(name: str) -> DeviceRates:
+    """The rates of a device of the table, or `cpu`: this machine's memory with rates of two common cores.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name == "cpu":
+        return this_cpu()
+    found = DEVICES.get(name.lower())
+    if found is None:
+        raise ConfigError(f"plan.device is {name!r}: known are {', '.join(DEVICES)} and cpu.")
+    return found
+
+
+def gpu_here() -> DeviceRates:
+    """The GPU of this machine: its own memory, with the rates of the table where it is known there, else of an A100."""
+    name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+    plain = name.lower().replace(" ", "").replace("geforce", "")
+    known = next((rates for key, rates in reversed(DEVICES.items()) if key.partition("-")[0] in plain), DEVICES["a100"])
+    return replace(known, name=name, memory=memory)
+
+
+def this_cpu() -> DeviceRates:
+    """Main memory of this machine, with rates that a core has at least; `measured_here` has its own."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    rate = 30e9 * cores
+    return DeviceRates(
+        name="cpu",
+        memory=memory,
+        products={"float32": rate, "float64": rate / 2, "bfloat16": rate / 4},
+        bandwidth=10 * GB,
+        link=5 * GB,
+        host_link=5 * GB,
+        layer_s=5e-4,
+        products_share=1.0,
+        bandwidth_share=1.0,
+        is_gpu=False,
+    )
+
+
+def measured_here(hidden: int, mlp: int, dtype: str = "float32", seconds: float = 4.0) -> DeviceRates:
+    """The rates of this machine's CPU, for products of these widths.
+
+    Args:
+        hidden, mlp: widths of the model; larger ones than 4096 and 16384 are measured at that.
+        seconds: for each of the measurements.
+    """
+    hidden, mlp = min(hidden, 4096), min(mlp, 16384)
+    kind = getattr(torch, dtype)
+    rows = 1024
+    x, w, back = (torch.randn(*shape, dtype=kind) for shape in ((rows, hidden), (hidden, mlp), (mlp, hidden)))
+    product_s = _fastest(lambda: (x @ w) @ back, seconds)
+    large = torch.ones(2**25, dtype=torch.float32)
+    copy_s = _fastest(lambda: large.clone(), seconds)
+    rate = 4 * rows * hidden * mlp / product_s
+    layer_s = _layer_seconds(seconds)
+    found = this_cpu()
+    return DeviceRates(
+        name="cpu",
+        memory=found.memory,
+        products={dtype: rate, "float32": rate},
+        bandwidth=2 * large.nbytes / copy_s,
+        link=large.nbytes / copy_s,
+        host_link=large.nbytes / copy_s,
+        layer_s=layer_s,
+        products_share=1.0,
+        bandwidth_share=1.0,
+        is_measured=True,
+        is_gpu=False,
+    )
+
+
+def _fastest(work: Callable[[], object], seconds: float) -> float:
+    """The median of a run, first ones left out."""
+    work()
+    taken, end = [], time.perf_counter() + seconds
+    while len(taken) < 5 or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return sorted(taken)[len(taken) // 2]
+
+
+def _layer_seconds(seconds: float) -> float:
+    """Of a layer on one token, where nearly all is starting its operations."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = LlamaForCausalLM(config).eval()
+        token = torch.zeros(1, 1, dtype=torch.long)
+        return _fastest(lambda: model(input_ids=token, use_cache=False), seconds / 2) / 4

@@ -1,0 +1,173 @@
+"""Seconds of a step by stage: operations and bytes over the rates of a device, and what starting each layer costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.models.model_stats import ModelStats, model_stats
+from verl.trainer.config import PPOSettings
+from verl.trainer.plan.devices import DeviceRates
+from verl.trainer.plan.memory import MemoryPlan, RolePlan, tokens_per_row
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one stage of a step; `bound` says what they are spent on."""
+
+    name: str
+    seconds: float
+    bound: str
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A model on a device.
+
+    Attributes:
+        parameters: that take part in the products of one token.
+        ways: processes that share each layer.
+    """
+
+    sizes: ModelStats
+    parameters: int
+    itemsize: int
+    dtype: str
+    device: DeviceRates
+    ways: int = 1
+
+    def pass_s(self, tokens: int, length: int, calls: int = 1) -> tuple[float, str]:
+        """One forward pass of so many tokens in rows of a length, cut into so many calls."""
+        attention = 2 * self.sizes.layers * self.sizes.attention * length  # two products, half of them masked
+        products = tokens * (2 * self.parameters + attention) / self.ways / self.device.flops(self.dtype)
+        reads = calls * self.parameters * self.itemsize / self.ways / self.device.reads()
+        starts = calls * self.sizes.layers * self.device.layer_s
+        return max(products, reads) + (starts if not self.device.is_gpu else max(0.0, starts - products)), (
+            "starting operations" if starts > max(products, reads) else "products" if products > reads else "memory"
+        )
+
+
+def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int | None = None) -> list[StageTime]:
+    """The stages of one step, in order.
+
+    Args:
+        response: tokens of a response on average; None for the longest that may come.
+    """
+    work = {role.name: _work(role, run, device) for role in memory.roles}
+    settings = run.trainer
+    if not isinstance(settings, PPOSettings):
+        length = getattr(run.data, "max_length", None) or memory.roles[0].tokens
+        own_tokens = settings.batch_size * length // (settings.n_gpus_per_node * settings.nnodes)
+        return [_update(run, memory.roles[0], work["actor"], max(1, own_tokens), length, 1, device)]
+    rows, new = settings.prompts_per_step * settings.group_size, response or run.rollout.max_new_tokens
+    prompt = getattr(run.data, "max_prompt_length", 0)
+    own = {role.name: -(-rows // _shares(run, role.name)) for role in memory.roles}
+    found = [_generation(run, work["actor"], own["actor"], prompt, new, device)]
+    width = prompt + new
+    for role in memory.roles:
+        if role.name == "actor" and not run.algorithm.needs_old_log_probs:
+            continue
+        tokens = int(own[role.name] * tokens_per_row(run, role.name, new))
+        seconds, bound = work[role.name].pass_s(tokens, width, _calls(role, tokens))
+        named = {"actor": "old log-probs", "critic": "values", "reference": "reference log-probs"}
+        found.append(StageTime(named.get(role.name, role.name), seconds, bound))
+    for role in memory.roles:
+        if role.memory.gradients:
+            updates = run.algorithm.epochs * run.algorithm.mini_batches
+            per_row = tokens_per_row(run, role.name, new, run.algorithm.mini_batches == 1)
+            tokens = int(run.algorithm.epochs * own[role.name] * per_row)
+            found.append(_update(run, role, work[role.name], tokens, width, updates, device))
+    if getattr(run.rollout, "kv_cache_gib", None) is not None:
+        size = work["actor"].sizes.parameters * work["actor"].itemsize
+        found.append(StageTime("sync", size / (device.link if device.is_gpu else device.reads()), "memory"))
+    return found
+
+
+def _work(role: RolePlan, run: Any, device: DeviceRates) -> _Work:
+    sizes = model_stats(role.config)
+    world = run.trainer.n_gpus_per_node * run.trainer.nnodes
+    sharding = getattr(getattr(run, role.name), "sharding", None) or run.sharding
+    ways = sharding.mesh_sizes(world)[2] if world > 1 else 1
+    return _Work(
+        sizes=sizes,
+        parameters=active_parameters(role.config, sizes),
+        itemsize=role.dtype.itemsize,
+        dtype=str(role.dtype).removeprefix("torch."),
+        device=device,
+        ways=ways,
+    )
+
+
+def active_parameters(config: Any, sizes: ModelStats) -> int:
+    """Parameters in the products of one token: the output head, but not the table of embeddings; of the experts those
+    that are chosen."""
+    text = config.get_text_config()
+    count = sizes.parameters - (0 if sizes.tied else sizes.vocabulary * sizes.hidden)
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    if experts and chosen and chosen < experts:
+        width = getattr(text, "moe_intermediate_size", None) or sizes.mlp
+        count -= sizes.layers * (experts - chosen) * 3 * sizes.hidden * width
+    return count
+
+
+def _shares(run: Any, role: str) -> int:
+    world = run.trainer.n_gpus_per_node * run.trainer.nnodes
+    sharding = run.shardings().get(role, run.sharding)
+    return sharding.row_shares(world) if world > 1 else 1
+
+
+def _calls(role: RolePlan, tokens: int) -> int:
+    return max(1, -(-tokens // role.tokens))
+
+
+def _generation(run: Any, work: _Work, rows: int, prompt: int, new: int, device: DeviceRates) -> StageTime:
+    """One token of every row at a time: weights are read once for each, keys and values of every row too."""
+    ways = getattr(run.rollout, "tensor_parallel_size", 1)
+    together = getattr(run.rollout, "max_rows", None) or getattr(run.rollout, "max_num_seqs", rows)
+    batch = max(1, min(rows * ways, together))
+    waves = -(-rows * ways // batch)
+    engine = _Work(work.sizes, work.parameters, work.itemsize, work.dtype, device, max(ways, work.ways))
+    read_s = engine.pass_s(rows * ways * prompt // max(1, run.trainer.group_size), max(1, prompt), waves)[0]
+    token_s, bound = engine.pass_s(batch, prompt + new // 2)
+    kept = work.sizes.cache_elements * work.itemsize // engine.ways
+    token_s += batch * (prompt + new / 2) * kept / device.reads()
+    return StageTime("generate", read_s + waves * new * token_s, bound)
+
+
+def _update(
+    run: Any, role: RolePlan, work: _Work, tokens: int, length: int, updates: int, device: DeviceRates
+) -> StageTime:
+    """Forward and backward passes over so many tokens, gradients between processes, and the optimizer's passes."""
+    calls = max(updates, _calls(role, tokens))
+    once, bound = work.pass_s(tokens, length, calls)
+    compute = once * (4 if role.recomputed else 3)
+    world = run.trainer.n_gpus_per_node * run.trainer.nnodes
+    sent = 0.0
+    if world > 1:
+        sharding = getattr(getattr(run, role.name), "sharding", None) or run.sharding
+        kind = getattr(run, role.name).model.dtype
+        cost = sharding.cost(world, work.sizes, role.tokens, _itemsize(kind), work.itemsize)
+        sent = cost.per_step(calls, updates) / (device.network if run.trainer.nnodes > 1 else device.link)
+    moments = 7 * (role.memory.gradients or role.memory.weights) / device.reads() * updates  # AdamW reads 4, writes 3
+    if role.memory.is_offloaded:
+        moments += 2 * role.memory.weights / device.host_link * updates
+    return StageTime(
+        f"update {role.name}", max(compute, sent) + moments, "links between devices" if sent > compute else bound
+    )
+
+
+def _itemsize(name: str) -> int:
+    import torch
+
+    return getattr(torch, name).itemsize
+
+
+def share_lines(stages: Sequence[StageTime]) -> list[str]:
+    """Each stage with its share of the step."""
+    total = sum(stage.seconds for stage in stages) or 1.0
+    return [
+        f"{stage.name:<22}{stage.seconds:>10.3f} s{stage.seconds / total:>7.0%}   bound by {stage.bound}"
+        for stage in stages
+    ]

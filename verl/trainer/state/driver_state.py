@@ -1,0 +1,313 @@
+"""What the driver holds of a training, as a dictionary of parts, each with `state_dict` and `load_state_dict`.
+
+part                  where a checkpoint has it                  loaded with the component
+sampler               dataloader/state.json                      dataloader
+drawn_ahead           drawn_ahead/rows.safetensors               dataloader
+kl, lengths, safety   scheduler/state.json, under that name      scheduler
+reward                scheduler/state.json                       scheduler
+replay_buffer         replay_buffer/, files that are linked      replay_buffer
+rng                   rng/                                       rng
+
+A part of another name lies in scheduler/state.json under it, so that a trainer adds one by adding it to its `parts`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.resume_point import ResumePoint
+from verl.checkpoint.save.save_plan import CopiedFile, LinkedFile, SharedFile
+from verl.checkpoint.save.save_request import SavedComponent, TensorItem
+from verl.cluster.rpc import WorkerGroup
+from verl.component import as_plain
+from verl.replay.checkpoint_state import COMPONENT as REPLAY_BUFFER
+from verl.replay.checkpoint_state import SharedShard
+from verl.rewards.base import Reward, RewardDescription
+from verl.trainer.state.training_identity import differences, reward_identity
+from verl.utils.seeding import RngState, derive_seed, rng_state, set_rng_state
+
+_log = logging.getLogger(__name__)
+
+
+class Stateful(Protocol):
+    """Part of the driver that a checkpoint holds."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """For a checkpoint: plain values, unless the part's place says otherwise. Empty where there is nothing."""
+        ...
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from what `state_dict` gave, in place of what is here; empty where the checkpoint has nothing."""
+        ...
+
+
+PartStates = dict[str, Mapping[str, Any]]
+"""What `state_dict` gave, by part."""
+
+
+WHEN_BUILT = ("dataloader", "scheduler", "replay_buffer")
+"""Components that a resumed trainer loads when it is built; `rng` follows when its first step begins."""
+
+
+def states_of(parts: Mapping[str, Stateful]) -> PartStates:
+    """The state of every part, for a save."""
+    return {name: part.state_dict() for name, part in parts.items()}
+
+
+def load_parts(point: ResumePoint, parts: Mapping[str, Stateful], components: Collection[str] | None = None) -> None:
+    """Let parts go on from a checkpoint.
+
+    Args:
+        components: which components are loaded, see the table above; None is all.
+    Raises:
+        CheckpointCorrupt: a part does not read what lies there.
+    """
+    saved = _SavedParts(point)
+    for name, part in parts.items():
+        place = place_of(name)
+        if components is None or place.loaded_with in components:
+            with point.understanding(place.path):
+                part.load_state_dict(place.read(saved))
+
+
+@dataclass(frozen=True)
+class CheckpointDraft:
+    """Components of a checkpoint that is being put together, files that are there already, and what becomes
+    `scheduler/state.json`."""
+
+    components: dict[str, SavedComponent] = field(default_factory=dict)
+    links: list[LinkedFile | CopiedFile | SharedFile] = field(default_factory=list)
+    schedule: dict[str, Any] = field(default_factory=dict)
+
+
+class _SavedParts:
+    """A checkpoint whose `scheduler/state.json` is read once for all parts."""
+
+    def __init__(self, point: ResumePoint):
+        self.point = point
+
+    @cached_property
+    def schedule(self) -> Mapping[str, Any]:
+        return self.point.read_json(ScheduleEntry().path)
+
+
+@dataclass(frozen=True)
+class PartPlace(ABC):
+    """Where a checkpoint has the state of a part.
+
+    Args:
+        path: of the file or directory; messages name it.
+        loaded_with: the component that a load names to have it.
+    """
+
+    path: str
+    loaded_with: str
+
+    @abstractmethod
+    def write(self, state: Mapping[str, Any], draft: CheckpointDraft) -> None:
+        """Add a state to a checkpoint."""
+
+    @abstractmethod
+    def read(self, saved: _SavedParts) -> Mapping[str, Any]:
+        """The state, hashed while it is read; empty if the checkpoint has none."""
+
+
+@dataclass(frozen=True)
+class ScheduleEntry(PartPlace):
+    """In `scheduler/state.json`: under a name, or beside the others under the keys that the state itself has.
+
+    Args:
+        keys: of the state, where they are the file's own.
+    """
+
+    path: str = "scheduler/state.json"
+    loaded_with: str = "scheduler"
+    name: str = ""
+    keys: tuple[str, ...] = ()
+
+    def write(self, state: Mapping[str, Any], draft: CheckpointDraft) -> None:
+        draft.schedule.update(state if self.keys else {self.name: state})
+
+    def read(self, saved: _SavedParts) -> Mapping[str, Any]:
+        schedule = saved.schedule
+        if self.keys:
+            return {key: schedule[key] for key in self.keys if key in schedule}
+        return schedule.get(self.name, {})
+
+
+class JsonFile(PartPlace):
+    """A file of its own."""
+
+    def write(self, state: Mapping[str, Any], draft: CheckpointDraft) -> None:
+        component, file = self.path.split("/")
+        draft.components[component] = SavedComponent(files={file: json_bytes(state)})
+
+    def read(self, saved: _SavedParts) -> Mapping[str, Any]:
+        return saved.point.read_json(self.path)
+
+
+class TensorFile(PartPlace):
+    """Tensors by name in a file of their own; no file where there are none."""
+
+    def write(self, state: Mapping[str, Tensor], draft: CheckpointDraft) -> None:
+        component, file = self.path.split("/")
+        if state:
+            items = [TensorItem(name=name, tensor=tensor) for name, tensor in state.items()]
+            draft.components[component] = SavedComponent(tensors=items, file=file)
+
+    def read(self, saved: _SavedParts) -> Mapping[str, Tensor]:
+        return saved.point.read_tensors(self.path.split("/")[0])
+
+
+class FileSet(PartPlace):
+    """Files by name: small ones as bytes, and ones that lie on the disk and are linked. Read, each is a path."""
+
+    def write(self, state: Mapping[str, bytes | SharedShard], draft: CheckpointDraft) -> None:
+        if state:
+            small = {name: data for name, data in state.items() if isinstance(data, bytes)}
+            shared = {name: shard for name, shard in state.items() if isinstance(shard, SharedShard)}
+            draft.components[self.path] = SavedComponent(files=small)
+            draft.links.extend(
+                SharedFile(path=f"{self.path}/{name}", source=shard.path, leaves=shard.leaves)
+                for name, shard in shared.items()
+            )
+
+    def read(self, saved: _SavedParts) -> Mapping[str, Any]:
+        directory = saved.point.published.directory / self.path
+        return {path.name: path for path in sorted(directory.iterdir())} if directory.is_dir() else {}
+
+
+class RngFiles(PartPlace):
+    """The states of generators: see `GeneratorStates`.
+
+    rng/torch.safetensors          torch, cuda_I (the driver's); rank_R.torch, rank_R.cuda_I
+    rng/python.json  numpy.json    the driver's
+    rng/rank_R.json                python and numpy of rank R
+    """
+
+    tensors: ClassVar[str] = "torch.safetensors"
+    plain: ClassVar[tuple[str, ...]] = ("python", "numpy")
+
+    def references(self, num_ranks: int) -> dict[str, str]:
+        """Which generator's state lies where, for `trainer_state.json`."""
+        own = {"torch": f"rng/{self.tensors}", **{name: f"rng/{name}.json" for name in self.plain}}
+        return own | {f"rank_{rank}": f"rng/rank_{rank}.json" for rank in range(num_ranks)}
+
+    def write(self, state: Mapping[str, Any], draft: CheckpointDraft) -> None:
+        tensors, plain = dict(state["driver"][0]), state["driver"][1]
+        files = {f"{name}.json": plain[name] for name in self.plain}
+        for rank, (theirs, values) in enumerate(state["ranks"]):
+            tensors |= {f"rank_{rank}.{name}": tensor for name, tensor in theirs.items()}
+            files[f"rank_{rank}.json"] = values
+        items = [TensorItem(name=name, tensor=tensor) for name, tensor in tensors.items()]
+        small = {name: json_bytes(value) for name, value in files.items()}
+        draft.components["rng"] = SavedComponent(tensors=items, file=self.tensors, files=small)
+
+    def read(self, saved: _SavedParts) -> Mapping[str, Any]:
+        point, tensors = saved.point, saved.point.read_tensors("rng")
+        names = [PurePosixPath(entry.path).name for entry in CheckpointReader(point.published).files("rng")]
+        count = sum(name.startswith("rank_") for name in names)
+        ranks = [(_below(tensors, f"rank_{rank}."), point.read_json(f"rng/rank_{rank}.json")) for rank in range(count)]
+        own = {name: x for name, x in tensors.items() if not name.startswith("rank_")}
+        plain = {name: point.read_json(f"rng/{name}.json") for name in self.plain}
+        return {"driver": (own, plain), "ranks": ranks, "step": point.step}
+
+
+RNG = RngFiles("rng", "rng")
+PLACES: dict[str, PartPlace] = {
+    "sampler": JsonFile("dataloader/state.json", "dataloader"),
+    "drawn_ahead": TensorFile("drawn_ahead/rows.safetensors", "dataloader"),
+    "reward": ScheduleEntry(keys=("reward", "reward_of")),
+    "replay_buffer": FileSet(REPLAY_BUFFER, REPLAY_BUFFER),
+    "rng": RNG,
+}
+
+
+def place_of(part: str) -> PartPlace:
+    """Where a checkpoint has a part."""
+    return PLACES.get(part) or ScheduleEntry(name=part)
+
+
+def json_bytes(value: Any) -> bytes:
+    """As the small files of a checkpoint are written."""
+    return (json.dumps(value) + "\n").encode()
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+
+
+class RewardStats:
+    """What a reward has learned of scores, and by which reward.
+
+    Args:
+        description: of the reward; files and models that it names are hashed once, if it has anything to save.
+    """
+
+    def __init__(self, description: RewardDescription, reward: Reward):
+        self._description, self._reward = description, reward
+        self._known: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        learned = self._reward.state_dict()
+        return {"reward": learned, "reward_of": self._identity} if learned else {"reward": learned}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """One of a version that did not say whose statistics it holds is trusted. Another reward begins anew, and that
+        is logged."""
+        learned, found = state["reward"], dict[str, Any]()
+        if learned and self._reward.state_dict() and "reward_of" in state:
+            found = differences({"reward": state["reward_of"]}, {"reward": self._identity})
+        if found:
+            self._reward.reset_stats()
+            _log.warning(
+                "The reward differs from the checkpoint's (%s): its score statistics start from zero.", ", ".join(found)
+            )
+        else:
+            self._reward.load_state_dict(learned)
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        if self._known is None:
+            self._known = reward_identity(as_plain(self._description))
+        return self._known
+
+
+class GeneratorStates:
+    """The random generators of this process, and of the processes that hold a role if they are elsewhere.
+
+    Args:
+        seed: of the run, from which a rank is seeded that the checkpoint knows nothing of.
+    """
+
+    def __init__(self, cluster: WorkerGroup, role: Any, seed: int):
+        self._cluster, self._role, self._seed = cluster, role, seed
+
+    def state_dict(self) -> dict[str, Any]:
+        ranks: Sequence[RngState] = [] if self._cluster.shares_memory else self._role.rng_states().result()
+        return {"driver": rng_state(), "ranks": ranks}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not self._cluster.shares_memory:
+            self._load_ranks(state["ranks"], derive_seed(self._seed, "resumed", state["step"]))
+        set_rng_state(*state["driver"])
+
+    def _load_ranks(self, ranks: Sequence[RngState], seed: int) -> None:
+        if len(ranks) != self._cluster.world_size:
+            new = [str(rank) for rank in range(len(ranks), self._cluster.world_size)]
+            told = f"of rank {', '.join(new)} are seeded anew" if new else "of its further ranks are left out"
+            _log.info(
+                "The checkpoint has the random generators of %d processes, and this run %d: those %s.",
+                len(ranks), self._cluster.world_size, told,
+            )  # fmt: skip
+        self._role.set_rng_states(ranks, seed).result()

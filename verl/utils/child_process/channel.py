@@ -1,0 +1,222 @@
+"""Messages and open files between a process and its child, over a socket pair.
+
+Neither side can be made to wait for ever: by one that is stopped in the midst of a message, nor by one that is gone
+while a third process, such as a fork of it, holds its socket open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from verl.utils.progress import ProgressWatch
+
+HEADER = struct.Struct("!Q")  # bytes of the message that follows
+MOST_FILES = 8  # that may come with a message
+STUCK_S = 60.0  # the other end moves a byte of a message that was begun within this time, or counts as gone
+LOOK_EVERY_S = 0.5
+
+Look = Callable[[int], object]
+
+_living: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+class ChannelClosed(ConnectionError):
+    """The other process has hung up or ended, or takes no more in."""
+
+
+class Channel:
+    """One end. One thread may send while another receives.
+
+    Objects go through the plain pickler: that of multiprocessing would send tensors as handles, to be fetched later.
+
+    Args:
+        is_other_alive: asked now and then while nothing moves.
+        stuck_s: without a byte in the midst of a message; None: no limit but those of `look`.
+    """
+
+    def __init__(
+        self, end: socket.socket, is_other_alive: Callable[[], bool] = lambda: True, stuck_s: float | None = STUCK_S
+    ):
+        self._socket, self._is_other_alive, self._stuck_s = end, is_other_alive, stuck_s
+        end.setblocking(False)
+        _living.add(self)
+
+    def fileno(self) -> int:
+        """For `multiprocessing.connection.wait`."""
+        return self._socket.fileno()
+
+    def send(
+        self, message: Any, files: Sequence[int] = (), look: Look | None = None, *, timeout_s: float | None = None
+    ) -> None:
+        """Send an object and perhaps open files.
+
+        Args:
+            timeout_s: in which it is taken in; 0.0 for a short message that is taken in at once, or not sent.
+            look: called with the bytes that were moved each time that some were, and else every `LOOK_EVERY_S`; raises
+                to give up, and then the channel is of no further use.
+        Raises:
+            ChannelClosed: nobody is there to receive it, or it is not taken in.
+            TimeoutError: not within `timeout_s`.
+        """
+        content = pickle.dumps(message)
+        left = [memoryview(HEADER.pack(len(content))), memoryview(content)]
+        waiting = _Waiting(self._stuck_s, look, timeout_s)
+        with _closed_where_broken():
+            while left:
+                try:
+                    moved = socket.send_fds(self._socket, left, files) if files else self._socket.sendmsg(left)
+                except BlockingIOError:
+                    moved = 0
+                    self._pause(select.POLLOUT, waiting)
+                if moved:
+                    files, left = (), _after(left, moved)
+                    waiting.moved(moved)
+
+    def receive(
+        self, look: Look | None = None, *, timeout_s: float | None = None, watch: ProgressWatch | None = None
+    ) -> Any:
+        """The next object.
+
+        Args:
+            timeout_s: until it begins.
+            watch: of the other process, which is waited for as long as it makes progress.
+        Raises:
+            ChannelClosed: the other end has hung up, or its process is gone.
+            TimeoutError: nothing came in time.
+        """
+        return self.receive_with_files(look, timeout_s=timeout_s, watch=watch)[0]
+
+    def receive_with_files(
+        self, look: Look | None = None, *, timeout_s: float | None = None, watch: ProgressWatch | None = None
+    ) -> tuple[Any, list[int]]:
+        """The next object, and the open files that came with it, which the caller closes; see `receive`."""
+        waiting = _Waiting(None, look, timeout_s, watch)
+        with _closed_where_broken():
+            while True:
+                try:
+                    head, files, _, _ = socket.recv_fds(self._socket, HEADER.size, MOST_FILES)
+                    break
+                except BlockingIOError:
+                    self._pause(select.POLLIN, waiting)
+            for file in files:
+                os.set_inheritable(file, False)
+            if not head:
+                raise ChannelClosed("hung up")
+            waiting = _Waiting(self._stuck_s, look)
+            waiting.moved(len(head))
+            head += self._exactly(HEADER.size - len(head), waiting)
+            (size,) = HEADER.unpack(head)
+            content = self._exactly(size, waiting)
+        return pickle.loads(content), files
+
+    def has_message(self, within_s: float = 0.0) -> bool:
+        """Whether a message, or the other side's end, is there; waits so long for it."""
+        with _closed_where_broken():
+            return self._is_ready(select.POLLIN, within_s)
+
+    def close(self) -> None:
+        """Hang up. May be called again."""
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def _exactly(self, size: int, waiting: _Waiting) -> bytearray:
+        received = bytearray(size)
+        left = memoryview(received)
+        while left:
+            try:
+                moved = self._socket.recv_into(left)
+            except BlockingIOError:
+                self._pause(select.POLLIN, waiting)
+                continue
+            if not moved:
+                raise ChannelClosed("hung up within a message")
+            left = left[moved:]
+            waiting.moved(moved)
+        return received
+
+    def _pause(self, event: int, waiting: _Waiting) -> None:
+        """Wait until bytes can be moved, for a while; raises where there is no use in waiting any longer."""
+        if self._is_ready(event, waiting.pause_s):
+            return
+        if not self._is_other_alive() and not (event == select.POLLIN and self._is_ready(event, 0.0)):
+            raise ChannelClosed("the process is gone")  # and what it said before it ended was taken in
+        waiting.look()
+
+    def _is_ready(self, event: int, within_s: float) -> bool:
+        poll = select.poll()  # select takes no file descriptors above 1023
+        poll.register(self._socket, event)
+        return bool(poll.poll(within_s * 1000))
+
+
+class _Waiting:
+    """The limits of one wait."""
+
+    def __init__(
+        self,
+        stuck_s: float | None,
+        look: Look | None,
+        timeout_s: float | None = None,
+        watch: ProgressWatch | None = None,
+    ):
+        self._stuck_s, self._look, self._timeout_s, self._watch = stuck_s, look, timeout_s, watch
+        self._looked_at, self._idle_s = time.monotonic(), 0.0
+        self.pause_s = min(
+            LOOK_EVERY_S,
+            LOOK_EVERY_S if timeout_s is None else max(timeout_s, 0.0),
+            LOOK_EVERY_S if stuck_s is None else stuck_s,
+            LOOK_EVERY_S if watch is None else watch.timeout_s / 2,
+        )
+
+    def moved(self, num_bytes: int) -> None:
+        self._looked_at, self._idle_s = time.monotonic(), 0.0
+        if self._look is not None:
+            self._look(num_bytes)
+
+    def look(self) -> None:
+        now = time.monotonic()
+        self._idle_s += min(now - self._looked_at, 2 * LOOK_EVERY_S)  # a longer gap: this process was stopped itself
+        self._looked_at = now
+        if self._look is not None:
+            self._look(0)
+        if self._stuck_s is not None and self._idle_s >= self._stuck_s:
+            raise ChannelClosed(f"timed out: nothing of a message was moved for {self._stuck_s:g} s")
+        if self._timeout_s is not None and self._idle_s >= self._timeout_s:
+            raise TimeoutError(f"no answer for {self._timeout_s:g} s")
+        if self._watch is not None and self._watch.is_overdue:
+            raise TimeoutError(f"no progress for {self._watch.timeout_s:g} s")
+
+
+@contextlib.contextmanager
+def _closed_where_broken() -> Iterator[None]:
+    try:
+        yield
+    except (ChannelClosed, TimeoutError):
+        raise
+    except (OSError, ValueError) as error:  # ValueError: closed by another thread
+        raise ChannelClosed(str(error)) from error
+
+
+def _after(parts: list[memoryview], moved: int) -> list[memoryview]:
+    """What is left of buffers once so many bytes of them are gone."""
+    while parts and moved >= len(parts[0]):
+        moved -= len(parts[0])
+        parts = parts[1:]
+    return [parts[0][moved:], *parts[1:]] if moved else parts
+
+
+def _forget_in_child() -> None:
+    for channel in list(_living):
+        channel.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

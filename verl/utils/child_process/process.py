@@ -1,0 +1,288 @@
+"""A child process: how this one starts it, speaks to it, watches and ends it; and the child's main program.
+
+    parent: ChildProcess(MODULE) ──ChildStart, messages, files──> child: run_child(MODULE) ─> serve(channel, ...)
+                                 <──messages, Progress──
+
+A child is started by `subprocess` as `python -m MODULE`, never by multiprocessing: it does not import the parent's main
+script. It leads a group of its own, so that Ctrl-C is the parent's to handle. It ends soon after its parent, however
+that ends; if it is stopped then, the system continues it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from verl.utils.child_process.channel import STUCK_S, Channel, ChannelClosed, Look
+from verl.utils.child_process.exit_report import LogExcerpt, describe_exit, excerpt, log_size, memory_kills
+from verl.utils.orphan_cleanup import CLEANUP, kill_group
+from verl.utils.progress import STARTER_VARIABLE, Progress, is_stopped, report_to_starter, state_of
+
+_log = logging.getLogger(__name__)
+
+PARENT_VARIABLE, CHANNEL_VARIABLE = "VERL_PARENT", "VERL_CHANNEL"
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
+KILL_TIMEOUT_S = 10.0  # a killed process ends at once, unless a disk or a device does not answer
+LOOK_EVERY_S = 0.5
+EXIT_LOOK_S = 0.02
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class ChildStart:
+    """First message.
+
+    Attributes:
+        sys_path: the parent's, so that what can be imported there can be imported here.
+        setting: pickled; opened after `sys_path` is in place.
+    """
+
+    sys_path: tuple[str, ...]
+    setting: bytes
+
+
+class ChildLog:
+    """What a child prints, in a file; one without a name goes with the run.
+
+    Attributes:
+        path: None where it has no name.
+        start: what stands before belongs to another process, or to an earlier call.
+    """
+
+    def __init__(self, path: Path | None):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        file = tempfile.TemporaryFile() if path is None else path.open("a+b")  # noqa: SIM115 - closed by `close`
+        self.file: BinaryIO = file  # type: ignore[assignment]
+        self.start = self.size
+
+    @property
+    def size(self) -> int:
+        return log_size(self.file.fileno())
+
+    def excerpt(self) -> LogExcerpt:
+        """The lines that may tell why the process ended."""
+        return excerpt(self.file.fileno(), self.start)
+
+    def text(self, start: int) -> str:
+        """All from a place on."""
+        return os.pread(self.file.fileno(), max(0, self.size - start), start).decode(errors="replace")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class ChildProcess:
+    """A process of `python -m MODULE`, whose main program is `run_child(MODULE)`.
+
+    Args:
+        progress: shared memory in which it reports, the slot `slot`.
+        environment: variables in addition to those of this process, `without` some of these.
+        output: takes what it prints; None: it prints where this process does; a descriptor, such as 2.
+        files: open files that it inherits under their numbers.
+        is_in_own_session: else in this one's session, where its low priority counts (Linux shares processors among
+            sessions first).
+        is_killed_with_parent: by the clean-up process of this one, should this one be killed.
+        stuck_s: see `Channel`.
+    Attributes:
+        pid: of the process and of its group.
+        channel: to it.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        progress: Progress,
+        *,
+        slot: int = 0,
+        environment: Mapping[str, str] | None = None,
+        without: Sequence[str] = (),
+        output: BinaryIO | int | None = None,
+        files: Sequence[int] = (),
+        is_in_own_session: bool = False,
+        is_killed_with_parent: bool = False,
+        stuck_s: float | None = STUCK_S,
+    ):
+        ours, theirs = socket.socketpair()
+        own = {
+            "PYTHONPATH": os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")])),
+            PARENT_VARIABLE: str(os.getpid()),
+            CHANNEL_VARIABLE: str(theirs.fileno()),
+            STARTER_VARIABLE: f"{progress.fd}:{slot}",
+        }
+        inherited = {name: value for name, value in os.environ.items() if name not in without}
+        self._memory_kills, self._registered = memory_kills(), -1
+        try:
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                [sys.executable, "-m", module],
+                env=inherited | dict(environment or {}) | own,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+                pass_fds=(theirs.fileno(), progress.fd, *files),
+                start_new_session=is_in_own_session,
+                process_group=None if is_in_own_session else 0,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+        if is_killed_with_parent:
+            self._registered = CLEANUP.register(process_groups=[self.pid])
+        self.channel = Channel(ours, self.is_alive, stuck_s)
+
+    def begin(self, setting: Any, look: Look | None = None) -> None:
+        """Send the first message, which `serve` of the module is given.
+
+        Raises:
+            ChannelClosed: the process is gone.
+        """
+        self.channel.send(ChildStart(tuple(map(os.path.abspath, sys.path)), pickle.dumps(setting)), look=look)
+
+    def exit_code(self) -> int | None:
+        """As `subprocess.Popen.returncode` has it; None while the process runs, or is stopped.
+
+        It is not reaped before `kill` has ended its group: until then its number must not become another's.
+        """
+        if self._process.returncode is not None:
+            return self._process.returncode
+        try:
+            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # somebody has reaped all children of this process
+            return self._process.poll()
+        if found is None:
+            return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+    def is_alive(self) -> bool:
+        """Whether the process runs, or is stopped."""
+        return self.exit_code() is None
+
+    def await_exit(self, timeout_s: float) -> int | None:
+        """Wait until the process has ended, as long as that; see `exit_code`."""
+        deadline = time.monotonic() + timeout_s
+        while (code := self.exit_code()) is None and time.monotonic() < deadline:
+            time.sleep(EXIT_LOOK_S)
+        return code
+
+    def describe_exit(self) -> str | None:
+        """How it ended, in words; None where it has not."""
+        code = self.exit_code()
+        return None if code is None else describe_exit(code, self._memory_kills)
+
+    def state(self) -> str:
+        """What the system says of it, as a clause; empty where it does not tell."""
+        return state_of(self.pid)
+
+    def is_stopped(self) -> bool:
+        """Whether it is stopped by a signal or a debugger."""
+        return is_stopped(self.pid)
+
+    def request_stack(self) -> None:
+        """Have it print where its threads stand, if it reacts at all."""
+        if self._process.returncode is None:
+            os.kill(self.pid, signal.SIGUSR2)
+
+    def request_end(self) -> None:
+        """Have the system end it and all that it has started in its group; `kill` waits for that."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def end(self, timeout_s: float) -> None:
+        """Hang up, so that it ends by itself, or is made to. May be called again."""
+        self.channel.close()
+        self.await_exit(timeout_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it and all that it has started in its group, at once; stopped ones too. May be called again.
+
+        It is not waited for where the kernel does not let it end.
+        """
+        self.channel.close()
+        if self._process.returncode is not None:
+            return
+        kill_group(self.pid)
+        reap(self._process)
+        CLEANUP.withdraw(self._registered)
+
+
+def reap(process: subprocess.Popen[bytes]) -> int | None:
+    """How a killed process ended; None where it has not yet."""
+    try:
+        return process.wait(timeout=KILL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        _log.error("process %d was killed and has not ended: a disk or a device does not answer", process.pid)
+        return None
+
+
+def is_parent_alive() -> bool:
+    """Of a child, once `run_child` is under way."""
+    return os.getppid() == _parent
+
+
+_parent = -1
+
+
+def run_child(module: str, *, on_parent_end: Callable[[], object] | None = None, outlives_parent: bool = False) -> None:
+    """The main program of a child: `serve(channel, setting, progress)` of a module, until the parent hangs up.
+
+    The module is imported under its own name, so that messages are of importable classes.
+
+    Args:
+        on_parent_end: what ends this process, in the midst of a computation too, when the parent is gone;
+            `os._exit(1)` by default.
+        outlives_parent: `serve` goes on until it next waits for the parent: it finishes what is begun.
+    """
+    global _parent
+    _parent = int(os.environ.pop(PARENT_VARIABLE))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job: the parent decides
+        signal.signal(number, lambda *_: None)  # unlike SIG_IGN, nothing that processes inherit which are started here
+        signal.siginterrupt(number, False)
+    faulthandler.register(signal.SIGUSR2)
+    resume_without_parent()
+    if not outlives_parent:
+        threading.Thread(target=_end_with, args=(on_parent_end,), name="end with parent", daemon=True).start()
+    progress = report_to_starter()
+    assert progress is not None
+    channel = Channel(socket.socket(fileno=int(os.environ.pop(CHANNEL_VARIABLE))), is_parent_alive)
+    serve = importlib.import_module(module).serve
+    with contextlib.suppress(ChannelClosed):
+        start: ChildStart = channel.receive()
+        sys.path[:] = [*start.sys_path, *(path for path in sys.path if path not in start.sys_path)]
+        serve(channel, pickle.loads(start.setting), progress)
+
+
+def resume_without_parent() -> None:
+    """Let the system continue this process, if it is stopped, when its parent ends: to find that out. On Linux."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+
+
+def _end_with(end: Callable[[], object] | None) -> None:
+    while is_parent_alive():
+        time.sleep(LOOK_EVERY_S)
+    if end is not None:
+        end()
+    os._exit(1)

@@ -1,0 +1,91 @@
+"""Stopped processes: for how long one has been, and an end to those that a library has started and waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from verl.utils.progress import is_stopped
+
+_log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+
+
+class StoppedTime:
+    """How long a process has been stopped: no limit on slow work applies to one that does none.
+
+    Args:
+        look_every_s: how often `of` is asked; a longer gap counts as that much, since this process was stopped itself.
+    """
+
+    def __init__(self, look_every_s: float):
+        self._look_every_s = look_every_s
+        self._seconds: dict[int, float] = {}
+        self._looked_at: dict[int, float] = {}
+
+    def of(self, process_id: int) -> float:
+        """Seconds in a row; 0 for one that goes on."""
+        now = time.monotonic()
+        passed_s = min(now - self._looked_at.get(process_id, now), 2 * self._look_every_s)
+        self._looked_at[process_id] = now
+        stopped_s = self._seconds.get(process_id, 0.0) + passed_s if is_stopped(process_id) else 0.0
+        self._seconds[process_id] = stopped_s
+        return stopped_s
+
+
+def children(mark: bytes) -> dict[int, str]:
+    """Process ids of the children of this process whose command holds a mark, and their programs' names.
+
+    None where the system does not tell.
+    """
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):  # ended meanwhile
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (entry / "cmdline").read_bytes()
+            if parent == os.getpid() and mark in command:
+                found[int(entry.name)] = os.path.basename(command.split(b"\0")[0].decode(errors="replace"))
+    return found
+
+
+class StoppedWatch:
+    """Ends processes that a library has started for this one, once they have been stopped for too long.
+
+    Such a library waits for them without a limit, and they publish no progress; of their end it takes notice.
+
+    Args:
+        processes: by their ids, how to call them.
+        timeout_s: see above; the time in which this process itself was stopped does not count.
+        setting: config path of it.
+    Attributes:
+        ended: those that were.
+    """
+
+    def __init__(self, processes: Mapping[int, str], timeout_s: float, setting: str):
+        self.ended: list[int] = []
+        self._processes, self._timeout_s, self._setting = dict(processes), timeout_s, setting
+        self._is_over = threading.Event()
+        threading.Thread(target=self._look, name="stopped_watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Leave them alone."""
+        self._is_over.set()
+
+    def _look(self) -> None:
+        pause_s = min(LOOK_EVERY_S, self._timeout_s / 2)
+        stopped = StoppedTime(pause_s)
+        while not self._is_over.wait(pause_s):
+            for pid, name in self._processes.items():
+                if pid not in self.ended and stopped.of(pid) >= self._timeout_s:
+                    told = "%s (process %d) has been stopped for %g s (%s), and is ended"
+                    _log.error(told, name, pid, self._timeout_s, self._setting)
+                    self.ended.append(pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
