@@ -151,6 +151,7 @@ def test_the_schema_refuses_what_the_check_would(text, path):
         "trainer: {prompts_per_step: '${divide:384,${trainer.group_size}}'}",
         "reward: {_target_: mine.MyReward, of_my_own: [1, 2]}",
         "tracker: {more: {mine: {_target_: mine.Tracker}}}",
+        "tracker: {mine: {_target_: mine.Tracker, every: 2}}",
         "actor: {lora: {rank: 8}}",
         "defaults: [{override /algorithm: grpo}]",
     ],

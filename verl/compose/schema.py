@@ -244,7 +244,8 @@ def _any_of(base: str, kinds: Iterable[type[Description]]) -> dict[str, Any]:
 
 def _component_schema(kind: type[Description]) -> dict[str, Any]:
     told, fields = _field_texts(kind), {}
-    for name, raw in _raw_schema(kind).get("properties", {}).items():
+    own = _raw_schema(kind).get("properties", {})
+    for name, raw in own.items():
         schema = _with_places({key: value for key, value in raw.items() if key not in ("title", "default")})
         fields[name] = {"anyOf": [*schema.get("anyOf", [schema]), {"$ref": "#/$defs/reference"}]}
         fields[name] |= {"description": told[name]} if name in told else {}
@@ -253,7 +254,8 @@ def _component_schema(kind: type[Description]) -> dict[str, Any]:
         "description": inspect.cleandoc(kind.__doc__ or kind.__name__).partition("\n")[0],
         "type": "object",
         "properties": {"_target_": {"const": _target(kind)}, **fields},
-        "additionalProperties": False,
+        "additionalProperties": kind.other_keys is not None
+        and _with_places(own[kind.other_keys]["additionalProperties"]),
     }
 
 
