@@ -188,7 +188,7 @@ def main() -> None:
     copies, found = measured(mib, rounds)
     copy_s = median(copies)
     result: dict[str, Any] = {"batch_mb": mib, "workers": WORKERS, "copy_s": spread(copies), "rows": []}
-    for name, target, what in (("processes", 3, "sibling processes"), ("ray", 3, "Ray")):
+    for name, target, what in (("processes", 2, "sibling processes"), ("ray", 3, "Ray")):
         counts = [one.pop("page_faults") for one in found[name]]
         took = {key: spread([one[key] / copy_s for one in found[name]]) for key in found[name][0]}
         result[f"{name}_copies"], result[f"{name}_page_faults"] = took, spread(counts)

@@ -20,8 +20,8 @@ from verl.compose.schema import conf_dir
 from verl.compose.validate import validate
 from verl.engines.sharding import DDP, FSDP, Sharding, ShardingCost
 from verl.models.model_stats import model_stats
-from verl.trainer import memory_estimate as budget_module
-from verl.trainer.memory_estimate import (
+from verl.trainer.plan import memory_estimate as budget_module
+from verl.trainer.plan.memory_estimate import (
     GIB,
     MemoryEstimate,
     RoleMemory,

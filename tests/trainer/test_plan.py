@@ -19,9 +19,9 @@ from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rollout.hf import HFRollout
-from verl.trainer.memory_estimate import GIB
 from verl.trainer.plan.activations import LiveBytes, trace_activations
 from verl.trainer.plan.devices import DEVICES, device_named
+from verl.trainer.plan.memory_estimate import GIB
 from verl.trainer.plan.run_plan import plan_run
 from verl.trainer.plan.step_time import active_parameters
 

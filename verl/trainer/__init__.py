@@ -3,8 +3,8 @@
 api/             Trainers for scripts and notebooks: models, data and rewards passed as objects
 config           Settings of a run that belong to no single component: how long, how often, how many
 local_trainer    PPO from a script or a notebook: one short file, everything in this process, no Ray
-memory_estimate  Memory estimate before any weight is loaded: memory by role and phase, disk space
 one_step_off     One-step-off-policy rollout: generate batch k+1 while training on batch k
+plan/            What a run will take in memory, time and disk, before anything is loaded
 ppo              Policy optimisation: the steps of PPO, GRPO and similar algorithms, as the papers describe them
 ppo_config       PPORun: everything that a policy-gradient run is made of, and the checks across its components
 ppo_lifecycle    Building, restoring, saving and closing a policy-gradient run

@@ -15,8 +15,8 @@ from verl.models.interfaces import tokenizer_fault
 from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.rewards.base import RewardDescription, missing_columns
 from verl.rollout.base import Rollout
-from verl.trainer.memory_estimate import log_estimate
 from verl.trainer.one_step_off import LengthPredictor, OneStepOffRollout
+from verl.trainer.plan.memory_estimate import log_estimate
 from verl.trainer.replay_mixing import ReplayMixing
 from verl.trainer.setup import (
     ProcessState,

@@ -22,7 +22,7 @@ from verl.protocol import DataProto
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import SFTSettings
-from verl.trainer.memory_estimate import log_estimate
+from verl.trainer.plan.memory_estimate import log_estimate
 from verl.trainer.setup import (
     ProcessState,
     RoleSharding,

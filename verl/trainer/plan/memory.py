@@ -10,9 +10,9 @@ import torch
 
 from verl.models.model_stats import model_stats
 from verl.trainer.config import PPOSettings
-from verl.trainer.memory_estimate import GIB, MemoryEstimate, RoleMemory, estimate_ppo, estimate_sft
 from verl.trainer.plan.activations import Activations, trace_activations
 from verl.trainer.plan.devices import DeviceRates
+from verl.trainer.plan.memory_estimate import GIB, MemoryEstimate, RoleMemory, estimate_ppo, estimate_sft
 
 WORTH_PACKING = 0.85  # of the tokens of padded rows, from which down the rows are packed
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from verl.errors import ConfigError
 from verl.trainer.config import PPOSettings
-from verl.trainer.memory_estimate import GIB, changes
 from verl.trainer.plan.devices import DeviceRates
 from verl.trainer.plan.memory import MemoryPlan, memory_plan
+from verl.trainer.plan.memory_estimate import GIB, changes
 from verl.trainer.plan.step_time import StageTime, share_lines, stage_times
 
 MOST_CHANGES = 3  # that are named
@@ -24,7 +24,7 @@ GPUS = (2, 4, 8)  # that a machine of a data centre may give to a run
 
 
 @dataclass(frozen=True)
-class Change:
+class FittingChange:
     """Settings that make a run fit.
 
     Attributes:
@@ -56,7 +56,7 @@ class RunPlan:
     stages: tuple[StageTime, ...]
     batch: tuple[str, ...]
     disk: tuple[str, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[FittingChange, ...]
     response: int | None = None
 
     @property
@@ -157,16 +157,20 @@ def plan_run(
 
 def _changes_that_fit(
     run: Any, device: DeviceRates, memory: MemoryPlan, step_s: float, response: int | None
-) -> list[Change]:
+) -> list[FittingChange]:
     """Single settings that make a run fit; pairs where none does."""
 
-    def planned(names: tuple[str, ...], run: Any) -> Change | None:
+    def planned(names: tuple[str, ...], run: Any) -> FittingChange | None:
         try:
             changed = memory_plan(run, device)
             seconds = sum(stage.seconds for stage in stage_times(run, changed, device, response))
         except (ConfigError, KeyError, ValueError):  # it does not go with the rest
             return None
-        return Change(names, changed.peak.total, seconds / step_s) if changed.peak.total < memory.peak.total else None
+        return (
+            FittingChange(names, changed.peak.total, seconds / step_s)
+            if changed.peak.total < memory.peak.total
+            else None
+        )
 
     makers = dict(_changes(run, memory))
     tried = [found for name, make in makers.items() if (found := planned((name,), make(run))) is not None]
@@ -180,9 +184,9 @@ def _changes_that_fit(
     return sorted(fitting, key=lambda change: (round(change.slower, 2), change.peak))[:MOST_CHANGES]
 
 
-def _one_of_each(found: list[Change], *, by_peak: bool = False) -> list[Change]:
+def _one_of_each(found: list[FittingChange], *, by_peak: bool = False) -> list[FittingChange]:
     """Of changes to the same key the one that costs least, or with `by_peak` the one that saves most."""
-    best: dict[str, Change] = {}
+    best: dict[str, FittingChange] = {}
     for change in found:
         key = change.settings[0].partition("=")[0]
         if key not in best or (by_peak and change.peak < best[key].peak):

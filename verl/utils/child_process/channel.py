@@ -69,7 +69,7 @@ class Channel:
         """
         content = pickle.dumps(message)
         left = [memoryview(HEADER.pack(len(content))), memoryview(content)]
-        waiting = _Waiting(self._stuck_s, look, timeout_s)
+        waiting = _WaitLimits(self._stuck_s, look, timeout_s)
         with _closed_where_broken():
             while left:
                 try:
@@ -99,7 +99,7 @@ class Channel:
         self, look: Look | None = None, *, timeout_s: float | None = None, watch: ProgressWatch | None = None
     ) -> tuple[Any, list[int]]:
         """The next object, and the open files that came with it, which the caller closes; see `receive`."""
-        waiting = _Waiting(None, look, timeout_s, watch)
+        waiting = _WaitLimits(None, look, timeout_s, watch)
         with _closed_where_broken():
             while True:
                 try:
@@ -111,7 +111,7 @@ class Channel:
                 os.set_inheritable(file, False)
             if not head:
                 raise ChannelClosed("hung up")
-            waiting = _Waiting(self._stuck_s, look)
+            waiting = _WaitLimits(self._stuck_s, look)
             waiting.moved(len(head))
             head += self._exactly(HEADER.size - len(head), waiting)
             (size,) = HEADER.unpack(head)
@@ -128,7 +128,7 @@ class Channel:
         with contextlib.suppress(OSError):
             self._socket.close()
 
-    def _exactly(self, size: int, waiting: _Waiting) -> bytearray:
+    def _exactly(self, size: int, waiting: _WaitLimits) -> bytearray:
         received = bytearray(size)
         left = memoryview(received)
         while left:
@@ -143,7 +143,7 @@ class Channel:
             waiting.moved(moved)
         return received
 
-    def _pause(self, event: int, waiting: _Waiting) -> None:
+    def _pause(self, event: int, waiting: _WaitLimits) -> None:
         """Wait until bytes can be moved, for a while; raises where there is no use in waiting any longer."""
         if self._is_ready(event, waiting.pause_s):
             return
@@ -157,7 +157,7 @@ class Channel:
         return bool(poll.poll(within_s * 1000))
 
 
-class _Waiting:
+class _WaitLimits:
     """The limits of one wait."""
 
     def __init__(

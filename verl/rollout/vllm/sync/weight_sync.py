@@ -204,7 +204,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class _Connection:
+class _RankConnection:
     """What stays from sync to sync, as long as all engines live, for one process.
 
     Attributes:
@@ -252,7 +252,7 @@ class WeightSync:
         self._may_slice = may_slice
         self._stream: StreamWriter | None = None
         self._known: tuple[list[WantedSlices], WeightTransfer] | None = None
-        self._connection: _Connection | None = None
+        self._connection: _RankConnection | None = None
 
     def run(self) -> SyncResult:
         """Bring the present weights into all engines, and prove them.
@@ -277,7 +277,7 @@ class WeightSync:
         proofs = self.verify(part, moved)
         return _synced(moved, made.delivery, len(weights), proofs[0])
 
-    def connect(self, key: tuple[Any, ...], weights: Sequence[NamedWeight]) -> _Connection:
+    def connect(self, key: tuple[Any, ...], weights: Sequence[NamedWeight]) -> _RankConnection:
         """Agree on layouts and handles, with engines that are new or take tensors in another way."""
         offers = consensus(self.divided, lambda: self._offer(weights), self._may_repeat)
         shares = self._shares(offers, weights)
@@ -285,7 +285,7 @@ class WeightSync:
         offer, delivery = offers[siblings[0]], self._delivery([share.wanted for share in shares], weights)
         assert offer is not None
         stream, feeds, readers = self._opened([shares[rank] for rank in siblings], offer)
-        return _Connection(key, offer, shares[self.divided.rank], delivery, stream, feeds, readers)
+        return _RankConnection(key, offer, shares[self.divided.rank], delivery, stream, feeds, readers)
 
     def push(self, part: RankSync) -> list[RankSyncResult]:
         """Bring the present weights into all engines."""
