@@ -17,7 +17,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -30,7 +29,7 @@ import torch
 from verl.cluster.batch_partition import BatchPartition
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import PendingCall, role_handles
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.dispatch import by_rows
 from verl.engines.sharding import DDP, Sharding
 from verl.protocol import DataProto
@@ -52,7 +51,7 @@ class Echo:
         return DataProto.from_dict({"first": batch["responses"][:, 0].clone()})
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class EchoHost(Description):
     """A process with an echo."""
 

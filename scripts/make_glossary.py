@@ -22,7 +22,8 @@ TERMS = {
     "actor": "the policy: one set of weights that both trains and generates",
     "batch": "the rows of one training step: prompts per step times group size",
     "critic": "a backbone with a value head that estimates the reward still to come",
-    "description": "a frozen dataclass, named by `_target_`, that says what a component is; `build(context)` makes it",
+    "description": "a frozen dataclass made by `@component`, named by `_target_`, that says what a component is; "
+    "`build(context)` makes it",
     "driver": "the process that runs the algorithm as straight-line code and calls the roles",
     "field": "a named tensor of a batch, with a contract in the table above",
     "group": "the responses to one prompt within one step",

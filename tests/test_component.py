@@ -14,9 +14,20 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import PositiveFloat, PositiveInt
 
 from verl import errors
-from verl.component import BuildContext, Description, MaybeInfinite, as_plain, field_types, type_fault
+from verl.component import (
+    BuildContext,
+    Description,
+    MaybeInfinite,
+    UnitInterval,
+    as_plain,
+    component,
+    faults_of,
+    field_types,
+    in_words,
+)
 from verl.errors import (
     ActorBusy,
     BadCheckpoint,
@@ -54,14 +65,14 @@ from verl.errors import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Inner(Description):
     """A part."""
 
     rate: float = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Outer(Description):
     """A whole with a field of every kind that the configuration can hold."""
 
@@ -99,16 +110,17 @@ class Outer(Description):
         ("name", 3, "a text"),
         ("on", 1, "true or false"),
         ("cap", "none", "a number or null"),
-        ("part", {"rate": 0.1}, "a component with _target_ of kind Inner or null"),
+        (
+            "part",
+            {"rate": 0.1},
+            "a component with _target_ of kind Inner or null. It has no _target_: choose an option of its group, or "
+            "give the whole node",
+        ),
         ("schedule", "cosine", "one of constant, linear"),
         ("betas", [0.9], "a list of a number, a number"),
         ("betas", (0.9, 0.99, 0.999), "a list of a number, a number"),
-        ("betas", ("a", "b"), "a list of a number, a number"),
         ("targets", "q_proj", "a list in which each item is a text"),
-        ("targets", ["q_proj", 1], "a list in which each item is a text"),
-        ("weights", {"a": "b"}, "a mapping in which each value is a number"),
         ("weights", {1: 1.0}, "a mapping in which each value is a number"),
-        ("items", [1, "2"], "a list in which each item is a whole number"),
         ("items", (1, 2), "a list in which each item is a whole number"),
     ],
 )
@@ -118,7 +130,25 @@ def test_a_value_of_the_wrong_type_is_named_with_what_was_expected(field, value,
     assert caught.value.faults == [f"{field} is {value!r}: expected {expected}."]
 
 
-@dataclass(frozen=True, kw_only=True)
+@pytest.mark.parametrize(
+    ("field", "value", "faults"),
+    [
+        ("betas", ("a", 1), ["betas[0] is 'a': expected a number."]),
+        ("betas", ("a", "b"), ["betas[0] is 'a': expected a number.", "betas[1] is 'b': expected a number."]),
+        ("targets", ["q_proj", 1], ["targets[1] is 1: expected a text."]),
+        ("weights", {"a": "b"}, ["weights.a is 'b': expected a number."]),
+        ("groups", {"a": ["b", 1]}, ["groups.a[1] is 1: expected a text."]),
+        ("items", [1, "2"], ["items[1] is '2': expected a whole number."]),
+        ("anything_else", 1, ["anything_else is not a known key: Outer has no such field. Did you mean anything?"]),
+    ],
+)
+def test_a_fault_within_a_value_is_told_by_its_own_path(field, value, faults):
+    with pytest.raises(ConfigError) as caught:
+        Outer(**{field: value})
+    assert caught.value.faults == faults
+
+
+@component
 class Bound(Description):
     """A field that says that it may be infinite."""
 
@@ -147,13 +177,13 @@ def test_all_faults_of_type_are_told_at_once():
     assert str(caught.value).startswith("3 faults in the configuration:\n  size is 'a'")
 
 
-def test_all_faults_of_value_are_told_at_once_and_only_where_the_types_are_right():
+def test_all_faults_of_value_are_told_at_once_where_what_they_read_is_sound():
     with pytest.raises(ConfigError) as caught:
         Outer(size=-1, rate=2.0)
     assert len(caught.value.faults) == 2
     with pytest.raises(ConfigError) as caught:
         Outer(size=-1, rate="b")
-    assert caught.value.faults == ["rate is 'b': expected a number."]
+    assert caught.value.faults == ["rate is 'b': expected a number.", "size is -1: must be at least 0."]
 
 
 def test_a_list_from_yaml_becomes_the_declared_tuple():
@@ -178,7 +208,7 @@ def test_descriptions_that_are_equal_have_one_identity():
 
 
 def test_a_difference_in_any_field_or_class_changes_the_identity():
-    @dataclass(frozen=True, kw_only=True)
+    @component
     class Twin(Inner):
         pass
 
@@ -222,6 +252,133 @@ def test_a_description_survives_pickling_with_its_identity(cap, size, targets, w
     assert again.identity() == made.identity()
 
 
+class Marked(Inner):
+    """A subclass without a decorator and without fields of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByHand(Description):
+    """A description that the standard decorator made."""
+
+    rate: PositiveFloat = 1
+    sizes: tuple[int, ...] = ()
+    part: Inner | None = None
+
+    def faults(self) -> Iterator[str]:
+        if len(self.sizes) > 2:
+            yield f"sizes is {self.sizes}: at most 2."
+
+
+def test_components_and_objects_in_fields_stay_the_same_objects():
+    part, anything = Marked(rate=1), [object(), {"a": [1]}]
+    made = Outer(part=part, anything=anything)
+    assert made.part is part
+    assert made.anything is anything
+    assert anything[1] == {"a": [1]}
+    again = dataclasses.replace(made, size=3)
+    assert (again.size, again.part, again.anything) == (3, part, anything)
+    assert again.part is part
+    assert again == Outer(part=Marked(rate=1.0), anything=anything, size=3)
+    assert len({Inner(), Inner(), Inner(rate=1)}) == 2
+    assert type(pickle.loads(pickle.dumps(part))) is Marked
+
+
+def test_a_description_made_by_the_standard_decorator_is_checked_alike():
+    part = Inner()
+    made = ByHand(rate=2, sizes=[1, 2], part=part)
+    assert (made.rate, type(made.rate), made.sizes) == (2.0, float, (1, 2))
+    assert made.part is part
+    assert type(made) is ByHand
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert type(ByHand().rate) is float
+    with pytest.raises(ConfigError) as caught:
+        ByHand(rate=0, sizes=[1, 2, 3])
+    assert caught.value.faults == ["rate is 0: must be above 0.", "sizes is (1, 2, 3): at most 2."]
+
+
+def test_a_missing_and_an_unknown_key_are_faults_as_others_are():
+    @component
+    class Needs(Description):
+        size: PositiveInt
+        name: str = ""
+
+    with pytest.raises(ConfigError) as caught:
+        Needs(sise=1, name=2)  # type: ignore[call-arg]
+    assert sorted(caught.value.faults) == [
+        "name is 2: expected a text.",
+        "sise is not a known key: Needs has no such field. Did you mean size?",
+        "size is missing: Needs needs it.",
+    ]
+
+
+@component
+class Rules(Description):
+    """Rules across fields, some of which read a field that is at fault."""
+
+    low: PositiveInt = 1
+    high: PositiveInt = 2
+    mode: Literal["a", "b"] = "a"
+    extra: int | None = None
+    share: UnitInterval = 0.5
+    names: tuple[str, ...] = ()
+    auto: Literal["auto"] | PositiveInt = "auto"
+
+    def faults(self) -> Iterator[str]:
+        if self.low > self.high:
+            yield f"low is {self.low}: above high."
+        if not self.low < self.high:
+            yield "low is not below."
+        if self.mode == "b" and self.extra is None:
+            yield "extra is null: mode=b needs it."
+        if "," in "".join(sorted(self.names)):
+            yield "names has a comma."
+        if self.extra is not None and self.extra > 9:
+            yield f"extra is {self.extra}: at most 9."
+
+
+@pytest.mark.parametrize(
+    ("values", "faults"),
+    [
+        ({"low": 3}, ["low is 3: above high.", "low is not below."]),
+        ({"low": 0, "mode": "b"}, ["low is 0: must be at least 1.", "extra is null: mode=b needs it."]),
+        ({"low": 0, "mode": "c"}, ["low is 0: must be at least 1.", "mode is 'c': expected one of a, b."]),
+        ({"high": None, "extra": 10}, ["high is None: expected a whole number.", "extra is 10: at most 9."]),
+        ({"share": 1.5, "extra": 10}, ["share is 1.5: must lie in [0, 1].", "extra is 10: at most 9."]),
+        ({"auto": 0}, ["auto is 0: expected one of auto or a whole number that must be at least 1."]),
+        ({"names": [1], "low": 3}, ["names[0] is 1: expected a text.", "low is 3: above high.", "low is not below."]),
+    ],
+)
+def test_rules_across_fields_are_told_where_what_they_read_is_sound(values, faults):
+    with pytest.raises(ConfigError) as caught:
+        Rules(**values)
+    assert caught.value.faults == faults
+
+
+@pytest.mark.parametrize(
+    ("details", "fault"),
+    [
+        ({"type": "greater_than", "loc": ("low",), "input": 0, "ctx": {"gt": 0}}, "low is 7: must be at least 1."),
+        ({"type": "finite_number", "loc": ("share",), "input": 0}, "share is 7: must be finite."),
+        ({"type": "string_type", "loc": ("names", 0), "input": 1}, "names[0] is 7: expected a text."),
+        ({"type": "literal_error", "loc": ("mode",), "input": 1}, "mode is 7: expected one of a, b."),
+        ({"type": "int_type", "loc": ("extra",), "input": ""}, "extra is 7: expected a whole number or null."),
+        (
+            {"type": "unexpected_keyword_argument", "loc": ("hihg",)},
+            "hihg is not a known key: Rules has no such field. Did you mean high?",
+        ),
+    ],
+)
+def test_what_pydantic_found_is_told_in_our_words(details, fault):
+    values = dict.fromkeys(("low", "share", "mode", "extra", "hihg"), 7) | {"names": (7,)}
+    assert faults_of(Rules, values, [details]) == [fault]
+
+
+def test_no_validator_is_built_before_a_component_is_made():
+    code = "import verl.rollout.vllm.config as m; print(type(vars(m.VLLMRollout)['__pydantic_validator__']).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "MockValSer"
+
+
 def test_the_plain_form_is_json_with_targets_at_every_level():
     plain = as_plain(Outer(part=Inner(), place=Path("a/b"), targets=("q",)))
     assert plain["_target_"] == f"{__name__}.Outer"
@@ -242,11 +399,9 @@ def test_a_pure_component_is_its_own_running_thing():
     assert inner.build(BuildContext()) is inner
 
 
-def test_field_types_and_type_fault_speak_of_the_resolved_annotations():
+def test_field_types_are_the_resolved_annotations_and_have_words():
     assert field_types(Inner) == {"rate": float}
-    assert type_fault(1, float) is None
-    assert type_fault("1", int | None) == "a whole number or null"
-    assert type_fault((), tuple[int, ...]) is None
+    assert in_words(int | None) == "a whole number or null"
 
 
 EXAMPLES = [

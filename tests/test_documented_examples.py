@@ -199,10 +199,10 @@ def finished(model32, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("command", of_kind("looking"))
-def test_a_command_that_looks_at_a_run_is_done_with_it(command, finished, monkeypatch):
+def test_a_command_that_looks_at_a_run_is_done_with_it(command, finished, model32, monkeypatch):
     monkeypatch.chdir(finished)
     words = [filled(word) for word in shlex.split(command.text)[1:]]
-    own = ["reward.path=rate.py:variety"] if words[0] == "eval" else []
+    own = {"eval": ["reward.path=rate.py:variety"], "plan": [f"actor.model.path={model32.path}"]}.get(words[0], [])
     result = CliRunner().invoke(app, [*words, *own])
     assert result.exit_code == 0, result.output
 

@@ -39,10 +39,12 @@ def test_every_aggregation_can_be_chosen(mode):
     assert algorithm.aggregation == mode
 
 
-@pytest.mark.parametrize(("mode", "length"), [("token-mean", 5), (AGGREGATIONS[-1], None), (AGGREGATIONS[-1], 0)])
+@pytest.mark.parametrize(("mode", "length"), [("token-mean", 5), (AGGREGATIONS[-1], None)])
 def test_a_length_is_given_with_the_aggregation_that_reads_it_and_no_other(mode, length):
     with pytest.raises(ConfigError, match=f"norm_length is {length}: .*aggregation=seq-mean-token-sum-norm"):
         Algorithm(advantage=GAE(), policy_loss=PPOClip(), aggregation=mode, norm_length=length)
+    with pytest.raises(ConfigError, match="norm_length is 0: must be at least 1, or null"):
+        Algorithm(advantage=GAE(), policy_loss=PPOClip(), aggregation=mode, norm_length=0)
 
 
 def test_all_faults_are_told_at_once():

@@ -120,5 +120,5 @@ def test_ratios_beyond_all_bounds_stay_finite(loss):
 def test_bounds_out_of_range_are_refused(kind):
     with pytest.raises(ConfigError, match="clip_low is 1.5: must lie in"):
         kind(clip_low=1.5)
-    with pytest.raises(ConfigError, match="clip_high is -0.1: must be a finite number"):
+    with pytest.raises(ConfigError, match="clip_high is -0.1: must not be negative"):
         kind(clip_high=-0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -29,6 +30,16 @@ def test_env_prints_the_check_and_ends_with_its_status(monkeypatch, tmp_path):
     result = runner.invoke(app, ["env", "--backend", "ddp"])
     assert result.exit_code == 1
     assert "[✗] torch is missing" in result.output
+
+
+def test_config_schema_prints_or_writes_the_schema_of_a_root(tmp_path):
+    printed = json.loads(runner.invoke(app, ["config-schema"]).output)
+    assert printed["properties"]["_target_"] == {"const": "verl.trainer.ppo_config.PPORun"}
+    result = runner.invoke(app, ["config-schema", "sft", "--output", str(tmp_path / "sft.json")])
+    assert (result.exit_code, result.output) == (0, "")
+    assert "batch_size" in json.loads((tmp_path / "sft.json").read_text())["$defs"]["SFTSettings"]["properties"]
+    refused = runner.invoke(app, ["config-schema", "dpo"])
+    assert (refused.exit_code, "expected ppo or sft" in refused.output) == (2, True)
 
 
 def test_an_unknown_backend_is_a_usage_error_with_the_known_ones():

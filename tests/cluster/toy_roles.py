@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.dispatch import by_rows, by_rows_to_one, on_all
 from verl.engines.sharding import DDP, Sharding
 from verl.protocol import DataProto
@@ -128,7 +128,7 @@ class ToyPlace:
         self.workers.clear()
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ToyHost(Description):
     """Builds one toy.
 

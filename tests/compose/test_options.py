@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from verl.component import BuildContext
 from verl.compose.command_line import command_line
 from verl.compose.compose import compose_root
-from verl.compose.schema import conf_dir, group_options, root_keys
+from verl.compose.schema import conf_dir, group_options, json_schema, root_keys
 from verl.compose.validate import refuse_here, validate
 from verl.errors import ConfigError
 
@@ -49,18 +51,39 @@ NEEDED = {  # what an option leaves to the user
 OPTIONAL_TRACKERS = {"tensorboard": "tensorboard", "matplotlib": "plots"}
 
 
+IDENTITIES = json.loads((Path(__file__).parents[1] / "golden/identities.json").read_text())
+"""Of every shipped configuration, by root and options; scripts/record_identities.py records them."""
+
+
 def applies(root: str, option: str) -> bool:
     other = PPO_ONLY if root == "sft" else SFT_ONLY
     other = other | (set(CLIENTS) if root == "sft" else set())  # what they lack is told once
     return option not in other and option.split("=")[0] in root_keys(root)
 
 
-@pytest.fixture
-def users_files(tmp_path, monkeypatch):
-    """A working directory with the files that the options in NEEDED name."""
-    monkeypatch.chdir(tmp_path)
+@functools.cache
+def schema_validator(root: str):
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft202012Validator.check_schema(json_schema(root))
+    return jsonschema.Draft202012Validator(json_schema(root))
+
+
+def schema_faults(root: str, tree: dict) -> list[str]:
+    return [
+        f"{'.'.join(map(str, fault.path))}: {fault.message[:200]}" for fault in schema_validator(root).iter_errors(tree)
+    ]
+
+
+def write_users_files() -> None:
+    """The files that the options in NEEDED name, into the working directory."""
     Path("rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     Path("rule.py").write_text("def score(prompts, responses):\n    return [0.0] * len(prompts)\n")
+
+
+@pytest.fixture
+def users_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_users_files()
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if applies("ppo", option)])
@@ -71,21 +94,78 @@ def test_option_composes_and_checks_in_ppo(option, users_files):
         with pytest.raises(ConfigError, match=rf'pip install "verl\[{option.partition("=")[2]}\]"'):
             validate(compose_root("ppo", arguments))
         return
-    assert type(validate(compose_root("ppo", arguments))).__name__ == "PPORun"
+    config = compose_root("ppo", arguments)
+    run = validate(config)
+    assert schema_faults("ppo", OmegaConf.to_container(config, resolve=True)) == []
+    assert (type(run).__name__, run.identity()) == ("PPORun", IDENTITIES[f"ppo {option}"])
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if applies("sft", option)])
 def test_option_composes_and_checks_in_sft(option, users_files):
     arguments, assigned = command_line("sft", [option, *NEEDED.get(option, [])])
     assert assigned.faults == []
-    assert type(validate(compose_root("sft", arguments))).__name__ == "SFTRun"
+    config = compose_root("sft", arguments)
+    run = validate(config)
+    assert schema_faults("sft", OmegaConf.to_container(config, resolve=True)) == []
+    assert (type(run).__name__, run.identity()) == ("SFTRun", IDENTITIES[f"sft {option}"])
 
 
 @pytest.mark.parametrize("experiment", group_options(conf_dir())["experiment"])
 @pytest.mark.parametrize("debug", group_options(conf_dir())["debug"])
 def test_debug_goes_with_every_experiment(experiment, debug, users_files):
     root, option = "sft" if f"experiment={experiment}" in SFT_ONLY else "ppo", f"experiment={experiment}"
-    validate(compose_root(root, [option, f"debug={debug}", *NEEDED.get(option, [])]))
+    run = validate(compose_root(root, [option, f"debug={debug}", *NEEDED.get(option, [])]))
+    assert run.identity() == IDENTITIES[f"{root} {option} debug={debug}"]
+
+
+@pytest.mark.parametrize("file", sorted((conf_dir() / "experiment").glob("*.yaml")), ids=lambda file: file.stem)
+def test_an_experiment_file_as_an_editor_sees_it_fits_the_schema(file):
+    root = "sft" if f"experiment={file.stem}" in SFT_ONLY else "ppo"
+    assert schema_faults(root, yaml.safe_load(file.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("trainer: {group_sise: 4}", "trainer"),
+        ("trainer: {group_size: 0}", "trainer"),
+        ("trainer: {group_size: four}", "trainer"),
+        ("algorithm: {kl: {_target_: verl.algorithms.kl.KLInLoss, coef: -1}}", "algorithm"),
+        ("rollout: {temperature: 0}", "rollout"),
+        ("rollout: vlm", "rollout"),
+        ("data: {_target_: verl.data.files.PromptFiles, train_files: 3}", "data"),
+        ("actor: {optimizer: {betas: [0.9]}}", "actor"),
+        ("sharding: {_target_: verl.engines.sharding.DDP, strategy: FULL_SHARD}", "sharding"),
+        ("actr: {}", ""),
+    ],
+)
+def test_the_schema_refuses_what_the_check_would(text, path):
+    (fault,) = schema_faults("ppo", yaml.safe_load(text))
+    assert fault.startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rollout: vllm",
+        "trainer: {prompts_per_step: '${divide:384,${trainer.group_size}}'}",
+        "reward: {_target_: mine.MyReward, of_my_own: [1, 2]}",
+        "tracker: {more: {mine: {_target_: mine.Tracker}}}",
+        "actor: {lora: {rank: 8}}",
+        "defaults: [{override /algorithm: grpo}]",
+    ],
+)
+def test_the_schema_takes_what_the_check_would(text):
+    assert schema_faults("ppo", yaml.safe_load(text)) == []
+
+
+def test_the_schema_tells_of_bounds_targets_defaults_and_docstrings():
+    kinds = json_schema("ppo")["$defs"]
+    assert kinds["GAE"]["properties"]["_target_"] == {"const": "verl.algorithms.advantages.GAE"}
+    gamma = kinds["GAE"]["properties"]["gamma"]
+    assert (gamma["anyOf"][0], gamma["default"]) == ({"maximum": 1, "minimum": 0, "type": "number"}, 1.0)
+    assert gamma["description"].startswith("discount")
+    assert {"$ref": "#/$defs/GRPO"} in kinds["any AdvantageEstimator"]["anyOf"]
 
 
 @pytest.mark.parametrize("experiment", group_options(conf_dir())["experiment"])

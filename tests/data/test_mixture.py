@@ -81,7 +81,7 @@ def test_files_with_weights_are_the_parts_without_the_rows_that_were_left_out(fi
         ([1], "weights is [1.0]: expected one number for each of 2 training files."),
         ([1, 0], "weights is [1.0, 0.0]: each must be a positive number."),
         ([1, float("nan")], "weights[1] is nan: must be finite."),
-        (["x", 1], "weights is ['x', 1]: expected a list in which each item is a number or null."),
+        (["x", 1], "weights[0] is 'x': expected a number."),
     ],
 )
 def test_weights_that_are_no_shares_are_refused(files, weights, fault):

@@ -23,7 +23,7 @@ import verl.trainer.ppo_lifecycle as ppo_lifecycle
 from verl.cluster.batch_partition import BatchPartition
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles, row_assignment
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.dispatch import dispatch_of, on_all, on_each
 from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, Sharding
@@ -165,7 +165,7 @@ class Room:
         self.workers["bench"].group.close()
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Laboratory(Description):
     """The processes of the laboratory."""
 

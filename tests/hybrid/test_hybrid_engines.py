@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from http_client.servers import serving
 from rollout.speaking import Speaker
 
+from verl.component import component
 from verl.hybrid.actor import HybridActor
 from verl.rollout.hf import HFRollout
 from verl.rollout.server.config import ServerRollout
@@ -46,7 +45,7 @@ def test_a_server_is_asked_for_what_each_call_asks_for(dir32, encoded):
         actor.close()
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Noting(HFRollout):
     """Notes the place of the process that it was told."""
 

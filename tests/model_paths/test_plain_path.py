@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from random_models import save_random_model
 from roles import experience, start_actor, start_critic
 
+from verl.component import component
 from verl.errors import ConfigError
 from verl.model_paths.check import paths_for
 from verl.model_paths.paths import FAST, PLAIN
@@ -19,7 +19,7 @@ from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Ignoring(Pretrained):
     """A model that sees every token, or counts positions from the first, as many a hand-written one does."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
 
+from verl.component import component
 from verl.model_paths.decode import Decoder
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, SyncResult
@@ -16,7 +17,7 @@ from verl.rollout.hf import HFRollout, HFSampler
 Fault = Literal["none", "stale", "temperature", "padding", "positions", "narrow", "other model"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class FaultyRollout(HFRollout):
     """Samples from a copy of the model that follows without being proven.
 

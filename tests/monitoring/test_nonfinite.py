@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from trainer.test_sft import sft_run
 from verl.algorithms.advantages import AdvantageEstimator
 from verl.algorithms.dynamic_sampling import DynamicSampling
 from verl.algorithms.kl import AdaptiveKLInReward
-from verl.component import BuildContext, MaybeInfinite
+from verl.component import BuildContext, MaybeInfinite, component
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import DDP
 from verl.errors import NonFiniteError, NonFiniteRewardError
@@ -42,7 +41,7 @@ QUICK: dict[str, Any] = {"eval_before": False, "save_final": False, "data": Prom
 SHARDINGS: dict[str, dict[str, Any]] = {"none": {}, "ddp": {"sharding": DDP(timeout_s=60.0), "n_gpus_per_node": 2}}
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class WrongAt(RewardDescription):
     """Arbitrary scores, but `value` for the second row at some of the calls.
 
@@ -137,7 +136,7 @@ def test_a_step_whose_reward_is_not_finite_is_skipped_as_if_it_had_not_been(mode
     assert all(torch.equal(x, after_sound[name]) for name, x in after.items())
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Exponential(AdvantageEstimator):
     """An estimator that overflows where a reward is large."""
 

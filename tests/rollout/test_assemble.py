@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from roles import start_actor
 
-from verl.component import MaybeInfinite
+from verl.component import MaybeInfinite, component
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, assemble
@@ -18,7 +17,7 @@ from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, assembl
 LENGTHS = torch.tensor([3, 1, 2, 3, 2, 1, 3, 3])  # of two samples of four prompts
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class OwnRollout(Rollout):
     """An engine as a user would write it, which is wrong about one token: the second of prompt 2, sample 0.
 

@@ -83,7 +83,7 @@ def test_flags_become_assignments_in_our_spelling(capsys):
         "reward=function",
         "rollout.top_p=0.9",
         "sharding=ddp",
-        "tracker=wandb",
+        "tracker=[default,wandb]",
         "trainer.n_gpus_per_node=2",
     ]
 

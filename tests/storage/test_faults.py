@@ -167,7 +167,7 @@ def test_a_key_in_the_configuration_is_refused(key: str) -> None:
         ({"endpoint_url": "host:9000"}, "expected an address"),
         ({"prefix": "a//b"}, "names joined by slashes"),
         ({"prefix": "a/../b"}, "names joined by slashes"),
-        ({"part_mib": 1}, "between 5 and 5120"),
+        ({"part_mib": 1}, r"part_mib is 1: must lie in \[5, 5120\]"),
         ({"retries": -1}, "must not be negative"),
         ({"timeout_s": 0.0}, "must be above 0"),
     ],

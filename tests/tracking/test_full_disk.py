@@ -7,13 +7,12 @@ import logging
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from trainer.runs import GRPO_ALGORITHM, Arbitrary, Prompts, ppo_run, read_lines
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.rewards.base import Reward, RewardDescription
 from verl.tracking.base import Trackers, TrackerSet
 from verl.tracking.jsonl import JsonLines, JsonLinesTracker
@@ -47,7 +46,7 @@ def free(disk: Path) -> None:
     (disk / "filler").unlink(missing_ok=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class FillingReward(RewardDescription, Reward):
     """Arbitrary scores; the disk is full between two of the calls, and room is made again if `frees`."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from verl.algorithms.advantages import GAE, GRPO
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KLInLoss, KLInReward
 from verl.algorithms.losses import PPOClip
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.data.base import DataSplits, PromptSource
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.engines.optimizer import AdamW
@@ -43,7 +42,7 @@ GRPO_ALGORITHM = Algorithm(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ShakenClip(PPOClip):
     """The clipped loss times luck: what is learned depends on the generator of each process, token by token."""
 
@@ -52,7 +51,7 @@ class ShakenClip(PPOClip):
         return loss * (0.5 + torch.rand(loss.shape)), stats
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Prompts(PromptSource):
     """Texts as prompts, each with its length as a column."""
 
@@ -70,7 +69,7 @@ class Prompts(PromptSource):
         return DataSplits(train=made(self.train), eval=made(self.eval) if self.eval else None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Arbitrary(RewardDescription, Reward):
     """A score in [0, 1] that depends on every character of the response, so that no two are alike."""
 
@@ -78,7 +77,7 @@ class Arbitrary(RewardDescription, Reward):
         return [sum(ord(c) * (i + 1) for i, c in enumerate(text)) % 17 / 16 for text in responses]
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Echo(RewardDescription, Reward):
     """The share of a response that repeats the first character of its prompt."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from verl.algorithms.critic_free_advantages import ReMax
 from verl.algorithms.dynamic_sampling import DynamicSampling
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.algorithms.kl import AdaptiveKLInReward
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription
@@ -25,7 +24,7 @@ REMAX = dataclasses.replace(PPO_ALGORITHM, advantage=ReMax(), epochs=1)
 TEXTS = ("a", "9-", "1+2=", "12+", "34+5=", "77+1=")  # of 1, 2, 4, 3, 5 and 5 characters
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class MixedFor(RewardDescription, Reward):
     """Arbitrary scores for prompts of the lengths given, 1 for all others."""
 

@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from trainer.runs import PPO_ALGORITHM, Prompts, ppo_run, read_lines
 
 import verl
 from verl.algorithms.losses import PPOClip
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.errors import ComponentExit, RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription
@@ -36,7 +35,7 @@ def stop(how: str) -> Any:
     (os._exit if how == "os._exit" else sys.exit)(0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ExitingReward(RewardDescription, Reward):
     how: str = "sys.exit"
 
@@ -44,13 +43,13 @@ class ExitingReward(RewardDescription, Reward):
         return stop(self.how)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ExitingLoss(PPOClip):
     def __call__(self, log_probs: torch.Tensor, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return stop("sys.exit")
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ExitingData(Prompts):
     """Prompts whose second batch is never made."""
 
@@ -66,7 +65,7 @@ class ExitingData(Prompts):
         return splits
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ExitingTracker(TrackerDescription):
     at: str
 
@@ -140,7 +139,7 @@ RUN += ["checkpoint=off"]
     [
         ("main_ppo.py", "sys.exit(0)", ["reward.path=c.py:batch"], 1, "Raised at line 5: sys.exit(0)"),
         pytest.param(
-            "main_ppo.py", "os._exit(0)", ["reward.path=c.py:sample", "reward.per_sample=true"], 1, "exit code 0",
+            "main_ppo.py", "os._exit(0)", ["reward.path=c.py:sample", "reward.per_sample=true"], 1, "exit status 0",
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
@@ -176,7 +175,7 @@ SAMPLE = r"Raised at line 4: [\s\S]*Sample: 3,"
         ("sys.exit(0)", SAMPLE),
         ("exit()", SAMPLE),
         ("raise KeyboardInterrupt", SAMPLE),
-        ("os._exit(0)", "the process ended with exit code 0"),
+        ("os._exit(0)", "the process ended with exit status 0"),
     ],
 )
 def test_an_exit_of_a_reward_function_names_the_sample(how, said, tmp_path):

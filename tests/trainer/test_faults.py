@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers import AutoTokenizer
 from verl import config
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KLInReward, NoKL
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.data.files import PromptFiles
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, NoSharding
@@ -171,7 +170,7 @@ def test_a_model_directory_that_vanished_is_named_and_nothing_stays_changed(dir3
     assert torch.get_num_threads() == threads
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class FailsAtCall(RewardDescription):
     """A reward that goes wrong at one of its calls, in one of several ways."""
 

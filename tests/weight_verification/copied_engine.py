@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from verl.component import component
 from verl.rollout.base import SyncResult
 from verl.rollout.hf import HFRollout, HFSampler
 from verl.weight_verification.fingerprint import fingerprint
@@ -15,7 +15,7 @@ from verl.weight_verification.logprob_probe import trainer_log_probs
 from verl.weight_verification.verifier import SyncVerifier, VerifyReply, VerifyRequest
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class CopyRollout(HFRollout):
     """Samples from a copy.
 

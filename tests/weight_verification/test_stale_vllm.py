@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from random_models import save_random_model
 from trainer.runs import GRPO_ALGORITHM, ppo_run, read_lines
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.errors import WeightSyncError
 from verl.models.pretrained import Pretrained
 from verl.rollout.base import SyncResult
@@ -26,7 +26,7 @@ from verl.rollout.vllm.state_dict import weights_of
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Forgetful(VLLMRollout):
     """vLLM, to which only the first syncs are sent: the one before the first step, and that after it."""
 

@@ -7,19 +7,18 @@ B responses, T response length. An estimator runs on the whole batch of a step, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from pydantic import PositiveFloat
 from torch import Tensor
 
-from verl.component import Description
+from verl.component import Description, UnitInterval, component
 from verl.ops.masking import centred_in_groups, group_sums, masked_sum, masked_whiten
 from verl.protocol import DataProto
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class AdvantageEstimator(Description):
     """Base of the estimators; a subclass declares what it needs and computes two fields.
 
@@ -44,7 +43,7 @@ class AdvantageEstimator(Description):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class GAE(AdvantageEstimator):
     """Generalised advantage estimation.
 
@@ -66,16 +65,11 @@ class GAE(AdvantageEstimator):
         ConfigError: gamma or lam outside [0, 1].
     """
 
-    gamma: float = 1.0
-    lam: float = 1.0
+    gamma: UnitInterval = 1.0
+    lam: UnitInterval = 1.0
     whiten: bool = True
 
     needs_values: ClassVar[bool] = True
-
-    def faults(self) -> Iterator[str]:
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                yield f"{name} is {getattr(self, name)}: must lie in [0, 1]."
 
     @torch.no_grad()
     def __call__(self, batch: DataProto) -> DataProto:
@@ -88,7 +82,7 @@ class GAE(AdvantageEstimator):
         return DataProto.from_dict({"advantages": advantages, "returns": returns})
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class GRPO(AdvantageEstimator):
     """The advantage of GRPO with outcome rewards: a response against its siblings.
 
@@ -110,13 +104,9 @@ class GRPO(AdvantageEstimator):
     """
 
     normalize_std: bool = True
-    epsilon: float = 1e-6
+    epsilon: PositiveFloat = 1e-6
 
     needs_groups: ClassVar[bool] = True
-
-    def faults(self) -> Iterator[str]:
-        if not self.epsilon > 0:
-            yield f"epsilon is {self.epsilon}: must be above 0."
 
     @torch.no_grad()
     def __call__(self, batch: DataProto) -> DataProto:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from verl.algorithms.advantages import AdvantageEstimator
 from verl.algorithms.dynamic_sampling import DynamicSampling
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.algorithms.kl import KLControl, NoKL
 from verl.algorithms.losses import ClippedValueLoss, PolicyLoss, ValueLoss
-from verl.component import Description
+from verl.component import Description, component
 from verl.ops.loss_aggregation import Aggregation
 
 NORMED = "seq-mean-token-sum-norm"
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Algorithm(Description):
     """What is done with a batch of scored responses; the loop asks it, and never its name, what a run needs.
 
@@ -45,15 +47,15 @@ class Algorithm(Description):
     policy_loss: PolicyLoss
     value_loss: ValueLoss = field(default_factory=ClippedValueLoss)
     kl: KLControl = field(default_factory=NoKL)
-    entropy_coef: float = 0.0
+    entropy_coef: NonNegativeFloat = 0.0
     aggregation: Aggregation = "token-mean"
-    norm_length: int | None = None
+    norm_length: PositiveInt | None = None
     correction: TruncatedIS | None = None
     selection: DynamicSampling | None = None
-    epochs: int = 1
-    mini_batches: int = 1
-    replay_fraction: float = 0.0
-    replay_max_staleness: int | None = 16
+    epochs: PositiveInt = 1
+    mini_batches: PositiveInt = 1
+    replay_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    replay_max_staleness: PositiveInt | None = 16
 
     @property
     def needs_values(self) -> bool:
@@ -85,16 +87,7 @@ class Algorithm(Description):
         return self.kl.needs_reference
 
     def faults(self) -> Iterator[str]:
-        if not 0 <= self.entropy_coef < math.inf:
-            yield f"entropy_coef is {self.entropy_coef}: must be a finite number, at least 0."
-        for name in ("epochs", "mini_batches"):
-            if getattr(self, name) < 1:
-                yield f"{name} is {getattr(self, name)}: must be at least 1."
-        if not 0 <= self.replay_fraction < 1:
-            yield f"replay_fraction is {self.replay_fraction}: must lie in [0, 1), a share of the rows of a step."
-        if self.replay_max_staleness is not None and self.replay_max_staleness < 1:
-            yield f"replay_max_staleness is {self.replay_max_staleness}: must be at least 1, or null for any."
         if self.aggregation != NORMED and self.norm_length is not None:
             yield f"norm_length is {self.norm_length}: only aggregation={NORMED} reads it. Set it to null."
-        if self.aggregation == NORMED and (self.norm_length is None or self.norm_length < 1):
+        if self.aggregation == NORMED and self.norm_length is None:
             yield f"norm_length is {self.norm_length}: aggregation={NORMED} needs a number of tokens, at least 1."

@@ -5,19 +5,18 @@ B responses, T response length. R_i is the sum of the rewards of response i, l_i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import AdvantageEstimator, discounted_sums, per_response
+from verl.component import UnitInterval, component
 from verl.ops.masking import centred_in_groups, group_sums, masked_sum, masked_whiten
 from verl.protocol import DataProto
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class RLOO(AdvantageEstimator):
     """The advantage of RLOO: a response against the mean of its siblings, itself left out.
 
@@ -41,7 +40,7 @@ class RLOO(AdvantageEstimator):
         return per_response(centred * size / (size - 1).clamp(min=1), scores, mask)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class OPO(AdvantageEstimator):
     """The advantage of OPO: a response against the mean of its group weighted by length.
 
@@ -63,7 +62,7 @@ class OPO(AdvantageEstimator):
         return per_response(centred_in_groups(scores, batch["group_ids"], mask.sum(dim=-1)), scores, mask)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ReinforcePlusPlus(AdvantageEstimator):
     """The advantage of REINFORCE++: what is still to come, whitened over the batch.
 
@@ -80,10 +79,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
         ConfigError: gamma outside [0, 1].
     """
 
-    gamma: float = 1.0
-
-    def faults(self) -> Iterator[str]:
-        yield from _gamma_faults(self.gamma)
+    gamma: UnitInterval = 1.0
 
     @torch.no_grad()
     def __call__(self, batch: DataProto) -> DataProto:
@@ -92,7 +88,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
         return DataProto.from_dict({"advantages": masked_whiten(returns, mask), "returns": returns})
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ReinforcePlusPlusBaseline(AdvantageEstimator):
     """The advantage of REINFORCE++ with a baseline: less the mean of the group, over the std of the batch.
 
@@ -117,7 +113,7 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator):
         return DataProto.from_dict({"advantages": whitened, "returns": _on_tokens(scores, mask)})
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ReMax(AdvantageEstimator):
     """The advantage of ReMax: what is still to come, against the score of the greedy response to the same prompt.
 
@@ -134,12 +130,9 @@ class ReMax(AdvantageEstimator):
         ConfigError: gamma outside [0, 1].
     """
 
-    gamma: float = 1.0
+    gamma: UnitInterval = 1.0
 
     needs_greedy_baseline: ClassVar[bool] = True
-
-    def faults(self) -> Iterator[str]:
-        yield from _gamma_faults(self.gamma)
 
     @torch.no_grad()
     def __call__(self, batch: DataProto) -> DataProto:
@@ -152,8 +145,3 @@ class ReMax(AdvantageEstimator):
 def _on_tokens(x: Tensor, mask: Tensor) -> Tensor:
     """A number per response [B] at each token of the mask [B, T], 0 off it."""
     return torch.where(mask, x.unsqueeze(-1), 0.0)
-
-
-def _gamma_faults(gamma: float) -> Iterator[str]:
-    if not 0 <= gamma <= 1:
-        yield f"gamma is {gamma}: must lie in [0, 1]."

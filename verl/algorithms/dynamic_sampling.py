@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor
 
-from verl.component import Description
+from verl.component import Description, component
 from verl.errors import RewardError
 from verl.ops.masking import centred_in_groups
 from verl.protocol import DataProto
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class DynamicSampling(Description):
     """Dynamic sampling of DAPO: train on groups whose rewards differ, and draw further prompts in place of the others.
 
@@ -36,12 +36,8 @@ class DynamicSampling(Description):
         ConfigError: max_rounds below 1.
     """
 
-    max_rounds: int = 4
+    max_rounds: PositiveInt = 4
     on_none: Literal["error", "skip"] = "error"
-
-    def faults(self) -> Iterator[str]:
-        if self.max_rounds < 1:
-            yield f"max_rounds is {self.max_rounds}: must be at least 1."
 
     def __call__(self, scores: Tensor, group_ids: Tensor) -> Tensor:
         """True for each row [B] of a group whose scores [B] are not all equal."""

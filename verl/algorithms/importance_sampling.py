@@ -13,22 +13,21 @@ arXiv:1802.01561 (truncated weights).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from verl.component import Description
+from verl.component import Description, UnitInterval, component
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
 
 _MAX_LOG_WEIGHT = 20.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TruncatedIS(Description):
     """Weigh each advantage by how much likelier the trainer finds the token than the engine that drew it.
 
@@ -59,15 +58,11 @@ class TruncatedIS(Description):
 
     level: Literal["token", "sequence"] = "token"
     mode: Literal["truncate", "mask"] = "truncate"
-    cap: float = 2.0
-    floor: float = 0.0
+    cap: Annotated[float, Field(ge=1)] = 2.0
+    floor: UnitInterval = 0.0
 
     def faults(self) -> Iterator[str]:
-        if not 1 <= self.cap < math.inf:
-            yield f"cap is {self.cap}: must be a finite number, at least 1."
-        if not 0 <= self.floor <= 1:
-            yield f"floor is {self.floor}: must lie in [0, 1]."
-        elif self.floor and self.mode == "truncate":
+        if self.floor and self.mode == "truncate":
             yield f"floor is {self.floor}: mode=truncate has no floor. Set it to 0, or mode=mask."
 
     @torch.no_grad()

@@ -6,13 +6,13 @@ B responses, T response length. All KLs are of the policy to the reference, KL(p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.errors import ConfigError
 from verl.ops.logprobs import ESTIMATORS, Estimator
 from verl.ops.masking import masked_mean, masked_sum
@@ -21,7 +21,7 @@ from verl.protocol import DataProto
 _COEFS = torch.finfo(torch.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class KLControl(Description):
     """Base of the KL controls; by itself it changes neither reward nor loss."""
 
@@ -74,25 +74,21 @@ class KLControl(Description):
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class NoKL(KLControl):
     """No reference, no penalty."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class _WeightedKL(KLControl):
-    coef: float
+    coef: NonNegativeFloat
 
     @property
     def needs_reference(self) -> bool:
         return self.coef > 0
 
-    def faults(self) -> Iterator[str]:
-        if not 0 <= self.coef < math.inf:
-            yield f"coef is {self.coef}: must be a finite number, at least 0."
 
-
-@dataclass(frozen=True, kw_only=True)
+@component
 class KLInReward(_WeightedKL):
     """Each token pays for its distance to the reference out of its reward.
 
@@ -136,7 +132,7 @@ class KLInReward(_WeightedKL):
         return scores - coef * kl, metrics, of_responses
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class AdaptiveKLInReward(KLInReward):
     """KLInReward whose coefficient is led so that the KL of a response comes near a target.
 
@@ -162,13 +158,9 @@ class AdaptiveKLInReward(KLInReward):
         ConfigError: a number outside its range.
     """
 
-    target: float
-    horizon: float = 10000.0
-
-    def faults(self) -> Iterator[str]:
-        for name in ("coef", "target", "horizon"):
-            if not 0 < getattr(self, name) < math.inf:
-                yield f"{name} is {getattr(self, name)}: must be a finite number above 0."
+    coef: PositiveFloat
+    target: PositiveFloat
+    horizon: PositiveFloat = 10000.0
 
     def build(self, context: BuildContext) -> AdaptiveKLController:
         return AdaptiveKLController(self)
@@ -210,7 +202,7 @@ class AdaptiveKLController:
         self.coef = float(state["coef"])
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class KLInLoss(_WeightedKL):
     """A term of the loss pulls the policy to the reference, and the reward stays what was scored.
 

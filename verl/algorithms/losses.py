@@ -6,21 +6,21 @@ token; `verl.ops.loss_aggregation` makes a scalar of them.   B responses, T resp
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Annotated
 
 import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from verl.component import Description
+from verl.component import Description, UnitInterval, component
 from verl.ops.logprobs import k3
 from verl.ops.masking import masked_mean
 
 _MAX_LOG_RATIO = 20.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class PolicyLoss(Description):
     """Base of the policy losses."""
 
@@ -36,7 +36,7 @@ class PolicyLoss(Description):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class PPOClip(PolicyLoss):
     """The clipped surrogate of PPO.
 
@@ -60,14 +60,9 @@ class PPOClip(PolicyLoss):
         ConfigError: a bound outside its range.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-
-    def faults(self) -> Iterator[str]:
-        yield from _clip_faults(self.clip_low, self.clip_high)
-        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
-            yield f"dual_clip is {self.dual_clip}: must be a finite number above 1, or null."
+    clip_low: UnitInterval = 0.2
+    clip_high: NonNegativeFloat = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
 
     def __call__(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         mask, old_log_probs = batch["response_mask"], batch["old_log_probs"]
@@ -84,7 +79,7 @@ class PPOClip(PolicyLoss):
         return loss, _stats(ratio, is_clipped, log_ratio, mask)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class GSPO(PolicyLoss):
     """The loss of GSPO: one ratio for a whole response, clipped for the whole response.
 
@@ -109,11 +104,8 @@ class GSPO(PolicyLoss):
         ConfigError: a bound outside its range.
     """
 
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
-
-    def faults(self) -> Iterator[str]:
-        yield from _clip_faults(self.clip_low, self.clip_high)
+    clip_low: UnitInterval = 3e-4
+    clip_high: NonNegativeFloat = 4e-4
 
     def __call__(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         mask = batch["response_mask"]
@@ -127,7 +119,7 @@ class GSPO(PolicyLoss):
         return torch.maximum(free, held), _stats(ratio, held > free, log_ratio, mask)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class CISPO(PolicyLoss):
     """The loss of CISPO: REINFORCE under a clipped importance weight that carries no gradient.
 
@@ -149,11 +141,8 @@ class CISPO(PolicyLoss):
         ConfigError: a bound outside its range.
     """
 
-    clip_low: float = 1.0
-    clip_high: float = 4.0
-
-    def faults(self) -> Iterator[str]:
-        yield from _clip_faults(self.clip_low, self.clip_high)
+    clip_low: UnitInterval = 1.0
+    clip_high: NonNegativeFloat = 4.0
 
     def __call__(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         mask = batch["response_mask"]
@@ -177,14 +166,7 @@ def _stats(ratio: Tensor, is_clipped: Tensor, log_ratio: Tensor, mask: Tensor) -
     }
 
 
-def _clip_faults(clip_low: float, clip_high: float) -> Iterator[str]:
-    if not 0 <= clip_low <= 1:
-        yield f"clip_low is {clip_low}: must lie in [0, 1]."
-    if not 0 <= clip_high < math.inf:
-        yield f"clip_high is {clip_high}: must be a finite number, at least 0."
-
-
-@dataclass(frozen=True, kw_only=True)
+@component
 class ValueLoss(Description):
     """Base of the value losses."""
 
@@ -200,7 +182,7 @@ class ValueLoss(Description):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ClippedValueLoss(ValueLoss):
     """Half the squared error, the worse of that of V and of V held near its old self.
 
@@ -220,11 +202,7 @@ class ClippedValueLoss(ValueLoss):
         ConfigError: clip not above 0.
     """
 
-    clip: float | None = 0.2
-
-    def faults(self) -> Iterator[str]:
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            yield f"clip is {self.clip}: must be a finite number above 0, or null."
+    clip: PositiveFloat | None = 0.2
 
     def __call__(self, values: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         mask, old_values, returns = batch["response_mask"], batch["values"], batch["returns"]

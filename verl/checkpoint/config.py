@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.save.save_plan import IncrementalSettings
-from verl.component import Description
+from verl.component import Description, component
 from verl.errors import ConfigError
 from verl.storage.config import storage_from
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Checkpointing(Description):
     """Settings of `checkpoint=async`, `checkpoint=sync` and `checkpoint=incremental`.
 
@@ -67,63 +68,41 @@ class Checkpointing(Description):
     """
 
     save_dir: str | None = None
-    save_interval: int | None = 100
-    save_interval_s: float | None = None
+    save_interval: PositiveInt | None = 100
+    save_interval_s: PositiveFloat | None = None
     save_best: str | None = None
-    keep_last_n: int | None = 3
+    keep_last_n: PositiveInt | None = 3
     keep_best: str | None = None
     best_mode: Literal["max", "min"] = "max"
-    keep_every: int | None = None
+    keep_every: PositiveInt | None = None
     save_async: bool = True
     when_busy: Literal["wait", "skip"] = "wait"
     use_safetensors: bool = True
-    max_shard_gib: float = 4.0
-    time_limit_s: float | None = None
-    time_margin_s: float = 120.0
+    max_shard_gib: PositiveFloat = 4.0
+    time_limit_s: PositiveFloat | None = None
+    time_margin_s: NonNegativeFloat = 120.0
     save_frozen: bool = False
     verify: bool = True
     strict: bool = False
     incremental_save: bool = False
     incremental_base: str | None = None
-    incremental_saves_per_base: int = 20
-    incremental_pays_below: float = 0.8
+    incremental_saves_per_base: PositiveInt = 20
+    incremental_pays_below: Annotated[float, Field(gt=0, le=1)] = 0.8
     cold_storage: dict[str, Any] | None = None
-    upload_interval: int | None = 1
-    upload_interval_s: float | None = None
-    keep_waiting: int = 8
-    upload_wait_s: float = 600.0
-    writer_timeout_s: float = 600.0
-    upload_timeout_s: float = 600.0
+    upload_interval: PositiveInt | None = 1
+    upload_interval_s: PositiveFloat | None = None
+    keep_waiting: NonNegativeInt = 8
+    upload_wait_s: NonNegativeFloat = 600.0
+    writer_timeout_s: PositiveFloat = 600.0
+    upload_timeout_s: PositiveFloat = 600.0
 
     def faults(self) -> Iterator[str]:
-        for name in (
-            "save_interval",
-            "save_interval_s",
-            "keep_last_n",
-            "keep_every",
-            "time_limit_s",
-            "upload_interval",
-            "upload_interval_s",
-            "writer_timeout_s",
-            "upload_timeout_s",
-        ):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                yield f"{name} is {value}: must be above 0, or null for none."
-        if self.max_shard_gib <= 0:
-            yield f"max_shard_gib is {self.max_shard_gib}: must be above 0."
-        if self.time_margin_s < 0:
-            yield f"time_margin_s is {self.time_margin_s}: must not be negative."
         if self.save_dir is not None and Path(self.save_dir).exists() and not Path(self.save_dir).is_dir():
             yield f"save_dir is {self.save_dir!r}: it is no directory."
         yield from self._cold_faults()
         yield from self._incremental_faults()
 
     def _incremental_faults(self) -> Iterator[str]:
-        if self.incremental_saves_per_base < 1:
-            yield f"incremental_saves_per_base is {self.incremental_saves_per_base}: must be at least 1."
-        if not 0 < self.incremental_pays_below <= 1:
-            yield f"incremental_pays_below is {self.incremental_pays_below}: must be above 0 and at most 1."
         if self.incremental_base is None:
             return
         if not self.incremental_save:
@@ -135,9 +114,6 @@ class Checkpointing(Description):
             yield f"incremental_base is {self.incremental_base!r}: no checkpoint, it has no {MANIFEST}. Give one."
 
     def _cold_faults(self) -> Iterator[str]:
-        for name in ("keep_waiting", "upload_wait_s"):
-            if getattr(self, name) < 0:
-                yield f"{name} is {getattr(self, name)}: must not be negative."
         if self.cold_storage is None:
             return
         own = dict(self.cold_storage)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from pydantic import PositiveInt
+
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.upload_state import forget_removed_uploads, waiting_for_upload
 from verl.checkpoint.core.checkpoint import Checkpoint, read_state
@@ -29,14 +31,14 @@ from verl.checkpoint.core.filesystem import (
 )
 from verl.checkpoint.read.discovery import FORMAT, PINS, STAGING, TRASH
 from verl.checkpoint.read.verify import Level
-from verl.component import Description
+from verl.component import Description, component
 from verl.errors import BadCheckpoint, CheckpointNotFound
 
 FEWEST_KEPT = 2
 PIN_LIMIT_BYTES = 65_536
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Retention(Description):
     """Which checkpoints are kept. Pinned and tagged ones always are, and so are the two newest.
 
@@ -50,10 +52,10 @@ class Retention(Description):
             decides on all.
     """
 
-    keep_last_n: int | None = None
+    keep_last_n: PositiveInt | None = None
     keep_best: str | None = None
     best_mode: Literal["max", "min"] = "max"
-    keep_every: int | None = None
+    keep_every: PositiveInt | None = None
     lineage: dict[str, int] | None = None
 
     def covers(self, published: Checkpoint) -> bool:
@@ -61,14 +63,6 @@ class Retention(Description):
         if self.lineage is None:
             return True
         return published.sequence <= self.lineage.get(published.manifest.run_id, 0)
-
-    def faults(self) -> Iterator[str]:
-        if self.keep_last_n is not None and self.keep_last_n < 1:
-            yield f"keep_last_n is {self.keep_last_n}: it must be at least 1, or null to keep every checkpoint"
-        if self.keep_every is not None and self.keep_every < 1:
-            yield f"keep_every is {self.keep_every}: it is a number of steps, at least 1, or null"
-        if self.best_mode not in ("max", "min"):
-            yield f"best_mode is {self.best_mode!r}: it must be max or min"
 
     def kept(self, complete: list[Checkpoint], pinned: Iterable[str]) -> dict[str, str]:
         """The names of those that stay, with the reason.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -67,6 +69,24 @@ def main(
     ] = False,
 ) -> None:
     """Reinforcement-learning post-training of language models."""
+
+
+@app.command("config-schema")
+def config_schema(
+    root: Annotated[str, typer.Argument(help="ppo, for main_ppo.py, or sft, for main_sft.py.")] = "ppo",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file.")] = None,
+) -> None:
+    """Print the JSON schema of a run, by which an editor completes and checks YAML files (docs/configuration.md)."""
+    from verl.compose.schema import ROOTS, json_schema
+
+    if root not in ROOTS:
+        raise typer.BadParameter(f"{root!r} is no root: expected {' or '.join(ROOTS)}.", param_hint="ROOT")
+    text = json.dumps(json_schema(root), indent=1) + "\n"
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    with one_line_errors():
+        output.write_text(text)
 
 
 @app.command()

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import ColocatedRoles, WorkerGroup
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError
 from verl.utils.env_check import num_cores
@@ -31,7 +31,7 @@ class DivisibleHost(ColocatedRoles, Protocol):
     def only(self, roles: Collection[str], size: int) -> ColocatedRoles: ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Placement(Description):
     """Base of what `trainer.placement` may be.
 
@@ -125,7 +125,7 @@ def single_process_roles(shardings: Mapping[str, Sharding], roles: Collection[st
     return [role for role in roles if not shardings[role].needs_processes]
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class DeviceMesh(Placement):
     """Devices of this machine, and which roles live on which.
 

@@ -21,10 +21,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.component import hint, nearest
 from verl.compose.compose import compose_root, readable
 from verl.compose.overrides import Overrides, assign, divided, options_in, with_copies
 from verl.compose.schema import CHOOSERS, conf_dir, group_options, own_conf_dirs, root_keys, set_own_conf_dirs
-from verl.compose.suggestions import hint, nearest
 
 _ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[^\W\d]\w*(\.\w+)*)=(?P<value>.*)$", re.DOTALL)
 _LOOSE = re.compile(r"^(?P<dashes>-*)(?P<prefix>[+~]{0,2})(?P<key>[^=]*)(?P<sign>=?)(?P<value>.*)$", re.DOTALL)
@@ -77,7 +77,7 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
         _refuse_sweeps(assigned, faults)
     assigned.faults = [*faults, *assigned.faults]
     assigned.values = with_copies(root, assigned)
-    options = [readable(option) for option in assigned.options]
+    options = [readable(option) for option in [*_replaced(assigned), *assigned.options]]
     if (package := _value_of(flags, ("--package", "-p"))) is not None and not faults and not is_searched:
         try:
             has_part = OmegaConf.select(compose_root(root, assigned.options), package) is not None
@@ -86,6 +86,19 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
         if not has_part:
             assigned.faults.append(f"--package is {package}: the configuration has no such part.")
     return [*flags, *for_hydra, *options, *(f"++{key}={value}" for key, value in assigned.values)], assigned
+
+
+def _replaced(assigned: Overrides) -> Iterator[str]:
+    """Groups whose default option is left out, since a component is written in its place: `reward={_target_:my.Rule}`.
+
+    Without that the keys of the default option would be merged into the component. The actor's option names that of the
+    critic, so it stays; so does an option that was chosen.
+    """
+    chosen = {option.partition("=")[0] for option in assigned.options}
+    for key, value in assigned.values:
+        is_component = isinstance(value, str) and re.match(r"\{\s*['\"]?_target_['\"]?\s*:", value) is not None
+        if is_component and key in group_options(conf_dir()) and key not in {"actor", *chosen}:
+            yield f"~{key}"
 
 
 def is_path(key: str) -> bool:
@@ -339,6 +352,19 @@ _PACKAGE = "Without it the keys of the file lie below its group instead of at th
 _WORDS = (  # what Hydra says, and what we say
     (r"Interpolation key '([^']+)' not found\s+full_key: (\S+)", "{1} refers to ${{{0}}}, which is not there."),
     (r"Interpolation key '([^']+)' not found", "${{{0}}} refers to a key that is not there."),
+    (
+        r"Environment variable '([^']+)' not found",
+        "${{oc.env:{0}}}: the environment variable {0} is not set. export {0}=..., or write ${{oc.env:{0},DEFAULT}}.",
+    ),
+    (
+        r"Unsupported interpolation type (\S+)",
+        "${{{0}:...}}: there is no resolver {0}. Write ${{key}} to refer to another key.",
+    ),
+    (r"An item is already at '([^']+)'", "{0} is there already: write {0}=VALUE, or ++{0}=VALUE, without a single +."),
+    (
+        r"no viable alternative at input '([^']*)'",
+        "{0} opens what is not closed, or is no value: put the value in quotes, key='\"VALUE\"'.",
+    ),
     (r"Could not delete.*'([^']+)' does not exist", "~{0}: there is no {0} to leave out."),
     (r"Could not override '([^'@]+)@([^']*)'", "{0}@{1}: nothing is chosen there yet. Write +{0}@{1}=OPTION."),
     (r"Multiple values for ([\w/@.]+)", "{0} is chosen twice. In a file, write `override /{0}: OPTION`."),

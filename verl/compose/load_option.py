@@ -7,9 +7,9 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
+from verl.component import hint, nearest
 from verl.compose.compose import compose_root
 from verl.compose.schema import conf_dir, group_options
-from verl.compose.suggestions import hint, nearest
 from verl.compose.validate import validate
 from verl.errors import ConfigError
 from verl.rollout.base import Rollout

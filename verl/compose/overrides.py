@@ -10,10 +10,10 @@ from typing import Any
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.component import hint, nearest
 from verl.compose.aliases import SHORT, TranslatedOverride, translate
 from verl.compose.compose import compose_root, references_above
 from verl.compose.schema import CHOOSERS, LISTS, VALUES, conf_dir, group_options, root_keys
-from verl.compose.suggestions import hint, nearest
 
 _PLAIN_OPTION = re.compile(r"^[\w,]*$")
 OWN_SHARDING = ".sharding"  # of a role: a key that takes an option of the group `sharding`

@@ -1,12 +1,16 @@
-"""The configuration directory, and the root keys of a run as dataclasses that make Hydra reject any other.
+"""The configuration directory, the root keys of a run as dataclasses that make Hydra reject any other, and the JSON
+schema of a run, by which an editor completes and checks a YAML file.
 
-With them an unknown root key in an experiment file, or a forgotten `# @package _global_`, is an error and not a silent
-extra node. Everything below the root is validated against the components themselves, in `compose/validate.py`.
+With the root keys an unknown one in an experiment file, or a forgotten `# @package _global_`, is an error and not a
+silent extra node. Everything below the root is validated against the components themselves, in `compose/validate.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
+import inspect
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,8 +19,10 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
+from pydantic import TypeAdapter
 
 import verl
+from verl.component import Description
 
 
 def conf_dir() -> Path:
@@ -157,3 +163,117 @@ def _class(node: Any, key: str = "") -> str:
     where = f"{key}._target_" if key else "_target_"
     found = OmegaConf.select(node, where, throw_on_missing=False) if OmegaConf.is_config(node) else None
     return str(found or "").rpartition(".")[2]
+
+
+# The JSON schema
+
+RUNS = {"ppo": "verl.trainer.ppo_config.PPORun", "sft": "verl.trainer.sft.SFTRun"}
+
+
+def json_schema(root: str) -> dict[str, Any]:
+    """The JSON schema of a run: of a whole configuration, of an experiment file and of a short file of the user.
+
+    Nothing is required, since such a file is laid over others. A node is one of the components that the package has
+    for its place, known by `_target_`, or another component by its dotted path.
+
+    Args:
+        root: `ppo` or `sft`.
+    """
+    kinds, run = known_components(), _import(RUNS[root])
+    schema = _component_schema(run)
+    for group, options in group_options(conf_dir()).items():
+        place = schema["properties"].setdefault(group, {"anyOf": []})
+        place["anyOf"].append({"enum": options, "description": f"an option of conf/{group}/"})
+    schema["properties"]["defaults"] = {"type": "array", "description": "Options of groups, in a file of Hydra."}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"A run of main_{root}.py",
+        **schema,
+        "$defs": {
+            "reference": {"type": "string", "pattern": r"^(.*\$\{.*\}.*|\?\?\?)$"},
+            "other": {
+                "description": "A component of your own, by the dotted path of its class.",
+                "type": "object",
+                "properties": {"_target_": {"type": "string", "not": {"enum": [_target(kind) for kind in kinds]}}},
+                "required": ["_target_"],
+            },
+            **{kind.__name__: _component_schema(kind) for kind in kinds},
+            **{f"any {name}": _any_of(name, kinds) for name in _places([run, *kinds])},
+        },
+    }
+
+
+@functools.cache
+def known_components() -> tuple[type[Description], ...]:
+    """The classes of components that the options name, and those beside them that have no subclass."""
+    texts = [path.read_text() for path in conf_dir().glob("**/*.yaml")]
+    named = {_import(target) for text in texts for target in re.findall(r"_target_: ?(verl[\w.]+)", text)}
+    kinds, rest = set(), [Description]
+    while rest:
+        kind = rest.pop()
+        rest += kind.__subclasses__()
+        if kind.__module__.startswith("verl.") and (kind in named or not kind.__subclasses__()):
+            kinds.add(kind)
+    return tuple(sorted(kinds, key=_target))
+
+
+def _import(target: str) -> Any:
+    module, _, name = target.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _target(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@functools.cache
+def _raw_schema(kind: type[Description]) -> dict[str, Any]:
+    """What pydantic makes of a component; another one in a field is `{"x-component": NAME}`."""
+    return TypeAdapter(kind).json_schema()
+
+
+def _places(kinds: Iterable[type[Description]]) -> list[str]:
+    """The names of the classes that some field takes, of which there may be subclasses."""
+    return sorted(set(re.findall(r"'x-component': '(\w+)'", str([_raw_schema(kind) for kind in kinds]))))
+
+
+def _any_of(base: str, kinds: Iterable[type[Description]]) -> dict[str, Any]:
+    known = (kind for kind in kinds if base in (parent.__name__ for parent in kind.__mro__))
+    return {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in (*(kind.__name__ for kind in known), "other")]}
+
+
+def _component_schema(kind: type[Description]) -> dict[str, Any]:
+    told, fields = _field_texts(kind), {}
+    for name, raw in _raw_schema(kind).get("properties", {}).items():
+        schema = _with_places({key: value for key, value in raw.items() if key not in ("title", "default")})
+        fields[name] = {"anyOf": [*schema.get("anyOf", [schema]), {"$ref": "#/$defs/reference"}]}
+        fields[name] |= {"description": told[name]} if name in told else {}
+        fields[name] |= {"default": raw["default"]} if "default" in raw else {}
+    return {
+        "description": inspect.cleandoc(kind.__doc__ or kind.__name__).partition("\n")[0],
+        "type": "object",
+        "properties": {"_target_": {"const": _target(kind)}, **fields},
+        "additionalProperties": False,
+    }
+
+
+def _with_places(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_with_places(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "x-component" in schema:
+        return {"$ref": f"#/$defs/any {schema['x-component']}"}
+    return {key: _with_places(value) for key, value in schema.items()}
+
+
+def _field_texts(kind: type[Description]) -> dict[str, str]:
+    """What the docstrings of a class and its bases say of each field, below `Args:` or `Attributes:`."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        doc = inspect.cleandoc(base.__doc__ or "")
+        section = re.search(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)+)", doc, re.M)
+        entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n(?:     .*|))*)", section[1] if section else "", re.M)
+        for names, text in entries:
+            found |= dict.fromkeys(names.split(", "), re.sub(r"\s+", " ", text).strip())
+    return found

@@ -6,13 +6,8 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from verl.component import Description, field_types
+from verl.component import Description, field_types, hint, nearest
 from verl.errors import ConfigError, faults_below
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word most like `word`, or None where none comes close."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
 
 
 def nearest_path(path: str, known: Iterable[str]) -> str | None:
@@ -20,11 +15,6 @@ def nearest_path(path: str, known: Iterable[str]) -> str | None:
     scored = ((_likeness(path, candidate), candidate) for candidate in known)
     score, best = max(scored, key=lambda pair: (pair[0], -len(pair[1])), default=(0.0, ""))
     return best if score >= 0.6 else None
-
-
-def hint(found: str | None) -> str:
-    """The sentence that offers what was found; empty where nothing was."""
-    return f" Did you mean {found}?" if found else ""
 
 
 def _likeness(path: str, candidate: str) -> float:

@@ -16,23 +16,13 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.component import BuildContext, Description, _as_declared, field_types, non_finite, type_fault
+from verl.component import NO_TARGET, UNSOUND, BuildContext, Description, field_types, hint, set_fields
 from verl.compose.schema import LISTS, conf_dir, group_options
-from verl.compose.suggestions import hint, nearest_path
+from verl.compose.suggestions import nearest_path
 from verl.errors import ConfigError
 from verl.utils.component_exits import as_component_exit, raised_by_code
 
 _DEPTH = 40  # deeper than any real configuration: a node that refers to its own parent has no end
-
-
-class UnresolvedValue:
-    """Stands for a value that already has a fault; whoever looks at it stops there."""
-
-    def __repr__(self) -> str:
-        return "<unknown>"
-
-
-UNRESOLVED = UnresolvedValue()
 
 
 @dataclass
@@ -40,7 +30,7 @@ class PlainConfig:
     """A configuration as nested dicts and lists.
 
     Attributes:
-        tree: the resolved values; `UNRESOLVED` where one could not be read.
+        tree: the resolved values; `UNSOUND` where one could not be read.
         borrowed: path of each node that refers to another one, with the path of that other.
         faults: one sentence for each value that could not be read.
     """
@@ -77,7 +67,7 @@ def join(path: str, key: object) -> str:
 def _read(node: Any, path: str, plain: PlainConfig) -> Any:
     if path.count(".") > _DEPTH:
         plain.faults.append(f"{path[:60]}...: this reference contains itself.")
-        return UNRESOLVED
+        return UNSOUND
     if isinstance(node, DictConfig):
         return dict(_items(node, list(node.keys()), path, plain))
     if isinstance(node, ListConfig):
@@ -92,7 +82,7 @@ def _items(node: Any, keys: Any, path: str, plain: PlainConfig) -> Iterator[tupl
             plain.faults.append(
                 f"{plain.origin(below)} is not set: it has no default, so give {plain.origin(below)}=..."
             )
-            yield key, UNRESOLVED
+            yield key, UNSOUND
             continue
         raw = node._get_node(key)
         try:
@@ -101,7 +91,7 @@ def _items(node: Any, keys: Any, path: str, plain: PlainConfig) -> Iterator[tupl
             reason = str(error).partition("\n")[0] or "it refers to itself"
             reason = reason.partition("raised while resolving interpolation: ")[2].strip('"') or reason
             plain.faults.append(f"{plain.origin(below)} is {_raw(raw)}: {reason}.")
-            yield key, UNRESOLVED
+            yield key, UNSOUND
             continue
         if OmegaConf.is_interpolation(node, key) and OmegaConf.is_config(value) and value._get_full_key(None):
             plain.borrowed[below] = value._get_full_key(None)
@@ -184,15 +174,15 @@ class _Validation:
         self.faults: list[str] = []
 
     def value(self, node: Any, path: str) -> Any:
-        """What stands at a node: a description, a plain value, or UNKNOWN where a fault was found in it."""
+        """What stands at a node: a description, a plain value, or `UNSOUND` where a fault was found in it."""
         if _is_component(node):
             return self._component(node, path)
         if isinstance(node, dict):
             read = {key: self.value(item, join(path, key)) for key, item in node.items()}
-            return UNRESOLVED if any(item is UNRESOLVED for item in read.values()) else read
+            return UNSOUND if any(item is UNSOUND for item in read.values()) else read
         if isinstance(node, list):
             items = [self.value(item, join(path, i)) for i, item in enumerate(node)]
-            return UNRESOLVED if any(item is UNRESOLVED for item in items) else items
+            return UNSOUND if any(item is UNSOUND for item in items) else items
         return node
 
     def _component(self, node: dict[str, Any], path: str) -> Any:
@@ -203,24 +193,15 @@ class _Validation:
         if kind is None:
             for key, item in given.items():
                 self.value(item, join(path, key))
-            return UNRESOLVED
-        types, before = field_types(kind), len(self.faults)
-        values = {key: self.value(item, join(path, key)) for key, item in given.items() if key in types}
-        self._unknown_keys(kind, [key for key in given if key not in types], path)
-        for name in _required(kind):
-            if name not in values:
-                self._fault(path, f"{name} is missing: {kind.__name__} needs it.")
-                values[name] = UNRESOLVED
-        for name, value in values.items():
-            if value is UNRESOLVED:
-                continue
-            values[name] = _as_declared(value, types[name])
-            if (expected := type_fault(values[name], types[name])) is not None:
-                numbers = [f"{below} is {x}: must be finite." for below, x in non_finite(name, values[name])]
-                wrong = f"{name} is {_shown(value)}: expected {expected}.{_untargeted(value, path, name)}"
-                self._report(numbers or [wrong], path)
-                values[name] = UNRESOLVED
-        return self._made(kind, values, path, sound=len(self.faults) == before)
+            return UNSOUND
+        known, before = field_types(kind), len(self.faults)
+        values = {key: self.value(item, join(path, key)) for key, item in given.items() if key in known}
+        self._unknown_keys(kind, [key for key in given if key not in known], path)
+        made = object.__new__(kind)
+        for fault in set_fields(made, values):
+            self._fault(path, _of_list(path, fault))
+        sound = len(self.faults) == before and all(value is not UNSOUND for value in values.values())
+        return made if sound else UNSOUND
 
     def _with_other_keys(self, kind: type[Description], into: str, given: dict[str, Any], path: str) -> dict[str, Any]:
         """Components under keys that are no fields moved into the field that takes them; null leaves one out."""
@@ -232,20 +213,9 @@ class _Validation:
         self.plain.borrowed |= {join(path, f"{into}.{key}"): join(path, key) for key in below}
         return {**{key: item for key, item in given.items() if key not in taken}, into: {**own, **below}}
 
-    def _made(self, kind: type[Description], values: dict[str, Any], path: str, *, sound: bool) -> Any:
-        if any(value is UNRESOLVED for value in values.values()):
-            self._report(_faults_of_the_rest(kind, values), path)
-            return UNRESOLVED
-        try:
-            made = kind(**values)
-        except ConfigError as error:
-            self._report(error.faults, path)
-            return UNRESOLVED
-        return made if sound else UNRESOLVED
-
     def _locate(self, target: Any, path: str) -> type[Description] | None:
         where = join(path, TARGET)
-        if target is UNRESOLVED:
+        if target is UNSOUND:
             return None
         found = _import(target) if isinstance(target, str) else "expected the dotted path of a description's class"
         if isinstance(found, str):
@@ -266,10 +236,6 @@ class _Validation:
     def _known_paths(self) -> Iterable[str]:
         """Every path that the components of this configuration know."""
         return dict.fromkeys(self.plain.origin(path) for path in _paths(self.plain.tree, ""))
-
-    def _report(self, faults: Iterable[str], path: str) -> None:
-        for fault in faults:
-            self._fault(path, fault)
 
     def _fault(self, path: str, fault: str) -> None:
         self.faults.append(join(self.plain.origin(path), fault))
@@ -294,7 +260,7 @@ def _import(target: str) -> type[Description] | str:
     if found is None:
         return f"{module_name} has no {name}"
     if not (isinstance(found, type) and issubclass(found, Description)):
-        return "it is no description; give a frozen dataclass that inherits verl.component.Description"
+        return "it is no description; give a class that inherits verl.component.Description, decorated by `component`"
     return found
 
 
@@ -302,52 +268,13 @@ def _is_component(node: Any) -> bool:
     return isinstance(node, dict) and TARGET in node
 
 
-def _required(kind: type[Description]) -> Iterator[str]:
-    for f in dataclasses.fields(kind):
-        if f.init and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-            yield f.name
-
-
-def _shown(value: Any) -> str:
-    text = type(value).__name__ if isinstance(value, Description) else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _untargeted(value: Any, path: str, name: str) -> str:
-    if not isinstance(value, dict):
-        return ""
-    if path in LISTS and name in group_options(conf_dir()).get(path, []):
-        return f" It has no {TARGET}: add {name} to the list, such as {path}=[default,{name}]."
-    return f" It has no {TARGET}: choose an option of its group, or give the whole node."
-
-
-class _StopValidation(Exception):
-    """A description looked at a value that already has a fault."""
-
-
-class _UnreadableValue(UnresolvedValue):
-    """In place of UNKNOWN while a description looks for further faults: any use of it stops the search."""
-
-    def _stop(self, *_: Any) -> Any:
-        raise _StopValidation
-
-    __getattr__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __len__ = __iter__ = _stop
-    __contains__ = __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __mod__ = _stop
-    __rmod__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __str__ = __repr__ = __format__ = _stop
-    __hash__ = _stop  # type: ignore[assignment]
-
-
-def _faults_of_the_rest(kind: type[Description], values: dict[str, Any]) -> Iterator[str]:
-    """What a description finds wrong with the fields that could be read, up to the first that could not."""
-    partial = object.__new__(kind)
-    for f in dataclasses.fields(kind):
-        default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-        value = values.get(f.name, default)
-        object.__setattr__(partial, f.name, _UnreadableValue() if value is UNRESOLVED else value)
-    try:
-        yield from partial.faults()
-    except _StopValidation:
-        return
+def _of_list(path: str, fault: str) -> str:
+    """A fault of a group that is chosen as a list: a part without `_target_` was not chosen."""
+    name = fault.partition(" ")[0]
+    if path in LISTS and fault.endswith(NO_TARGET) and name in group_options(conf_dir()).get(path, []):
+        told = fault.removesuffix(NO_TARGET)
+        return f"{told} It has no {TARGET}: add {name} to the list, such as {path}=[default,{name}]."
+    return fault
 
 
 def _paths(node: Any, path: str) -> Iterator[str]:

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import verl
-from verl.component import BuildContext, Description, as_plain
+from verl.component import BuildContext, Description, as_plain, hint, nearest
 from verl.compose.compose import compose_root
 from verl.compose.schema import conf_dir, group_options
-from verl.compose.suggestions import hint, nearest
 from verl.compose.validate import validate
 from verl.errors import ConfigError
 from verl.models.pretrained import WARM_START

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from verl.component import BuildContext, Description
+from pydantic import Field, PositiveInt
+
+from verl.component import BuildContext, Description, component
 from verl.data.base import DataSplits, PromptSource, TextSource
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
@@ -18,7 +19,7 @@ Split = Literal["train", "eval"]
 MAX_ROWS_WITHOUT_SIZE = 100_000
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Arithmetic(Description):
     """All sums of two numbers of `digits` digits, in a seeded order, divided into training and held-out problems.
 
@@ -33,10 +34,10 @@ class Arithmetic(Description):
         train_size: number of training problems, the first of the order; None takes all that are left.
     """
 
-    digits: int = 2
-    held_out: int = 500
+    digits: Annotated[int, Field(ge=1, le=6)] = 2
+    held_out: PositiveInt = 500
     seed: int = 0
-    train_size: int | None = None
+    train_size: PositiveInt | None = None
 
     @property
     def _lowest(self) -> int:
@@ -48,19 +49,14 @@ class Arithmetic(Description):
         return 10**self.digits - self._lowest
 
     def faults(self) -> Iterator[str]:
-        if not 1 <= self.digits <= 6:
-            yield f"digits is {self.digits}: must lie in [1, 6]."
-            return
         total = self._count**2
         # Each held-out problem can take its mirror image out of training too.
         available = total - 2 * self.held_out
-        if self.held_out < 1:
-            yield f"held_out is {self.held_out}: must be at least 1."
-        elif available < 1:
+        if available < 1:
             yield f"held_out is {self.held_out}: nothing is left of {total} problems. Set it below {total // 2}."
         elif self.train_size is None and total > MAX_ROWS_WITHOUT_SIZE:
             yield f"train_size is null: {total} problems of {self.digits} digits exist. Set how many to train on."
-        elif self.train_size is not None and not 1 <= self.train_size <= available:
+        elif self.train_size is not None and self.train_size > available:
             yield f"train_size is {self.train_size}: must lie in [1, {available}] with held_out {self.held_out}."
 
     def rows(self, split: Split) -> list[dict[str, str]]:
@@ -93,7 +89,7 @@ class Arithmetic(Description):
         return right * self._count + left
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ArithmeticPrompts(Arithmetic, PromptSource):
     """Prompts for reinforcement learning, with the column `answer` for the reward.
 
@@ -123,7 +119,7 @@ class ArithmeticPrompts(Arithmetic, PromptSource):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ArithmeticSFT(Arithmetic, TextSource):
     """Problems with their answers for supervised fine-tuning; each answer ends with the tokenizer's EOS.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
-from verl.component import Description
+from pydantic import Field, PositiveInt
+
+from verl.component import Description, component
 from verl.data.chat_template import FinalAssistant
 from verl.data.readers import OnBadRow
 from verl.data.sampler import Mixture
@@ -30,7 +32,7 @@ class Dataset(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class PromptSource(Description):
     """Base of what `data` may be in reinforcement learning: builds `DataSplits` of prompts."""
 
@@ -40,7 +42,7 @@ class PromptSource(Description):
         return {}
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TextSource(Description):
     """Base of what `data` may be in supervised fine-tuning: builds `DataSplits` of texts to imitate."""
 
@@ -99,7 +101,7 @@ Truncation = Literal["error", "left", "right", "drop"]
 Options = TypeVar("Options", bound=Description)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class PromptOptions(PromptSource):
     """How rows become prompts.
 
@@ -120,19 +122,15 @@ class PromptOptions(PromptSource):
     """
 
     prompt_key: str = "prompt"
-    max_prompt_length: int = 512
+    max_prompt_length: PositiveInt = 512
     truncation: Truncation = "error"
     chat_template: str | None = None
     system_prompt: str | None = None
     on_bad_row: OnBadRow = "error"
     final_assistant: FinalAssistant = "error"
 
-    def faults(self) -> Iterator[str]:
-        if self.max_prompt_length < 1:
-            yield f"max_prompt_length is {self.max_prompt_length}: must be at least 1."
 
-
-@dataclass(frozen=True, kw_only=True)
+@component
 class SFTOptions(TextSource):
     """How rows become sequences to imitate.
 
@@ -154,15 +152,11 @@ class SFTOptions(TextSource):
     prompt_key: str = "prompt"
     completion_key: str | None = None
     messages_key: str | None = None
-    max_length: int = 512
+    max_length: Annotated[int, Field(ge=2)] = 512
     truncation: Truncation = "error"
     chat_template: str | None = None
     system_prompt: str | None = None
     on_bad_row: OnBadRow = "error"
-
-    def faults(self) -> Iterator[str]:
-        if self.max_length < 2:
-            yield f"max_length is {self.max_length}: must be at least 2, a token of the prompt and one to learn."
 
 
 def read_options(kind: type[Options], config: Mapping[str, Any] | None) -> Options:

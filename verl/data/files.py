@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.data.base import DataSplits, PromptOptions, SFTOptions
 from verl.data.readers import RowErrors, columns_of, file_faults, read_rows
 from verl.data.rlhf_dataset import RLHFDataset
@@ -17,7 +17,7 @@ from verl.data.sft_dataset import SFTDataset
 from verl.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class PromptFiles(PromptOptions):
     """Prompts from parquet and JSONL files.
 
@@ -44,7 +44,7 @@ class PromptFiles(PromptOptions):
         return _build(self, context, RLHFDataset, PromptOptions)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class SFTFiles(SFTOptions):
     """Prompts with their completions from parquet and JSONL files.
 

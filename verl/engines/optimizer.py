@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from torch import nn
 
-from verl.component import Description
+from verl.component import Description, UnitInterval, component
 from verl.resharding.dtensor import mesh_dims
 
 _log = logging.getLogger(__name__)
@@ -30,7 +31,10 @@ def lr_for_size(parameters: int) -> float:
     return min(LARGEST_LR, LARGE_LR * max(1.0, LARGE_PARAMETERS / max(1, parameters)) ** 0.8)
 
 
-@dataclass(frozen=True, kw_only=True)
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+@component
 class AdamW(Description):
     """Adam with decoupled weight decay, and a learning rate that is a pure function of the number of updates made.
 
@@ -45,27 +49,14 @@ class AdamW(Description):
         final_fraction: the share of `lr` that `linear` and `cosine` come down to when the last update is made.
     """
 
-    lr: float | None = None
-    betas: tuple[float, ...] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0
+    lr: NonNegativeFloat | None = None
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: NonNegativeFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat | None = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_updates: int = 0
-    final_fraction: float = 0.0
-
-    def faults(self) -> Iterator[str]:
-        for name in ("lr", "eps", "weight_decay"):
-            if (value := getattr(self, name)) is not None and not value >= 0:
-                yield f"{name} is {value}: must be at least 0."
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            yield f"betas is {list(self.betas)}: expected two numbers in [0, 1)."
-        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
-            yield f"max_grad_norm is {self.max_grad_norm}: must be above 0, or null for no clipping."
-        if self.warmup_updates < 0:
-            yield f"warmup_updates is {self.warmup_updates}: must not be negative."
-        if not 0 <= self.final_fraction <= 1:
-            yield f"final_fraction is {self.final_fraction}: must lie in [0, 1]."
+    warmup_updates: NonNegativeInt = 0
+    final_fraction: UnitInterval = 0.0
 
     def for_model(self, model: nn.Module, factor: float = 1.0) -> AdamW:
         """The same with a learning rate, where it has none: `factor` times what suits the model's size."""

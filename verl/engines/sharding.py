@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from verl.component import BuildContext, Description
+from pydantic import PositiveFloat, PositiveInt
+
+from verl.component import BuildContext, Description, component
 from verl.engines.parallel_dims import DataParallelism, Parallelism
 from verl.models.model_stats import ModelStats
 
@@ -51,7 +53,7 @@ class ShardingCost:
         return micro_batches * self.per_micro_batch + updates * self.per_update
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Sharding(Description):
     """How a model in training is divided.
 
@@ -127,12 +129,12 @@ class Sharding(Description):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class NoSharding(Sharding):
     """One process holds everything: the driver's own."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class _Processes(Sharding):
     """Several processes.
 
@@ -142,17 +144,12 @@ class _Processes(Sharding):
             has one, goes first.
     """
 
-    timeout_s: float = 600.0
-    call_timeout_s: float = 1800.0  # type: ignore[misc]
+    timeout_s: PositiveFloat = 600.0
+    call_timeout_s: PositiveFloat = 1800.0  # type: ignore[misc]
     needs_processes: ClassVar[bool] = True
 
-    def faults(self) -> Iterator[str]:
-        for name in ("timeout_s", "call_timeout_s"):
-            if getattr(self, name) <= 0:
-                yield f"{name} is {getattr(self, name)}: must be above 0."
 
-
-@dataclass(frozen=True, kw_only=True)
+@component
 class DDP(_Processes):
     """Data parallelism: every process holds the whole model and trains on its share of the rows.
 
@@ -166,7 +163,7 @@ class DDP(_Processes):
         return DataParallelism(context, self.timeout_s)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class FSDP(_Processes):
     """Fully sharded data parallelism: each process holds a part of all weights, gradients and optimizer state.
 
@@ -234,7 +231,7 @@ class FSDP(_Processes):
         return ShardedParallelism(context, self.timeout_s, sizes, fully=True, reshard=reshard, offload=self.cpu_offload)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class HSDP(FSDP):
     """FSDP within each of several replicas: gathering stays within a replica, gradients are added up over them.
 
@@ -242,12 +239,7 @@ class HSDP(FSDP):
         replicas: each holds the model once, divided over its processes. See `FSDP` for the others.
     """
 
-    replicas: int = 2
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if self.replicas < 1:
-            yield f"replicas is {self.replicas}: must be at least 1."
+    replicas: PositiveInt = 2
 
     def size_fault(self, world_size: int) -> str | None:
         return _division_fault("replicas", self.replicas, world_size)
@@ -256,7 +248,7 @@ class HSDP(FSDP):
         return self.replicas, world_size // self.replicas, 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TP(_Processes):
     """Tensor parallelism: each process computes a part of every linear layer, on the same rows as its siblings.
 
@@ -270,12 +262,7 @@ class TP(_Processes):
             has one, goes first.
     """
 
-    tensor_parallel: int | None = None
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if self.tensor_parallel is not None and self.tensor_parallel < 1:
-            yield f"tensor_parallel is {self.tensor_parallel}: must be at least 1, or null for all processes."
+    tensor_parallel: PositiveInt | None = None
 
     def size_fault(self, world_size: int) -> str | None:
         return _division_fault("tensor_parallel", self.tensor_parallel or world_size, world_size)
@@ -302,7 +289,7 @@ class TP(_Processes):
         return world_size // tensors, 1, tensors
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TPFSDP(FSDP):
     """Tensor parallelism within groups of processes, and FSDP across the groups.
 
@@ -310,12 +297,7 @@ class TPFSDP(FSDP):
         tensor_parallel: processes of a group, next to each other; see `TP`. See `FSDP` for the others.
     """
 
-    tensor_parallel: int = 2
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if self.tensor_parallel < 1:
-            yield f"tensor_parallel is {self.tensor_parallel}: must be at least 1."
+    tensor_parallel: PositiveInt = 2
 
     def size_fault(self, world_size: int) -> str | None:
         return _division_fault("tensor_parallel", self.tensor_parallel, world_size)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import SplitResult, urlsplit
 
-from verl.component import PREFLIGHT_TIMEOUT_S, BuildContext, Description
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from verl.component import PREFLIGHT_TIMEOUT_S, BuildContext, Description, component
 from verl.errors import ConfigError
 from verl.utils.redact import looks_secret, redact
 
@@ -20,7 +22,7 @@ _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~\-]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Endpoint(Description):
     """A server that is asked over HTTP. Its key is never part of a configuration, only the name of its place is.
 
@@ -45,13 +47,13 @@ class Endpoint(Description):
     key_variable: str | None = None
     key_header: str = "Authorization"
     headers: dict[str, str] = field(default_factory=dict)
-    max_concurrency: int = 16
-    requests_per_minute: float | None = None
-    timeout_s: float = 60.0
-    total_timeout_s: float = 600.0
-    retries: int = 5
-    backoff_s: float = 0.5
-    max_answer_mib: float = 16.0
+    max_concurrency: PositiveInt = 16
+    requests_per_minute: Annotated[float, Field(gt=0, lt=1e9)] | None = None
+    timeout_s: Annotated[float, Field(gt=0, lt=1e9)] = 60.0
+    total_timeout_s: Annotated[float, Field(gt=0, lt=1e9)] = 600.0
+    retries: NonNegativeInt = 5
+    backoff_s: Annotated[float, Field(ge=0, le=60)] = 0.5
+    max_answer_mib: Annotated[float, Field(gt=0, lt=1e9)] = 16.0
 
     def faults(self) -> Iterator[str]:
         yield from _address_faults(self.base_url)
@@ -63,16 +65,6 @@ class Endpoint(Description):
         if not _HEADER_NAME.fullmatch(self.key_header):
             yield f"key_header is {self.key_header!r}: is not the name of a header."
         yield from self._header_faults()
-        if self.max_concurrency < 1:
-            yield f"max_concurrency is {self.max_concurrency}: must be at least 1."
-        if self.retries < 0:
-            yield f"retries is {self.retries}: must not be negative."
-        for name in ("timeout_s", "total_timeout_s", "max_answer_mib", "requests_per_minute"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1e9:
-                yield f"{name} is {value:g}: must be positive and finite."
-        if not 0 <= self.backoff_s <= 60:
-            yield f"backoff_s is {self.backoff_s:g}: must lie between 0 and 60."
 
     def _header_faults(self) -> Iterator[str]:
         for name, value in self.headers.items():

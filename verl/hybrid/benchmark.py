@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
-from verl.compose.suggestions import hint, nearest
+from verl.component import hint, nearest
 from verl.errors import ConfigError
 from verl.hybrid.actor import HybridActor
 from verl.models.pretrained import Pretrained

@@ -12,15 +12,16 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from verl import config
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.compose.suggestions import described
 from verl.engines.fsdp import units_of
 from verl.engines.parallel_dims import TENSOR, ShardedParallelism
@@ -31,7 +32,7 @@ from verl.resharding.dtensor import is_divided, local
 from verl.workers.rank_checkpoint import whole_on_first
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class HybridConfig(Description):
     """Settings of a `HybridActor`.
 
@@ -50,19 +51,12 @@ class HybridConfig(Description):
         busy_timeout_s: how long a call waits while another thread is in one; then it is refused. 0 refuses at once.
     """
 
-    tp_size: int = 1
-    dp_size: int | None = None
+    tp_size: PositiveInt = 1
+    dp_size: PositiveInt | None = None
     fsdp_sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] | None = None
     contiguous: bool = False
     auto_cache_clear: bool | None = None
-    busy_timeout_s: float = 600.0
-
-    def faults(self) -> Iterator[str]:
-        for name in ("tp_size", "dp_size"):
-            if (size := getattr(self, name)) is not None and size < 1:
-                yield f"{name} is {size}: must be at least 1."
-        if not self.busy_timeout_s >= 0:
-            yield f"busy_timeout_s is {self.busy_timeout_s}: must be at least 0."
+    busy_timeout_s: NonNegativeFloat = 600.0
 
     @property
     def shards(self) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from verl.component import Description
+from pydantic import PositiveFloat, PositiveInt
+
+from verl.component import Description, component
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class LoRA(Description):
     """A low-rank update W + (alpha / rank) B A of each chosen linear layer, with only A and B trained.
 
@@ -22,15 +23,11 @@ class LoRA(Description):
         target_modules: names of layers, or `all-linear` alone for every linear layer but the output head.
     """
 
-    rank: int = 8
-    alpha: float = 16.0
+    rank: PositiveInt = 8
+    alpha: PositiveFloat = 16.0
     target_modules: tuple[str, ...] = ("all-linear",)
 
     def faults(self) -> Iterator[str]:
-        if self.rank < 1:
-            yield f"rank is {self.rank}: must be at least 1."
-        if self.alpha <= 0:
-            yield f"alpha is {self.alpha}: must be above 0."
         if not self.target_modules:
             yield "target_modules is empty: name layers, or give [all-linear]."
 

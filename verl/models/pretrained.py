@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from verl.component import Description
+from verl.component import Description, component
 from verl.errors import ConfigError
 from verl.resharding.layout import Box
 from verl.utils.external_input import ExternalInputError, checked_path, parse_mapping
@@ -27,7 +27,7 @@ VALUE_HEAD_FILE = "value_head.safetensors"  # beside the weights of a critic's b
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ModelSource(Description):
     """Where a language model comes from.
 
@@ -160,7 +160,7 @@ def without_weights() -> Iterator[None]:
 WARM_START = "warm-start://"
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Pretrained(ModelSource):
     """A model written by `save_pretrained`, or one on the Hugging Face hub.
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pydantic import PositiveInt
+
+from verl.component import component
 from verl.models.pretrained import ModelSource, without_dropout
 from verl.utils.seeding import derive_seed
 
@@ -65,7 +67,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 INITIALIZER_RANGE = 0.06  # std of the first weights: with the usual 0.02 a net this narrow learns far more slowly
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TinyModel(ModelSource):
     """A randomly initialised Qwen2 with untied embeddings and a character tokenizer.
 
@@ -76,18 +78,15 @@ class TinyModel(ModelSource):
         seed: of the initial weights.
     """
 
-    hidden_size: int = 128
-    intermediate_size: int = 512
-    num_layers: int = 2
-    num_heads: int = 4
-    context_length: int = 64
+    hidden_size: PositiveInt = 128
+    intermediate_size: PositiveInt = 512
+    num_layers: PositiveInt = 2
+    num_heads: PositiveInt = 4
+    context_length: PositiveInt = 64
     seed: int = 0
 
     def faults(self) -> Iterator[str]:
-        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "context_length"):
-            if getattr(self, name) < 1:
-                yield f"{name} is {getattr(self, name)}: must be at least 1."
-        if self.num_heads > 0 and self.hidden_size % self.num_heads:
+        if self.hidden_size % self.num_heads:
             yield f"num_heads is {self.num_heads}: must divide hidden_size {self.hidden_size}."
 
     def load_causal_lm(self, device: str) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Literal
 
-from verl.component import Description
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from verl.component import Description, component
 from verl.monitoring.log_prob_gap import LogProbGapLimit
 
 WATCHED = (
@@ -21,7 +23,7 @@ WATCHED = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Monitoring(Description):
     """The safety of a run. Nothing of it changes a number of a sound run.
 
@@ -41,23 +43,16 @@ class Monitoring(Description):
     """
 
     on_non_finite: Literal["stop", "skip"] = "stop"
-    max_skips: int = 3
-    spike_factor: float | None = 10.0
-    spike_history: int = 20
+    max_skips: PositiveInt = 3
+    spike_factor: PositiveFloat | None = 10.0
+    spike_history: Annotated[int, Field(ge=3)] = 20
     spike_window: int = 100
     watched: tuple[str, ...] = WATCHED
-    max_dumps: int = 10
-    dump_rows: int = 16
-    plant_nan_at: int | None = None
+    max_dumps: NonNegativeInt = 10
+    dump_rows: PositiveInt = 16
+    plant_nan_at: PositiveInt | None = None
     log_prob_gap: LogProbGapLimit | None = field(default_factory=LogProbGapLimit)
 
     def faults(self) -> Iterator[str]:
-        for name, least in (("max_skips", 1), ("spike_history", 3), ("max_dumps", 0), ("dump_rows", 1)):
-            if getattr(self, name) < least:
-                yield f"{name} is {getattr(self, name)}: must be at least {least}."
         if self.spike_window < self.spike_history:
             yield f"spike_window is {self.spike_window}: must be at least spike_history, {self.spike_history}."
-        if self.spike_factor is not None and not 0 < self.spike_factor < float("inf"):
-            yield f"spike_factor is {self.spike_factor}: must be a finite number above 0, or null."
-        if self.plant_nan_at is not None and self.plant_nan_at < 1:
-            yield f"plant_nan_at is {self.plant_nan_at}: must be at least 1, or null."

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from verl.component import Description
+from verl.component import Description, component
 from verl.models.parallel_info import Numerics
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
@@ -35,7 +36,7 @@ CAP_NATS = 0.3
 FAR = 4.0  # times: a part of the tokens whose gap is so much larger than that of the others is named
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class LogProbGapLimit(Description):
     """How far the log-probs of the engine that samples may be from the trainer's, and what happens beyond.
 
@@ -52,14 +53,8 @@ class LogProbGapLimit(Description):
     """
 
     on_excess: Literal["stop", "warn"] = "stop"
-    limit_nats: float | None = None
-    factor: float = 5.0
-
-    def faults(self) -> Iterator[str]:
-        if self.limit_nats is not None and not 0 < self.limit_nats < math.inf:
-            yield f"limit_nats is {self.limit_nats}: must be a finite number above 0, or null for that of the type."
-        if not 1 <= self.factor < math.inf:
-            yield f"factor is {self.factor}: must be a finite number, at least 1."
+    limit_nats: PositiveFloat | None = None
+    factor: Annotated[float, Field(ge=1)] = 5.0
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from verl.component import Description
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
+from verl.component import Description, UnitInterval, component
 from verl.replay.sampling import SamplingStrategy
 
 MIB = 2**20
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TieredReplay(Description):
     """Settings of `replay=tiered`: the newest rows in device memory, most on the local disk, the oldest in `storage`.
 
@@ -35,40 +35,29 @@ class TieredReplay(Description):
         ConfigError: a number outside its range.
     """
 
-    max_rows: int = 100_000
-    hot_share: float = 0.1
-    warm_share: float = 0.8
-    cold_share: float = 0.1
-    memory_mib: int = 1024
-    shard_mib: int = 64
+    max_rows: PositiveInt = 100_000
+    hot_share: UnitInterval = 0.1
+    warm_share: UnitInterval = 0.8
+    cold_share: UnitInterval = 0.1
+    memory_mib: PositiveInt = 1024
+    shard_mib: PositiveInt = 64
     sampling: SamplingStrategy = "uniform"
-    recency_half_life: float = 4.0
-    buffer_warmup_steps: int = 0
-    fetch_timeout_s: float = 30.0
-    fetch_retry_s: float = 60.0
+    recency_half_life: PositiveFloat = 4.0
+    buffer_warmup_steps: NonNegativeInt = 0
+    fetch_timeout_s: PositiveFloat = 30.0
+    fetch_retry_s: PositiveFloat = 60.0
     directory: str | None = None
 
     def faults(self) -> Iterator[str]:
-        for name in ("max_rows", "memory_mib", "shard_mib"):
-            if getattr(self, name) < 1:
-                yield f"{name} is {getattr(self, name)}: must be at least 1."
-        shares = {name: getattr(self, name) for name in ("hot_share", "warm_share", "cold_share")}
-        for name, share in shares.items():
-            if not 0 <= share <= 1:
-                yield f"{name} is {share}: must lie in [0, 1]."
-        if abs(sum(shares.values()) - 1) > 1e-6:
-            told = ", ".join(f"{share:g}" for share in shares.values())
+        shares = (self.hot_share, self.warm_share, self.cold_share)
+        if abs(sum(shares) - 1) > 1e-6:
+            told = ", ".join(f"{share:g}" for share in shares)
             yield f"hot_share is {self.hot_share:g}: with the others it makes {told}, which must sum to 1."
         if 8 * self.shard_mib > max(self.memory_mib, 8):
             yield (
                 f"shard_mib is {self.shard_mib}: a file is made in memory, which may hold memory_mib "
                 f"{self.memory_mib} in all. Set shard_mib to at most {max(1, self.memory_mib // 8)}."
             )
-        for name in ("recency_half_life", "fetch_timeout_s", "fetch_retry_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                yield f"{name} is {getattr(self, name)}: must be a finite number above 0."
-        if self.buffer_warmup_steps < 0:
-            yield f"buffer_warmup_steps is {self.buffer_warmup_steps}: must not be negative."
         if self.directory is not None and Path(self.directory).exists() and not Path(self.directory).is_dir():
             yield f"directory is {self.directory!r}: it is no directory."
 

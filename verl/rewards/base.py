@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from verl.component import Description
+from verl.component import Description, component
 from verl.errors import RewardError
 from verl.ops.masking import last_true
 from verl.protocol import DataProto
@@ -37,7 +37,7 @@ class RewardResult:
     token_scores: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class RewardDescription(Description):
     """Base of what `reward` may be: builds a `Reward`, or is one.
 

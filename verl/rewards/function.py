@@ -10,10 +10,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
-from verl.component import BuildContext
+from pydantic import Field, PositiveInt
+
+from verl.component import BuildContext, component
 from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.protocol.provenance import Source
@@ -27,12 +29,12 @@ from verl.rewards.import_path import (
     signature_of,
     takes_batch,
 )
-from verl.rewards.process_pool import ProcessPool, SampleReward, pool_faults
+from verl.rewards.process_pool import ProcessPool, SampleReward
 from verl.rewards.validation import TOKEN_REWARDS, check_columns, checked_token_scores, reward_error
 from verl.utils.component_exits import raised_by_code
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class RewardFunction(RewardDescription):
     """A function of the user, found by name:
 
@@ -66,8 +68,8 @@ class RewardFunction(RewardDescription):
     path: str
     kwargs: dict[str, Any] = field(default_factory=dict)
     per_sample: bool = False
-    timeout_s: float | None = None
-    num_workers: int | None = None
+    timeout_s: Annotated[float, Field(gt=0, lt=1e6)] | None = None
+    num_workers: PositiveInt | None = None
     on_error: Literal["raise", "score"] = "raise"
     error_score: float = 0.0
 
@@ -76,7 +78,6 @@ class RewardFunction(RewardDescription):
         for name in texts:
             if name in self.kwargs:
                 yield f"kwargs.{name}: is what the function is called with. Choose another name."
-        yield from pool_faults(self.call_timeout_s, NUM_WORKERS if self.num_workers is None else self.num_workers)
         if not self.per_sample and self.num_workers not in (None, 1, NUM_WORKERS):  # configurations of before hold it
             yield (
                 f"num_workers is {self.num_workers}: a function of the whole batch is one call, in one process. Set "

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.errors import RewardError, faults_below
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult
@@ -112,7 +111,7 @@ class NormalisedReward(Reward):
             self.norm.load_state_dict(state)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class RewardNormalization(RewardDescription):
     """Scores less their mean so far, over their standard deviation so far; see `RunningStats`.
 

@@ -409,14 +409,6 @@ class SampleReward(Reward):
         )  # fmt: skip
 
 
-def pool_faults(timeout_s: float, num_workers: int) -> Iterator[str]:
-    """What is wrong with the settings of a pool."""
-    if not 0 < timeout_s < 1e6:
-        yield f"timeout_s is {timeout_s:g}: must be positive, and below a million seconds."
-    if num_workers < 1:
-        yield f"num_workers is {num_workers}: must be at least 1."
-
-
 def _failure(outcome: PoolResult | None) -> str | None:
     """Why a sample has no score; None where it has one, or was never handed out."""
     if outcome is None or outcome.failure is not None:

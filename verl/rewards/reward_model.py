@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.errors import ConfigError, faults_below
 from verl.model_paths.classifier import text_batches_for
 from verl.models.heads import RewardHeadModel, label_fault
@@ -155,7 +156,7 @@ def _plain(prompt: str, messages: Any) -> str:
     return prompt if not messages else "".join(f"{message['content']}\n" for message in messages)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class RewardModel(RewardDescription):
     """What a reward model says of the prompt with its response.
 
@@ -176,11 +177,11 @@ class RewardModel(RewardDescription):
     """
 
     model: Pretrained
-    label: int | None = None
+    label: NonNegativeInt | None = None
     reads: RewardInput = "auto"
-    max_length: int | None = None
+    max_length: Annotated[int, Field(ge=2)] | None = None
     truncation: Literal["error", "left"] = "error"
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: PositiveInt = 16384
     normalize: Literal["none", "running"] = "none"
     is_model: ClassVar[bool] = True
 
@@ -189,12 +190,6 @@ class RewardModel(RewardDescription):
             yield f"model.{fault}"
         elif (labels := self.model.labels()) is not None and (fault := label_fault(self.label, labels)) is not None:
             yield fault
-        elif self.label is not None and self.label < 0:
-            yield f"label is {self.label}: must not be negative."
-        if self.max_length is not None and self.max_length < 2:
-            yield f"max_length is {self.max_length}: must be at least 2, or null for the context of the model."
-        if self.micro_batch_tokens < 1:
-            yield f"micro_batch_tokens is {self.micro_batch_tokens}: must be at least 1."
 
     def build(self, context: BuildContext) -> ModelReward:
         with faults_below("model"):

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from verl.component import BuildContext, package_fault
+from verl.component import BuildContext, component, package_fault
 from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult
-from verl.rewards.process_pool import SampleReward, pool_faults
+from verl.rewards.process_pool import SampleReward
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ExactMatch(RewardDescription, Reward):
     """Compare each response with a column of the data.
 
@@ -64,7 +64,7 @@ class ExactMatch(RewardDescription, Reward):
         return response.strip() == answer.strip() if self.ignore_whitespace else response == answer
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Format(RewardDescription, Reward):
     """`correct` where the response matches a regular expression, `wrong` elsewhere.
 
@@ -95,7 +95,7 @@ class Format(RewardDescription, Reward):
         return [self.correct if match(text.strip() if self.whole else text) else self.wrong for text in responses]
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Length(RewardDescription, Reward):
     """`inside` where a response has min_tokens to max_tokens tokens, both included, and `outside` elsewhere.
 
@@ -103,14 +103,12 @@ class Length(RewardDescription, Reward):
         max_tokens: None for no upper bound.
     """
 
-    min_tokens: int = 1
+    min_tokens: NonNegativeInt = 1
     max_tokens: int | None = None
     inside: float = 0.0
     outside: float = -1.0
 
     def faults(self) -> Iterator[str]:
-        if self.min_tokens < 0:
-            yield f"min_tokens is {self.min_tokens}: must not be negative."
         if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             yield f"max_tokens is {self.max_tokens}: must be at least min_tokens, which is {self.min_tokens}."
 
@@ -125,7 +123,7 @@ class Length(RewardDescription, Reward):
         return RewardResult(np.where(fits, self.inside, self.outside))
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Overlong(RewardDescription, Reward):
     """Soft overlong punishment: nothing up to a buffer before the limit, then linearly down to -penalty at the limit.
 
@@ -142,17 +140,13 @@ class Overlong(RewardDescription, Reward):
         penalty: of a response at or above the limit.
     """
 
-    max_tokens: int
-    buffer_tokens: int
-    penalty: float = 1.0
+    max_tokens: PositiveInt
+    buffer_tokens: NonNegativeInt
+    penalty: NonNegativeFloat = 1.0
 
     def faults(self) -> Iterator[str]:
-        if self.max_tokens < 1:
-            yield f"max_tokens is {self.max_tokens}: must be at least 1."
-        elif not 0 <= self.buffer_tokens <= self.max_tokens:
+        if self.buffer_tokens > self.max_tokens:
             yield f"buffer_tokens is {self.buffer_tokens}: must lie in [0, max_tokens], which is {self.max_tokens}."
-        if not 0 <= self.penalty < math.inf:
-            yield f"penalty is {self.penalty}: must be finite and not negative."
 
     @property
     def producer(self) -> Callable:
@@ -170,7 +164,7 @@ def response_lengths(batch: DataProto) -> np.ndarray:
     return batch.batch["response_mask"].sum(dim=1).double().cpu().numpy()
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class MathAnswer(RewardDescription):
     """Compare the last answer in a response with a column of the data, by value: 0.5, 1/2 and \\boxed{\\frac12} agree.
 
@@ -189,11 +183,10 @@ class MathAnswer(RewardDescription):
     answer_key: str = "answer"
     correct: float = 1.0
     wrong: float = 0.0
-    timeout_s: float = 5.0
-    num_workers: int = 4
+    timeout_s: Annotated[float, Field(gt=0, lt=1e6)] = 5.0
+    num_workers: PositiveInt = 4
 
     def faults(self) -> Iterator[str]:
-        yield from pool_faults(self.timeout_s, self.num_workers)
         if self.correct <= self.wrong:
             yield f"correct is {self.correct}: must exceed wrong, which is {self.wrong}."
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.errors import faults_below
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult, token_scores_of
@@ -18,7 +17,7 @@ from verl.rewards.base import Reward, RewardDescription, RewardResult, token_sco
 TAKEN = ("mean", "std", "failed")  # metrics `reward/NAME` of every reward
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class WeightedSum(RewardDescription):
     """score = sum over parts of weight * score of the part.
 

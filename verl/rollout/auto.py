@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.models.parallel_info import Autocast
 from verl.rollout.base import ALONE, Rollout, RolloutEngine
 from verl.rollout.hf import HFRollout
@@ -23,7 +23,7 @@ FROM_ON = {"cpu": 1_000_000_000, "cuda": 0}
 COMMON = ("temperature", "top_k", "top_p", "max_new_tokens", "min_new_tokens", "stop_token_ids")
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class AutoRollout(Rollout):
     """Generate by `rollout=hf` or `rollout=vllm`, whichever is faster for the size of the model on this device.
 

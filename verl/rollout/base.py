@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.errors import ConfigError, RolloutError
 from verl.models.parallel_info import Autocast
 from verl.ops.counter_rng import TRAINING
@@ -22,7 +23,7 @@ LARGEST_LOG_PROB = 1e-3  # nats above 0 that are put down to rounding; more is n
 PLACEHOLDER = -9000.0  # nats: at and below it stands what engines write for minus infinity, such as vLLM's -9999
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Rollout(Description):
     """How responses are drawn, by any engine.
 
@@ -46,23 +47,15 @@ class Rollout(Description):
     may_change: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 0.0
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
+    temperature: PositiveFloat = 1.0
+    top_k: NonNegativeInt = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_new_tokens: PositiveInt = 128
+    min_new_tokens: NonNegativeInt = 0
     stop_token_ids: tuple[int, ...] = ()
 
     def faults(self) -> Iterator[str]:
-        if self.temperature <= 0:
-            yield f"temperature is {self.temperature}: must be above 0."
-        if self.top_k < 0:
-            yield f"top_k is {self.top_k}: must be at least 1, or 0 for all tokens."
-        if not 0 < self.top_p <= 1:
-            yield f"top_p is {self.top_p}: must lie in (0, 1]."
-        if self.max_new_tokens < 1:
-            yield f"max_new_tokens is {self.max_new_tokens}: must be at least 1."
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+        if self.min_new_tokens > self.max_new_tokens:
             limit = self.max_new_tokens
             yield f"min_new_tokens is {self.min_new_tokens}: must lie between 0 and max_new_tokens {limit}."
 

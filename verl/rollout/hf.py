@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.model_paths.check import paths_for
 from verl.model_paths.decode import Choose, Decoder
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
@@ -18,7 +17,7 @@ from verl.rollout.base import ALONE, GenerationRequest, Rollout, RolloutEngine, 
 from verl.rollout.token_sampler import TokenSampler
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class HFRollout(Rollout):
     """Generate with the training model itself, through transformers; nothing is copied and nothing to sync.
 
@@ -32,14 +31,9 @@ class HFRollout(Rollout):
 
     may_change: ClassVar[bool] = True
 
-    max_rows: int = 512
+    max_rows: PositiveInt = 512
     share_prefix: bool = True
     drop_finished: bool = True
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if self.max_rows < 1:
-            yield f"max_rows is {self.max_rows}: must be at least 1."
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
 from verl.rollout.base import ALONE, GenerationRequest, Rollout, RolloutEngine, assemble, stop_tokens
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ScriptedRollout(Rollout):
     """Answer from a list; the log-probabilities are the model's own for that text.
 
@@ -26,12 +26,10 @@ class ScriptedRollout(Rollout):
         texts: the responses; each is ended by the end-of-text token unless it fills `max_new_tokens`.
     """
 
-    texts: tuple[str, ...]
+    texts: Annotated[tuple[str, ...], Field(min_length=1)]
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
-        if not self.texts:
-            yield "texts is empty: give at least one response."
         for name, unset in (("top_k", 0), ("top_p", 1.0), ("min_new_tokens", 0), ("stop_token_ids", ())):
             if getattr(self, name) != unset:
                 yield f"{name} is {getattr(self, name)!r}: given responses are not drawn. Leave it at {unset!r}."

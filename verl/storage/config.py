@@ -8,12 +8,13 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
-from verl.component import PREFLIGHT_TIMEOUT_S, BuildContext, Description
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+
+from verl.component import PREFLIGHT_TIMEOUT_S, BuildContext, Description, component
 from verl.errors import ConfigError, StorageError, StorageRefused, install_command
 from verl.utils.redact import redact
 from verl.utils.temporary_directory import unwritable
@@ -27,7 +28,7 @@ PROBE = "preflight/probe"
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Storage(Description):
     """Objects below a prefix. Every kind has these settings.
 
@@ -44,18 +45,13 @@ class Storage(Description):
     kind: ClassVar[str] = ""
     packages: ClassVar[tuple[str, ...]] = ("fsspec",)
 
-    prefix: str = ""
-    concurrency: int = 8
-    part_mib: int = 16
-    connect_timeout_s: float = 10.0
-    timeout_s: float = 60.0
-    retries: int = 6
-    backoff_s: float = 0.5
-
-    def __post_init__(self):
-        if isinstance(self.prefix, str):  # `runs/one/` is the same place
-            object.__setattr__(self, "prefix", self.prefix.strip("/"))
-        super().__post_init__()
+    prefix: Annotated[str, AfterValidator(lambda prefix: prefix.strip("/"))] = ""
+    concurrency: PositiveInt = 8
+    part_mib: Annotated[int, Field(ge=5, le=5120)] = 16
+    connect_timeout_s: Annotated[float, Field(gt=0, lt=1e6)] = 10.0
+    timeout_s: Annotated[float, Field(gt=0, lt=1e6)] = 60.0
+    retries: NonNegativeInt = 6
+    backoff_s: Annotated[float, Field(ge=0, le=30)] = 0.5
 
     def faults(self) -> Iterator[str]:
         missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
@@ -68,17 +64,6 @@ class Storage(Description):
             yield f"prefix is {self.prefix!r}: expected names joined by slashes, such as experiments/one."
         elif redact(self.prefix) != self.prefix:
             yield "prefix looks like a secret (not shown), which no configuration may hold."
-        if self.concurrency < 1:
-            yield f"concurrency is {self.concurrency}: must be at least 1."
-        if not 5 <= self.part_mib <= 5120:
-            yield f"part_mib is {self.part_mib}: must lie between 5 and 5120, as S3 wants it."
-        if self.retries < 0:
-            yield f"retries is {self.retries}: must not be negative."
-        for name in ("connect_timeout_s", "timeout_s"):
-            if not 0 < getattr(self, name) < 1e6:
-                yield f"{name} is {getattr(self, name):g}: must be above 0."
-        if not 0 <= self.backoff_s <= 30:
-            yield f"backoff_s is {self.backoff_s:g}: must lie between 0 and 30."
 
     @property
     def address(self) -> str:
@@ -121,7 +106,7 @@ class Storage(Description):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class LocalStorage(Storage):
     """A directory, such as one on a network file system. See `Storage` for the others.
 
@@ -155,7 +140,7 @@ class LocalStorage(Storage):
         return LocalBackend(Path(self.path, self.prefix).absolute())
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class MemoryStorage(Storage):
     """Memory of this process, for tests; what is put there ends with it. See `Storage` for the others."""
 
@@ -171,7 +156,7 @@ class MemoryStorage(Storage):
         return memory_backend(self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class BucketStorage(Storage):
     """What the stores of clouds share. See `Storage` for the others.
 
@@ -200,7 +185,7 @@ class BucketStorage(Storage):
         return f"{self.kind}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class S3Storage(BucketStorage):
     """S3 and what speaks its language. Credentials: the environment (`AWS_ACCESS_KEY_ID`, ...), `~/.aws`, or the role
     of the machine; `AWS_ENDPOINT_URL` is heeded too. See `BucketStorage` for the others.
@@ -220,7 +205,7 @@ class S3Storage(BucketStorage):
         return S3Backend(self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class OSSStorage(BucketStorage):
     """Object storage of Alibaba Cloud. Credentials: `OSS_ACCESS_KEY_ID` and `OSS_ACCESS_KEY_SECRET` in the environment;
     without `endpoint_url` the endpoint is `OSS_ENDPOINT` of the environment. See `BucketStorage` for the others."""
@@ -242,7 +227,7 @@ class OSSStorage(BucketStorage):
         return oss_backend(self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class GCSStorage(BucketStorage):
     """Google Cloud Storage. Credentials: `GOOGLE_APPLICATION_CREDENTIALS`, those of gcloud, or those of the machine.
     See `BucketStorage` for the others."""

@@ -8,18 +8,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl.component import BuildContext, Description, package_fault
+from verl.component import BuildContext, Description, component, package_fault
 from verl.errors import ConfigError
 from verl.utils.component_exits import as_component_exit, raised_by_code
 from verl.utils.redact import redact, redact_tree
 from verl.utils.seeding import kept_generators
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TrackerDescription(Description):
     """Base of what a place under `tracker` may be: builds a `Tracker`.
 
@@ -101,7 +101,7 @@ _log = logging.getLogger(__name__)
 _TO_FILE_ONLY = {"console": False}  # the console tracker shows these lines itself; run.log needs them too
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Trackers(Description):
     """Where a run's numbers go: one description for each tracker, by name; null leaves one out.
 

@@ -14,11 +14,12 @@ import textwrap
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
-from verl.component import BuildContext
+from pydantic import NonNegativeInt
+
+from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription, short, stage_line
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ _STEP_S = "timing/step_s"
 _FROM_BOTH_ENDS = ("prompt", "prompt_text")  # prompts often begin alike
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Console(TrackerDescription):
     """Lines on standard output; with a progress line below them where that is a terminal.
 
@@ -65,11 +66,7 @@ class Console(TrackerDescription):
         "sft/loss",
         _STEP_S,
     )
-    sample_rows: int = 3
-
-    def faults(self) -> Iterator[str]:
-        if self.sample_rows < 0:
-            yield f"sample_rows is {self.sample_rows}: must be 0 or more."
+    sample_rows: NonNegativeInt = 3
 
     def build(self, context: BuildContext) -> ConsoleTracker:
         return ConsoleTracker(self)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription
 
 _KEPT_BYTES = 64 * 2**20  # of records that wait for room; the oldest go first
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class JsonLines(TrackerDescription):
     """`metrics.jsonl`, one object a line `{"step": 3, "time_s": 12.5, "reward/mean": 0.81, ...}`, and sample tables.
 

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from verl.component import BuildContext
+from pydantic import Field
+
+from verl.component import BuildContext, component
 from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy as np
     from matplotlib.axes import Axes
 
@@ -43,7 +43,7 @@ class MetricSeries:
     evaluated: bool = False  # measured by evaluations, so drawn with its points
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Curves(TrackerDescription):
     """`curves.png` in the run directory, written when the run closes, however it ended.
 
@@ -54,11 +54,9 @@ class Curves(TrackerDescription):
 
     package: ClassVar[str] = "matplotlib"
 
-    panels: dict[str, list[str]] = field(default_factory=lambda: {title: list(keys) for title, keys in PANELS.items()})
-
-    def faults(self) -> Iterator[str]:
-        if not self.panels:
-            yield "panels is {}: must name at least one panel, or set tracker.curves=null."
+    panels: Annotated[dict[str, list[str]], Field(min_length=1)] = field(
+        default_factory=lambda: {title: list(keys) for title, keys in PANELS.items()}
+    )
 
     def build(self, context: BuildContext) -> CurvesTracker:
         return CurvesTracker(self)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from verl.component import BuildContext
+from pydantic import PositiveInt
+
+from verl.component import BuildContext, component
 from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TensorBoard(TrackerDescription):
     """Event files in `run_dir/tensorboard`; look at them with `tensorboard --logdir RUN_DIR`.
 
@@ -28,11 +29,7 @@ class TensorBoard(TrackerDescription):
 
     package: ClassVar[str] = "tensorboard"
 
-    flush_s: int = 30
-
-    def faults(self):
-        if self.flush_s < 1:
-            yield f"flush_s is {self.flush_s}: must be 1 or more."
+    flush_s: PositiveInt = 30
 
     def build(self, context: BuildContext) -> TensorBoardTracker:
         return TensorBoardTracker(self)

@@ -10,12 +10,13 @@ import random
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from verl.component import BuildContext
+from pydantic import Field
+
+from verl.component import BuildContext, component
 from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
 from verl.utils.child_process.stopped_watch import StoppedWatch, children
@@ -26,7 +27,7 @@ SERVICE = b"wandb-core"
 _TEMPORARY: list[TemporaryDirectory] = []  # of this process, once it has used W&B
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class WandB(TrackerDescription):
     """A W&B run, its files below the run directory; the jobs of a sweep are one group, named after its directory.
 
@@ -44,18 +45,12 @@ class WandB(TrackerDescription):
 
     package: ClassVar[str] = "wandb"
 
-    project: str = "verl"
+    project: Annotated[str, Field(min_length=1)] = "verl"
     entity: str | None = None
     tags: tuple[str, ...] = ()
     mode: Literal["auto", "online", "offline"] = "auto"
     on_resume: Literal["same", "child"] = "same"
-    timeout_s: float = 60.0
-
-    def faults(self) -> Iterator[str]:
-        if not self.project:
-            yield "project is '': must name a W&B project."
-        if not 0 < self.timeout_s < 1e9:
-            yield f"timeout_s is {self.timeout_s:g}: must be positive and finite."
+    timeout_s: Annotated[float, Field(gt=0, lt=1e9)] = 60.0
 
     def build(self, context: BuildContext) -> WandBTracker:
         sweep = context.run_dir.resolve().parent.name if context.job and context.run_dir is not None else None

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import field
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from verl.cluster.placement import Placement
-from verl.component import Description
+from verl.component import Description, component
 from verl.monitoring.config import Monitoring
 from verl.trainer.timers import Profile
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class LoopSettings(Description):
     """What PPO and SFT share.
 
@@ -42,17 +43,17 @@ class LoopSettings(Description):
 
     project_name: str = "verl"
     experiment_name: str = "default"
-    seed: int = 0
+    seed: NonNegativeInt = 0
     device: str = "auto"
-    num_threads: int | None = None
-    n_gpus_per_node: int = 1
-    nnodes: int = 1
-    total_epochs: int | None = None
-    total_steps: int | None = None
-    stop_after: int | None = None
+    num_threads: PositiveInt | None = None
+    n_gpus_per_node: PositiveInt = 1
+    nnodes: PositiveInt = 1
+    total_epochs: PositiveInt | None = None
+    total_steps: PositiveInt | None = None
+    stop_after: PositiveInt | None = None
     eval_before: bool = True
-    eval_interval: int = 0
-    sample_rows: int = 32
+    eval_interval: NonNegativeInt = 0
+    sample_rows: NonNegativeInt = 32
     strict_data_check: bool = False
     save_final: bool = True
     repeat_first_batch: bool = False
@@ -60,13 +61,6 @@ class LoopSettings(Description):
     safety: Monitoring = field(default_factory=Monitoring)
 
     def faults(self) -> Iterator[str]:
-        for name in ("n_gpus_per_node", "nnodes", "total_epochs", "total_steps", "stop_after", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield f"{name} is {value}: must be at least 1."
-        for name in ("eval_interval", "sample_rows", "seed"):
-            if getattr(self, name) < 0:
-                yield f"{name} is {getattr(self, name)}: must not be negative."
         if (fault := _device_fault(self.device)) is not None:
             yield f"device is {self.device!r}: {fault}. Set auto, cpu, cuda or cuda:N."
         if self.device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", self.device):
@@ -96,7 +90,7 @@ class LoopSettings(Description):
         return epochs if self.total_steps is None else min(epochs, self.total_steps)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class PPOSettings(LoopSettings):
     """Settings of a policy-gradient run. See `LoopSettings` for the others.
 
@@ -110,24 +104,17 @@ class PPOSettings(LoopSettings):
         placement: where the roles live; null for this process, or the processes that the sharding asks for.
     """
 
-    prompts_per_step: int = 64
-    group_size: int = 8
-    rollout_ahead: int = 0
-    eval_samples: int = 0
+    prompts_per_step: PositiveInt = 64
+    group_size: PositiveInt = 8
+    rollout_ahead: Annotated[int, Field(ge=0, le=1)] = 0
+    eval_samples: NonNegativeInt = 0
     success_score: float = 1.0
     placement: Placement | None = None
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
-        for name in ("prompts_per_step", "group_size"):
-            if getattr(self, name) < 1:
-                yield f"{name} is {getattr(self, name)}: must be at least 1."
-        if self.rollout_ahead not in (0, 1):
-            yield f"rollout_ahead is {self.rollout_ahead}: must be 0, or 1 for one step ahead."
         if self.rollout_ahead and self.repeat_first_batch:
             yield "rollout_ahead is 1: with repeat_first_batch every batch is the first. Set rollout_ahead=0."
-        if self.eval_samples < 0:
-            yield f"eval_samples is {self.eval_samples}: must not be negative."
 
     machines_advice: ClassVar[str] = (
         ", or join machines with Ray: `ray start --head` on one, `ray start --address=HEAD:6379` on the others, "
@@ -139,7 +126,7 @@ class PPOSettings(LoopSettings):
         return self.placement is not None and self.placement.spans_machines
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class SFTSettings(LoopSettings):
     """Settings of supervised fine-tuning. See `LoopSettings` for the others.
 
@@ -147,12 +134,7 @@ class SFTSettings(LoopSettings):
         batch_size: sequences of one optimizer step.
     """
 
-    batch_size: int = 64
-
-    def faults(self) -> Iterator[str]:
-        yield from super().faults()
-        if self.batch_size < 1:
-            yield f"batch_size is {self.batch_size}: must be at least 1."
+    batch_size: PositiveInt = 64
 
 
 def _device_fault(device: str) -> str | None:

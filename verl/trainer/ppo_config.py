@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.algorithms.algorithm import Algorithm
 from verl.checkpoint.config import Checkpointing
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.data.base import PromptSource
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError
@@ -152,7 +151,7 @@ def _model_faults(run: Any) -> Iterator[str]:
             yield f"{role}.model.{fault}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class PPORun(Description):
     """Everything that one policy-gradient run is made of: the root of `conf/ppo.yaml`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from verl.checkpoint.config import Checkpointing
 from verl.cluster.rpc import role_handles
-from verl.component import BuildContext, Description, as_plain
+from verl.component import BuildContext, Description, as_plain, component
 from verl.data.base import TextSource, told_counts
 from verl.data.sampler import EpochSampler, Mixture
 from verl.engines.sharding import Sharding
@@ -51,7 +51,7 @@ from verl.workers.colocated import SFTHost, with_tokenizer
 from verl.workers.load_state import SavedRoleState
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class SFTRun(Description):
     """Everything that one run of supervised fine-tuning is made of: the root of `conf/sft.yaml`."""
 

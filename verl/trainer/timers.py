@@ -6,11 +6,12 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.component import Description
+from pydantic import PositiveInt
+
+from verl.component import Description, component
 from verl.tracking.base import TrackerSet
 from verl.utils.progress import report
 
@@ -50,7 +51,7 @@ class StageTimers:
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Profile(Description):
     """Profile some steps of a run that holds its roles in this process (sharding=none); it slows those steps down.
 
@@ -65,16 +66,11 @@ class Profile(Description):
         shapes: tell calls of an operator with different shapes apart.
     """
 
-    first_step: int = 2
-    num_steps: int = 2
-    num_rows: int = 40
+    first_step: PositiveInt = 2
+    num_steps: PositiveInt = 2
+    num_rows: PositiveInt = 40
     memory: bool = False
     shapes: bool = False
-
-    def faults(self) -> Iterator[str]:
-        for name in ("first_step", "num_steps", "num_rows"):
-            if getattr(self, name) < 1:
-                yield f"{name} is {getattr(self, name)}: must be at least 1."
 
 
 class Profiler:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from verl import config
 from verl.algorithms.algorithm import Algorithm
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.dispatch import by_rows, by_rows_to_one, on_all
 from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine
@@ -30,7 +29,7 @@ from verl.workers.first_batch_check import FirstBatchCheck
 from verl.workers.load_state import RestoreSource
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Actor(TrainedRole):
     """The policy pi(response | prompt): any Hugging Face causal language model. See `TrainedRole` for the arguments."""
 

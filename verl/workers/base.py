@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from verl.component import Description
+from verl.component import Description, component
 from verl.dispatch import on_all, on_each
 from verl.engines.engine import Packs, TrainingEngine
 from verl.engines.optimizer import AdamW
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 ADAPTER_LR_FACTOR = 10.0  # of a low-rank adapter in place of all weights
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class TrainedRole(Description):
     """A role whose weights are updated.
 
@@ -63,15 +63,13 @@ class TrainedRole(Description):
     model: ModelSource
     optimizer: AdamW
     lora: LoRA | None = None
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: PositiveInt = 16384
     autocast: Autocast = None
     packing: Packs = "auto"
     gradient_checkpointing: bool = False
     sharding: Sharding | None = None
 
     def faults(self) -> Iterator[str]:
-        if self.micro_batch_tokens < 1:
-            yield f"micro_batch_tokens is {self.micro_batch_tokens}: must be at least 1."
         if self.lora is None and self.model.dtype in ("bfloat16", "float16"):
             yield (
                 f"model.dtype is {self.model.dtype}: training all weights in it silently loses updates that are small "

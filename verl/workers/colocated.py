@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.algorithms.algorithm import Algorithm
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import NoSharding, Sharding
 from verl.rewards.reward_model import RewardModel
@@ -65,7 +65,7 @@ class RoleProcess:
         self.parallels.clear()
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class RLHost(Description):
     """Actor, and critic and reference where they are wanted, side by side in each process.
 
@@ -145,7 +145,7 @@ class RLHost(Description):
             host.workers["rm"] = RewardWorker.start(self.reward, context)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class SFTHost(Description):
     """The learner of supervised fine-tuning, alone in each process."""
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from verl.algorithms.algorithm import Algorithm
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.dispatch import by_rows, by_rows_to_one
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
@@ -23,7 +22,7 @@ from verl.workers.first_batch_check import FirstBatchCheck
 from verl.workers.load_state import RestoreSource
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Critic(TrainedRole):
     """The value function V(prompt, response so far): any Hugging Face backbone and a linear head.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.dispatch import by_rows
 from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine
@@ -26,7 +26,7 @@ from verl.workers.base import load_unsharded
 from verl.workers.first_batch_check import FirstBatchCheck
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class Reference(Description):
     """The policy that the actor is kept near.
 
@@ -38,12 +38,8 @@ class Reference(Description):
     """
 
     model: ModelSource | None = None
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: PositiveInt = 16384
     sharding: Sharding | None = None
-
-    def faults(self) -> Iterator[str]:
-        if self.micro_batch_tokens < 1:
-            yield f"micro_batch_tokens is {self.micro_batch_tokens}: must be at least 1."
 
     def start(
         self,

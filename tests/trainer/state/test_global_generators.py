@@ -12,7 +12,7 @@ import torch
 from storage.s3_server import BUCKET, Fault, Request
 from trainer.saved_runs import course, fit
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.errors import StorageUnreachable
 from verl.http_client.client import Backoff
 from verl.storage.backend import RetryPolicy, TransientError
@@ -44,7 +44,7 @@ class Drawing(Tracker):
         torch.manual_seed(0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@component
 class DrawingTracker(TrackerDescription):
     def build(self, context: BuildContext) -> Tracker:
         return Drawing()

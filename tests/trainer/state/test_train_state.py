@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_request import SaveRequest
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.dispatch import on_each
 from verl.engines.sharding import DDP, Sharding
 from verl.trainer.state.driver_state import RNG, CheckpointDraft, GeneratorStates, load_parts
@@ -38,7 +37,7 @@ class Dice(TrainedWorker):
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class DiceHost(Description):
     """Builds dice that fall differently on each rank."""
 

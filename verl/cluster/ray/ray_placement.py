@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from verl.cluster.local_worker_group import InlineWorkerGroup
 from verl.cluster.placement import ROLES, DivisibleHost, Placement, RoleGroups, single_process_roles
 from verl.cluster.rpc import WorkerGroup
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, install_command
 
@@ -19,7 +21,7 @@ MAIN = "main"
 LEAST_OBJECT_STORE_MIB = 75
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class RayPlacement(Placement):
     """Roles in Ray actors: a worker of a pool holds every role of the pool.
 
@@ -43,15 +45,15 @@ class RayPlacement(Placement):
 
     address: str | None = None
     pools: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    workers: dict[str, int] = field(default_factory=dict)
+    workers: dict[str, PositiveInt] = field(default_factory=dict)
     in_driver: tuple[str, ...] = ()
-    num_cpus: float = 1.0
-    num_gpus: float | None = None
+    num_cpus: NonNegativeFloat = 1.0
+    num_gpus: PositiveFloat | None = None
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    object_store_mib: int | None = None
-    start_timeout_s: float = 120.0
-    call_timeout_s: float = 1800.0
-    max_restarts: int = 2
+    object_store_mib: Annotated[int, Field(ge=LEAST_OBJECT_STORE_MIB)] | None = None
+    start_timeout_s: PositiveFloat = 120.0
+    call_timeout_s: PositiveFloat = 1800.0
+    max_restarts: NonNegativeInt = 2
 
     @property
     def spans_machines(self) -> bool:  # a Ray that is started with the run knows this machine alone
@@ -66,20 +68,9 @@ class RayPlacement(Placement):
                 yield f"pools names the role {role!r}: there are {', '.join(ROLES)}."
             elif named.count(role) > 1:
                 yield f"pools names the role {role!r} {named.count(role)} times, in_driver counted: a role lives once."
-        for pool, count in self.workers.items():
+        for pool in self.workers:
             if pool not in self.pools and pool != MAIN:
                 yield f"workers names the pool {pool!r}: there are {', '.join(self.pools) or MAIN}."
-            if count < 1:
-                yield f"workers.{pool} is {count}: must be at least 1."
-        for name in ("object_store_mib", "num_gpus", "start_timeout_s", "call_timeout_s"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                yield f"{name} is {value}: must be above 0."
-        if self.object_store_mib is not None and 0 < self.object_store_mib < LEAST_OBJECT_STORE_MIB:
-            yield f"object_store_mib is {self.object_store_mib}: Ray needs at least {LEAST_OBJECT_STORE_MIB}."
-        for name in ("num_cpus", "max_restarts"):
-            if getattr(self, name) < 0:
-                yield f"{name} is {getattr(self, name)}: must not be negative."
         if self.address is not None and self.address.startswith("ray://"):
             yield (
                 f"address is {self.address!r}: a driver outside the cluster is not supported, for it shares no memory "

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
-from verl.component import BuildContext
+from pydantic import PositiveInt
+
+from verl.component import BuildContext, component
 from verl.http_client.request import RetryableAnswer
 from verl.rewards.remote.remote_base import RemoteDescription, RemoteReward, RemoteSample, SampleRequest
 from verl.rewards.remote.score_parser import at, column, number, shown
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from verl.http_client.client import HTTPClient
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class HTTPReward(RemoteDescription):
     """Post samples to `base_url`, and read their scores in the same order.
 
@@ -36,7 +38,7 @@ class HTTPReward(RemoteDescription):
     options: dict[str, Any] = field(default_factory=dict)
     scores_path: str | None = None
     score_path: str | None = None
-    batch_size: int = 32
+    batch_size: PositiveInt = 32
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
@@ -46,8 +48,6 @@ class HTTPReward(RemoteDescription):
             yield "options stand beside the list of samples: give the list a name by items_key."
         if self.items_key is not None and self.items_key in self.options:
             yield f"options.{self.items_key}: is where the samples are (items_key)."
-        if self.batch_size < 1:
-            yield f"batch_size is {self.batch_size}: must be at least 1."
 
     def columns_read(self) -> Iterator[tuple[str, str]]:
         for name, source in self.fields.items():

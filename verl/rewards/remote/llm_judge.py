@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated, Any
 
-from verl.component import BuildContext
+from pydantic import Field
+
+from verl.component import BuildContext, component
 from verl.http_client.request import RetryableAnswer
 from verl.rewards.import_path import load_function, named_parameters, path_faults, required_arguments
 from verl.rewards.remote.remote_base import RemoteDescription, RemoteReward, RemoteSample, SampleRequest
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from verl.http_client.client import HTTPClient
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class LLMJudge(RemoteDescription):
     """Ask a chat model for a score: POST `base_url/chat/completions`, one request for each response.
 
@@ -42,7 +44,7 @@ class LLMJudge(RemoteDescription):
         min_score, max_score: a score outside of them is none; null: no bound.
     """
 
-    model: str
+    model: Annotated[str, Field(min_length=1)]
     template: str
     system: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -54,8 +56,6 @@ class LLMJudge(RemoteDescription):
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
-        if not self.model:
-            yield "model is '': expected the name of the judge, as its server knows it."
         if "response" not in places(self.template):
             yield "template has no {response}: the judge would not see what it judges."
         for name in OURS:

@@ -12,11 +12,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
-from verl.component import BuildContext
+from verl.component import BuildContext, component
 from verl.errors import ConfigError, NonFiniteRewardError, RewardError, faults_below
 from verl.http_client.cache import AnswerCache, default_directory, key_of
 from verl.http_client.endpoint import Endpoint
@@ -108,7 +109,7 @@ class RequestStats:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class RemoteDescription(RewardDescription):
     """Base of rewards that a server gives.
 
@@ -127,12 +128,8 @@ class RemoteDescription(RewardDescription):
     endpoint: Endpoint
     on_error: Literal["raise", "score"] = "raise"
     error_score: float = 0.0
-    cache_gib: float = 1.0
+    cache_gib: Annotated[float, Field(ge=0, lt=1e6)] = 1.0
     cache_dir: str | None = None
-
-    def faults(self) -> Iterator[str]:
-        if not 0 <= self.cache_gib < 1e6:
-            yield f"cache_gib is {self.cache_gib:g}: must not be negative; 0 keeps no answers."
 
     def connect(self, context: BuildContext) -> HTTPClient:
         """The client, whose server answers.

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from verl.component import BuildContext
+from pydantic import PositiveFloat
+
+from verl.component import BuildContext, component
 from verl.http_client.endpoint import Endpoint
 from verl.models.parallel_info import Autocast
 from verl.rollout.base import Rollout, RolloutEngine
 from verl.rollout.server.protocols import DIVIDED
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ServerRollout(Rollout):
     """Generate on a server that somebody else runs.
 
@@ -46,14 +47,12 @@ class ServerRollout(Rollout):
     transfer_dir: str | None = None
     log_probs: Literal["auto", "server", "trainer"] = "auto"
     send_seed: bool = True
-    max_gap_nats: float | None = None
+    max_gap_nats: PositiveFloat | None = None
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
         if self.endpoint.base_url.rstrip("/").endswith("/v1"):
             yield "endpoint.base_url ends with /v1: give the address without it, http://HOST:PORT."
-        if self.max_gap_nats is not None and not self.max_gap_nats > 0:
-            yield f"max_gap_nats is {self.max_gap_nats}: must be above 0."
         if self.weights == "fixed" and self.log_probs == "trainer":
             yield (
                 "log_probs is trainer, and weights is fixed: the trainer does not know log-probs of weights that it no "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from verl.component import BuildContext
+from pydantic import PositiveFloat, PositiveInt
+
+from verl.component import BuildContext, component
 from verl.errors import ConfigError
 from verl.models.parallel_info import Autocast
 from verl.rollout.base import ALONE, Rollout, RolloutEngine
@@ -14,7 +16,7 @@ from verl.rollout.vllm.client.engine_args import DIVIDED, HIGHEST_RANK, LORA_RAN
 from verl.utils.env_check import vllm_fault
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class VLLMRollout(Rollout):
     """Generate by vLLM, in a process of its own beside each process that trains, or each group of tensor-parallel ones.
 
@@ -42,35 +44,23 @@ class VLLMRollout(Rollout):
     runs_ahead: ClassVar[bool] = True
     may_change: ClassVar[bool] = True
 
-    kv_cache_gib: float = 1.0
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 4096
-    max_model_len: int | None = None
+    kv_cache_gib: PositiveFloat = 1.0
+    max_num_seqs: PositiveInt = 256
+    max_num_batched_tokens: PositiveInt = 4096
+    max_model_len: PositiveInt | None = None
     prefix_caching: bool = True
     enforce_eager: bool = True
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: PositiveInt = 1
     lora: Literal["merged", "adapter"] = "merged"
     sleep: bool = True
-    num_threads: int | None = None
-    chunk_mib: int = 64
-    call_timeout_s: float = 300.0  # type: ignore[misc]
-    start_timeout_s: float | None = None
+    num_threads: PositiveInt | None = None
+    chunk_mib: PositiveInt = 64
+    call_timeout_s: PositiveFloat = 300.0  # type: ignore[misc]
+    start_timeout_s: PositiveFloat | None = None
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
-        for name in ("kv_cache_gib", "call_timeout_s"):
-            if not getattr(self, name) > 0:
-                yield f"{name} is {getattr(self, name)}: must be above 0."
-        if self.start_timeout_s is not None and not self.start_timeout_s > 0:
-            yield f"start_timeout_s is {self.start_timeout_s}: must be above 0, or null."
-        for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "chunk_mib"):
-            if getattr(self, name) < 1:
-                yield f"{name} is {getattr(self, name)}: must be at least 1."
-        for name in ("max_model_len", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield f"{name} is {value}: must be at least 1, or null."
-        if 0 < self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens < self.max_num_seqs:
             yield (
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}: a pass takes at least one token of each of "
                 f"the max_num_seqs {self.max_num_seqs} responses."

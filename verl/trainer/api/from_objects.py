@@ -12,13 +12,12 @@ import copy
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from verl.component import BuildContext, Description
+from verl.component import BuildContext, Description, component
 from verl.compose.from_yaml import ComposedConfig
 from verl.compose.validate import validate
 from verl.data.base import DataSplits, PromptOptions, PromptSource
@@ -36,7 +35,7 @@ from verl.rewards.weighted_sum import TAKEN, WeightedSum
 MICRO_BATCH_TOKENS = 16384  # of a reward model that was passed as an object
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class PromptsObject(PromptOptions):
     """Prompts passed as `train_dataset`, and as `eval_dataset` if those are rows too.
 
@@ -59,7 +58,7 @@ class PromptsObject(PromptOptions):
         return DataSplits(train=_dataset(train, context.tokenizer, options), eval=eval_data)
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class RewardObject(RewardDescription):
     """A function, a running reward, or a reward model of torch.
 
@@ -91,7 +90,7 @@ class RewardObject(RewardDescription):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@component
 class ModelObject(ModelSource):
     """A loaded Hugging Face model. As the actor it is the object itself that trains; other roles take copies of it.
 

@@ -1,0 +1,100 @@
+"""What the driver holds is saved by being a part: a state of one's own goes on where it was, with no edit elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from torch import Tensor
+from trainer.runs import GRPO_ALGORITHM
+from trainer.saved_runs import course, digest, fit, newest, numbers
+
+from verl.algorithms.kl import KLControl
+from verl.checkpoint.resume_point import find
+from verl.component import BuildContext
+from verl.errors import CheckpointCorrupt
+from verl.protocol import DataProto
+from verl.trainer.state.driver_state import load_parts, place_of
+
+
+class RisingKL:
+    """A running control with a state of its own: each step pays more."""
+
+    def __init__(self) -> None:
+        self.coef = 0.0
+
+    def shape_rewards(self, batch: DataProto) -> tuple[Tensor, dict[str, float]]:
+        rewards, metrics = KLControl().shape_rewards(batch)
+        self.coef += 0.25
+        return rewards - self.coef * batch["response_mask"], metrics | {"kl/coef": self.coef}
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.coef = state["coef"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rising(KLControl):
+    def build(self, context: BuildContext) -> Any:
+        return RisingKL()
+
+
+def test_a_control_of_ones_own_goes_on_from_its_state(model32, tmp_path):
+    algorithm = dataclasses.replace(GRPO_ALGORITHM, kl=Rising())
+    fit(course(model32, tmp_path / "whole", algorithm), tmp_path / "whole")
+    stopped = tmp_path / "stopped"
+    fit(course(model32, stopped, algorithm, stop_after=2), stopped)
+    fit(course(model32, stopped, algorithm, resume="latest"), stopped)
+    assert [line["kl/coef"] for line in numbers(stopped).values()] == [0.25, 0.5, 0.75, 1.0]
+    assert digest(stopped) == digest(tmp_path / "whole")
+
+
+class Kept:
+    """A part that keeps whatever it is given."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def test_each_part_is_loaded_with_its_component_alone_and_a_part_that_was_not_saved_is_given_nothing(model32, tmp_path):
+    fit(course(model32, tmp_path, stop_after=1), tmp_path)
+    point = find(str(newest(tmp_path).directory), tmp_path)
+    assert point is not None
+    names = ["sampler", "kl", "reward", "lengths", "safety", "drawn_ahead", "replay_buffer", "rng", "unheard_of"]
+    assert {place_of(name).loaded_with for name in names} == {"dataloader", "scheduler", "replay_buffer", "rng"}
+    for component in ("dataloader", "scheduler", "replay_buffer", "rng", None):
+        parts = {name: Kept() for name in names}
+        load_parts(point, parts, None if component is None else [component])
+        told = {name for name, part in parts.items() if part.state is not None}
+        assert told == {name for name in names if component in (None, place_of(name).loaded_with)}
+    found = {name: part.state for name, part in parts.items()}
+    assert found["sampler"] == {"seed": found["sampler"]["seed"], "epoch": 0, "position": 3}
+    assert found["reward"] == {"reward": {}}
+    assert not found["drawn_ahead"]
+    assert not found["replay_buffer"]
+    assert found["unheard_of"] == {}
+    assert found["rng"]["ranks"] == []
+
+
+def test_what_a_part_cannot_read_is_told_of_its_file(model32, tmp_path):
+    class Unable(Kept):
+        def load_state_dict(self, state: Any) -> None:
+            raise KeyError("coef")
+
+    fit(course(model32, tmp_path, stop_after=1), tmp_path)
+    point = find(str(newest(tmp_path).directory), tmp_path)
+    assert point is not None
+    for name in ("sampler", "kl", "rng"):
+        with pytest.raises(CheckpointCorrupt, match=place_of(name).path):
+            load_parts(point, {name: Unable()})
