@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
 from verl.compose.command_line import command_line, composition_faults, in_grammar, is_path, parse_overrides
 from verl.compose.compose import compose_root
@@ -200,3 +201,29 @@ def test_a_component_that_is_written_out_takes_the_place_of_the_default_option(w
     assert "answer_key" not in node
     if path == "reward":
         assert validate(compose_root("ppo", arguments), assigned.faults).reward.min_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["nogroup=x"], "nogroup is not a known key: ppo.yaml has no nogroup."),
+        (["algorithm=nope"], "algorithm=nope: no such option; there are cispo, "),
+        (["~nothere"], "~nothere: there is no nothere to leave out."),
+        (["trainer.seed=${nowhere}"], "trainer.seed refers to ${nowhere}, which is not there."),
+        (
+            ["trainer.seed=${oc.env:VERL_NOT_SET}"],
+            "${oc.env:VERL_NOT_SET}: the environment variable VERL_NOT_SET is not",
+        ),
+        (["trainer.seed=${nores:1}"], "${nores:...}: there is no resolver nores."),
+        (["+trainer.seed=2"], "trainer.seed is there already: write trainer.seed=VALUE"),
+        (["++trainer.seed=[1"], "[1 opens what is not closed, or is no value"),
+        (["sharding@nowhere.sharding=ddp"], "sharding@nowhere.sharding: nothing is chosen there yet. Write +sharding@"),
+        (["hydra/launcher=nope"], "hydra/launcher=nope: Hydra has no such option"),
+    ],
+)
+def test_each_way_in_which_hydra_fails_to_compose_has_words_of_ours(overrides, said):
+    with pytest.raises((HydraException, OmegaConfBaseException)) as failed:
+        compose_root("ppo", overrides).trainer.seed  # noqa: B018 - a reference is resolved when it is read
+    (told,) = composition_faults("ppo", failed.value)
+    assert told.startswith(said)
+    assert "cannot be composed" not in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ from ray.cluster_utils import Cluster
 from trainer.saved_runs import course, fit
 
 from verl.cluster.ray.ray_init import RaySession, RaySettings
+from verl.cluster.ray.ray_placement import RayPlacement
 from verl.cluster.ray.ray_worker_group import RayRoleGroup, RayWorkerGroup
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext
@@ -111,3 +113,28 @@ def test_a_cluster_that_asks_for_the_token_of_an_earlier_local_run_is_joined(tmp
     finally:
         kill_marked(mark)
         shutil.rmtree(place, ignore_errors=True)
+
+
+def test_a_cluster_with_fewer_machines_gpus_or_room_than_a_run_asks_for_is_refused_with_what_it_has():
+    memory = {"object_store_memory": 80 * 2**20}
+    machines = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **memory})
+    try:
+        machines.add_node(num_cpus=2, num_gpus=1, **memory)
+
+        def lacks(nnodes: int, per_node: int, device: str = "cpu", **options: float) -> list[str]:
+            placement = RayPlacement(address=machines.address, **options)
+            return [*placement.lacks(("actor",), nnodes, per_node, device)]
+
+        assert lacks(2, 1) == []
+        assert lacks(1, 3) == []
+        (few,) = lacks(3, 1)
+        assert re.match(r"trainer\.nnodes is 3: the Ray cluster at \S+ has 2 machines \(\S+: \d CPU, ", few)
+        assert "2 CPU, 1 GPU" in few
+        assert few.endswith("or set trainer.nnodes=2.")
+        (gpus,) = lacks(2, 1, "cuda")
+        assert "of which 1 of 2 have 1 GPU for each of 1 workers" in gpus
+        (room,) = lacks(2, 4)
+        assert "with room for 3 workers of 1 CPU and 0 GPU, and 8 are asked for" in room
+        assert not ray.is_initialized()
+    finally:
+        machines.shutdown()

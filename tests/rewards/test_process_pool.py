@@ -418,6 +418,7 @@ def test_a_module_that_only_the_worker_cannot_import_is_named(tmp_path):
         ({"num_workers": 0}, r"num_workers is 0: must be at least 1"),
         ({"error_score": float("inf")}, r"error_score is inf: must be finite"),
         ({"on_error": "score", "per_sample": False}, r"on_error is score: .* Set per_sample=true"),
+        ({"num_workers": 8, "per_sample": False}, r"num_workers is 8: a function of the whole batch is one call"),
         ({"on_error": "ignore"}, r"on_error is 'ignore': expected one of raise, score"),
         ({"kwargs": {"prompt": 1}}, r"kwargs\.prompt: is what the function is called with"),
     ],

@@ -215,3 +215,25 @@ def test_wandb_neither_holds_a_run_up_nor_leaves_anything_of_one_that_is_killed(
     while list(temporary.iterdir()) and time.monotonic() < end:
         time.sleep(0.05)
     assert list(temporary.iterdir()) == []
+
+
+def test_the_retries_of_wandb_draw_from_a_generator_of_their_own(tmp_path, monkeypatch, no_key):
+    """Its threads wait by chance while training goes on."""
+    import random
+
+    from wandb.sdk.lib import retry
+
+    before = random.getstate()
+    tracked(WandB(mode="offline"), tmp_path / "run")
+    answers = iter([ValueError("busy"), ValueError("busy"), None])
+
+    def request() -> str:
+        if (error := next(answers)) is not None:
+            raise error
+        return "done"
+
+    asked = retry.Retry(request, retryable_exceptions=(ValueError,))
+    monkeypatch.setattr(retry, "SLEEP_FN", lambda seconds: None)
+    assert asked() == "done"
+    assert isinstance(retry.random, random.Random)
+    assert random.getstate() == before

@@ -352,6 +352,19 @@ _PACKAGE = "Without it the keys of the file lie below its group instead of at th
 _WORDS = (  # what Hydra says, and what we say
     (r"Interpolation key '([^']+)' not found\s+full_key: (\S+)", "{1} refers to ${{{0}}}, which is not there."),
     (r"Interpolation key '([^']+)' not found", "${{{0}}} refers to a key that is not there."),
+    (
+        r"Environment variable '([^']+)' not found",
+        "${{oc.env:{0}}}: the environment variable {0} is not set. export {0}=..., or write ${{oc.env:{0},DEFAULT}}.",
+    ),
+    (
+        r"Unsupported interpolation type (\S+)",
+        "${{{0}:...}}: there is no resolver {0}. Write ${{key}} to refer to another key.",
+    ),
+    (r"An item is already at '([^']+)'", "{0} is there already: write {0}=VALUE, or ++{0}=VALUE, without a single +."),
+    (
+        r"no viable alternative at input '([^']*)'",
+        "{0} opens what is not closed, or is no value: put the value in quotes, key='\"VALUE\"'.",
+    ),
     (r"Could not delete.*'([^']+)' does not exist", "~{0}: there is no {0} to leave out."),
     (r"Could not override '([^'@]+)@([^']*)'", "{0}@{1}: nothing is chosen there yet. Write +{0}@{1}=OPTION."),
     (r"Multiple values for ([\w/@.]+)", "{0} is chosen twice. In a file, write `override /{0}: OPTION`."),

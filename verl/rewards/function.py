@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -53,7 +59,7 @@ class RewardFunction(RewardDescription):
         kwargs: further keyword arguments of every call; they win over a column of the same name.
         per_sample: whether the function rates one response at a time, in worker processes.
         timeout_s: seconds for one call, after which its process is killed; null is 10 for a sample and 60 for a batch.
-        num_workers: processes that rate samples, under `per_sample`; a batch is one call, in one process.
+        num_workers: processes that rate samples, under `per_sample`; null is 4. A batch is one call, in one process.
         on_error: `raise` ends the run at a sample that raises, hangs, crashes or gives no finite number; `score` gives
             it `error_score`, warns, and counts it in `reward/failed`. `score` needs `per_sample`.
         error_score: see `on_error`.
@@ -63,7 +69,7 @@ class RewardFunction(RewardDescription):
     kwargs: dict[str, Any] = field(default_factory=dict)
     per_sample: bool = False
     timeout_s: Annotated[float, Field(gt=0, lt=1e6)] | None = None
-    num_workers: PositiveInt = 4
+    num_workers: PositiveInt | None = None
     on_error: Literal["raise", "score"] = "raise"
     error_score: float = 0.0
 
@@ -72,6 +78,11 @@ class RewardFunction(RewardDescription):
         for name in texts:
             if name in self.kwargs:
                 yield f"kwargs.{name}: is what the function is called with. Choose another name."
+        if not self.per_sample and self.num_workers not in (None, 1, NUM_WORKERS):  # configurations of before hold it
+            yield (
+                f"num_workers is {self.num_workers}: a function of the whole batch is one call, in one process. Set "
+                "per_sample=true, or num_workers=null."
+            )
         if self.on_error == "score" and not self.per_sample:
             yield "on_error is score: a function of the whole batch fails as a whole. Set per_sample=true."
         yield from path_faults(self.path, self.kwargs, texts)
@@ -96,7 +107,7 @@ class RewardFunction(RewardDescription):
             self.path,
             self.kwargs,
             timeout_s=self.call_timeout_s,
-            num_workers=self.num_workers,
+            num_workers=NUM_WORKERS if self.num_workers is None else self.num_workers,
             error_score=self.error_score if self.on_error == "score" else None,
         )
 
@@ -106,7 +117,7 @@ class RewardFunction(RewardDescription):
         return CallableReward(function, kwargs)
 
 
-SAMPLE_TIMEOUT_S, BATCH_TIMEOUT_S = 10.0, 60.0
+SAMPLE_TIMEOUT_S, BATCH_TIMEOUT_S, NUM_WORKERS = 10.0, 60.0, 4
 
 
 class CallableReward(Reward):
@@ -182,9 +193,10 @@ class CallableReward(Reward):
 
     def _invoke(self, given: DataProto | dict[str, Any]) -> Any:
         """Call the function with a batch, or with keyword arguments."""
-        if isinstance(given, DataProto):
-            return awaited(self.function(given, **self.kwargs))
-        return awaited(self.function(**{**given, **self.kwargs}))
+        with told_while_it_hangs(self.function):
+            if isinstance(given, DataProto):
+                return awaited(self.function(given, **self.kwargs))
+            return awaited(self.function(**{**given, **self.kwargs}))
 
     def _words(self, error: BaseException) -> str:
         """What was raised, with the line of the user's file."""
@@ -218,6 +230,34 @@ class CallableReward(Reward):
                 raise
             return self._is_alike(error, first)
         return False
+
+
+@contextmanager
+def told_while_it_hangs(function: Callable) -> Iterator[None]:
+    """Say every minute where a function of this process stands that has not returned; nobody can end it, for it may
+    hold whatever this process holds."""
+    thread, over = threading.get_ident(), threading.Event()
+    name, began = getattr(function, "__qualname__", repr(function)), time.monotonic()
+
+    def watch() -> None:
+        while not over.wait(BATCH_TIMEOUT_S):
+            frame = sys._current_frames().get(thread)
+            stack = "" if frame is None else "".join(traceback.format_stack(frame)[-STACK_LINES:])
+            _log.warning(
+                "The reward function %s has not returned for %.0f s. A function that is passed as an object runs in "
+                "this process and has no deadline; reward=function with reward.path gives it one. It is at:\n%s",
+                name, time.monotonic() - began, stack,
+            )  # fmt: skip
+
+    threading.Thread(target=watch, name="reward watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+STACK_LINES = 4
+_log = logging.getLogger(__name__)
 
 
 class CallFailed(Exception):
