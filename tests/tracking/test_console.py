@@ -162,6 +162,19 @@ def test_a_terminal_gets_a_bar_that_is_gone_at_the_end():
     assert "reward 0.812" in text
 
 
+def test_the_bar_names_the_stage_that_runs():
+    console = screen(terminal=True)
+    tracker = ConsoleTracker(Console(), console)
+    tracker.start("quickstart", {}, Path("/out"), 2)
+    for name in ("gen", "update_actor"):
+        tracker.stage_begins(name)
+        tracker.message("a line, below which the bar is drawn anew")
+        last = shown(console).rpartition("drawn anew")[2]
+        assert name in last
+        assert "0/2" in last
+    tracker.close("finished")
+
+
 def test_the_bar_can_be_left_out():
     assert "━" not in run(screen(terminal=True), Console(progress_bar=False))
 

@@ -58,6 +58,9 @@ class Tracker:
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
         """Open everything that can fail, so that a fault shows before training. `run_dir` exists."""
 
+    def stage_begins(self, name: str) -> None:
+        """One stage of a step begins, such as `gen`."""
+
     def stage(self, name: str, seconds: float, note: str) -> None:
         """One stage of a step has ended, such as `gen` after 1.24 seconds, with what was done."""
 
@@ -210,6 +213,9 @@ class TrackerSet(Tracker):
         with kept_generators():
             found = {name: tracker.identity() for name, tracker in self._trackers.items()}
         return {name: identity for name, identity in found.items() if identity}
+
+    def stage_begins(self, name: str) -> None:
+        self._each(lambda tracker: tracker.stage_begins(name))
 
     def stage(self, name: str, seconds: float, note: str = "") -> None:
         note = redact(note)

@@ -106,8 +106,12 @@ class ConsoleTracker(Tracker):
         self._print(f"run {run_name}{steps}", "bold")
         if self._settings.progress_bar and self._console.is_terminal:
             self._progress = _bar(self._console)
-            self._task = self._progress.add_task("training", total=total_steps, left="")
+            self._task = self._progress.add_task("start", total=total_steps, left="")
             self._progress.start()
+
+    def stage_begins(self, name: str) -> None:
+        if self._progress:
+            self._progress.update(self._task, description=name)
 
     def stage(self, name: str, seconds: float, note: str) -> None:
         self._stages[name] = self._stages.get(name, 0.0) + seconds

@@ -36,6 +36,7 @@ class StageTimers:
     def stage(self, name: str) -> Iterator[StageNote]:
         """Time what is done inside; the same name again within a step adds up."""
         report(name)
+        self.tracker.stage_begins(name)
         note, start = StageNote(), time.perf_counter()
         yield note
         took = time.perf_counter() - start
