@@ -248,7 +248,7 @@ BAD = {
     "a file": (["inspect", "file"], "error: file is a file"),
     "no duration": (["health", "run", "--max-age", "soon"], "error: --max-age is 'soon': it must be a time"),
     "one checkpoint to gc": (["gc", "run/checkpoints/latest"], "error: PATH is run/checkpoints/latest: it is one"),
-    "a retention that makes no sense": (["gc", "run", "--keep-last-n", "0"], "error: keep_last_n is 0: it must be"),
+    "a retention that makes no sense": (["gc", "run", "--keep-last-n", "0"], "error: keep_last_n is 0: must be"),
     "a component without tensors": (["inspect", "run", "--component", "x"], "error: global_step_200 has no tensors of"),
     "a component that is no model": (["export", "run", "out", "--component", "rng"], "error: component is 'rng'"),
     "not pinned": (["unpin", "run/checkpoints/latest"], "is not pinned"),
