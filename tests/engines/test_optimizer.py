@@ -64,7 +64,7 @@ def test_the_first_step_moves_each_weight_by_the_rate():
     ("options", "fault"),
     [
         ({"lr": -1.0}, "lr is -1.0: must not be negative"),
-        ({"betas": [0.9]}, r"betas\[1\] is 1.0"),
+        ({"betas": [0.9]}, "betas is"),
         ({"betas": [0.9, 1.0]}, r"betas\[1\] is 1.0"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
         ({"warmup_updates": -1}, "warmup_updates is -1"),
