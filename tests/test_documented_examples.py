@@ -299,7 +299,11 @@ def test_a_block_of_python_runs(page, block, finished, users_files, model32, mon
     names: dict[str, Any] = {"MODEL": model32.path, "REWARD_MODEL": str(users_files / "reward")}
     for text in [before for (of, line), before in BEFORE.items() if of == page and line in block]:
         exec(compile(text, "before", "exec"), names)
-    exec(compile(code, page, "exec"), names)
+    try:
+        exec(compile(code, page, "exec"), names)
+    finally:  # what a reader's interpreter would close as it ends
+        for value in [x for x in names.values() if type(x).__module__.startswith("verl.")]:
+            getattr(value, "close", lambda: None)()
 
 
 def test_the_example_of_the_readme_learns(capsys):

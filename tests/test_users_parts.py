@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 FILES = {
     "my_parts.py": '''
@@ -83,6 +85,7 @@ def run(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.exhaustive
 def test_an_engine_a_sharding_and_a_tracker_are_one_class_and_one_file_each_and_no_edit(tmp_path):
     before = digests()
     for name, text in FILES.items():

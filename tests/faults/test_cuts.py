@@ -126,7 +126,7 @@ def further_step(whole: Path) -> int:
     return found[0]
 
 
-IN_SHORT = ("ppo", "grpo, lora", "grpo, files", "dapo", "sft")
+IN_SHORT = ("ppo", "grpo, lora", "dapo", "sft")
 CASES = [
     pytest.param(
         course,

@@ -178,12 +178,13 @@ def newest(directory: Path) -> Checkpoint:
 # -- types and sizes ----------------------------------------------------------------------------------------------
 
 
-def test_every_place_of_a_well_signed_manifest_may_hold_anything(copied):
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_every_place_of_a_well_signed_manifest_may_hold_anything(copied, every):
     checkpoint = copied / "global_step_2"
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     tried = 0
     for path in paths_in(manifest):
-        for value in VALUES:
+        for value in VALUES[tried % every :: every]:
             sign(checkpoint, replaced(manifest, path, value))
             for command in COMMANDS if tried % 29 == 0 else COMMANDS[tried % len(COMMANDS) :][:1]:
                 ends_in_words(*command, copied)
@@ -192,7 +193,7 @@ def test_every_place_of_a_well_signed_manifest_may_hold_anything(copied):
                 ends_in_words("gc", copied, "--dry-run", "--keep-last-n", "2")
                 ends_in_words("inspect", checkpoint)
                 resumes_in_words(copied)
-    assert tried > 500
+    assert tried > 500 / every
     before = listing(copied.parent)
     ends_in_words("gc", copied, "--keep-last-n", "2")
     assert {name for name in before if "global_step_1" in name} <= listing(copied.parent)

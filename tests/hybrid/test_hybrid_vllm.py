@@ -61,6 +61,7 @@ def test_it_follows_the_weights_and_a_switch_is_measured(actors, encoded):
     assert measure_switch_overhead(actor, "train_to_generate", repeats=2)["latency_ms"] > 0
 
 
+@pytest.mark.exhaustive
 def test_it_draws_from_the_model_that_it_has_by_then_and_none_that_it_cannot_follow(actors, encoded):
     """A model in the place of another by a new engine; weights, dropout and adapters within it by the same one."""
     actor, own = actors

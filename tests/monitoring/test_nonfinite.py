@@ -224,7 +224,7 @@ def test_an_actor_that_cannot_be_drawn_from_ends_the_run_in_words(dir32, tmp_pat
         fit(run, tmp_path / "run")
 
 
-@pytest.mark.parametrize("sharding", ["none", "ddp"])
+@pytest.mark.parametrize("sharding", ["none", pytest.param("ddp", marks=pytest.mark.exhaustive)])
 def test_an_update_whose_gradient_overflows_is_left_out_by_every_process(model32, tmp_path, sharding):
 
     def course(directory: Path, overflow: bool) -> dict:

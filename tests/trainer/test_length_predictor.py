@@ -61,6 +61,7 @@ def test_shares_are_of_like_length_and_like_number():
     assert [part.tolist() for part in by_length] == [[0, 3], [1, 2]]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.xdist_group("two processes")
 def test_processes_that_go_on_divide_prompts_as_they_would_have(model32, tmp_path):
     parts = {"sharding": DDP(), "n_gpus_per_node": 2}

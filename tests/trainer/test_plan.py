@@ -125,6 +125,7 @@ def test_what_does_not_fit_is_told_with_changes_that_make_it_fit(llama_8b):
     assert "does not fit" in "\n".join(plan.lines())
 
 
+@pytest.mark.exhaustive
 def test_more_devices_and_shorter_responses_take_less_time(llama_8b):
     common = ["rollout=vllm", "sharding=fsdp"]
     few, many = (planned_8b(llama_8b, "h100", *common, f"trainer.n_gpus_per_node={n}") for n in (4, 8))
@@ -162,6 +163,7 @@ def test_the_command_plans_the_default_run_and_gives_its_numbers():
     assert plan["step_seconds"] == pytest.approx(sum(stage["seconds"] for stage in plan["stages"]))
 
 
+@pytest.mark.exhaustive
 def test_the_command_ends_with_1_where_a_run_does_not_fit(llama_8b):
     arguments = ["plan", "actor=llama8b", f"actor.model.path={llama_8b}", "critic=none", "algorithm=grpo"]
     found = CliRunner().invoke(app, [*arguments, "--device", "rtx4090"])

@@ -204,6 +204,7 @@ def test_what_is_begun_is_drawn_while_the_trainer_changes_its_weights(engines):
     assert agreement(changed, ours)[0] >= 0.99
 
 
+@pytest.mark.exhaustive
 def test_what_is_begun_is_drawn_again_if_the_engine_makes_no_progress(engines, monkeypatch, caplog):
     vllm, prompts, request = engines.vllm, random_prompts(), GenerationRequest(9, 3)
     expected = vllm.generate(prompts, request)

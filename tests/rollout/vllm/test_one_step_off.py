@@ -97,6 +97,7 @@ def test_rows_that_were_drawn_again_because_the_engine_died_carry_the_weights_th
     assert trained_on == [[0], [0], [2]]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changed", [{"prompts_per_step": 1}, pytest.param({"group_size": 4}, marks=pytest.mark.exhaustive)]
 )

@@ -208,7 +208,7 @@ def test_a_run_that_was_killed_before_its_first_save_leads_to_what_it_had_gone_o
     ) as trainer:
         trainer.saving.start(trainer.run_dir)
     assert find(str(copied / "second"), copied).published.name == "global_step_2"
-    assert "was ended before its first save" in caplog.text
+    assert "ended before its first save" in caplog.text
     with course(model32, copied).build(BuildContext(run_dir=copied / "second")) as trainer:  # begun anew, in vain
         trainer.saving.start(trainer.run_dir)
     with pytest.raises(ConfigError, match="holds no complete checkpoint of run"):

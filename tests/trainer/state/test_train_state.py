@@ -58,6 +58,7 @@ def start(size: int) -> tuple[LocalWorkerGroup, Any]:
     return cluster, role_handles(cluster, DiceHost())["dice"]
 
 
+@pytest.mark.exhaustive
 def test_ranks_draw_on_where_they_were_and_a_new_one_is_seeded_anew_and_told(tmp_path, caplog):
     cluster, dice = start(2)
     first = dice.draw().result()
