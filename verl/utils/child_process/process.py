@@ -78,8 +78,13 @@ class ChildLog:
         return log_size(self.file.fileno())
 
     def excerpt(self) -> LogExcerpt:
-        """The lines that may tell why the process ended."""
-        return excerpt(self.file.fileno(), self.start)
+        """The lines that may tell why the process ended; none of a log that another thread has closed meanwhile."""
+        if self.file.closed:
+            return LogExcerpt()
+        try:
+            return excerpt(self.file.fileno(), self.start)
+        except (ValueError, OSError):
+            return LogExcerpt()
 
     def text(self, start: int) -> str:
         """All from a place on."""
