@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+CODE = (".py", ".yaml", ".typed")
 OPTIONAL = ("wandb", "tensorboard", "matplotlib", "math_verify")
 MODEL = ("actor=tiny_scratch", "actor.model.hidden_size=16", "actor.model.intermediate_size=32")
 GRPO = ("algorithm=grpo", "algorithm.kl.coef=0", "critic=none", "reference=none", "trainer.prompts_per_step=4")
@@ -24,11 +25,16 @@ TINY = (*MODEL, *GRPO, "debug=smoke", "tracker=none")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the files that git knows, or would add, so that nothing else of this directory helps."""
+    """Built from the files that git knows, or would add, so that nothing else of this directory helps; outside of a
+    git checkout from what a distribution has."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout
+    names = subprocess.run(listed, cwd=ROOT, check=False, capture_output=True).stdout
     files = [name for name in names.split(b"\0") if name and (ROOT / os.fsdecode(name)).is_file()]
+    if not files:
+        own = [path for name in ("verl", "conf") for path in (ROOT / name).rglob("*") if path.suffix in CODE]
+        own += [path for path in ROOT.iterdir() if path.is_file()]
+        files = [os.fsencode(path.relative_to(ROOT)) for path in own]
     packed = subprocess.run(
         ["tar", "cf", "-", "--null", "-T", "-"], cwd=ROOT, check=True, capture_output=True, input=b"\0".join(files)
     )
