@@ -118,6 +118,7 @@ def start(**options):
     return cluster, role_handles(cluster, host)["toy"]
 
 
+@pytest.mark.exhaustive
 def test_calls_of_processes_keep_to_the_memory_of_the_first_and_what_a_role_keeps_stays_as_it_was():
     cluster, toy = start()
     try:

@@ -105,13 +105,21 @@ def test_rows_are_chosen_repeated_and_joined_as_a_list_of_them_would_be(data, dr
             assert exact(found[name].tolist()) == exact([column[r] for r in wanted])
 
 
+def copied(value):
+    """A copy; of a tensor that a computation has made, which torch does not copy, the value itself."""
+    try:
+        return copy.deepcopy(value)
+    except RuntimeError:
+        return value
+
+
 @few
 @given(st.data(), st.integers(1, 4))
 def test_a_column_that_differs_in_one_row_is_refused_with_the_row_and_both_values(draw, rows):
     column = draw.draw(st.lists(values(), min_size=rows, max_size=rows))
     row, other = draw.draw(st.integers(0, rows - 1)), draw.draw(values())
     assume(alike(column[row]) != alike(other))
-    changed = [other if number == row else copy.deepcopy(value) for number, value in enumerate(column)]
+    changed = [other if number == row else copied(value) for number, value in enumerate(column)]
     mine, theirs = (DataProto.from_dict(non_tensors={"x": objects(some)}) for some in (column, changed))
     for one, another in ((mine, theirs), (theirs, mine)):
         with pytest.raises(DataProtoValidationError, match=rf"(?s)`x`.* at x\[{row}\].*First offending row: {row}\n"):

@@ -81,6 +81,7 @@ def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_a
     assert numbers(tmp_path / "run") == whole
 
 
+@pytest.mark.exhaustive
 def test_rows_that_were_drawn_again_because_the_engine_died_carry_the_weights_that_drew_them(tmp_path, monkeypatch):
     trained_on, begin, begun = noted_updates(monkeypatch), VLLMClient.begin, []
 

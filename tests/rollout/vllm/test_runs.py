@@ -67,6 +67,7 @@ raise SystemExit("a fault of the script")
 """
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_ends_without_closing_its_engine_leaves_nothing(tmp_path):
     model = save_family(tmp_path / "model", "qwen2").path
     script = subprocess.run(
