@@ -73,6 +73,24 @@ def test_activations_are_those_that_a_real_model_keeps(tmp_path, family, recompu
     assert found.training == pytest.approx(counted.peak, rel=0.1)
 
 
+@pytest.mark.parametrize("family", ["opt", "qwen3_moe", "mixtral", "deepseek_v3"])
+def test_a_model_that_cannot_be_traced_is_counted_and_the_plan_says_so(tmp_path, family):
+    path = save_random_model(tmp_path, family, torch.float32, num_hidden_layers=4)
+    roles = ["actor=pretrained", f"actor.model.path={path}", "critic=none", "algorithm=grpo"]
+    plan = plan_run(run_of(*roles, "++data.max_prompt_length=16"), device_named("cpu"))
+    told = [line for line in plan.lines() if line.startswith("Activations of actor are counted")]
+    assert told
+    assert plan.memory.peak.parts["activations"] > 0
+
+
+@pytest.mark.parametrize("family", ["mamba", "lfm2"])
+def test_any_other_model_is_planned_or_refused_in_words(tmp_path, family):
+    path = save_random_model(tmp_path, family, torch.float32, num_hidden_layers=4)
+    roles = ["actor=pretrained", f"actor.model.path={path}", "critic=none", "algorithm=grpo"]
+    found = CliRunner().invoke(app, ["plan", *roles, "++data.max_prompt_length=16", "plan.device=cpu"])
+    assert found.exit_code == 0 or "a plan of this model cannot be made" in found.stderr
+
+
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_an_update_of_the_actor_takes_what_the_plan_says(tmp_path, recomputed):
     path = save_random_model(tmp_path, "qwen2", torch.float32, **SHAPE)

@@ -114,4 +114,13 @@ def _planned(run: Any, rates: DeviceRates, exact: bool, response: int | None, up
     place = Path(saves.save_dir or ".").expanduser() if saves is not None else Path()
     rate = None if upload_mib_s is None else upload_mib_s * 2**20
     free = None if "://" in str(place) else free_disk(place.absolute())
-    return plan_run(run, rates, exact=exact, response=response, free_disk=free, upload_rate=rate)
+    try:
+        return plan_run(run, rates, exact=exact, response=response, free_disk=free, upload_rate=rate)
+    except (VerlError, OSError):
+        raise
+    except Exception as error:  # what is counted from is not in the configuration of every family
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"actor.model.path: a plan of this model cannot be made ({reason}). Its configuration must tell layers, "
+            "heads and widths as those of transformer language models do; the run itself may be fine."
+        ) from error

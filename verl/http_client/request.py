@@ -41,7 +41,7 @@ class Request:
         """Take the answer, as `parse` gave it.
 
         Raises:
-            Unusable: it is asked again, as long as retries are left.
+            RetryableAnswer: it is asked again, as long as retries are left.
         """
 
 

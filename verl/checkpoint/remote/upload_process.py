@@ -2,8 +2,7 @@
 
 The process is started with the run, told of each checkpoint, restarted when it died, and waited for at the end;
 training never waits for it. It looks at the directory when it is told to, and uploads what the store is to get and has
-not
-confirmed, the newest first: that is the one to go on from. It ends with the trainer. Imports no torch.
+not confirmed, the newest first: that is the one to resume from. It ends with the trainer. Imports no torch.
 """
 
 from __future__ import annotations

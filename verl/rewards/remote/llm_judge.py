@@ -166,7 +166,7 @@ def reply_of(answer: Any) -> str:
     """The text that the judge wrote.
 
     Raises:
-        Unusable: there is none, as after a limit of tokens that its thoughts used up.
+        RetryableAnswer: there is none, as after a limit of tokens that its thoughts used up.
     """
     try:
         choice = answer["choices"][0]

@@ -185,7 +185,7 @@ class RemoteReward(Reward):
         """The score that a text of the server's answer holds.
 
         Raises:
-            Unusable: it holds none.
+            RetryableAnswer: it holds none.
         """
 
     @abstractmethod
@@ -200,7 +200,7 @@ class RemoteReward(Reward):
         """Take the text of an answer.
 
         Raises:
-            Unusable: it holds no score.
+            RetryableAnswer: it holds no score.
         """
         try:
             sample.is_not_finite = False

@@ -72,7 +72,7 @@ def by_pattern(text: str, pattern: re.Pattern[str]) -> float:
     The last one, since a judge that reasons first ends with its verdict.
 
     Raises:
-        Unusable: it matches nowhere, or what it matches is no number.
+        RetryableAnswer: it matches nowhere, or what it matches is no number.
     """
     matches = list(pattern.finditer(text))
     if not matches:
@@ -84,7 +84,7 @@ def by_path(text: str, path: str) -> float:
     """The number at a place such as `scores.0.value` in the JSON of a text, also where prose or a fence is around it.
 
     Raises:
-        Unusable: there is no JSON, no such place, or no number there.
+        RetryableAnswer: there is no JSON, no such place, or no number there.
     """
     for value in _json_values(text):
         try:
@@ -114,7 +114,7 @@ def number(value: Any) -> float:
     """A number, a truth value or a text with a number as a float.
 
     Raises:
-        Unusable: it is none; NotFinite where it is one, but not finite.
+        RetryableAnswer: it is none; NotFinite where it is one, but not finite.
     """
     try:
         is_one = isinstance(value, (bool, int, float)) or (isinstance(value, str) and "_" not in value)  # 1_0 is 10

@@ -78,7 +78,7 @@ class ServerProtocol(ABC):
         """The response.
 
         Raises:
-            Unusable: it has none; Unfit where this server never will.
+            RetryableAnswer: it has none; NotRetryable where this server never will.
         """
 
 
@@ -106,8 +106,8 @@ def checked(drawn: ServerResponse, was_cut: bool, wish: SamplingRequest) -> Serv
     Args:
         was_cut: whether it ended for its length, and not by a stop token.
     Raises:
-        Unusable: it is broken off, or has another number of log-probs than of tokens.
-        Unfit: it ended by something that does not end a response here.
+        RetryableAnswer: it is broken off, or has another number of log-probs than of tokens.
+        NotRetryable: it ended by something that does not end a response here.
     """
     ids, log_probs = drawn.ids, drawn.log_probs
     if not ids or len(ids) > wish.max_tokens or (was_cut and len(ids) < wish.max_tokens):

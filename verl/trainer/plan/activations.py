@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from verl.engines.chunked_logprobs import logits_at_a_time
+from verl.models.model_stats import model_stats
 
 CAUSAL = "verl_causal"  # attention without a mask, as packed rows have it
 
@@ -79,12 +81,15 @@ class Activations:
         kept: at the end of the forward pass, when logits come on top.
         scoring: at the peak of a forward pass without gradients.
         logits: of the part of the tokens whose logits are there at a time, in the backward pass.
+        why_counted: why the layers could not be traced, so that a formula for layers of Llama stands in; None where
+            they were.
     """
 
     training: int
     kept: int
     scoring: int
     logits: int
+    why_counted: str | None = None
 
 
 def trace_activations(
@@ -102,19 +107,53 @@ def trace_activations(
     Args:
         recomputed: with gradient checkpointing.
         siblings: processes that share each layer (tensor parallelism): each has its part of MLP and attention.
-        exact: run all layers, rather than one and two.
+        exact: run all layers, rather than one and two. They are run too where layers differ in their parameters.
         device_type: on which it will run: parts of the logits are larger on a GPU.
     """
     layers = config.get_text_config().num_hidden_layers
-    depths = [layers] if exact or layers < 3 else [1, 2]
+    logits = _logits(config, tokens, dtype, siblings, device_type)
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints tracebacks of what fails below
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        depths = [layers] if exact or layers < 3 or not _are_alike(config) else [1, 2]
+        return _trace(config, depths, tokens, dtype, recomputed, siblings, logits)
+    except Exception as error:  # noqa: BLE001 - a model's own code on tensors without data may fail in any way
+        sizes = model_stats(config)
+        kept = sizes.activation_elements(tokens, recomputed) * dtype.itemsize // siblings
+        scoring = sizes.layer_elements * tokens * dtype.itemsize // siblings
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return Activations(training=kept, kept=kept, scoring=scoring, logits=logits, why_counted=why)
+    finally:
+        log.setLevel(level)
+
+
+def _trace(
+    config: Any, depths: list[int], tokens: int, dtype: torch.dtype, recomputed: bool, siblings: int, logits: int
+) -> Activations:
+    layers = config.get_text_config().num_hidden_layers
     trained = [_traced(config, depth, tokens, dtype, recomputed, siblings, trains=True) for depth in depths]
     scored = [_traced(config, depth, tokens, dtype, False, siblings, trains=False) for depth in depths]
     return Activations(
         training=_at([peak for peak, _ in trained], layers),
         kept=_at([kept for _, kept in trained], layers),
         scoring=_at([peak for peak, _ in scored], layers),
-        logits=_logits(config, tokens, dtype, siblings, device_type),
+        logits=logits,
     )
+
+
+def _are_alike(config: Any) -> bool:
+    """Whether all layers have the same parameters, so that two of them tell of the others."""
+    from transformers import AutoModel
+
+    from verl.models.pretrained import quiet_transformers
+
+    with torch.device("meta"), quiet_transformers():
+        model = AutoModel.from_config(config)
+    count = config.get_text_config().num_hidden_layers
+    stacks = [x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x) == count]
+    shapes = [{tuple((n, p.shape) for n, p in layer.named_parameters()) for layer in stack} for stack in stacks]
+    return bool(stacks) and len(shapes[0]) == 1
 
 
 def _at(found: list[int], layers: int) -> int:
@@ -156,7 +195,7 @@ def _with_layers(config: Any, layers: int, siblings: int) -> Any:
     found = deepcopy(config)
     for one in {id(x): x for x in (found, found.get_text_config())}.values():
         one.num_hidden_layers = layers
-        if getattr(one, "layer_types", None):
+        if "layer_types" in vars(one):
             one.layer_types = list(one.layer_types)[:layers]
         one.use_cache = False
         if siblings > 1:

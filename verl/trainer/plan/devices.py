@@ -100,7 +100,9 @@ def gpu_here() -> DeviceRates:
     """The GPU of this machine: its own memory, with the rates of the table where it is known there, else of an A100."""
     name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
     plain = name.lower().replace(" ", "").replace("geforce", "")
-    known = next((rates for key, rates in reversed(DEVICES.items()) if key.partition("-")[0] in plain), DEVICES["a100"])
+    known = next((rates for key, rates in reversed(DEVICES.items()) if key.partition("-")[0] in plain), None)
+    if known is None:
+        return replace(DEVICES["a100"], name=f"{name} (not in the table: the rates of an a100)", memory=memory)
     return replace(known, name=name, memory=memory)
 
 

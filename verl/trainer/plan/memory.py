@@ -154,6 +154,9 @@ class MemoryPlan:
                     mark = "*" if phase is self.peak else " "
                     yield f" {mark}{phase.name:<15}{phase.total / unit:>9.2f}   {phase.words(unit)}"
         yield f"* the most; a process has {self.limit / GIB:.1f} GiB"
+        for role in self.roles:
+            if (why := role.activations.why_counted) is not None:
+                yield f"Activations of {role.name} are counted as those of Llama, not traced ({why[:100]})."
 
 
 def memory_plan(run: Any, device: DeviceRates, exact: bool = False) -> MemoryPlan:

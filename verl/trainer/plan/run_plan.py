@@ -7,7 +7,7 @@ run ── memory.py ──> bytes by phase ──┐
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -160,10 +160,13 @@ def _changes_that_fit(
 ) -> list[FittingChange]:
     """Single settings that make a run fit; pairs where none does."""
 
-    def planned(names: tuple[str, ...], run: Any) -> FittingChange | None:
+    def planned(*names: str) -> FittingChange | None:
         try:
-            changed = memory_plan(run, device)
-            seconds = sum(stage.seconds for stage in stage_times(run, changed, device, response))
+            changed_run = run
+            for name in names:
+                changed_run = dict(changes(changed_run, memory.estimate, GPUS))[name]()
+            changed = memory_plan(changed_run, device)
+            seconds = sum(stage.seconds for stage in stage_times(changed_run, changed, device, response))
         except (ConfigError, KeyError, ValueError):  # it does not go with the rest
             return None
         return (
@@ -172,15 +175,13 @@ def _changes_that_fit(
             else None
         )
 
-    makers = dict(_changes(run, memory))
-    tried = [found for name, make in makers.items() if (found := planned((name,), make(run))) is not None]
+    names = [name for name, _ in changes(run, memory.estimate, GPUS)]
+    tried = [found for name in names if (found := planned(name)) is not None]
     fitting = _one_of_each([change for change in tried if change.peak <= memory.limit])
     if not fitting:
         helpful = sorted(_one_of_each(tried, by_peak=True), key=lambda change: change.peak)[:4]
-        for first, second in combinations([change.settings[0] for change in helpful], 2):
-            found = planned((first, second), makers[second](makers[first](run)))
-            if found is not None and found.peak <= memory.limit:
-                fitting.append(found)
+        pairs = [planned(first.settings[0], second.settings[0]) for first, second in combinations(helpful, 2)]
+        fitting = [found for found in pairs if found is not None and found.peak <= memory.limit]
     return sorted(fitting, key=lambda change: (round(change.slower, 2), change.peak))[:MOST_CHANGES]
 
 
@@ -192,12 +193,6 @@ def _one_of_each(found: list[FittingChange], *, by_peak: bool = False) -> list[F
         if key not in best or (by_peak and change.peak < best[key].peak):
             best[key] = change
     return list(best.values())
-
-
-def _changes(run: Any, memory: MemoryPlan) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """Settings that could make a run smaller, and what each makes of a run."""
-    for name, _ in changes(run, memory.estimate, GPUS):
-        yield name, lambda run, name=name: dict(changes(run, memory.estimate, GPUS))[name]()
 
 
 def _batch(run: Any) -> Iterator[str]:
