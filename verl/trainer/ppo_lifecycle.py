@@ -16,7 +16,7 @@ from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.rewards.base import RewardDescription, missing_columns
 from verl.rollout.base import Rollout
 from verl.trainer.one_step_off import LengthPredictor, OneStepOffRollout
-from verl.trainer.plan.memory_estimate import log_estimate
+from verl.trainer.plan.run_plan import log_plan
 from verl.trainer.replay_mixing import ReplayMixing
 from verl.trainer.setup import (
     ProcessState,
@@ -94,7 +94,7 @@ class PPOLifecycle:
             self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, self.tokenizer)
             self.kl = run.algorithm.kl.build(context)
             self.reuse = ReplayMixing(run, context, self.saving.directory)
-            log_estimate(run, context, self.saving.directory)
+            self.saving.messages += log_plan(run, context, self.saving.directory)
             self._start_roles(run, context)
             self.reward_stats = RewardStats(run.reward, self.reward)
             self.guard.numerics = self.actor.numerics().result()
