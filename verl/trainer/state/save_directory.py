@@ -192,7 +192,8 @@ class SaveDirectoryChoice:
             is_own = self._is_own if place.number == 1 else self._is_own_by_name
             for point in _points_of(place):
                 if is_own(point.state):
-                    return self._refuse_held(place)
+                    self._refuse_held(place)
+                    return
                 other = other or (point if place.number == 1 else None)
         if other is not None:
             self._refuse(other)
@@ -203,7 +204,8 @@ class SaveDirectoryChoice:
         for place in self._jobs():
             for point in _points_of(place):
                 if self._is_own(point.state):
-                    return self._refuse_held(place)
+                    self._refuse_held(place)
+                    return
                 other = other or (point if self._sweep_job.wrote(point.state) else None)
         if other is not None:
             self._refuse(other)
