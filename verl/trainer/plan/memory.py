@@ -75,7 +75,7 @@ def role_plans(run: Any, estimate: MemoryEstimate, device: DeviceRates, exact: b
         kind = getattr(torch, autocast or source.dtype)
         sharding = getattr(role, "sharding", None) or run.sharding
         siblings = sharding.mesh_sizes(world)[2] if world > 1 else 1
-        tokens = min(role.micro_batch_tokens, micro_batch_limit(run, memory.name))
+        tokens = sharding.micro_batch_tokens(role.micro_batch_tokens, micro_batch_limit(run, memory.name))
         recomputed = bool(getattr(role, "gradient_checkpointing", False))
         key = (config.to_json_string(), tokens, kind, recomputed, siblings)
         if key not in traced:
