@@ -10,13 +10,14 @@ adding up to parts of x; adding up to the whole sends twice that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from verl.component import BuildContext, Description, component
+from verl.engines.parallel_degrees import ParallelDegrees, nearest_layout
 from verl.engines.parallel_dims import DataParallelism, Parallelism
 from verl.models.model_stats import ModelStats
 
@@ -66,9 +67,14 @@ class Sharding(Description):
     needs_processes: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 1800.0
 
+    def degrees(self, world_size: int) -> ParallelDegrees:
+        """The mesh of so many processes; every other size is computed from it."""
+        return ParallelDegrees(dp_replicate=world_size)
+
     def parameter_shards(self, world_size: int) -> int:
         """Parts that weights, gradients and optimizer state are divided into."""
-        return 1
+        _, shards, siblings = self.mesh_sizes(world_size)
+        return shards * siblings
 
     def build(self, context: BuildContext) -> Parallelism:
         return Parallelism()
@@ -81,9 +87,14 @@ class Sharding(Description):
         """Why a model with so many attention heads cannot be divided; opens with the field's name."""
         return None
 
+    def layers_fault(self, layers: int, world_size: int) -> str | None:
+        """Why a model with so many layers cannot be divided; opens with the field's name."""
+        return None
+
     def parts(self, world_size: int) -> tuple[int, ...]:
         """Of each process, the number of the share of rows that it works on; some may work on one share together."""
-        return tuple(range(world_size))
+        degrees = self.degrees(world_size)
+        return tuple(degrees.row_share(rank) for rank in range(world_size))
 
     def row_shares(self, world_size: int) -> int:
         """Into how many shares rows are divided."""
@@ -91,7 +102,8 @@ class Sharding(Description):
 
     def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
         """Replicas, shards of each, and processes that share each layer."""
-        return world_size, 1, 1
+        degrees = self.degrees(world_size)
+        return degrees.dp_replicate, degrees.shards, degrees.tp
 
     def smaller(self) -> Iterator[tuple[str, Sharding]]:
         """Settings of its own that take less memory on a device, and what it is with each."""
@@ -214,21 +226,19 @@ class FSDP(_Processes):
         )
 
     def build(self, context: BuildContext) -> Parallelism:
-        return self._parallel(context, self.mesh_sizes(context.world_size))
-
-    def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
-        """Replicas, shards of each, tensor-parallel siblings of each."""
-        return 1, world_size, 1
-
-    def parameter_shards(self, world_size: int) -> int:
-        _, shards, siblings = self.mesh_sizes(world_size)
-        return shards * siblings
-
-    def _parallel(self, context: BuildContext, sizes: tuple[int, int, int]) -> Parallelism:
         from verl.engines.parallel_dims import ShardedParallelism
 
-        reshard = self.strategy == "FULL_SHARD"
-        return ShardedParallelism(context, self.timeout_s, sizes, fully=True, reshard=reshard, offload=self.cpu_offload)
+        return ShardedParallelism(
+            context,
+            self.timeout_s,
+            self.degrees(context.world_size),
+            fully=True,
+            reshard=self.strategy == "FULL_SHARD",
+            offload=self.cpu_offload,
+        )
+
+    def degrees(self, world_size: int) -> ParallelDegrees:
+        return ParallelDegrees(dp_shard=world_size)
 
 
 @component
@@ -244,8 +254,8 @@ class HSDP(FSDP):
     def size_fault(self, world_size: int) -> str | None:
         return _division_fault("replicas", self.replicas, world_size)
 
-    def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
-        return self.replicas, world_size // self.replicas, 1
+    def degrees(self, world_size: int) -> ParallelDegrees:
+        return ParallelDegrees(dp_replicate=self.replicas, dp_shard=world_size // self.replicas)
 
 
 @component
@@ -273,20 +283,14 @@ class TP(_Processes):
         fault = heads_fault(heads, kv_heads, self.tensor_parallel or world_size)
         return None if fault is None else f"tensor_parallel {fault}"
 
-    def parameter_shards(self, world_size: int) -> int:
-        return self.tensor_parallel or world_size
-
-    def parts(self, world_size: int) -> tuple[int, ...]:
-        return tuple(rank // (self.tensor_parallel or world_size) for rank in range(world_size))
-
     def build(self, context: BuildContext) -> Parallelism:
         from verl.engines.parallel_dims import ShardedParallelism
 
-        return ShardedParallelism(context, self.timeout_s, self.mesh_sizes(context.world_size), fully=False)
+        return ShardedParallelism(context, self.timeout_s, self.degrees(context.world_size), fully=False)
 
-    def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
+    def degrees(self, world_size: int) -> ParallelDegrees:
         tensors = self.tensor_parallel or world_size
-        return world_size // tensors, 1, tensors
+        return ParallelDegrees(dp_replicate=world_size // tensors, tp=tensors)
 
 
 @component
@@ -308,11 +312,119 @@ class TPFSDP(FSDP):
         fault = heads_fault(heads, kv_heads, self.tensor_parallel)
         return None if fault is None else f"tensor_parallel {fault}"
 
-    def parts(self, world_size: int) -> tuple[int, ...]:
-        return tuple(rank // self.tensor_parallel for rank in range(world_size))
+    def degrees(self, world_size: int) -> ParallelDegrees:
+        return ParallelDegrees(dp_shard=world_size // self.tensor_parallel, tp=self.tensor_parallel)
 
-    def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
-        return 1, world_size // self.tensor_parallel, self.tensor_parallel
+
+Size = Annotated[int, Field(ge=1)]
+
+
+@component
+class Parallel(FSDP):
+    """Every kind of parallelism on one mesh: pp x dp_replicate x dp_shard x cp x tp processes.
+
+    The other shardings are presets of it. Weights, gradients and optimizer state of a stage are divided over
+    dp_shard x cp (FSDP) and over tp; rows over dp_replicate x dp_shard; the tokens of a row over cp.
+
+    Args:
+        tp: processes that share each layer; it must divide the key-value heads. See `TP`.
+        cp: processes that share the tokens of the same rows; everything but attention needs its own tokens alone.
+        pp: stages of layers.
+        dp_replicate: copies that are sharded each by itself; see `HSDP`.
+        dp_shard: parts of FSDP, each with rows of its own; -1 takes what the other sizes leave.
+        ep: processes that share the experts of each layer; it must divide dp_shard x cp.
+        cp_style: how attention gets what it needs of the other tokens: `allgather` gathers keys and values layer by
+            layer, for any number of heads; `ulysses` exchanges tokens for heads, which cp must divide.
+            See `FSDP` for the others.
+    """
+
+    tp: Size = 1
+    cp: Size = 1
+    pp: Size = 1
+    dp_replicate: Size = 1
+    dp_shard: int = -1
+    ep: Size = 1
+    cp_style: Literal["allgather", "ulysses"] = "allgather"
+
+    def faults(self) -> Iterator[str]:
+        if self.dp_shard < 1 and self.dp_shard != -1:
+            yield f"dp_shard is {self.dp_shard}: must be at least 1, or -1 for what the other sizes leave."
+        if self.pp > 1:
+            yield f"pp is {self.pp}: this version has no pipeline parallelism. Set pp=1."
+        if self.ep > 1:
+            yield f"ep is {self.ep}: this version has no expert parallelism. Set ep=1, or divide experts by tp."
+
+    def size_fault(self, world_size: int) -> str | None:
+        wanted, others = self._wanted(), self._product()
+        if self.dp_shard == -1 and world_size % others == 0:
+            degrees = self.degrees(world_size)
+            if degrees.shards % self.ep:
+                return f"ep is {self.ep}: it does not divide dp_shard x cp, which is {degrees.shards}."
+            return None
+        if self.dp_shard != -1 and others * self.dp_shard == world_size:
+            return None
+        product = " x ".join(f"{name} {size}" for name, size in wanted.items())
+        first = next((name for name, size in wanted.items() if size > 1), "dp_shard")
+        count = others if self.dp_shard == -1 else others * self.dp_shard
+        why = "does not divide" if self.dp_shard == -1 else "is not"
+        return (
+            f"{first} is {wanted[first]}: {product} is {count}, which {why} the {world_size} processes of "
+            f"trainer.n_gpus_per_node x trainer.nnodes. {self._nearest(world_size)}"
+        )
+
+    def heads_fault(self, heads: int, kv_heads: int, world_size: int) -> str | None:
+        from verl.engines.tensor_parallel import heads_fault
+
+        def fits(degrees: ParallelDegrees) -> bool:
+            if heads_fault(heads, kv_heads, degrees.tp) is not None:
+                return False
+            return self.cp_style != "ulysses" or heads // degrees.tp % degrees.cp == 0
+
+        if (fault := heads_fault(heads, kv_heads, self.tp)) is not None:
+            return f"tp {fault} {self._nearest(world_size, fits)}"
+        if self.cp_style == "ulysses" and heads // self.tp % self.cp:
+            return (
+                f"cp is {self.cp}: with cp_style=ulysses it must divide the {heads // self.tp} heads of each process "
+                f"({heads} heads, tp {self.tp}). {self._nearest(world_size, fits)} Or set cp_style=allgather."
+            )
+        return None
+
+    def layers_fault(self, layers: int, world_size: int) -> str | None:
+        if self.pp <= layers:
+            return None
+        nearest = self._nearest(world_size, lambda degrees: degrees.pp <= layers)
+        return f"pp is {self.pp}: the model has {layers} layers, and every stage needs one. {nearest}"
+
+    def degrees(self, world_size: int) -> ParallelDegrees:
+        shard = world_size // self._product() if self.dp_shard == -1 else self.dp_shard
+        return ParallelDegrees(
+            pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=shard, cp=self.cp, tp=self.tp, ep=self.ep
+        )
+
+    def build(self, context: BuildContext) -> Parallelism:
+        from verl.engines.parallel_dims import ShardedParallelism
+
+        degrees = self.degrees(context.world_size)
+        return ShardedParallelism(
+            context,
+            self.timeout_s,
+            degrees,
+            fully=degrees.shards > 1,
+            reshard=self.strategy == "FULL_SHARD",
+            offload=self.cpu_offload,
+            cp_style=self.cp_style,
+        )
+
+    def _wanted(self) -> dict[str, int]:
+        sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "cp": self.cp, "tp": self.tp}
+        return sizes if self.dp_shard == -1 else sizes | {"dp_shard": self.dp_shard}
+
+    def _product(self) -> int:
+        return self.pp * self.dp_replicate * self.cp * self.tp
+
+    def _nearest(self, world_size: int, fits: Callable[[ParallelDegrees], bool] = lambda degrees: True) -> str:
+        found = nearest_layout(world_size, self._wanted(), fits)
+        return "" if found is None else f"The nearest layout that fits: {found.overrides('sharding.')}."
 
 
 def _division_fault(name: str, size: int, world_size: int) -> str | None:
