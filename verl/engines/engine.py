@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
+from verl.errors import ConfigError
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches, empty_micro_batch
 from verl.model_paths.paths import PLAIN, ModelPaths, Scoring
@@ -70,6 +71,11 @@ class TrainingEngine:
         self.device = compute_device(model)
         self.autocast = autocast
         self.packing = packing
+        if parallel.context is not None and packing == "off":
+            raise ConfigError(
+                "packing is off: processes that share the tokens of a row (sharding.cp) run it as a packed line. "
+                "Set packing=auto, or sharding.cp=1."
+            )
         self._limit: Scoring | None = None
 
     @torch.no_grad()
@@ -96,9 +102,8 @@ class TrainingEngine:
                     whole[micro.rows.to(mask.device), : x.shape[1]] = x
 
         with computing_in(self.autocast, self.model):
-            self.parallel.run_micro_batches(
-                self._micro_batches(batch, alone), infer_one, contextlib.nullcontext, model=self.model
-            )
+            micros = self._micro_batches(batch, alone)
+            self.parallel.run_micro_batches(micros, infer_one, contextlib.nullcontext, model=self.model)
         self.parallel.settle(self.model)
         return self.parallel.from_last_stage(results)
 
@@ -210,7 +215,7 @@ class TrainingEngine:
     def _micro_batches(self, batch: DataProto, alone: bool = False) -> Iterator[MicroBatch]:
         batch = batch.to(self.device)
         budget, paths = (1, PLAIN) if alone else (self._token_budget(batch), self.paths(batch))
-        made = cut_into_micro_batches(batch, budget, paths)
+        made = cut_into_micro_batches(batch, budget, paths, None if alone else self.parallel.context)
         if not self.parallel.in_step:
             yield from made
             return
@@ -227,7 +232,8 @@ class TrainingEngine:
     def paths(self, batch: DataProto) -> ModelPaths:
         """How the rows of a batch may be run, as far as the settings want it."""
         tokens = batch.batch["attention_mask"].sum(dim=1)
-        paths = paths_for(getattr(self.model, "backbone", self.model), int(tokens.max()) if len(batch) else 0)
+        model, longest = getattr(self.model, "backbone", self.model), int(tokens.max()) if len(batch) else 0
+        paths = paths_for(model, longest, shares_tokens=self.parallel.shares_tokens)
         if self._limit is not None:
             paths = paths.limited_to(self._limit)
         return paths.limited_to("padded") if self.packing == "off" else paths

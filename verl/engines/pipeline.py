@@ -3,8 +3,8 @@
 stage 0      embedding, layers ──states──> stage 1      layers ──states──> last stage      layers, norm, head, loss
              <──gradients──                             <──gradients──
 
-A stage runs the very function of the role (its loss, its log-probs) on the very model: layers of other stages let states
-pass, the embedding of a later stage gives what it received, and the final norm of an earlier one ends the forward pass.
+A stage runs the very function of the role (its loss, its log-probs) on the very model: layers of other stages let
+states pass, the embedding of a later stage gives what it received, and the final norm of an earlier one ends the pass.
 The schedules are those of `torch.distributed.pipelining`. Their receive buffers have one shape for all micro-batches of
 a step, so states travel as one line of tokens, padded to the longest.
 """
@@ -400,7 +400,7 @@ class WholeWeights:
     def gathered(self) -> Iterator[None]:
         """Within, the model is whole here. All stages enter and leave together."""
         places = _places(self.model)
-        named = {name: x for name, x in self.model.named_parameters()}
+        named = dict(self.model.named_parameters())
         plan = self._plan = self._plan or self._make_plan(named)
         missing = {name: x for name, x in named.items() if is_elsewhere(x)}
         moves = reshard(

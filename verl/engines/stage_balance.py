@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from verl.models.model_stats import ModelStats
@@ -40,5 +41,5 @@ def largest_stage(sizes: ModelStats, num_stages: int) -> int:
     block = (sizes.parameters - sizes.embedding_elements) // max(sizes.layers, 1)
     table = sizes.vocabulary * sizes.hidden
     bounds = stage_bounds([float(block)] * sizes.layers, num_stages, float(table))
-    counts = [(stop - start) * block for start, stop in zip(bounds, bounds[1:], strict=False)]
+    counts = [(stop - start) * block for start, stop in itertools.pairwise(bounds)]
     return max(counts[0] + table, counts[-1] + table, *counts)
