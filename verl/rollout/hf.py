@@ -55,8 +55,17 @@ class HFSampler(RolloutEngine):
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
         self.model.eval()
+        divided = getattr(self.model, "divided", None)
+        stages = None if divided is None else divided.stage_group
         with weights_gathered(self.model):
-            return self._generate(prompts, request)
+            if stages is None:
+                return self._generate(prompts, request)
+            count, place = torch.distributed.get_world_size(stages), torch.distributed.get_rank(stages)
+            cuts = [len(prompts) * stage // count for stage in range(count + 1)]
+            own = self._generate(prompts[cuts[place] : cuts[place + 1]], request)
+        rows: list[Any] = [None] * count
+        torch.distributed.all_gather_object(rows, own, group=stages)
+        return DataProto.concat(rows)
 
     def _generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         n, options = request.num_samples, self.options

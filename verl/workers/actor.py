@@ -48,7 +48,12 @@ class Actor(TrainedRole):
             ConfigError: the model cannot be trained as a policy.
         """
         model = self.load("causal_lm", context.device, restore, "actor", parallel)
-        paths_for(model, context.row_tokens or rollout.max_new_tokens, "actor.model")
+        paths_for(
+            model,
+            context.row_tokens or rollout.max_new_tokens,
+            "actor.model",
+            shares_tokens=parallel.shares_tokens,
+        )
         parallel.shard_model(model, self.autocast)
         engine = self.engine(model, parallel, total_updates)
         if restore is not None:

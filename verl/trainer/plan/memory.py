@@ -74,7 +74,8 @@ def role_plans(run: Any, estimate: MemoryEstimate, device: DeviceRates, exact: b
         config = (getattr(role, "model", None) or run.actor.model).load_config()
         autocast = run.actor.autocast if memory.name == "reference" else getattr(role, "autocast", None)
         kind = getattr(torch, autocast or (getattr(role, "model", None) or run.actor.model).dtype)
-        tokens = min(role.micro_batch_tokens, micro_batch_limit(run, memory))
+        sharding = memory.layout.sharding
+        tokens = sharding.micro_batch_tokens(role.micro_batch_tokens, micro_batch_limit(run, memory))
         recomputed = bool(getattr(role, "gradient_checkpointing", False))
         device_type = "cuda" if device.is_gpu else "cpu"
         siblings = memory.layout.siblings

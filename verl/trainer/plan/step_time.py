@@ -27,7 +27,7 @@ class _Work:
 
     Attributes:
         parameters: that take part in the products of one token.
-        ways: processes that share each layer.
+        ways: processes that share each layer, times what pipeline stages gain.
     """
 
     sizes: ModelStats
@@ -35,7 +35,7 @@ class _Work:
     itemsize: int
     dtype: str
     device: DeviceRates
-    ways: int = 1
+    ways: float = 1
 
     def pass_s(self, tokens: int, length: int, calls: int = 1) -> tuple[float, str]:
         """One forward pass of so many tokens in rows of a length, cut into so many calls."""
@@ -87,13 +87,14 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
 
 
 def _work(role: RolePlan, device: DeviceRates) -> _Work:
+    layout = role.memory.layout
     return _Work(
         sizes=role.sizes,
         parameters=active_parameters(role.config, role.sizes),
         itemsize=role.dtype.itemsize,
         dtype=str(role.dtype).removeprefix("torch."),
         device=device,
-        ways=role.memory.layout.siblings,
+        ways=layout.siblings * layout.sharding.pipeline_ways(layout.processes),
     )
 
 
@@ -123,7 +124,7 @@ def _generation(run: Any, work: _Work, rows: int, prompt: int, new: int, device:
     engine = _Work(work.sizes, work.parameters, work.itemsize, work.dtype, device, max(ways, work.ways))
     read_s = engine.pass_s(rows * ways * prompt // max(1, run.trainer.group_size), max(1, prompt), waves)[0]
     token_s, bound = engine.pass_s(batch, prompt + new // 2)
-    kept = work.sizes.cache_elements * work.itemsize // engine.ways
+    kept = work.sizes.cache_elements * work.itemsize / engine.ways
     token_s += batch * (prompt + new / 2) * kept / device.reads()
     return StageTime("generate", read_s + waves * new * token_s, bound)
 
