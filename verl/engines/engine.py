@@ -134,8 +134,8 @@ class TrainingEngine:
         self.optimizer.step()
         report()
         self.updates += 1
-        if self.device.type != "cpu":
-            self.release()
+        if self.device.type != "cpu":  # until the next update others need their memory
+            self.optimizer.zero_grad(set_to_none=True)
         return {**metrics, "lr": lr}
 
     def release(self) -> None:

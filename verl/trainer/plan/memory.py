@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from verl.models.model_stats import model_stats
+from verl.errors import ConfigError
+from verl.rollout.vllm.client.gpu_memory import cache_bytes, engine_shape
 from verl.trainer.config import PPOSettings
 from verl.trainer.plan.activations import Activations, trace_activations
 from verl.trainer.plan.devices import DeviceRates
 from verl.trainer.plan.memory_estimate import GIB, MemoryEstimate, RoleMemory, estimate_ppo, estimate_sft
+from verl.utils.memory import DeviceMemory
 
 WORTH_PACKING = 0.85  # of the tokens of padded rows, from which down the rows are packed
 
@@ -184,8 +186,8 @@ def _phases(
             resting[f"{role.name} optimizer"] = role.memory.optimizer
     if not device.is_gpu and estimate.copied:
         resting["copy for the writer"] = estimate.copied // max(1, estimate.processes)
-    engine = _engine_parts(run, members, estimate, device) if is_ppo and "actor" in names else {}
-    sleeps = device.is_gpu and getattr(run.rollout, "sleep", False)
+    engine = _engine_parts(run, members, estimate, device, resting) if is_ppo and "actor" in names else {}
+    sleeps = device.is_gpu and not estimate.stays_awake and getattr(run.rollout, "sleep", False)
     beside = {} if sleeps or "engine weights" not in engine else {k: v for k, v in engine.items() if k != "sampling"}
     yield PhaseMemory("rest", names, {**resting, **beside})
     actor = next((role for role in members if role.name == "actor"), None)
@@ -219,7 +221,11 @@ def _phases(
 
 
 def _engine_parts(
-    run: Any, members: Sequence[RolePlan], estimate: MemoryEstimate, device: DeviceRates
+    run: Any,
+    members: Sequence[RolePlan],
+    estimate: MemoryEstimate,
+    device: DeviceRates,
+    resting: dict[str, int],
 ) -> dict[str, int]:
     """What generation takes beside the trainer: an engine with its own weights, or keys and values alone."""
     actor = next(role for role in members if role.name == "actor")
@@ -228,11 +234,19 @@ def _engine_parts(
     vocabulary = actor.config.get_text_config().vocab_size
     rows = getattr(run.rollout, "max_rows", None) or getattr(run.rollout, "max_num_seqs", 0)
     found = {"sampling": 3 * 4 * min(rows or 1, run.trainer.prompts_per_step * run.trainer.group_size) * vocabulary}
-    space = getattr(run.rollout, "kv_cache_gib", None)
-    if space is None:
+    if not hasattr(run.rollout, "kv_cache_gib"):
         return {"keys and values": estimate.cache, **found}
-    siblings = getattr(run.rollout, "tensor_parallel_size", 1)
-    weights = model_stats(actor.config).parameters * actor.dtype.itemsize // siblings
+    width = getattr(run.data, "max_prompt_length", 0) + run.rollout.max_new_tokens
+    shape = engine_shape(run.rollout.with_room_for(width - run.rollout.max_new_tokens), actor.config, actor.dtype)
     if device.context:
         found["engine context"] = device.context
-    return {"engine weights": weights, "keys and values": int(space * GIB), **found}
+    if device.is_gpu:
+        beside = max(estimate.beside_engine, sum(resting.values()))
+        memory = DeviceMemory(device.memory, device.memory - device.context)
+        try:
+            cache = cache_bytes(run.rollout, shape, memory, beside)
+        except ConfigError:  # it does not fit: the plan shows by how much
+            cache = shape.cache_of(1)
+    else:
+        cache = cache_bytes(run.rollout, shape, None, None)
+    return {"engine weights": shape.weights, "keys and values": cache, **found}

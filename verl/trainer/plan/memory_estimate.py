@@ -20,7 +20,9 @@ from verl.engines.sharding import FSDP, NoSharding, Sharding
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.model_stats import ModelStats, model_stats
+from verl.rollout.vllm.client.gpu_memory import CACHE_ON_CPU_GIB
 from verl.trainer.config import LoopSettings, PPOSettings
+from verl.utils.memory import gpu_memory_from_outside
 from verl.workers.base import TrainedRole
 
 _log = logging.getLogger(__name__)
@@ -80,6 +82,7 @@ class MemoryEstimate:
         flops: of one step, at most.
         copied: bytes of main memory on this machine from which a checkpoint is written while training goes on.
         on_host: what roles have is in main memory, for there is no GPU.
+        stays_awake: an engine beside the trainer keeps its GPU memory while the trainer works.
     """
 
     roles: tuple[RoleMemory, ...]
@@ -91,6 +94,17 @@ class MemoryEstimate:
     copied: int = 0
     on_host: bool = True
     machines: int = 1
+    stays_awake: bool = False
+
+    @property
+    def beside_engine(self) -> int:
+        """Bytes that the roles in the actor's processes need on their device while an engine beside them is awake: what
+        rests there, with the weights that a sync gathers; or where it never sleeps, the most that a phase takes."""
+        here = [role for role in self.roles if role.group == self.roles[0].group]
+        sleeping = replace(self, roles=tuple(here), cache=1, stays_awake=False)  # a byte: phases that an engine brings
+        found = sleeping.phases()
+        at_rest = found["generate"] + max(role.gathered for role in here)
+        return max([at_rest, *found.values()]) if self.stays_awake else at_rest
 
     def phases(self) -> dict[str, int]:
         """Phase -> bytes that a process needs in it, on its device."""
@@ -107,6 +121,10 @@ class MemoryEstimate:
             if role.gradients:
                 gradients = role.gradients if role in there else 0
                 found[f"update {role.name}"] = resident[role.group] + role.working + role.gathered + gradients
+                if self.stays_awake and role.group == self.roles[0].group:
+                    found[f"update {role.name}"] += self.cache
+        if self.stays_awake and "score" in found:
+            found["score"] += self.cache
         return found
 
     @property
@@ -211,9 +229,14 @@ def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
     sharding, count = divided["actor"]
     siblings = count // sharding.row_shares(count)  # each has the keys and values of its own heads
     cache = actor.cache_elements // siblings * drawn * width * _computed_in(run.actor)
-    if (space := getattr(rollout, "kv_cache_gib", None)) is not None:  # an engine with weights of its own
-        cache = int(space * GIB) + actor.parameters * _computed_in(run.actor)
+    is_here = _is_on_host(settings) if on_host is None else on_host
+    stays_awake = False
+    if hasattr(rollout, "kv_cache_gib"):  # an engine with weights of its own
+        least = actor.cache_elements // siblings * width * _computed_in(run.actor)  # it takes what is left beside it
+        space = CACHE_ON_CPU_GIB if rollout.kv_cache_gib is None and is_here else rollout.kv_cache_gib
+        cache = (least if space is None else int(space * GIB)) + actor.parameters * _computed_in(run.actor)
         roles[0] = replace(roles[0], generating=0)
+        stays_awake = not is_here and not (rollout.sleep and not settings.rollout_ahead)
     group_of = {role: number for number, (members, _) in enumerate(groups) for role in members}
     roles = [replace(role, group=group_of.get(role.name, 0)) for role in roles]
     saves = run.checkpoint
@@ -227,7 +250,8 @@ def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
         kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         flops=flops,
         copied=saved // settings.nnodes if saves is not None and saves.save_async else 0,
-        on_host=_is_on_host(settings) if on_host is None else on_host,
+        on_host=is_here,
+        stays_awake=stays_awake,
     )
 
 
@@ -264,8 +288,9 @@ def _is_on_host(settings: LoopSettings) -> bool:
 
 def free_memory(device: str, processes: int) -> int | None:
     """Bytes that are free for each of so many processes on this machine; None where it cannot be told."""
-    if device.startswith("cuda"):
-        return torch.cuda.mem_get_info(torch.device(device))[0]
+    if device.startswith("cuda"):  # asked by the driver, which has no context on a GPU and shall not get one
+        found = gpu_memory_from_outside(torch.device(device).index or 0)
+        return None if found is None else found.free
     free = free_main_memory()
     return None if free is None else max(0, free // processes - _PROCESS_BYTES * (processes > 1))
 
@@ -317,20 +342,40 @@ def free_main_memory() -> int | None:
         return free
 
 
-def log_estimate(run: Any, context: BuildContext, checkpoints: Path) -> None:
-    """Estimate what the run takes, before any weight is loaded, and warn where it may not suffice."""
+def log_estimate(run: Any, context: BuildContext, checkpoints: Path) -> MemoryEstimate | None:
+    """Estimate what the run takes, before any weight is loaded, and warn where it may not suffice.
+
+    Raises:
+        ConfigError: an engine that never sleeps does not fit beside the trainer.
+    """
     try:
         budget = estimate_ppo(run) if isinstance(run.trainer, PPOSettings) else estimate_sft(run)
     except Exception as error:  # noqa: BLE001 - whatever is odd about a configuration, an estimate stops no run
         _log.warning("What this run takes cannot be estimated: %s: %s", type(error).__name__, error)
-        return
+        return None
     assert context.run_dir is not None
     (context.run_dir / "budget.txt").write_text("\n".join(budget.lines()) + "\n")
     memory = free_memory(context.device, budget.processes)
     is_short = memory is not None and budget.peak[1] > memory
     found = remedies(run, budget) if is_short else []
+    if is_short and budget.stays_awake:
+        raise ConfigError(awake_fault(run, budget, memory))
     for warning in budget.warnings(memory, free_disk(checkpoints), free_main_memory(), found):
         _log.warning("%s", warning)
+    return budget
+
+
+def awake_fault(run: Any, budget: MemoryEstimate, memory: int) -> str:
+    """That an engine which keeps its GPU memory does not fit beside the trainer."""
+    phase, needed = budget.peak
+    if run.trainer.rollout_ahead:
+        why, remedy = "trainer.rollout_ahead is 1: the engine draws while the trainer works", "trainer.rollout_ahead=0"
+    else:
+        why, remedy = "rollout.sleep is false: the engine keeps its GPU memory", "rollout.sleep=true"
+    return (
+        f"{why}, so {phase} needs about {needed / GIB:.1f} GiB of each GPU, of which the engine has "
+        f"{budget.cache / GIB:.1f}, and {memory / GIB:.1f} GiB are free. Set {remedy}, or an engine on other devices."
+    )
 
 
 def remedies(run: Any, budget: MemoryEstimate) -> list[str]:
