@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from verl.algorithms.algorithm import Algorithm
@@ -99,5 +98,4 @@ def _values(model: Any, micro: MicroBatch, **options: bool) -> Tensor:
     def values_of(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
         return model(**inputs, **options).values
 
-    values, mask = micro.predict(values_of), micro.tensors["response_mask"]
-    return torch.zeros(mask.shape, dtype=values.dtype, device=mask.device).masked_scatter(mask, values)
+    return micro.placed(micro.predict(values_of))

@@ -97,10 +97,10 @@ def cache_bytes(options: VLLMRollout, shape: EngineShape, memory: DeviceMemory |
         raise ConfigError(
             f"rollout.kv_cache_gib is null: of {memory.total / GIB:.1f} GiB of the GPU {memory.free / GIB:.1f} are "
             f"free, the trainer needs {taken / GIB:.1f} while responses are drawn and the engine "
-            f"{shape.weights / GIB:.1f} for weights and {shape.overhead / GIB:.1f} beside them, which leaves too little "
-            f"for keys and values of one row{length} ({shape.cache_of(1) / GIB:.2f}). Set rollout.tensor_parallel_size or trainer.n_gpus_per_node "
-            "higher, sharding.cpu_offload=true, or rollout.max_num_seqs, rollout.max_num_batched_tokens or "
-            "rollout.max_model_len lower."
+            f"{shape.weights / GIB:.1f} for weights and {shape.overhead / GIB:.1f} beside them, which leaves too "
+            f"little for keys and values of one row{length} ({shape.cache_of(1) / GIB:.2f}). Set "
+            "rollout.tensor_parallel_size or trainer.n_gpus_per_node higher, sharding.cpu_offload=true, or "
+            "rollout.max_num_seqs, rollout.max_num_batched_tokens or rollout.max_model_len lower."
         )
     return found
 
