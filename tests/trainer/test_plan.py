@@ -130,7 +130,9 @@ def test_8b_fits_on_eight_devices_and_names_its_parts(llama_8b):
     assert phases["rest"]["actor optimizer"] == pytest.approx(8 * weights / 8, rel=0.01)
     assert phases["generate"]["engine weights"] == pytest.approx(2 * weights, rel=0.01)
     assert "engine weights" not in phases["update actor"]  # the engine sleeps
-    assert 20 * GIB < plan.memory.peak.total < 50 * GIB
+    cache = phases["generate"]["keys and values"]  # what is left beside the rest
+    assert 30 * GIB < cache < plan.memory.limit
+    assert 20 * GIB < plan.memory.peak.total - cache < 50 * GIB
 
 
 def test_what_does_not_fit_is_told_with_changes_that_make_it_fit(llama_8b):

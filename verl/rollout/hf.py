@@ -16,6 +16,8 @@ from verl.protocol import DataProto
 from verl.rollout.base import ALONE, GenerationRequest, Rollout, RolloutEngine, assemble, stop_tokens
 from verl.rollout.token_sampler import TokenSampler
 
+NOISE_TOKENS = 64  # positions whose noise is made at a time
+
 
 @component
 class HFRollout(Rollout):
@@ -107,8 +109,13 @@ class HFSampler(RolloutEngine):
         sample_ids = torch.arange(n, device=self.device).repeat(len(prompts))
         drawing = TokenSampler.of(self.options, request, self.seed, self._stops)
 
+        noise = torch.empty(0)  # of NOISE_TOKENS positions of all rows: many small kernels at once
+
         def choose(logits: Tensor, rows: Tensor, t: int) -> Tensor:
-            ids = prompt_ids[rows]
-            return drawing.choose(logits, ids, sample_ids[rows], torch.full_like(ids, t))
+            nonlocal noise
+            if t % NOISE_TOKENS == 0 and not request.greedy:
+                positions = torch.arange(t, t + NOISE_TOKENS, device=self.device)
+                noise = drawing.noise(prompt_ids[:, None], sample_ids[:, None], positions)
+            return drawing.pick(logits, noise if request.greedy else noise[rows, t % NOISE_TOKENS], t)
 
         return choose

@@ -113,7 +113,8 @@ class SFTTrainer:
             self.stages = StageTimers(self.tracker)
             self.saving = prepare_saving(run, context, "sft/loss")
             self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame)
-            self.saving.messages += log_plan(run, context, self.saving.directory)
+            plan = log_plan(run, context, self.saving.directory)
+            self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
             restore = restore_of(self.saving)
             host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps, restore=restore)
             context = replace(context, row_tokens=getattr(run.data, "max_length", None))

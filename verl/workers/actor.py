@@ -123,6 +123,11 @@ class ActorWorker(TrainedWorker):
         version = self.version if self.sampler.has_redrawn else self._begun_at
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), version)}))
 
+    @on_all
+    def rest(self) -> None:
+        """Let the rollout engine give back its memory: no responses are drawn until the next sync."""
+        self.sampler.rest()
+
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropies` [B T] of the responses under the present weights.

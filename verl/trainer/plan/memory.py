@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from verl.errors import ConfigError
 from verl.models.model_stats import ModelStats, model_stats
+from verl.rollout.vllm.client.gpu_memory import cache_bytes, engine_shape
 from verl.trainer.config import PPOSettings
 from verl.trainer.plan.activations import Activations, trace_activations
 from verl.trainer.plan.devices import DeviceRates
 from verl.trainer.plan.memory_estimate import GIB, MemoryEstimate, RoleMemory, estimate_ppo, estimate_sft
+from verl.utils.memory import DeviceMemory
 
 WORTH_PACKING = 0.85  # of the tokens of padded rows, from which down the rows are packed
 _HEADS = {"critic": "backbone", "reward": "classifier"}  # models that give no logits over the vocabulary
@@ -129,6 +132,7 @@ class MemoryPlan:
         phases: of every group of processes that hold roles.
         host: bytes of main memory on each machine, where the device is another.
         limit: bytes that a process has on its device.
+        beside_engine: bytes that the actor's processes need there while an engine beside them is awake.
     """
 
     estimate: MemoryEstimate
@@ -136,6 +140,7 @@ class MemoryPlan:
     phases: tuple[PhaseMemory, ...]
     host: int
     limit: int
+    beside_engine: int = 0
 
     @property
     def peak(self) -> PhaseMemory:
@@ -173,14 +178,32 @@ def memory_plan(run: Any, device: DeviceRates, exact: bool = False, limit: int |
     if limit is None:
         limit = device.memory if device.is_gpu else device.memory // max(1, estimate.processes)
     phases: list[PhaseMemory] = []
+    beside = 0
     for group in sorted({role.memory.group for role in roles}):
         members = [role for role in roles if role.memory.group == group]
-        phases += _phases(run, members, estimate, device, is_ppo)
-    return MemoryPlan(estimate, tuple(roles), tuple(phases), estimate.host, limit)
+        found = list(_phases(run, members, estimate, device, is_ppo, {}))
+        if is_ppo and any(role.name == "actor" for role in members):
+            beside = _beside_engine(found, members, estimate)
+            engine = _engine_parts(run, members, estimate, device, beside, limit)
+            found = list(_phases(run, members, estimate, device, is_ppo, engine))
+        phases += found
+    return MemoryPlan(estimate, tuple(roles), tuple(phases), estimate.host, limit, beside)
+
+
+def _beside_engine(phases: Sequence[PhaseMemory], members: Sequence[RolePlan], estimate: MemoryEstimate) -> int:
+    """Bytes that the roles in the actor's processes need while an engine beside them is awake: what rests there, with
+    the weights that a sync gathers; or where it never sleeps, the most that a phase takes."""
+    at_rest = phases[0].total + max(role.memory.gathered for role in members)
+    return max([at_rest, *(phase.total for phase in phases)]) if estimate.stays_awake else at_rest
 
 
 def _phases(
-    run: Any, members: Sequence[RolePlan], estimate: MemoryEstimate, device: DeviceRates, is_ppo: bool
+    run: Any,
+    members: Sequence[RolePlan],
+    estimate: MemoryEstimate,
+    device: DeviceRates,
+    is_ppo: bool,
+    engine: dict[str, int],
 ) -> Iterator[PhaseMemory]:
     names = tuple(role.name for role in members)
     resting: dict[str, int] = {"context": device.context} if device.context else {}
@@ -190,8 +213,7 @@ def _phases(
             resting[f"{role.name} optimizer"] = role.memory.optimizer
     if not device.is_gpu and estimate.copied:
         resting["copy for the writer"] = estimate.copied // max(1, estimate.processes)
-    engine = _engine_parts(run, members, estimate, device) if is_ppo and "actor" in names else {}
-    sleeps = device.is_gpu and getattr(run.rollout, "sleep", False)
+    sleeps = device.is_gpu and not estimate.stays_awake and getattr(run.rollout, "sleep", False)
     beside = {} if sleeps or "engine weights" not in engine else {k: v for k, v in engine.items() if k != "sampling"}
     yield PhaseMemory("rest", names, {**resting, **beside})
     actor = next((role for role in members if role.name == "actor"), None)
@@ -225,20 +247,25 @@ def _phases(
 
 
 def _engine_parts(
-    run: Any, members: Sequence[RolePlan], estimate: MemoryEstimate, device: DeviceRates
+    run: Any, members: Sequence[RolePlan], estimate: MemoryEstimate, device: DeviceRates, beside: int, limit: int
 ) -> dict[str, int]:
     """What generation takes beside the trainer: an engine with its own weights, or keys and values alone."""
     actor, rollout = next(role for role in members if role.name == "actor"), run.rollout
-    space = getattr(rollout, "kv_cache_gib", None)
-    if not estimate.cache and space is None:
+    if not rollout.generates_here:
         return {}
     vocabulary = actor.config.get_text_config().vocab_size
     rows = getattr(rollout, "max_rows", None) or getattr(rollout, "max_num_seqs", 0)
     found = {"sampling": 3 * 4 * min(rows or 1, run.trainer.prompts_per_step * run.trainer.group_size) * vocabulary}
-    if space is None:
+    if not hasattr(rollout, "kv_cache_gib"):
         return {"keys and values": estimate.cache, **found}
-    siblings = getattr(rollout, "tensor_parallel_size", 1)
-    weights = actor.sizes.parameters * actor.dtype.itemsize // siblings
-    if device.context:
-        found["engine context"] = device.context
-    return {"engine weights": weights, "keys and values": int(space * GIB), **found}
+    room = rollout.with_room_for(getattr(run.data, "max_prompt_length", 0))
+    shape = engine_shape(room, actor.config, actor.dtype, device.is_gpu)
+    memory = None
+    if device.is_gpu:
+        found = {"engine working": shape.overhead}
+        memory = DeviceMemory(device.memory, min(device.memory - device.context, limit))
+    try:
+        cache = cache_bytes(rollout, shape, memory, beside)
+    except ConfigError:  # it does not fit: the plan shows by how much
+        cache = shape.cache_of(1)
+    return {"engine weights": shape.weights, "keys and values": cache, **found}

@@ -17,6 +17,7 @@ from verl.engines.sharding import FSDP, NoSharding, Sharding
 from verl.models.lora import LoRA
 from verl.models.model_stats import ModelStats, model_stats
 from verl.trainer.config import LoopSettings, PPOSettings
+from verl.utils.memory import gpu_memory_from_outside
 from verl.workers.base import TrainedRole
 
 GIB = 2**30
@@ -101,6 +102,7 @@ class MemoryEstimate:
         flops: of one step, at most.
         copied: bytes of main memory on this machine from which a checkpoint is written while training goes on.
         on_host: what roles have is in main memory, for there is no GPU.
+        stays_awake: an engine beside the trainer keeps its GPU memory while the trainer works.
     """
 
     roles: tuple[RoleMemory, ...]
@@ -112,6 +114,7 @@ class MemoryEstimate:
     copied: int = 0
     on_host: bool = True
     machines: int = 1
+    stays_awake: bool = False
 
     @property
     def host(self) -> int:
@@ -155,9 +158,13 @@ def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
     own = -(-rows // layouts["actor"].shares)
     drawn = min(own, getattr(rollout, "max_rows", own))
     cache = actor.cache_elements // layouts["actor"].siblings * drawn * width * _computed_in(run.actor)
+    is_here = _is_on_host(settings) if on_host is None else on_host
+    stays_awake = False
     if rollout.runs_ahead:  # an engine or a server with weights of its own has the cache
         cache = 0
         roles[0] = replace(roles[0], generating=0)
+        naps = getattr(rollout, "sleep", False) and not settings.rollout_ahead
+        stays_awake = rollout.generates_here and not is_here and not naps
     group_of = {role: number for number, (members, _) in enumerate(groups) for role in members}
     group_of["reward"] = group_of["actor"] if placement is None else group_of.get("rm", group_of["actor"])
     roles = [replace(role, group=group_of[role.name]) for role in roles]
@@ -172,7 +179,8 @@ def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
         kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         flops=flops,
         copied=saved // settings.nnodes if saves is not None and saves.save_async else 0,
-        on_host=_is_on_host(settings) if on_host is None else on_host,
+        on_host=is_here,
+        stays_awake=stays_awake,
     )
 
 
@@ -206,8 +214,9 @@ def _is_on_host(settings: LoopSettings) -> bool:
 
 def free_memory(device: str, processes: int) -> int | None:
     """Bytes that are free for each of so many processes on this machine; None where it cannot be told."""
-    if device.startswith("cuda"):
-        return torch.cuda.mem_get_info(torch.device(device))[0]
+    if device.startswith("cuda"):  # asked by the driver, which has no context on a GPU and shall not get one
+        found = gpu_memory_from_outside(torch.device(device).index or 0)
+        return None if found is None else found.free
     free = free_main_memory()
     return None if free is None else max(0, free // processes - _PROCESS_BYTES * (processes > 1))
 

@@ -197,13 +197,15 @@ def plan_run(
     return RunPlan(device, memory, stages, tuple(_batch(run)), disk, found, response)
 
 
-def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> list[str]:
+def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | None:
     """Plan a run that starts here, on what is free now: `plan.txt` in its directory, and warnings of what is short.
 
     Args:
         checkpoints: where they go.
     Returns:
-        The plan in a sentence; none where it cannot be made, which stops no run.
+        The plan; None where it cannot be made, which stops no run.
+    Raises:
+        ConfigError: an engine that never sleeps does not fit beside the trainer.
     """
     try:
         device = gpu_here() if context.device.startswith("cuda") else device_named("cpu")
@@ -212,12 +214,28 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> list[str]:
         plan = plan_run(run, device, free_disk=disk, limit=free_memory(context.device, processes))
     except Exception as error:  # noqa: BLE001 - whatever is odd about a configuration, a plan stops no run
         _log.warning("What this run takes cannot be planned: %s: %s", type(error).__name__, error)
-        return []
+        return None
     assert context.run_dir is not None
     (context.run_dir / "plan.txt").write_text("\n".join(plan.lines()) + "\n")
     for warning in plan.warnings(disk, free_main_memory()):
         _log.warning("%s", warning)
-    return [f"Plan: {plan.summary()}."]
+    if not plan.fits and plan.memory.estimate.stays_awake:
+        raise ConfigError(_awake_fault(run, plan.memory))
+    return plan
+
+
+def _awake_fault(run: Any, memory: MemoryPlan) -> str:
+    """That an engine which keeps its GPU memory does not fit beside the trainer."""
+    peak = memory.peak
+    if run.trainer.rollout_ahead:
+        why, remedy = "trainer.rollout_ahead is 1: the engine draws while the trainer works", "trainer.rollout_ahead=0"
+    else:
+        why, remedy = "rollout.sleep is false: the engine keeps its GPU memory", "rollout.sleep=true"
+    engine = sum(size for part, size in peak.parts.items() if part == "keys and values" or part.startswith("engine"))
+    return (
+        f"{why}, so {peak.name} needs about {peak.total / GIB:.1f} GiB of each GPU, of which the engine has "
+        f"{engine / GIB:.1f}, and {memory.limit / GIB:.1f} GiB are free. Set {remedy}, or an engine on other devices."
+    )
 
 
 def _changes_that_fit(

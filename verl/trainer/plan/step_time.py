@@ -80,7 +80,7 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
             per_row = tokens_per_row(run, role.name, new, run.algorithm.mini_batches == 1)
             tokens = int(run.algorithm.epochs * own[role.name] * per_row)
             found.append(_update(run, role, work[role.name], tokens, width, updates, device))
-    if getattr(run.rollout, "kv_cache_gib", None) is not None:
+    if hasattr(run.rollout, "kv_cache_gib"):
         size = work["actor"].sizes.parameters * work["actor"].itemsize
         found.append(StageTime("sync", size / (device.link if device.is_gpu else device.reads()), "memory"))
     return found
