@@ -78,6 +78,7 @@ class PPORoot:
     reference: Any = None
     reward: Any = MISSING
     rollout: Any = MISSING
+    environment: Any = None
     sharding: Any = MISSING
     algorithm: Any = MISSING
     data: Any = MISSING

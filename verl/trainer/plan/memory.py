@@ -108,7 +108,7 @@ def micro_batch_limit(run: Any, role: RoleMemory, *, scores: bool = False) -> in
     is_whole = scores or not role.gradients or run.algorithm.mini_batches == 1
     if not is_whole:
         rows = -(-rows // run.algorithm.mini_batches)
-    per_row = tokens_per_row(run, role.name, run.rollout.max_new_tokens, is_whole)
+    per_row = tokens_per_row(run, role.name, run.response_tokens, is_whole)
     return max(1, int(-(-rows // role.layout.shares) * per_row))
 
 
