@@ -16,6 +16,7 @@ from verl.errors import ConfigError
 from verl.replay.config import TieredReplay
 from verl.rewards.base import RewardDescription, missing_columns
 from verl.rollout.base import Rollout
+from verl.sandbox.base import Sandbox
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import PPOSettings
@@ -171,6 +172,7 @@ class PPORun(Description):
     checkpoint: Checkpointing | None = None
     replay: TieredReplay | None = None
     storage: Storage | None = None
+    sandbox: Sandbox | None = None
     resume: str | None = None
 
     def faults(self) -> Iterator[str]:
