@@ -79,6 +79,7 @@ class PPORoot:
     sandbox: Any = None
     reward: Any = MISSING
     rollout: Any = MISSING
+    environment: Any = None
     sharding: Any = MISSING
     algorithm: Any = MISSING
     data: Any = MISSING

@@ -37,13 +37,21 @@ class TokenSampler:
         names = ("temperature", "top_k", "top_p", "min_new_tokens")
         return cls(request, seed, tuple(stop_ids), **{name: getattr(options, name) for name in names})
 
-    def choose(self, logits: Tensor, prompt_ids: Tensor, sample_ids: Tensor, positions: Tensor) -> Tensor:
+    def choose(
+        self,
+        logits: Tensor,
+        prompt_ids: Tensor,
+        sample_ids: Tensor,
+        positions: Tensor,
+        turns: Tensor | None = None,
+    ) -> Tensor:
         """The next token of each row, [b].
 
         Args:
             logits: [b V], float32 at least; they stay as they are.
             prompt_ids, sample_ids: [b], whose noise it is.
-            positions: [b], how many tokens the response has so far.
+            positions: [b], how many tokens the response, or the turn, has so far.
+            turns: [b], index of the turn within its episode; None where a response is all there is.
         """
         if self.min_new_tokens and bool((is_early := positions < self.min_new_tokens).any()):
             stops = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
@@ -52,7 +60,9 @@ class TokenSampler:
         if self.request.greedy:
             return logits.argmax(dim=-1)
         logits = filter_logits(logits / self.temperature, top_k=self.top_k, top_p=self.top_p)
-        noise = uniform(self.seed, self.request.step, prompt_ids, sample_ids, positions, stream=self.request.stream)
+        noise = uniform(
+            self.seed, self.request.step, prompt_ids, sample_ids, positions, stream=self.request.stream, turns=turns
+        )
         return inverse_cdf(logits.softmax(dim=-1), noise)
 
     def log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor:

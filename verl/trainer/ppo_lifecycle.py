@@ -76,6 +76,11 @@ class PPOLifecycle:
             self.context = context
             self.run_dir, self.tokenizer = context.run_dir, context.tokenizer
             self._refuse_other_tokenizers(run)
+            context = replace(
+                context,
+                chat_template=getattr(run.data, "chat_template", None),
+                tools=() if run.environment is None else run.environment.tool_schemas(),
+            )
             with faults_below("data"):
                 splits = run.data.build(context)
             self.train_data, self.eval_data = splits.train, splits.eval
@@ -134,6 +139,7 @@ class PPOLifecycle:
             critic=run.critic if run.algorithm.needs_values else None,
             reference=run.reference if run.algorithm.needs_reference else None,
             rollout=self._with_room_for_prompts(run.rollout),
+            environment=run.environment,
             algorithm=run.algorithm,
             sharding=run.sharding,
             total_updates=self.num_steps * run.updates_per_step,
@@ -158,7 +164,7 @@ class PPOLifecycle:
     def _row_tokens(self, run: PPORun) -> int | None:
         """Tokens of the longest row that the run can have."""
         longest = self._longest_prompt() or getattr(run.data, "max_prompt_length", None)
-        return None if longest is None else longest + run.rollout.max_new_tokens
+        return None if longest is None else longest + run.response_tokens
 
     def _with_room_for_prompts(self, rollout: Rollout) -> Rollout:
         """With room for every prompt of the data, as far as the data tell how long those are."""

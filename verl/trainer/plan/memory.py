@@ -105,7 +105,7 @@ def micro_batch_limit(run: Any, role: str) -> int:
     is_whole = role == "reference" or run.algorithm.mini_batches == 1
     if not is_whole:
         rows = -(-rows // run.algorithm.mini_batches)
-    return max(1, int(-(-rows // shares) * tokens_per_row(run, role, run.rollout.max_new_tokens, is_whole)))
+    return max(1, int(-(-rows // shares) * tokens_per_row(run, role, run.response_tokens, is_whole)))
 
 
 def tokens_per_row(run: Any, role: str, response: int, is_whole: bool = True) -> float:

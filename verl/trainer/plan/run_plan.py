@@ -212,7 +212,7 @@ def _batch(run: Any) -> Iterator[str]:
         f"{updates} optimizer step{'s' * (updates > 1)}."
     )
     yield from _remainder(rows, algorithm.mini_batches, "rows", "mini-batches")
-    width = getattr(run.data, "max_prompt_length", 0) + run.rollout.max_new_tokens
+    width = getattr(run.data, "max_prompt_length", 0) + run.response_tokens
     for role in ("actor", "critic"):
         described = getattr(run, role, None)
         if described is None or role not in run.roles:

@@ -60,7 +60,7 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
         length = getattr(run.data, "max_length", None) or memory.roles[0].tokens
         own_tokens = settings.batch_size * length // (settings.n_gpus_per_node * settings.nnodes)
         return [_update(run, memory.roles[0], work["actor"], max(1, own_tokens), length, 1, device)]
-    rows, new = settings.prompts_per_step * settings.group_size, response or run.rollout.max_new_tokens
+    rows, new = settings.prompts_per_step * settings.group_size, response or run.response_tokens
     prompt = getattr(run.data, "max_prompt_length", 0)
     own = {role.name: -(-rows // _shares(run, role.name)) for role in memory.roles}
     found = [_generation(run, work["actor"], own["actor"], prompt, new, device)]
