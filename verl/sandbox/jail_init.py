@@ -93,4 +93,5 @@ def run(program: dict) -> None:
         sys.exit(1)
 
 
-run(serve(int(sys.argv[1])))
+if __name__ == "__main__":
+    run(serve(int(sys.argv[1])))
