@@ -51,6 +51,7 @@ class BuildContext:
         chat_template: in place of the tokenizer's own, for prompts and observations.
         tools: JSON schemas that chat templates write into prompts.
         job: of a sweep, or empty: what must not be shared by its jobs carries it in its name.
+        journal_dir: where episodes are written down as they are played, or None.
         swept: configuration paths whose values tell the jobs of the sweep apart.
     """
 
@@ -65,6 +66,7 @@ class BuildContext:
     chat_template: str | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     job: str = ""
+    journal_dir: Path | None = None
     swept: tuple[str, ...] = ()
 
 

@@ -244,7 +244,7 @@ def test_what_is_advised_makes_the_phase_smaller_that_is_short():
     for change in short.changes:
         assert planned(*long, "checkpoint=off", *" ".join(change.settings).split()).memory.peak.total == change.peak
 
-    plan = planned("rollout=vllm", "rollout.kv_cache_gib=8", device="h100", limit=5 * GIB)
+    plan = planned("rollout=vllm", "rollout.kv_cache_gib=32", device="h100", limit=20 * GIB)
     assert plan.memory.peak.name == "generate"
     assert named(plan) == {"rollout.kv_cache_gib"}  # no activations, no gradients there
 

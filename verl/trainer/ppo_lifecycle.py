@@ -148,7 +148,9 @@ class PPOLifecycle:
             restore=restore_of(self.saving),
             reward=run.reward_as_role,
         )
-        context = replace(context, row_tokens=self._row_tokens(run))
+        saved_in = self.saving.directory
+        journal_dir = None if saved_in is None else Path(saved_in) / "episode_journal"
+        context = replace(context, row_tokens=self._row_tokens(run), journal_dir=journal_dir)
         self._cluster = start_cluster(host, run.trainer, context, run.trainer.placement)
         roles = role_handles(self._cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
