@@ -13,6 +13,7 @@ import atexit
 import functools
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -31,13 +32,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl import errors
 from verl.component import BuildContext
 from verl.compose import schema
 from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_paths
 from verl.compose.overrides import Overrides
 from verl.compose.print_config import print_start, remove_refused, save_config
 from verl.compose.schema import conf_dir
-from verl.errors import CheckpointError, ConfigError, VerlError, WorkerError
+from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, WorkerError
 from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG, setup_logging
 from verl.utils import torchrun
@@ -297,6 +299,8 @@ def ending_words(error: BaseException, log: Path | None = None) -> str:
         cause = below
     sentence, _, detail = str(error).strip().partition("\n")
     if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the worker's own
+        if (said := _said_on_purpose(detail)) is not None:
+            return f"{sentence.partition(' verl.errors.')[0]} {said}{_in_log(log)}"
         last = next(line for line in reversed(detail.splitlines()) if line.strip())
         return f"{sentence} {last.strip()}\n\n{detail[detail.rindex(_TRACEBACK) :]}{_in_log(log)}"
     if isinstance(error, VerlError) and (isinstance(cause, (VerlError, OSError)) or not _is_of_code(cause)):
@@ -307,6 +311,17 @@ def ending_words(error: BaseException, log: Path | None = None) -> str:
 
 
 _TRACEBACK = "Traceback (most recent call last):"
+_OF_VERL = re.compile(r"^verl\.errors\.(\w+): ", re.MULTILINE)
+
+
+def _said_on_purpose(traces: str) -> str | None:
+    """The message of what ended a worker, where verl raised it and it was no code of the user's."""
+    found = [*_OF_VERL.finditer(traces)]
+    kind = getattr(errors, found[-1][1], None) if found else None
+    last = traces[traces.rindex(_TRACEBACK) :]
+    if kind is None or not issubclass(kind, (ConfigError, CheckpointError, StorageError)):
+        return None
+    return traces[found[-1].end() :].strip() if _OF_VERL.search(last) else None
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
