@@ -100,9 +100,9 @@ class Host:
 
     def power_off(self) -> None:
         """All its processes, and its disk, are gone."""
-        with contextlib.suppress(ProcessLookupError):
+        if self._outer.poll() is None:
             os.kill(self.init, signal.SIGKILL)
-        self._outer.wait()
+            self._outer.wait()
 
 
 class TwoHosts:

@@ -173,10 +173,13 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
 
 def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[str]) -> None:
     statuses: list[int] = []
+    is_composed = False
 
     def task(config: DictConfig) -> None:
+        nonlocal is_composed
         import rich
 
+        is_composed = True
         running = HydraConfig.get()
         run_dir = Path(running.runtime.output_dir)
         overrides: Any = OmegaConf.to_container(running.overrides.task, resolve=False)
@@ -211,8 +214,22 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=root)(task)()
     except (HydraException, OmegaConfBaseException) as error:  # it cannot be composed at all
         raise ConfigError([*faults, *composition_faults(root, error)]) from error
+    except (OSError, AssertionError, TypeError, ValueError) as error:
+        if is_composed:
+            raise
+        raise ConfigError([*faults, _of_hydra_itself(error)]) from error
     if any(statuses):
         sys.exit(max(statuses))
+
+
+def _of_hydra_itself(error: Exception) -> str:
+    """What is said where Hydra fails before the run begins: at its log, or at the directory that it makes."""
+    if isinstance(error, OSError):
+        key = "hydra.sweep.dir" if any(word in ("-m", "--multirun") for word in sys.argv) else "hydra.run.dir"
+        return f"{key} leads to {error.filename}: it cannot be made ({error.strerror}). Set {key}=DIR to another place."
+    given = ", ".join(word for word in sys.argv[1:] if word.startswith("hydra")) or "its arguments"
+    reason = f": {error}" if str(error) else ""
+    return f"{given}: Hydra does not take it ({type(error).__name__}{reason}). `--cfg hydra` shows what there is."
 
 
 def starting_words(script: str, count: int = 1) -> list[str]:
