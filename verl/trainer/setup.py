@@ -99,8 +99,6 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
             raise ConfigError(found)
     if device == "auto":
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda"):
-        torch.cuda.set_device(torch.device(device).index or 0)  # kernels that take the current device take this one
     run_dir = context.run_dir or Path("outputs") / settings.project_name / settings.experiment_name
     run_dir.mkdir(parents=True, exist_ok=True)
     return replace(context, device=device, seed=settings.seed, run_dir=run_dir)

@@ -18,7 +18,16 @@ from blake3 import blake3
 
 from verl.rewards.import_path import source_file
 
-IDENTITY = ("actor.model", "actor.lora", "critic.model", "critic.lora", "reference.model", "data", "algorithm")
+IDENTITY = (
+    "actor.model",
+    "actor.lora",
+    "critic.model",
+    "critic.lora",
+    "reference.model",
+    "data",
+    "algorithm",
+    "environment",
+)
 ABSENT = "(not set)"
 KIND = "._target_"
 # Settings added later; a checkpoint without them behaves as if they had these values.
@@ -26,6 +35,7 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "algorithm.replay_fraction": 0.0,
     "algorithm.replay_max_staleness": 16,
     "data.final_assistant": "error",
+    "environment": None,
 }
 # Of a reward, settings that decide how it is asked, and nothing about what it gives.
 REWARD_TRANSPORT_KEYS = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}
