@@ -14,14 +14,15 @@ TOOLS = {"add": ["a", "b"], "calc": ["expression"]}
 @pytest.mark.parametrize(
     ("style", "text", "expected"),
     [
-        ("hermes", 'so <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', [("add", {"a": 1, "b": 2})]),
+        ("hermes", 'so <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
+         [("add", {"a": 1, "b": 2})]),
         ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call><tool_call>{"name": "calc", '
          '"arguments": {"expression": "1+1"}}</tool_call>', [("add", {"a": 1}), ("calc", {"expression": "1+1"})]),
         ("hermes", "the answer is 5", []),
         ("hermes", "calc(1+1)", []),
         ("llama", '{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})]),
-        ("llama", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "calc", "parameters": {"expression": '
-         '"2"}}', [("add", {"a": 1}), ("calc", {"expression": "2"})]),
+        ("llama", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "calc", "parameters": '
+         '{"expression": "2"}}', [("add", {"a": 1}), ("calc", {"expression": "2"})]),
         ("llama", "it is 5", []),
         ("plain", "calc(12*34)", [("calc", {"expression": "12*34"})]),
         ("plain", "calc((1+2)*3)", [("calc", {"expression": "(1+2)*3"})]),

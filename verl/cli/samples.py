@@ -168,9 +168,11 @@ th, td { padding: .3rem .5rem; border-bottom: 1px solid #ddd; vertical-align: to
 td.number { text-align: right; font-variant-numeric: tabular-nums }
 td.text { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace; max-width: 40rem }
 td.prompt { cursor: pointer }
-span.model { background: #e3f0e3 } span.environment { color: #8a5a00; background: #fbf1de } span.reward { color: #2458a6 }
+span.model { background: #e3f0e3 } span.reward { color: #2458a6 }
+span.environment { color: #8a5a00; background: #fbf1de }
 @media (prefers-color-scheme: dark) {
-  span.model { background: #213021 } span.environment { color: #e0b060; background: #33291a } span.reward { color: #8ab4f8 }
+  span.model { background: #213021 } span.reward { color: #8ab4f8 }
+  span.environment { color: #e0b060; background: #33291a }
   body { color: #ddd; background: #181818 } th { background: #2a2a2a } th, td { border-color: #444 }
 }
 """
@@ -226,13 +228,15 @@ function turnsOf(episode) {
     parts.push(span);
   };
   episode.turns.forEach((turn, number) => {
-    add("model", turn.text + (turn.is_complete ? "" : " ... cut"), `turn ${number}, ${turn.tokens} tokens of the model`);
-    if (turn.reward) add("reward", ` [${turn.reward > 0 ? "+" : ""}${+turn.reward.toPrecision(6)}]`, "reward of the turn");
+    const said = turn.text + (turn.is_complete ? "" : " ... cut");
+    add("model", said, `turn ${number}, ${turn.tokens} tokens of the model`);
+    if (turn.reward) add("reward", ` [${+turn.reward.toPrecision(6)}]`, "reward of the turn");
     parts.push(document.createTextNode("\\n"));
     if (turn.observation === null) return;
     const text = typeof turn.observation === "string" ? turn.observation
       : turn.observation.map((message) => message.content).join("\\n");
-    const calls = turn.calls.map((call) => `${call.name} ${call.outcome} ${call.seconds.toPrecision(3)} s ${call.error}`);
+    const told = (call) => `${call.name} ${call.outcome} ${call.seconds.toPrecision(3)} s ${call.error}`;
+    const calls = turn.calls.map(told);
     add("environment", text, ["of the environment, masked", ...calls].join("\\n"));
     parts.push(document.createTextNode("\\n"));
   });

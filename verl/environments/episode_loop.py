@@ -385,6 +385,8 @@ def environment_faults(run: Any) -> Iterator[str]:
                 yield f"{said}: the {where} have no column {column!r}. Their columns: {', '.join(sorted(columns))}."
     if not run.rollout.draws_turns:
         yield f"{said}: {type(run.rollout).__name__} draws no turns of episodes. Set rollout=hf."
+    if getattr(run.rollout, "protocol", "openai") != "openai" or getattr(run.rollout, "log_probs", "") == "trainer":
+        yield f"{said}: turns of episodes need the ids and log-probs of the server. Set rollout.protocol=openai."
     if run.trainer.rollout_ahead:
         yield f"{said}: trainer.rollout_ahead is 1, and episodes are not drawn ahead. Set trainer.rollout_ahead=0."
     if run.replay is not None or run.algorithm.replay_fraction:
