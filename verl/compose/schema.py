@@ -76,6 +76,7 @@ class PPORoot:
     actor: Any = MISSING
     critic: Any = None
     reference: Any = None
+    sandbox: Any = None
     reward: Any = MISSING
     rollout: Any = MISSING
     environment: Any = None

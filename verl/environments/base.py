@@ -13,6 +13,7 @@ from verl.environments.tool_calls import ParseFault, ToolCall, ToolFormat
 
 Outcome = Literal["ok", "tool_error", "timeout", "infra"]
 Observation = str | Sequence[Mapping[str, Any]] | None
+Recovery = Literal["stateless", "deterministic", "restart"]
 OnInfra = Literal["refill", "drop_member", "drop_group", "stop"]
 
 
@@ -31,10 +32,13 @@ class Action:
     Attributes:
         text: what it wrote, without the token that ended it.
         calls: the tool calls in it, in order; faults of those that cannot be read stand among them.
+        call_id: unique in the training, and the same where a resumed run takes the same turn again: a service that gets
+            it can tell a repetition from a second wish.
     """
 
     text: str
     calls: tuple[ToolCall | ParseFault, ...] = ()
+    call_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,14 @@ class Environment:
 
     Both methods may be coroutines or plain functions. `step` may give a `StepResult`, or a tuple (observation, reward,
     terminated, truncated, info) as gymnasium does.
+
+    Attributes:
+        recovery: how a run that was killed inside an episode gets its state back, see `verl.environments.journal`:
+            `stateless` where an answer depends on the action alone, `deterministic` where the same seed and actions
+            give the same answers, else `restart`.
     """
+
+    recovery: Recovery = "restart"
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Observation:
         """Begin an episode.
@@ -142,6 +153,8 @@ class EnvironmentDescription(Description):
             `stop` ends the run. Dropping favours episodes that make few calls.
         tool_format: how calls are written: `hermes` (Qwen), `llama`, `plain` for `name(arguments)`; `auto` reads it
             from the chat template, and takes `plain` without one.
+        journal: whether episodes are written down as they are played, beside the checkpoints, so that a run that is
+            killed inside an episode goes on from there.
         kv_cache_gib: for keys and values of episodes under way, under rollout=hf; those of episodes that wait for
             their environment are let go first, and computed again.
     Attributes:
@@ -160,6 +173,7 @@ class EnvironmentDescription(Description):
     on_infra: OnInfra = "drop_member"
     tool_format: ToolFormat = "auto"
     kv_cache_gib: NonNegativeFloat = 2.0
+    journal: bool = True
 
     def columns_read(self) -> tuple[str, ...]:
         """Columns of the data that it cannot do without."""

@@ -60,7 +60,9 @@ class _Factory(EnvironmentFactory):
         self.tool_names = {name: tool.parameter_names for name, tool in self.tools.items()}
 
     def make(self) -> ToolEnvironment:
-        return ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix)
+        made = ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix)
+        made.recovery = "stateless"
+        return made
 
 
 @component

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from verl.component import BuildContext
 from verl.data.chat_template import ChatTemplate
 from verl.environments.base import Action, CallRecord, EnvironmentDescription, Observation, StepResult
 from verl.environments.calls import CallResult, CallRunner
+from verl.environments.journal import EpisodeJournal, JournalEntry, refuse_other_answer
 from verl.environments.observation_tokens import ObservationEncoder
 from verl.environments.rows import rows_of_episodes
 from verl.environments.tool_calls import format_of, parse_calls
@@ -80,6 +82,12 @@ class Episode:
         response: token ids after the prompt, in the order in which they came.
         end: how it ended; empty while it goes on.
         infra: failures that were not the model's, retried ones included.
+        key: in the journal, of the call under way.
+        known: what the journal has for that call, where it was made again all the same.
+        reads_journal: whether answers are taken from the journal.
+        is_behind: the environment has not seen the actions that the journal answered in its place.
+        reused, replayed: calls that the journal answered; calls that were made again and compared.
+        restarted: the journal had a part of the episode, which started anew.
     """
 
     number: int
@@ -100,6 +108,13 @@ class Episode:
     end: End = ""
     infra: list[str] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
+    key: str = ""
+    known: JournalEntry | None = None
+    reads_journal: bool = True
+    is_behind: bool = False
+    reused: int = 0
+    replayed: int = 0
+    restarted: bool = False
     begun_s: float = 0.0
     seconds: float = 0.0
 
@@ -110,7 +125,7 @@ class Episode:
     def begin(self, environment: Any) -> None:
         """Start from nothing in a fresh environment."""
         self.environment, self.response, self.turns, self.opening = environment, [], [], 0
-        self.calls, self.begun_s = [], time.monotonic()
+        self.calls, self.begun_s, self.is_behind = [], time.monotonic(), False
         self.attempt += 1
 
 
@@ -140,6 +155,9 @@ class EpisodeEngine(RolloutEngine):
         self.style = format_of(self.chat.source, options.tool_format)
         self._context = context
         self._calls: CallRunner | None = None
+        self.journal: EpisodeJournal | None = None
+        if options.journal and context.journal_dir is not None:
+            self.journal = EpisodeJournal(context.journal_dir, options.identity(), context.rank)
 
     @property
     def compute_type(self) -> str | None:  # type: ignore[override]
@@ -163,6 +181,10 @@ class EpisodeEngine(RolloutEngine):
             dtype = turns.dtype
             try:
                 _Play(self, turns, request, episodes).run()
+            except RolloutError:
+                if self.journal is not None:
+                    self.journal.forget_failures()
+                raise
             finally:
                 turns.close()
         return rows_of_episodes(prompts, request, episodes, self.tokenizer.pad_token_id, dtype)
@@ -177,6 +199,8 @@ class EpisodeEngine(RolloutEngine):
         if self._calls is not None:
             self._calls.close()
             self._calls = None
+        if self.journal is not None:
+            self.journal.close()
         self.engine.close()
 
     def _episodes(self, prompts: DataProto, request: GenerationRequest) -> list[Episode]:
@@ -202,6 +226,11 @@ class _Play:
         self.options, self.calls = engine.options, engine.calls
         self.tools = self.calls.factory.tool_names
         self.num_open = len(episodes)
+        self.journal = engine.journal
+        self.known: deque[CallResult] = deque()  # answers from the journal
+        self.differing = 0
+        if self.journal is not None:
+            self.journal.open(request.step)
 
     def run(self) -> None:
         for episode in self.episodes:
@@ -211,9 +240,12 @@ class _Play:
         )
         last = time.monotonic()
         while self.num_open:
-            is_idle = not self.turns.num_pending
+            while self.known:
+                self._answered(self.known.popleft())
+            is_idle = not self.turns.num_pending and bool(self.num_open)
             results = self.calls.take(IDLE_WAIT_S if is_idle else 0.0)
             for result in results:
+                self._write_answer(result)
                 self._answered(result)
             for drawn in self.turns.advance():
                 self._drew(self.episodes[drawn.episode], drawn)
@@ -228,6 +260,8 @@ class _Play:
     def _start(self, episode: Episode) -> None:
         episode.begin(self.calls.factory.make())
         call_id = self._call_id(episode, "reset")
+        if self._is_known(episode, "reset"):
+            return
         self.calls.reset(episode.number, episode.attempt, call_id, episode.environment, episode.row, episode.seed)
 
     def _call_id(self, episode: Episode, what: str) -> str:
@@ -301,6 +335,7 @@ class _Play:
         said = tokens[:-1] if drawn.is_complete else tokens
         text = self.engine.tokenizer.decode(said, skip_special_tokens=False)
         turn = Turn(len(episode.response), tokens, drawn.log_probs, text, drawn.is_complete)
+        self._write_turn(episode, tokens)
         episode.turns.append(turn)
         episode.response += tokens
         if not drawn.is_complete:  # it may parse all the same: what was cut is never carried out
@@ -310,7 +345,9 @@ class _Play:
         calls = tuple(parse_calls(text, self.engine.style, self.tools))
         turn.parse_errors = sum(not hasattr(call, "name") for call in calls)
         call_id = self._call_id(episode, str(len(episode.turns) - 1))
-        action = Action(text, calls)
+        if self._is_known(episode, "step"):
+            return
+        action = Action(text, calls, call_id)
         self.calls.step(episode.number, episode.attempt, call_id, episode.environment, action)
 
     def _failed(self, episode: Episode, why: str) -> None:
@@ -361,6 +398,93 @@ class _Play:
         episode.end = end
         episode.seconds = time.monotonic() - episode.begun_s
         self.num_open -= 1
+        if self.journal is not None and end != "dropped":
+            self.journal.write_end(self._end_key(episode))
+
+    # The journal
+
+    def _key(self, episode: Episode, what: str, attempt: int) -> str:
+        assert self.journal is not None
+        request = self.request
+        place = (request.stream, request.step, episode.prompt_id, episode.sample_key, attempt, len(episode.turns), what)
+        return self.journal.key(*place, tokens=[*episode.prompt, *episode.response])
+
+    def _end_key(self, episode: Episode) -> str:
+        assert self.journal is not None
+        request = self.request
+        return self.journal.key("end", request.stream, request.step, episode.prompt_id, episode.sample_id)
+
+    def _write_turn(self, episode: Episode, tokens: list[int]) -> None:
+        if self.journal is None:
+            return
+        if self.journal.write_turn(self._key(episode, "turn", 0), tokens) and not self.differing:
+            self.differing += 1
+            log.warning(
+                "Turns of step %d are drawn otherwise than before the run was interrupted: its weights or settings are "
+                "others, or the engine rounds by its batch. What their environments answered is not reused.",
+                self.request.step,
+            )
+
+    def _is_known(self, episode: Episode, what: str) -> bool:
+        """Whether the journal answers the next call of an episode. Where it has an answer and the call must be made all
+        the same, that is kept for the comparison."""
+        episode.known, journal = None, self.journal
+        if journal is None:
+            return False
+        recovery = getattr(episode.environment, "recovery", "restart")
+        own, any_attempt = (self._key(episode, what, attempt) for attempt in (episode.attempt, 0))
+        episode.key = own if recovery == "restart" else any_attempt
+        if what == "reset" and recovery == "restart":
+            episode.reads_journal &= self._had_ended(episode)
+            episode.restarted |= not episode.reads_journal and journal.answer(own) is not None
+        if not episode.reads_journal:
+            return False
+        failure, entry = journal.answer(own), journal.answer(episode.key)
+        if failure is not None and failure.is_failure:
+            entry = failure
+        is_made_again = recovery == "deterministic" or (recovery == "stateless" and what == "reset")
+        if entry is None:
+            if is_behind := episode.is_behind:
+                self._begin_again(episode)
+            return is_behind
+        if entry.record.outcome == "ok" and is_made_again and not entry.is_failure:
+            episode.known = entry
+            return False
+        episode.reused += 1
+        episode.is_behind = recovery == "restart"
+        self.known.append(CallResult(episode.number, episode.attempt, entry.record, entry.value))
+        return True
+
+    def _had_ended(self, episode: Episode) -> bool:
+        """Whether the journal has all episodes of a group to their ends."""
+        assert self.journal is not None
+        group = [other for other in self.episodes if other.group == episode.group]
+        return all(self.journal.has_ended(self._end_key(other)) for other in group)
+
+    def _begin_again(self, episode: Episode) -> None:
+        """The environment has not seen what the journal answered in its place, and now it is asked."""
+        self.turns.forget(episode.number)
+        self.calls.end(episode.environment)
+        episode.restarted, episode.reads_journal = True, False
+        episode.begin(self.calls.factory.make())
+        episode.key = self._key(episode, "reset", episode.attempt)
+        call_id = self._call_id(episode, "reset")
+        self.calls.reset(episode.number, episode.attempt, call_id, episode.environment, episode.row, episode.seed)
+
+    def _write_answer(self, result: CallResult) -> None:
+        """Write down what an environment answered, and compare it with what it answered before."""
+        episode = self.episodes[result.episode]
+        if self.journal is None or result.attempt != episode.attempt or episode.end:
+            return
+        entry = JournalEntry(result.record, result.value)
+        if episode.known is not None and result.record.outcome == "ok" and not entry.is_failure:
+            refuse_other_answer(episode.known, entry, f"call {result.record.call_id} ({result.record.name})")
+            episode.replayed += 1
+            return
+        key = episode.key
+        if entry.is_failure:
+            key = self._key(episode, "reset" if result.record.name == "reset" else "step", episode.attempt)
+        self.journal.write_answer(key, entry)
 
     def _tell_difference(self, episode: Episode) -> None:
         messages = episode.row.get("prompt_messages")

@@ -63,6 +63,7 @@ def episode_record(episode: Episode) -> dict[str, Any]:
         "seconds": episode.seconds,
         "attempts": episode.attempt,
         "infra": list(episode.infra),
+        "journal": {"reused": episode.reused, "replayed": episode.replayed, "restarted": int(episode.restarted)},
         "turns": [
             {
                 "text": turn.text,

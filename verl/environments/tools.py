@@ -54,25 +54,22 @@ class ToolEnvironment(Environment):
     def __init__(self, tools: Mapping[str, Tool], timeout_s: float, suffix: str = "\n"):
         self.tools, self.timeout_s, self.suffix = tools, timeout_s, suffix
         self.is_chat = False
-        self._turn = 0
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> None:
         self.is_chat = row.get("prompt_messages") is not None
-        self._turn = 0
 
     async def step(self, action: Action) -> StepResult:
         if not action.calls:
             return StepResult(terminated=True)
-        found = await asyncio.gather(*(self._answer(call, place) for place, call in enumerate(action.calls)))
-        self._turn += 1
+        ids = [f"{action.call_id}.{place}" for place in range(len(action.calls))]
+        found = await asyncio.gather(*map(self._answer, action.calls, ids))
         records = [record for record, _ in found]
         if self.is_chat:
             messages = [{"role": "tool", "name": record.name, "content": text} for record, text in found]
             return StepResult(messages, info={"calls": records})
         return StepResult("".join(f"{text}{self.suffix}" for _, text in found), info={"calls": records})
 
-    async def _answer(self, call: ToolCall | ParseFault, place: int) -> tuple[CallRecord, str]:
-        call_id = f"{self._turn}.{place}"
+    async def _answer(self, call: ToolCall | ParseFault, call_id: str) -> tuple[CallRecord, str]:
         if isinstance(call, ParseFault):
             return CallRecord(call_id, "", "tool_error", 0.0, call.reason), f"error: {call.reason}"
         begin = time.monotonic()

@@ -32,6 +32,9 @@ def episode_metrics(batch: DataProto, prefix: str = "episode") -> dict[str, floa
         "restarts": float(sum(record["attempts"] - 1 for record in records)),
         "left_out": float(sum(record.get("left_out", 0) for record in records)),
     }
+    journal = [record["journal"] for record in records if "journal" in record]
+    if any(any(counts.values()) for counts in journal):
+        metrics |= {f"journal_{name}": float(sum(counts[name] for counts in journal)) for name in journal[0]}
     metrics |= {f"outcome_{name}": _mean([call["outcome"] == name for call in calls]) for name in OUTCOMES}
     metrics |= {f"end_{name}": _mean([record["end"] == name for record in records]) for name in ENDS}
     return {f"{prefix}/{name}": value for name, value in metrics.items()}

@@ -18,6 +18,7 @@ from verl.errors import ConfigError
 from verl.replay.config import TieredReplay
 from verl.rewards.base import RewardDescription, missing_columns
 from verl.rollout.base import Rollout
+from verl.sandbox.base import Sandbox
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import PPOSettings
@@ -175,6 +176,7 @@ class PPORun(Description):
     replay: TieredReplay | None = None
     environment: EnvironmentDescription | None = None
     storage: Storage | None = None
+    sandbox: Sandbox | None = None
     resume: str | None = None
 
     def faults(self) -> Iterator[str]:
