@@ -196,6 +196,7 @@ def serve() -> None:
         if pid == 0:
             _end(_become, order)
         _tell({"pid": pid})
+    os._exit(0)  # as a child ends, see `_end`
 
 
 def _import_everything() -> None:
