@@ -40,6 +40,8 @@ NEEDED = {  # what an option leaves to the user
     "reward=model": ["reward.model.path=owner/model"],
     "reward=remote_chat": ["reward.endpoint.base_url=http://localhost:8000/v1", "reward.model=judge"],
     "reward=remote_http": ["reward.endpoint.base_url=http://localhost:9000/score"],
+    "reward=code_tests": ["sandbox=none", "reward.tests_key=answer"],
+    "sandbox=remote": ["sandbox.endpoint.base_url=http://localhost:49999"],
     "sharding=hsdp": ["trainer.n_gpus_per_node=4"],
     "sharding=tp_fsdp": ["trainer.n_gpus_per_node=4"],
     "storage=s3": ["storage.bucket=models"],
