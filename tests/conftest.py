@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import rich
 import torch
+from faults.fork_server import ForkServer
 from random_models import save_random_model
 from storage.gcs_server import gcs_server
 from storage.oss_server import oss_server
@@ -17,6 +20,10 @@ from storage.s3_server import Proxy, proxy_before, s3_server
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import character_tokenizer
 from verl.protocol import DataProto
+
+# Compiled modules are kept: each of the hundreds of child processes would otherwise compile the package for itself
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +36,8 @@ def torch_state() -> Iterator[None]:
     threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         yield
-    torch.use_deterministic_algorithms(is_deterministic, warn_only=is_warning)
+    if torch.are_deterministic_algorithms_enabled() or is_deterministic:  # the call imports torch's compiler
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=is_warning)
     torch.set_num_threads(threads)
 
 
@@ -112,6 +120,13 @@ def prompts(tokenizer) -> Callable[..., DataProto]:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Runs scripts without the seconds that their imports take."""
+    with ForkServer() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

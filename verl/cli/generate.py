@@ -103,7 +103,7 @@ def located(path: str) -> Iterator[SavedPolicy]:
     from verl.checkpoint.remote.resolve import bring
 
     with TemporaryDirectory("verl-fetched-") as directory:
-        yield locate_policy(str(bring(path, Path(directory)).directory))
+        yield locate_policy(str(bring(path, Path(directory))[0].directory))
 
 
 @contextmanager

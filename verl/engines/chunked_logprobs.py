@@ -63,14 +63,15 @@ def token_log_probs(
         rank: say too whether each token is the likeliest.
         parts: at least so many parts are made of the tokens.
     """
-    mask = micro.tensors["response_mask"]
-    tokens = micro.tensors["responses"][mask]
+    tokens = micro.targets()
 
     def last_states(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
         return call_model(model, **inputs, use_cache=False, logits_to_keep=logits_to_keep).logits
 
     if not head.is_separable:
-        return _place(_score_chunk(micro.predict(last_states), tokens, temperature, entropy, rank), mask, entropy, rank)
+        return _place(
+            _score_chunk(micro.predict(last_states), tokens, temperature, entropy, rank), micro, entropy, rank
+        )
     with head.left_out():
         hidden = micro.predict(last_states)
     fitting = logits_at_a_time(hidden.device.type) // model.config.get_text_config().vocab_size
@@ -80,25 +81,22 @@ def token_log_probs(
         return _score_chunk(head(hidden), tokens, temperature, entropy, rank)
 
     if len(tokens) <= at_a_time:
-        return _place(part(hidden, tokens), mask, entropy, rank)
+        return _place(part(hidden, tokens), micro, entropy, rank)
     parts = [
         checkpoint(part, h, y, use_reentrant=False, preserve_rng_state=False)
         for h, y in zip(hidden.split(at_a_time), tokens.split(at_a_time), strict=True)
     ]
-    return _place(tuple(torch.cat(column) for column in zip(*parts, strict=True)), mask, entropy, rank)
+    return _place(tuple(torch.cat(column) for column in zip(*parts, strict=True)), micro, entropy, rank)
 
 
 def plain_log_probs(model: Any, micro: MicroBatch, temperature: float = 1.0) -> Tensor:
     """Log-probabilities of the response tokens [b t] by the model's own forward pass, with all logits at a time."""
-    mask = micro.tensors["response_mask"]
 
     def all_logits(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
         return call_model(model, **inputs, use_cache=False).logits
 
     logits = micro.predict(all_logits)
-    return _place(
-        _score_chunk(logits, micro.tensors["responses"][mask], temperature, None, False), mask, None, False
-    ).log_probs
+    return _place(_score_chunk(logits, micro.targets(), temperature, None, False), micro, None, False).log_probs
 
 
 def _score_chunk(
@@ -112,6 +110,6 @@ def _score_chunk(
     return tuple(found)
 
 
-def _place(found: tuple[Tensor, ...], mask: Tensor, entropy: Entropy, rank: bool) -> TokenLogProbs:
-    placed = iter([torch.zeros(mask.shape, dtype=x.dtype, device=mask.device).masked_scatter(mask, x) for x in found])
+def _place(found: tuple[Tensor, ...], micro: MicroBatch, entropy: Entropy, rank: bool) -> TokenLogProbs:
+    placed = iter(micro.place(*found))
     return TokenLogProbs(next(placed), next(placed) if entropy else None, next(placed) if rank else None)

@@ -22,7 +22,10 @@ class ParallelInfo:
 
     Attributes:
         device: where it computes; weights may rest elsewhere.
+        stage_group: of torch.distributed, the processes that hold the stages of its pipeline, in order; with one, it
+            cannot be called before it is `gathered`. None where each process has all layers.
         casts_weights: it computes in the narrower type that it was told, without being asked each time.
+        settle: lets go of weights that the last forward pass has gathered.
         gathered: a context in which its weights are whole in this process, so that a forward pass needs no sibling.
         mesh: of all processes that hold it.
         rank: of this process in the mesh.
@@ -40,7 +43,9 @@ class ParallelInfo:
     layout_of: Callable[[Tensor], TensorLayout]
     local: Callable[[Tensor], Tensor]
     casts_weights: bool = False
+    stage_group: Any = None
     gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    settle: Callable[[], None] = lambda: None
 
 
 def compute_device(model: Any) -> torch.device:
@@ -55,6 +60,12 @@ def casts_weights(model: Any) -> bool:
     return divided is not None and divided.casts_weights
 
 
+def release_gathered(model: Any) -> None:
+    """Let go of weights that a forward pass has gathered here: embedding and head, the largest, stay otherwise."""
+    if (divided := getattr(model, "divided", None)) is not None:
+        divided.settle()
+
+
 def weights_gathered(model: Any) -> AbstractContextManager[None]:
     """Within, this process may call the model as often as it likes, whatever its siblings do.
 
@@ -63,6 +74,12 @@ def weights_gathered(model: Any) -> AbstractContextManager[None]:
     """
     divided = getattr(model, "divided", None)
     return contextlib.nullcontext() if divided is None else divided.gathered()
+
+
+def layers_gathered(model: Any) -> AbstractContextManager[None]:
+    """Within, this process has all layers of a model, and may call it as its siblings do."""
+    divided = getattr(model, "divided", None)
+    return divided.gathered() if divided is not None and divided.stage_group is not None else contextlib.nullcontext()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,6 +94,7 @@ def pack(
     response_mask: Tensor,
     prompt_width: int,
     share: bool = True,
+    multiple: int = 1,
 ) -> PackedRows:
     """Lay out rows of a left-padded prompt and a right-padded response.
 
@@ -102,6 +104,8 @@ def pack(
         response_mask: [b T] the response tokens that have to be predicted.
         prompt_width: P of the rows.
         share: let the prompt of several rows stand once.
+        multiple: of which the queries of each segment and the keys of each prompt are: the longer ones repeat their
+            last entry. A device that prepares itself for each shape of attention then meets few of them.
     """
     rows, width = response_mask.shape
     order = torch.argsort(
@@ -134,11 +138,11 @@ def pack(
     prompts = len(owner)
     for low, high in [*_cut(prefixes.tolist(), 0), *_cut(own.tolist(), prompts)]:
         count, reach, real = high - low, 0, torch.zeros(high - low, dtype=torch.int64)
-        grid, is_real = _padded(starts[low:high], lengths[low:high])
+        grid, is_real = _padded(starts[low:high], lengths[low:high], multiple)
         queries.add(grid, is_real)
         if share and low >= prompts:
             mine = prompt_of[order[low - prompts : high - prompts]]
-            head, is_head = _padded(starts[mine], real := prefixes[mine])
+            head, is_head = _padded(starts[mine], real := prefixes[mine], multiple)
             grid, is_real, reach = torch.cat([head, grid], 1), torch.cat([is_head, is_real], 1), head.shape[1]
         keys.add(grid, is_real)
         blocks.append(AttentionBlock(count, grid.shape[1] - reach, grid.shape[1], reach, real))
@@ -194,9 +198,9 @@ class _Slots:
         self.is_real = torch.cat([self.is_real, is_real.flatten()])
 
 
-def _padded(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def _padded(starts: Tensor, lengths: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
     """Entries of segments, [count, longest], and which are real: beyond its length a segment repeats its last one."""
-    column = torch.arange(int(lengths.max()))
+    column = torch.arange(-(-int(lengths.max()) // multiple) * multiple)
     is_real = column < lengths[:, None]
     return starts[:, None] + torch.minimum(column, (lengths - 1)[:, None]), is_real
 
@@ -217,6 +221,41 @@ def _take(index: Tensor, size: int, cut: int, is_real: Tensor | None = None) -> 
     slots = torch.arange(len(index)) if is_real is None else is_real.nonzero()[:, 0]
     slots = slots[torch.argsort(index[slots], stable=True)]
     return GatherIndex(index, (_uses(index, slots, 0, cut), _uses(index, slots, cut, size)), is_identity)
+
+
+def gather_rows(line: Tensor, how: GatherIndex) -> Tensor:
+    """Slots [M ...] from a line [N ...]."""
+    return line if how.is_identity else _Take.apply(line, how)
+
+
+class _Take(torch.autograd.Function):
+    """A gather whose backward pass gathers as well, so that it is quick and its sums have one order."""
+
+    @staticmethod
+    def forward(ctx: Any, line: Tensor, how: GatherIndex) -> Tensor:
+        ctx.how = how
+        return line.index_select(0, how.index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        grad = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
+        parts = [
+            grad.index_select(0, uses.flatten()).unflatten(0, uses.shape).sum(dim=1)
+            if uses.shape[1] != 1
+            else grad.index_select(0, uses[:, 0])
+            for uses in ctx.how.uses
+            if len(uses)
+        ]
+        return torch.cat(parts) if len(parts) > 1 else parts[0], None
+
+
+def gather_index(index: Tensor, size: int, is_real: Tensor | None = None) -> GatherIndex:
+    """The way from a line of `size` entries to slots, each of which has the entry that `index` says.
+
+    Args:
+        is_real: slots that anything reads; the gradient of the others is zero.
+    """
+    return _take(index, size, 0, is_real)
 
 
 def _uses(index: Tensor, slots: Tensor, low: int, high: int) -> Tensor:

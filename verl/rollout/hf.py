@@ -25,6 +25,8 @@ from verl.rollout.base import (
 )
 from verl.rollout.token_sampler import TokenSampler
 
+NOISE_TOKENS = 64  # positions whose noise is made at a time
+
 
 @component
 class HFRollout(Rollout):
@@ -66,8 +68,17 @@ class HFSampler(RolloutEngine):
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
         self.model.eval()
+        divided = getattr(self.model, "divided", None)
+        stages = None if divided is None else divided.stage_group
         with weights_gathered(self.model):
-            return self._generate(prompts, request)
+            if stages is None:
+                return self._generate(prompts, request)
+            count, place = torch.distributed.get_world_size(stages), torch.distributed.get_rank(stages)
+            cuts = [len(prompts) * stage // count for stage in range(count + 1)]
+            own = self._generate(prompts[cuts[place] : cuts[place + 1]], request)
+        rows: list[Any] = [None] * count
+        torch.distributed.all_gather_object(rows, own, group=stages)
+        return DataProto.concat(rows)
 
     def _generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         n, options = request.num_samples, self.options
@@ -121,8 +132,13 @@ class HFSampler(RolloutEngine):
         sample_ids = torch.arange(n, device=self.device).repeat(len(prompts))
         drawing = TokenSampler.of(self.options, request, self.seed, self._stops)
 
+        noise = torch.empty(0)  # of NOISE_TOKENS positions of all rows: many small kernels at once
+
         def choose(logits: Tensor, rows: Tensor, t: int) -> Tensor:
-            ids = prompt_ids[rows]
-            return drawing.choose(logits, ids, sample_ids[rows], torch.full_like(ids, t))
+            nonlocal noise
+            if t % NOISE_TOKENS == 0 and not request.greedy:
+                positions = torch.arange(t, t + NOISE_TOKENS, device=self.device)
+                noise = drawing.noise(prompt_ids[:, None], sample_ids[:, None], positions)
+            return drawing.pick(logits, noise if request.greedy else noise[rows, t % NOISE_TOKENS], t)
 
         return choose

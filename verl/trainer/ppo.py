@@ -56,6 +56,7 @@ class PPOTrainer(PPOLifecycle):
             rollout, selected = self.select(rollout, self.algorithm.selection, step)
             if not len(rollout):
                 return selected
+        self._rest()
         scored = self.score(self.reuse.mixed(self._rewarded(rollout), step))
         experience, metrics = self.assign_credit(scored)
         metrics |= self.update(experience, step)
@@ -208,6 +209,11 @@ class PPOTrainer(PPOLifecycle):
         texts: Any = response_texts(rows, self.tokenizer)
         columns = prompts.select([], list(prompts.non_tensor_batch)).repeat(request.num_samples)
         return kept_rows(rows.union(columns, DataProto.from_dict(non_tensors={"response_text": texts})))
+
+    def _rest(self) -> None:
+        """Let the engine give back its GPU memory: it has drawn the last responses before the next sync."""
+        if self.ahead is None:
+            self.actor.rest().result()
 
     def _draw_ahead(self, step: int) -> None:
         """Have the engine draw for the next step, if there is one and it may."""

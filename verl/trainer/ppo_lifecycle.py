@@ -16,7 +16,7 @@ from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.rewards.base import RewardDescription, missing_columns
 from verl.rollout.base import Rollout
 from verl.trainer.one_step_off import LengthPredictor, OneStepOffRollout
-from verl.trainer.plan.memory_estimate import log_estimate
+from verl.trainer.plan.run_plan import log_plan
 from verl.trainer.replay_mixing import ReplayMixing
 from verl.trainer.setup import (
     ProcessState,
@@ -99,8 +99,10 @@ class PPOLifecycle:
             self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, self.tokenizer)
             self.kl = run.algorithm.kl.build(context)
             self.reuse = ReplayMixing(run, context, self.saving.directory)
-            log_estimate(run, context, self.saving.directory)
-            self._start_roles(run, context)
+            plan = log_plan(run, context, self.saving.directory)
+            self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
+            beside = None if plan is None else plan.memory.beside_engine
+            self._start_roles(run, replace(context, bytes_beside_engine=beside))
             self.reward_stats = RewardStats(run.reward, self.reward)
             self.guard.numerics = self.actor.numerics().result()
             seed_everything(derive_seed(self.settings.seed, "driver"))  # roles that are built here have drawn from it

@@ -8,6 +8,7 @@ fit ──> WorkerDied (WorkerHung included) ──> the last checkpoint ──>
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,7 +19,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from verl import config
+from verl.checkpoint.commit.upload_state import manifest_digest
 from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.resume_point import find
 from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
@@ -34,7 +37,7 @@ from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
 from verl.trainer.state.distributed_save import RankWriters
 from verl.trainer.state.resume import tell_differences
 from verl.trainer.state.save_directory import SaveDirectoryChoice, SweepJob
-from verl.trainer.state.training_identity import identity_of
+from verl.trainer.state.training_identity import identity_of, paths_of_texts
 from verl.trainer.train_loop import TrainResult
 from verl.utils import torchrun
 from verl.utils.redact import redact_tree
@@ -96,8 +99,6 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
             raise ConfigError(found)
     if device == "auto":
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda"):
-        torch.cuda.set_device(torch.device(device).index or 0)  # kernels that take the current device take this one
     run_dir = context.run_dir or Path("outputs") / settings.project_name / settings.experiment_name
     run_dir.mkdir(parents=True, exist_ok=True)
     return replace(context, device=device, seed=settings.seed, run_dir=run_dir)
@@ -156,9 +157,8 @@ def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -
         return
     config = as_plain(run)
     job = SweepJob(context.job, context.swept, redact_tree(config))
-    is_fixed = run.checkpoint is not None and run.checkpoint.save_dir is not None
-    identity = identity_of(config, None) if run.resume is not None or is_fixed else {}
-    unknown = {"tokenizer", *(path for path, value in identity.items() if str(value).startswith(WARM_START))}
+    unknown = {"tokenizer", *paths_of_texts(config, WARM_START)}
+    identity = functools.partial(identity_of, config, None)
     choice = SaveDirectoryChoice(run.checkpoint, run.trainer, job, run.storage, identity, "", unknown)
     try:
         choice.look(run.resume, uses_storage)
@@ -168,7 +168,12 @@ def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -
 
 def restore_of(saving: CheckpointSaver) -> RestoreSource | None:
     """What roles need to go on from the checkpoint of a run; `find` has hashed all of it."""
-    return None if saving.resumed is None else RestoreSource(saving.resumed.published.directory, verify=False)
+    point = saving.resumed
+    if point is None:
+        return None
+    storage = point.storage or saving.storage
+    manifest = "" if storage is None else manifest_digest(FileSystem(), point.published)
+    return RestoreSource(point.published.directory, verify=False, storage=storage, manifest=manifest)
 
 
 def rank_writers_of(

@@ -51,7 +51,12 @@ class Actor(TrainedRole):
             ConfigError: the model cannot be trained as a policy.
         """
         model = self.load("causal_lm", context.device, restore, "actor", parallel)
-        paths_for(model, context.row_tokens or rollout.max_new_tokens, "actor.model")
+        paths_for(
+            model,
+            context.row_tokens or rollout.max_new_tokens,
+            "actor.model",
+            shares_tokens=parallel.shares_tokens,
+        )
         parallel.shard_model(model, self.autocast)
         engine = self.engine(model, parallel, total_updates)
         if restore is not None:
@@ -123,6 +128,11 @@ class ActorWorker(TrainedWorker):
         assert len(rows) == len(prompts) * request.num_samples
         version = self.version if self.sampler.has_redrawn else self._begun_at
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), version)}))
+
+    @on_all
+    def rest(self) -> None:
+        """Let the rollout engine give back its memory: no responses are drawn until the next sync."""
+        self.sampler.rest()
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:

@@ -13,6 +13,7 @@ from verl.engines.sharding import NoSharding, Sharding
 from verl.environments.base import EnvironmentDescription
 from verl.rewards.reward_model import RewardModel
 from verl.rollout.base import Rollout
+from verl.utils.memory import make_current
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor, ActorWorker
 from verl.workers.base import TrainedRole, TrainedWorker
@@ -118,9 +119,11 @@ class RLHost(Description):
 
     def build(self, context: BuildContext) -> RoleProcess:
         """Load every role. Each is seeded by its own name, so that what one draws never depends on another."""
+        make_current(context.device)
         host = RoleProcess()
         try:
-            self._start_roles(host, with_tokenizer(context, self.actor))
+            here = self if self.restore is None else replace(self, restore=self.restore.here())
+            here._start_roles(host, with_tokenizer(context, self.actor))
             host.saves({name: role for name, role in host.workers.items() if isinstance(role, TrainedWorker)})
         except BaseException:
             host.close()
@@ -172,11 +175,13 @@ class SFTHost(Description):
 
     def build(self, context: BuildContext) -> RoleProcess:
         """Load the model."""
+        make_current(context.device)
         host = RoleProcess()
         parallel = host.parallel(self.shardings()["learner"], context)
         seed_everything(derive_seed(context.seed, "learner"))
         context = with_tokenizer(context, self.learner)
-        host.workers["learner"] = SFTWorker.start(self.learner, context, parallel, self.total_updates, self.restore)
+        restore = None if self.restore is None else self.restore.here()
+        host.workers["learner"] = SFTWorker.start(self.learner, context, parallel, self.total_updates, restore)
         host.saves({"actor": host.workers["learner"]})
         return host
 

@@ -60,6 +60,11 @@ def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     return {path: content_of(value) for path, value in parts.items()} | told
 
 
+def paths_of_texts(config: Mapping[str, Any], start: str) -> set[str]:
+    """The paths of a configuration whose values are texts that start so."""
+    return {path for path, value in _flat(config) if isinstance(value, str) and value.startswith(start)}
+
+
 def reward_identity(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a reward rates by, by path: statistics of its scores mean nothing to another one.
 
