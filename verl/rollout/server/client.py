@@ -19,7 +19,7 @@ from torch import Tensor
 from verl.errors import ConfigError, RolloutError
 from verl.http_client.client import HTTPClient
 from verl.http_client.request import RequestReport
-from verl.models.parallel_info import Autocast, compute_device, computing_in
+from verl.models.parallel_info import Autocast, compute_device, computing_in, release_gathered
 from verl.ops.batching import micro_batches
 from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of, response_positions
@@ -243,6 +243,7 @@ class ServerSampler(RolloutEngine):
             with computing_in(self.autocast, self.model):
                 logits = response_positions(self.model(**inputs, use_cache=False).logits, responses.shape[1])
             found[part, : responses.shape[1]] = log_probs_of(logits, responses, self.options.temperature).float().cpu()
+        release_gathered(self.model)
         return found
 
     def _gaps(self) -> tuple[float | None, float | None]:
