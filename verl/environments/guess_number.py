@@ -12,6 +12,8 @@ from verl.environments.base import Action, Environment, EnvironmentDescription, 
 
 
 class _Game(Environment):
+    recovery = "deterministic"
+
     def __init__(self, options: GuessNumber):
         self.options, self.secret, self.guesses = options, 0, 0
         self.recovery = "deterministic"
