@@ -18,7 +18,7 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.component import BuildContext
-from verl.engines.sharding import DDP, FSDP, TP, TPFSDP, NoSharding, Sharding
+from verl.engines.sharding import DDP, FSDP, TP, TPFSDP, NoSharding, Parallel, Sharding
 from verl.models.lora import LoRA
 
 pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive]
@@ -29,6 +29,9 @@ CHAIN: list[tuple[Sharding, int, bool]] = [  # the last: in Ray
     (TPFSDP(), 4, False),
     (DDP(timeout_s=60.0), 2, True),
     (TP(), 2, False),
+    (Parallel(cp=2), 2, False),
+    (Parallel(cp=2, tp=2, cp_style="ulysses"), 4, False),
+    (Parallel(cp=2), 4, False),
     (FSDP(), 1, False),
     (NoSharding(), 1, False),
 ]
