@@ -15,6 +15,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,7 @@ from verl.engines.fsdp import gathered, load_own_slices, settle, shard_fully
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.tensor_parallel import shard_over
 from verl.model_paths.context_attention import ContextGroup, ContextStyle
+from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import head_of
 from verl.models.parallel_info import Autocast, ParallelInfo
 from verl.resharding.dtensor import is_divided, local, mesh_dims, tensor_layout
@@ -45,6 +47,7 @@ class Parallelism:
         context: the processes that share the tokens of the same rows; None where each has all of its rows.
         in_step: whether every forward pass needs all siblings, so that they must run equally many.
         divides_weights: whether `shard_model` leaves a process a part of the model alone.
+        least_micro_batches: into which the rows of a step are cut, if they have tokens enough.
     """
 
     rank = 0
@@ -54,6 +57,7 @@ class Parallelism:
     context: ContextGroup | None = None
     in_step = False
     divides_weights = False
+    least_micro_batches = 1
 
     @property
     def shares_tokens(self) -> bool:
@@ -77,6 +81,34 @@ class Parallelism:
     def most(self, count: int) -> int:
         """The largest of a number that each process has."""
         return count
+
+    def run_micro_batches(
+        self,
+        micros: Iterable[MicroBatch],
+        forward: Callable[[MicroBatch], Tensor | None],
+        computing: Callable[[], AbstractContextManager[None]],
+        *,
+        model: nn.Module,
+        trains: bool = False,
+    ) -> None:
+        """Run a function of a model over micro-batches, one after the other.
+
+        Args:
+            forward: calls the model once; gives a loss if `trains`.
+            computing: a context for the forward pass of a micro-batch and its backward pass.
+            trains: with the backward pass, which adds to the gradients.
+        """
+        for micro in micros:
+            with computing():
+                value = forward(micro)
+                if trains:
+                    assert value is not None
+                    value.backward()
+            report()
+
+    def from_last_stage(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Named tensors that the last stage of a pipeline has, in all of its stages."""
+        return results
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add up each parameter's gradient over the processes with other rows, in place."""
@@ -113,7 +145,8 @@ class DataParallelism(Parallelism):
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
             dist.init_process_group(
-                backend="nccl" if self.device.type == "cuda" else "gloo",
+                # offloaded gradients and Python objects lie in main memory, for which NCCL has nothing
+                backend="cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
                 init_method=os.environ.get("VERL_RENDEZVOUS", "env://"),
                 rank=self.rank,
                 world_size=self.world_size,
@@ -297,10 +330,11 @@ class ShardedParallelism(DataParallelism):
         """See `Parallelism.clip`: squares of what each process holds, divided by how many hold it, added up over
         all.
         """
-        grads = [p.grad for p in parameters if p.grad is not None]
+        trained = [p for p in parameters if p.grad is not None]
+        grads: list[Any] = [p.grad for p in trained]
         squares = [
-            torch.linalg.vector_norm(local(grad)).double().square().to(self.device) / self._holders(grad)
-            for grad in grads
+            torch.linalg.vector_norm(local(grad)).double().square().to(self.device) / self._holders(p)
+            for p, grad in zip(trained, grads, strict=True)
         ]
         total = torch.stack(squares).sum()
         self.dist.all_reduce(total)
@@ -312,7 +346,7 @@ class ShardedParallelism(DataParallelism):
         return norm
 
     def _holders(self, x: Tensor) -> int:
-        """How many processes hold the same part of a tensor as this one."""
+        """How many processes hold the same part of a parameter as this one."""
         return self.world_size // math.prod(self.mesh.extent(name) for name, _ in tensor_layout(x).splits)
 
     def assert_siblings_agree(self, x: Tensor) -> None:

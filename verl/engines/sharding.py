@@ -19,6 +19,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from verl.component import BuildContext, Description, component
 from verl.engines.parallel_degrees import ParallelDegrees, nearest_layout
 from verl.engines.parallel_dims import DataParallelism, Parallelism
+from verl.engines.stage_balance import largest_stage
 from verl.models.model_stats import ModelStats
 
 
@@ -74,7 +75,7 @@ class Sharding(Description):
     def parameter_shards(self, world_size: int) -> int:
         """Parts that weights, gradients and optimizer state are divided into."""
         _, shards, siblings = self.mesh_sizes(world_size)
-        return shards * siblings
+        return shards * siblings * self.degrees(world_size).pp
 
     def build(self, context: BuildContext) -> Parallelism:
         return Parallelism()
@@ -104,6 +105,14 @@ class Sharding(Description):
         """Into how many shares the tokens of a batch are divided: those of rows, and of each row's tokens."""
         return self.row_shares(world_size) * self.degrees(world_size).cp
 
+    def micro_batch_tokens(self, budget: int, total: int) -> int:
+        """Tokens of a micro-batch that a process has of so many, where the role allows a budget."""
+        return min(budget, total)
+
+    def pipeline_ways(self, world_size: int) -> float:
+        """By how much stages of layers make a pass over a step's rows quicker."""
+        return 1.0
+
     def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
         """Replicas, shards of each, and processes that share each layer."""
         degrees = self.degrees(world_size)
@@ -131,16 +140,18 @@ class Sharding(Description):
             trains: has gradients and an optimizer.
         """
         replicas, shards, siblings = self.mesh_sizes(world_size)
-        compute = compute_bytes or weight_bytes
-        held = _held(sizes, siblings)
+        compute, stages = compute_bytes or weight_bytes, self.degrees(world_size).pp
+        held = _held(sizes, siblings, stages)
         trained = (held if sizes.trained == sizes.parameters else sizes.trained) if trains else 0
         sums = 4 if trains else 2  # after attention and MLP, forward and backward
-        exchanged = sums * sizes.layers * sizes.hidden * tokens * compute if siblings > 1 else 0
+        exchanged = sums * -(-sizes.layers // stages) * sizes.hidden * tokens * compute if siblings > 1 else 0
+        handed_on = min(stages - 1, 2 if trains else 1) * sizes.hidden * tokens * compute  # states, and their gradients
         return ShardingCost(
             weights=held * weight_bytes // shards + (0 if compute == weight_bytes else held * compute),
             gradients=trained * weight_bytes // shards,
             optimizer=2 * trained * weight_bytes // shards,
-            per_micro_batch=int(2 * _part(siblings) * exchanged),
+            generating=_held(sizes, siblings) * compute if stages > 1 else 0,
+            per_micro_batch=int(2 * _part(siblings) * exchanged) + handed_on,
             per_update=int(2 * _part(replicas) * trained * weight_bytes / shards),
         )
 
@@ -213,7 +224,7 @@ class FSDP(_Processes):
     ) -> ShardingCost:
         cost = super().cost(world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
         _, shards, siblings = self.mesh_sizes(world_size)
-        compute, held = compute_bytes or weight_bytes, _held(sizes, siblings)
+        compute, held = compute_bytes or weight_bytes, _held(sizes, siblings, self.degrees(world_size).pp)
         rests = {"weights": held * weight_bytes // shards, "is_offloaded": self.cpu_offload}
         if shards == 1:
             return replace(cost, **rests)
@@ -320,6 +331,7 @@ class TPFSDP(FSDP):
         return ParallelDegrees(dp_shard=world_size // self.tensor_parallel, tp=self.tensor_parallel)
 
 
+STAGES_ARE_WHOLE = "this version does not divide the weights of a pipeline stage by FSDP."
 Size = Annotated[int, Field(ge=1)]
 
 
@@ -339,7 +351,10 @@ class Parallel(FSDP):
         ep: processes that share the experts of each layer; it must divide dp_shard x cp.
         cp_style: how attention gets what it needs of the other tokens: `allgather` gathers keys and values layer by
             layer, for any number of heads; `ulysses` exchanges tokens for heads, which cp must divide.
-            See `FSDP` for the others.
+        pp_schedule: of forward and backward passes through the stages: `1f1b` keeps the activations of at most pp
+            micro-batches, `gpipe` those of all.
+        pp_micro_batches: that the rows of an update are cut into at least; null: 4 x pp. With m of them a pipeline is
+            busy for m / (m + pp - 1) of the time. See `FSDP` for the others.
     """
 
     tp: Size = 1
@@ -349,12 +364,20 @@ class Parallel(FSDP):
     dp_shard: int = -1
     ep: Size = 1
     cp_style: Literal["allgather", "ulysses"] = "allgather"
+    pp_schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    pp_micro_batches: PositiveInt | None = None
 
     def faults(self) -> Iterator[str]:
         if self.dp_shard < 1 and self.dp_shard != -1:
             yield f"dp_shard is {self.dp_shard}: must be at least 1, or -1 for what the other sizes leave."
-        if self.pp > 1:
-            yield f"pp is {self.pp}: this version has no pipeline parallelism. Set pp=1."
+        for name in ("cp", "ep"):
+            if self.pp > 1 and getattr(self, name) > 1:
+                size = getattr(self, name)
+                yield f"{name} is {size}: not together with pipeline stages (pp is {self.pp}). Set {name}=1 or pp=1."
+        if self.pp > 1 and self.dp_shard > 1:
+            yield f"dp_shard is {self.dp_shard}: {STAGES_ARE_WHOLE} Set dp_shard=1 and dp_replicate={self.dp_shard}."
+        if self.pp > 1 and self.cpu_offload:
+            yield f"cpu_offload is true: {STAGES_ARE_WHOLE} Set cpu_offload=false."
         if self.ep > 1:
             yield f"ep is {self.ep}: this version has no expert parallelism. Set ep=1, or divide experts by tp."
 
@@ -362,6 +385,11 @@ class Parallel(FSDP):
         wanted, others = self._wanted(), self._product()
         if self.dp_shard == -1 and world_size % others == 0:
             degrees = self.degrees(world_size)
+            if self.pp > 1 and degrees.dp_shard > 1:
+                return (
+                    f"pp is {self.pp}: dp_shard would be {degrees.dp_shard}, and {STAGES_ARE_WHOLE} "
+                    f"Set dp_replicate={self.dp_replicate * degrees.dp_shard}."
+                )
             if degrees.shards % self.ep:
                 return f"ep is {self.ep}: it does not divide dp_shard x cp, which is {degrees.shards}."
             return None
@@ -428,12 +456,21 @@ class Parallel(FSDP):
             once = (self.cp - 1) * 2 * sizes.keys * (3 if trains else 1)
         else:
             once = _part(self.cp) * (2 * sizes.attention + 2 * sizes.keys) * (2 if trains else 1)
-        return sizes.layers * tokens * once / self.tp
+        return sizes.layers / self.pp * tokens * once / self.tp
 
     def build(self, context: BuildContext) -> Parallelism:
         from verl.engines.parallel_dims import ShardedParallelism
+        from verl.engines.pipeline_parallelism import PipelineParallelism
 
         degrees = self.degrees(context.world_size)
+        if degrees.pp > 1:
+            return PipelineParallelism(
+                context,
+                self.timeout_s,
+                degrees,
+                schedule=self.pp_schedule,
+                least_micro_batches=self.least_micro_batches,
+            )
         return ShardedParallelism(
             context,
             self.timeout_s,
@@ -443,6 +480,18 @@ class Parallel(FSDP):
             offload=self.cpu_offload,
             cp_style=self.cp_style,
         )
+
+    @property
+    def least_micro_batches(self) -> int:
+        """Into which the rows of an update are cut."""
+        return 1 if self.pp == 1 else self.pp_micro_batches or 4 * self.pp
+
+    def micro_batch_tokens(self, budget: int, total: int) -> int:
+        return min(budget, -(-total // self.least_micro_batches))
+
+    def pipeline_ways(self, world_size: int) -> float:
+        count = self.least_micro_batches
+        return self.pp * count / (count + self.pp - 1)
 
     def _wanted(self) -> dict[str, int]:
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "cp": self.cp, "tp": self.tp}
@@ -478,10 +527,11 @@ def usual(world_size: int, per_machine: int = 8) -> dict[str, Sharding]:
     return found
 
 
-def _held(sizes: ModelStats, siblings: int) -> int:
+def _held(sizes: ModelStats, siblings: int, stages: int = 1) -> int:
     """Parameters of a process that shares layers: transformers' plans leave the embedding whole."""
     embedding = sizes.vocabulary * sizes.hidden if siblings > 1 else 0
-    return (sizes.parameters - embedding) // siblings + embedding
+    parameters = sizes.parameters if stages == 1 else largest_stage(sizes, stages)
+    return (parameters - embedding) // siblings + embedding
 
 
 def _part(count: int) -> float:

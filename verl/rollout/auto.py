@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.component import BuildContext, component
-from verl.models.parallel_info import Autocast
+from verl.models.parallel_info import Autocast, compute_device
 from verl.rollout.base import ALONE, Rollout, RolloutEngine
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.client.engine_args import unfit
@@ -53,7 +53,7 @@ class AutoRollout(Rollout):
 
     def choice(self, model: Any, autocast: Autocast = None) -> tuple[type[Rollout], str]:
         """The engine's description, and why it is this one."""
-        device, size = model.device.type, sum(p.numel() for p in model.parameters())
+        device, size = compute_device(model).type, sum(p.numel() for p in model.parameters())
         if size < FROM_ON.get(device, 0):
             limit = f"{FROM_ON[device] / 1e6:.0f} million"
             return HFRollout, f"the model has {size / 1e6:.1f} million parameters, less than {limit} on {device}"
