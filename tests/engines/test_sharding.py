@@ -116,7 +116,6 @@ def test_heads_that_do_not_divide_name_the_nearest_layout():
         ({"dp_shard": 0}, "dp_shard is 0: must be at least 1, or -1"),
         ({"cp": 0}, "cp is 0"),
         ({"cp_style": "ring"}, "cp_style is 'ring': expected one of allgather, ulysses"),
-        ({"pp": 2}, "pp is 2: this version has no pipeline parallelism"),
         ({"ep": 2}, "ep is 2: this version has no expert parallelism"),
     ],
 )

@@ -14,7 +14,7 @@ from trainer.saved_runs import course, fit, newest
 
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.placement import DeviceMesh
-from verl.engines.sharding import DDP
+from verl.engines.sharding import DDP, Parallel
 from verl.errors import WorkerDied, WorkerHung
 
 pytestmark = pytest.mark.xdist_group("two processes")
@@ -66,6 +66,24 @@ def test_a_worker_that_stops_in_a_step_is_named(striking, model32, tmp_path):
     with pytest.raises(WorkerHung, match=r"rank 1 failed in actor\.update at step 2[\s\S]*does not react at all"):
         fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
     assert wait_until_gone(workers_of(os.getpid())) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("sent", "call", "error"),
+    [
+        (signal.SIGKILL, "actor.compute_log_probs", WorkerDied),
+        (signal.SIGKILL, "actor.update", WorkerDied),
+        (signal.SIGSTOP, "actor.update", WorkerHung),
+    ],
+)
+def test_a_worker_that_shares_tokens_and_is_lost_is_named(sent, call, error, striking, model32, tmp_path):
+    striking(call, 2, sent)
+    shared = {"sharding": Parallel(cp=2, timeout_s=600.0, call_timeout_s=20.0), "n_gpus_per_node": 2}
+    with pytest.raises(error, match=r"rank 1 failed in [\w.]+ at step 2"):
+        fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
+    assert wait_until_gone(workers_of(os.getpid())) == []
+    assert newest(tmp_path).step == 1
 
 
 @pytest.mark.exhaustive

@@ -41,6 +41,11 @@ class RoleLayout:
         return self.sharding.row_shares(self.processes)
 
     @property
+    def token_shares(self) -> int:
+        """Into how many shares the tokens of a step are divided: those of its rows, and of each row."""
+        return self.sharding.token_shares(self.processes)
+
+    @property
     def siblings(self) -> int:
         """Processes that share each layer."""
         return self.sharding.mesh_sizes(self.processes)[2]
