@@ -39,6 +39,7 @@ NEEDED = {  # what an option leaves to the user
     "reward=remote_chat": ["reward.endpoint.base_url=http://localhost:8000/v1", "reward.model=judge"],
     "reward=remote_http": ["reward.endpoint.base_url=http://localhost:9000/score"],
     "sharding=hsdp": ["trainer.n_gpus_per_node=4"],
+    "sharding=pp": ["trainer.n_gpus_per_node=2"],
     "sharding=tp_fsdp": ["trainer.n_gpus_per_node=4"],
     "storage=s3": ["storage.bucket=models"],
     "storage=gcs": ["storage.bucket=models"],

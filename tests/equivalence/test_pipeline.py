@@ -23,8 +23,13 @@ LAYOUTS = {
     "pp4": Parallel(pp=4, pp_micro_batches=3),
     "pp2 dp2 gpipe": Parallel(pp=2, dp_replicate=2, pp_schedule="gpipe"),
 }
-QUICK = ("tp2 pp2", "pp2 dp2")
-IN_SHORT = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in LAYOUTS]
+
+
+def in_short(*quick):
+    """All layouts, those that are not named in the exhaustive suite alone."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.exhaustive) for name in LAYOUTS]
+
+
 # 5, 4 and 1 responses: counts that do not divide, shares without rows
 PROMPTS = [[0, 1, 2, 3, 4], [7, 6, 5, 2], [3]]
 
@@ -52,20 +57,14 @@ def alone(deep64, tmp_path_factory):
     return run_course(ppo_run(deep64, PPO_ALGORITHM, group_size=1), PROMPTS, tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("name", IN_SHORT)
+@pytest.mark.parametrize("name", in_short("tp2 pp2", "pp2 dp2"))
 def test_ppo_through_stages_is_that_of_one_process(name, bench, alone, deep64, tmp_path):
     run = ppo_run(deep64, PPO_ALGORITHM, group_size=1, sharding=LAYOUTS[name], n_gpus_per_node=4, micro_batch_tokens=40)
     assert_same(alone, bench.course(run, PROMPTS, tmp_path).result(timeout=120))
 
 
-CASES = {
-    "qwen3": {},
-    "llama": {"tie_word_embeddings": True},
-}
-
-
-@pytest.mark.parametrize("name", IN_SHORT)
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("name", in_short("pp2 dp2"))
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.exhaustive), "llama"])
 def test_grpo_of_a_tied_model_through_stages_is_that_of_one_process(family, name, bench, tmp_path):
     model = saved_model(tmp_path, family, tie_word_embeddings=True)
 
@@ -80,7 +79,7 @@ def test_grpo_of_a_tied_model_through_stages_is_that_of_one_process(family, name
     assert_same(alone, bench.course(together, prompts, tmp_path).result(), 1e-6 if family == "qwen3" else 1e-9)
 
 
-@pytest.mark.parametrize("name", IN_SHORT)
+@pytest.mark.parametrize("name", in_short("tp2 pp2"))
 def test_an_adapter_learns_the_same_through_stages(name, bench, deep64, tmp_path):
     def run(**parts):
         made = ppo_run(deep64, GRPO_ALGORITHM, group_size=3, **parts)

@@ -40,11 +40,13 @@ class Rollout(Description):
     Attributes:
         runs_ahead: the engine holds weights of its own, so that it can draw while the trainer changes its.
         may_change: the engine reads `options` with every call, so that others may be put in their place.
+        takes_stages: the engine takes weights from an actor whose layers are pipeline stages.
         call_timeout_s: how long an engine in another process is waited for without progress; 0 where there is none.
     """
 
     runs_ahead: ClassVar[bool] = False
     may_change: ClassVar[bool] = False
+    takes_stages: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 0.0
 
     temperature: PositiveFloat = 1.0

@@ -30,6 +30,7 @@ class HFRollout(Rollout):
     """
 
     may_change: ClassVar[bool] = True
+    takes_stages: ClassVar[bool] = True
 
     max_rows: PositiveInt = 512
     share_prefix: bool = True
