@@ -73,16 +73,16 @@ def test_steps_of_ppo_and_grpo_are_those_of_one_process(style, bench, model64, t
         ("grpo", GRPO_ALGORITHM, 3, [[2, 0, 5], [1]]),
     ):
         alone = run_course(ppo_run(model64, algorithm, group_size=group), prompts, tmp_path / name / "one")
-        run = ppo_run(
-            model64, algorithm, group_size=group, sharding=sharding, n_gpus_per_node=2, micro_batch_tokens=40
-        )
+        run = ppo_run(model64, algorithm, group_size=group, sharding=sharding, n_gpus_per_node=2, micro_batch_tokens=40)
         assert_same(alone, bench.course(run, prompts, tmp_path / name / "two").result(timeout=120))
 
 
 def test_a_model_whose_tokens_meet_outside_of_attention_is_refused_by_name(tmp_path):
     """Convolutions mix neighbouring tokens; the refusal comes before its weights are divided."""
     model = made(tmp_path, "lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3, block_multiple_of=8)
-    with pytest.raises(ConfigError, match=r"actor.model is a Lfm2\w+: context parallelism \(sharding.cp\) needs a model"):
+    with pytest.raises(
+        ConfigError, match=r"actor.model is a Lfm2\w+: context parallelism \(sharding.cp\) needs a model"
+    ):
         paths_for(model.load_causal_lm("cpu"), 64, "actor.model", shares_tokens=True)
 
 
