@@ -40,6 +40,7 @@ NEEDED = {  # what an option leaves to the user
     "reward=remote_http": ["reward.endpoint.base_url=http://localhost:9000/score"],
     "sharding=hsdp": ["trainer.n_gpus_per_node=4"],
     "sharding=pp": ["trainer.n_gpus_per_node=2"],
+    "sharding=cp": ["trainer.n_gpus_per_node=2"],
     "sharding=tp_fsdp": ["trainer.n_gpus_per_node=4"],
     "storage=s3": ["storage.bucket=models"],
     "storage=gcs": ["storage.bucket=models"],

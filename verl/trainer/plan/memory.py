@@ -101,7 +101,7 @@ def micro_batch_limit(run: Any, role: str) -> int:
         return max(1, -(-settings.batch_size * length // world))
     rows = settings.prompts_per_step * settings.group_size
     sharding = run.shardings().get(role, run.sharding)
-    shares = sharding.row_shares(world) if world > 1 else 1
+    shares = sharding.token_shares(world) if world > 1 else 1
     is_whole = role == "reference" or run.algorithm.mini_batches == 1
     if not is_whole:
         rows = -(-rows // run.algorithm.mini_batches)

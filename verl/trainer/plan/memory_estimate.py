@@ -209,7 +209,7 @@ def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
         flops += sizes.forward_flops(rows * width)
     drawn = min(own["actor"], getattr(rollout, "max_rows", own["actor"]))
     sharding, count = divided["actor"]
-    siblings = count // sharding.row_shares(count)  # each has the keys and values of its own heads
+    siblings = sharding.mesh_sizes(count)[2]  # each has the keys and values of its own heads
     cache = actor.cache_elements // siblings * drawn * width * _computed_in(run.actor)
     if (space := getattr(rollout, "kv_cache_gib", None)) is not None:  # an engine with weights of its own
         cache = int(space * GIB) + actor.parameters * _computed_in(run.actor)
@@ -281,7 +281,7 @@ def _trained(
     name: str, role: TrainedRole, sizes: ModelStats, tokens: int, sharding: Sharding, count: int
 ) -> RoleMemory:
     """Of an actor or critic that has so many tokens of a step in its process."""
-    tokens = min(tokens, role.micro_batch_tokens)
+    tokens = min(-(-tokens * sharding.row_shares(count) // sharding.token_shares(count)), role.micro_batch_tokens)
     itemsize = getattr(torch, role.model.dtype).itemsize
     cost = sharding.cost(count, sizes, tokens, itemsize, _computed_in(role))
     return RoleMemory(

@@ -219,11 +219,13 @@ def _batch(run: Any) -> Iterator[str]:
             continue
         sharding = run.shardings()[role]
         shares = sharding.row_shares(world) if world > 1 else 1
-        own = -(-rows // (algorithm.mini_batches * shares))
-        per = max(1, described.micro_batch_tokens // width)
+        together = sharding.token_shares(world) // shares if world > 1 else 1
+        own, limit = -(-rows // (algorithm.mini_batches * shares)), described.micro_batch_tokens * together
+        per = max(1, limit // width)
+        where = "each process" if together == 1 else f"{together} processes that share their tokens"
         yield (
-            f"{role}: {own} rows of a mini-batch in each process, at most {width} tokens each, in "
-            f"{-(-own // per)} micro-batch{'es' * (own > per)} of {described.micro_batch_tokens} tokens."
+            f"{role}: {own} rows of a mini-batch in {where}, at most {width} tokens each, in "
+            f"{-(-own // per)} micro-batch{'es' * (own > per)} of {limit} tokens."
         )
         yield from _remainder(rows // algorithm.mini_batches, shares, "rows of a mini-batch", "processes")
 

@@ -68,7 +68,7 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
     for role in memory.roles:
         if role.name == "actor" and not run.algorithm.needs_old_log_probs:
             continue
-        tokens = int(own[role.name] * tokens_per_row(run, role.name, new))
+        tokens = int(rows / _token_shares(run, role.name) * tokens_per_row(run, role.name, new))
         seconds, bound = work[role.name].pass_s(tokens, width, _calls(role, tokens))
         named = {"actor": "old log-probs", "critic": "values", "reference": "reference log-probs"}
         found.append(StageTime(named.get(role.name, role.name), seconds, bound))
@@ -76,7 +76,7 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
         if role.memory.gradients:
             updates = run.algorithm.epochs * run.algorithm.mini_batches
             per_row = tokens_per_row(run, role.name, new, run.algorithm.mini_batches == 1)
-            tokens = int(run.algorithm.epochs * own[role.name] * per_row)
+            tokens = int(run.algorithm.epochs * rows / _token_shares(run, role.name) * per_row)
             found.append(_update(run, role, work[role.name], tokens, width, updates, device))
     if getattr(run.rollout, "kv_cache_gib", None) is not None:
         size = work["actor"].sizes.parameters * work["actor"].itemsize
@@ -116,6 +116,11 @@ def _shares(run: Any, role: str) -> int:
     world = run.trainer.n_gpus_per_node * run.trainer.nnodes
     sharding = run.shardings().get(role, run.sharding)
     return sharding.row_shares(world) if world > 1 else 1
+
+
+def _token_shares(run: Any, role: str) -> int:
+    world = run.trainer.n_gpus_per_node * run.trainer.nnodes
+    return run.shardings().get(role, run.sharding).token_shares(world) if world > 1 else 1
 
 
 def _calls(role: RolePlan, tokens: int) -> int:
