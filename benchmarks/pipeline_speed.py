@@ -3,9 +3,9 @@
     python benchmarks/pipeline_speed.py --micro-batches 4 8 16
 
 One update of a Llama-like model over the same rows, in turns: by two independent one-thread processes, each with half
-of the rows and the whole model, and by two stages with m micro-batches. The limit of the second is m / (m + 1) of the rate
-of the first. The idle time of a stage is compared with a replay of the schedule: the passes as this run has timed them,
-each begun as soon as its stage is free and its input there. Prints one JSON line.
+of the rows and the whole model, and by two stages with m micro-batches. The limit of the second is m / (m + 1) of the
+rate of the first. The idle time of a stage is compared with a replay of the schedule: the passes as this run has timed
+them, each begun as soon as its stage is free and its input there. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -194,7 +194,9 @@ def main() -> None:
         [
             f"two pipeline stages on two cores, {count} micro-batches",
             f"{found[0][count]['of_limit']:.2f} of the limit; idle "
-            + ", ".join(f"{own[count]['idle']:.1%} (replay {own[count]['replayed_idle']:.1%})" for own in found.values()),
+            + ", ".join(
+                f"{own[count]['idle']:.1%} (replay {own[count]['replayed_idle']:.1%})" for own in found.values()
+            ),
             "bytes of a stage over the whole: "
             + ", ".join(f"{kind} {max(found[r][count]['bytes'][kind][0] for r in (0, 1)) / whole:.2f}x"
                         for kind, (_, whole) in found[0][count]["bytes"].items() if whole)

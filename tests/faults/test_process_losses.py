@@ -87,9 +87,8 @@ def test_a_pipeline_stage_that_stops_is_named(stage, timeout_s, call_timeout_s, 
     """By the driver's deadline for calls, or by the time-out of an exchange with its neighbour, which gives up."""
     striking("actor.update", 2, signal.SIGSTOP, stage)
     shared = {**SHARED, "sharding": Parallel(pp=2, timeout_s=timeout_s, call_timeout_s=call_timeout_s)}
-    with pytest.raises(
-        WorkerHung, match=rf"rank {stage} failed in actor\.update at step 2[\s\S]*(does not react at all|is stopped)"
-    ):
+    told = rf"rank {stage} failed in actor\.update at step 2[\s\S]*(does not react at all|it is stopped)"
+    with pytest.raises(WorkerHung, match=told):
         fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
     assert wait_until_gone(workers_of(os.getpid())) == []
 
