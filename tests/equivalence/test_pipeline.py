@@ -8,10 +8,12 @@ import pytest
 import torch
 from equivalence.courses import assert_same, run_course
 from equivalence.laboratory import laboratory
+from equivalence.one_update import one_update, rows_with_holes
 from random_models import save_random_model
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
-from verl.engines.sharding import Parallel
+from verl.component import BuildContext
+from verl.engines.sharding import NoSharding, Parallel
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 
@@ -90,3 +92,20 @@ def test_an_adapter_learns_the_same_through_stages(name, bench, deep64, tmp_path
     prompts = [[2, 0, 5], [1]]
     together = run(sharding=LAYOUTS[name], n_gpus_per_node=4)
     assert_same(run_course(run(), prompts, tmp_path / "one"), bench.course(together, prompts, tmp_path).result())
+
+
+@pytest.mark.parametrize("name", ["tp2 pp2", "pp2 dp2"])
+def test_scores_loss_and_every_gradient_of_rows_with_masked_tokens_are_those_of_one_process(name, bench, model64):
+    """Tokens masked in the midst of a response, shared prompts, a row of one token, a replica without rows."""
+    for rows, options in (
+        (rows_with_holes([9, 3, 1], 4, [14, 3, 6, 1]), {"tokens": 30}),
+        (rows_with_holes([9, 3], 2, [8, 5]), {"lora": LoRA(rank=2), "checkpointing": True}),
+        (rows_with_holes([4], 1, [7]), {}),
+    ):
+        wanted = one_update(model64, NoSharding().build(BuildContext()), rows, **options)
+        seen = set()
+        for found in bench.updated(model64, LAYOUTS[name], rows, options).result(timeout=120):
+            gaps = {key: float((x - wanted[key]).abs().max()) for key, x in found.items()}
+            assert {key: gap for key, gap in gaps.items() if not gap <= 1e-9} == {}
+            seen |= found.keys()
+        assert seen == wanted.keys()
