@@ -46,7 +46,12 @@ class BuildContext:
         tokenizer: the actor's tokenizer, once it is loaded.
         run_dir: where results are written, or None.
         row_tokens: of the longest row that the run can have, prompt and response; None where it is not known.
+        bytes_beside_engine: that the roles of the actor's process need on its GPU while an engine beside them is awake,
+            as estimated before they load; None where it is not known.
+        chat_template: in place of the tokenizer's own, for prompts and observations.
+        tools: JSON schemas that chat templates write into prompts.
         job: of a sweep, or empty: what must not be shared by its jobs carries it in its name.
+        journal_dir: where episodes are written down as they are played, or None.
         swept: configuration paths whose values tell the jobs of the sweep apart.
     """
 
@@ -57,7 +62,11 @@ class BuildContext:
     tokenizer: Any = None
     run_dir: Path | None = None
     row_tokens: int | None = None
+    bytes_beside_engine: int | None = None
+    chat_template: str | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
     job: str = ""
+    journal_dir: Path | None = None
     swept: tuple[str, ...] = ()
 
 

@@ -80,9 +80,8 @@ def test_steps_of_ppo_and_grpo_are_those_of_one_process(style, bench, model64, t
 def test_a_model_whose_tokens_meet_outside_of_attention_is_refused_by_name(tmp_path):
     """Convolutions mix neighbouring tokens; the refusal comes before its weights are divided."""
     model = made(tmp_path, "lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3, block_multiple_of=8)
-    with pytest.raises(
-        ConfigError, match=r"actor.model is a Lfm2\w+: context parallelism \(sharding.cp\) needs a model"
-    ):
+    told = r"actor.model is a Lfm2\w+: context parallelism \(sharding.cp\) needs a model"
+    with pytest.raises(ConfigError, match=told):
         paths_for(model.load_causal_lm("cpu"), 64, "actor.model", shares_tokens=True)
 
 

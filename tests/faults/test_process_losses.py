@@ -81,6 +81,24 @@ def test_a_pipeline_stage_that_is_killed_is_named(call, stage, striking, model32
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("sent", "call", "error"),
+    [
+        (signal.SIGKILL, "actor.compute_log_probs", WorkerDied),
+        (signal.SIGKILL, "actor.update", WorkerDied),
+        (signal.SIGSTOP, "actor.update", WorkerHung),
+    ],
+)
+def test_a_worker_that_shares_tokens_and_is_lost_is_named(sent, call, error, striking, model32, tmp_path):
+    striking(call, 2, sent)
+    shared = {"sharding": Parallel(cp=2, timeout_s=600.0, call_timeout_s=20.0), "n_gpus_per_node": 2}
+    with pytest.raises(error, match=r"rank 1 failed in [\w.]+ at step 2"):
+        fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
+    assert wait_until_gone(workers_of(os.getpid())) == []
+    assert newest(tmp_path).step == 1
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("timeout_s", "call_timeout_s"), [(600.0, 20.0), (20.0, 600.0)])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_pipeline_stage_that_stops_is_named(stage, timeout_s, call_timeout_s, striking, model32, tmp_path):

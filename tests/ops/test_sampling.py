@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl.ops.sampling import _inverse_cdf_by_scan, filter_logits, inverse_cdf
+from verl.ops.sampling import _inverse_cdf_by_scan, filter_logits, inverse_cdf, inverse_cdf_by_blocks
 
 JUST_BELOW_1 = 1 - 2.0**-53
 
@@ -169,3 +169,23 @@ def test_both_ways_of_searching_agree():
     u = torch.rand(500, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     by_scan = _inverse_cdf_by_scan(probs, probs.cumsum(-1, dtype=torch.float64), u)
     assert torch.equal(by_scan, inverse_cdf(probs, u))
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 1000, 1024, 50_001])
+def test_a_gpu_draws_by_blocks_what_a_cpu_draws_at_once(size):
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randn(64, size, generator=generator) * 4
+    if size > 64:
+        logits = filter_logits(logits, top_k=50)  # long stretches without mass
+    probs, u = logits.softmax(-1), torch.rand(64, generator=generator, dtype=torch.float64)
+    u[:3] = torch.tensor([0.0, JUST_BELOW_1, 0.5])
+    assert inverse_cdf_by_blocks(probs, u).tolist() == inverse_cdf(probs, u).tolist()
+
+
+def test_by_blocks_an_index_without_mass_is_never_drawn():
+    probs = torch.zeros(4, 256)
+    probs[:, 70], probs[:, 200] = 1.0, 1e-30
+    u = torch.tensor([0.0, 0.5, JUST_BELOW_1, 1.0], dtype=torch.float64)
+    found = inverse_cdf_by_blocks(probs, u)
+    assert set(found.tolist()) <= {70, 200}
+    assert found.tolist()[:2] == [70, 70]

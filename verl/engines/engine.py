@@ -27,6 +27,8 @@ from verl.resharding.dtensor import ReadableTensor, at_stage_of, is_elsewhere, r
 from verl.utils.memory import release_cached
 from verl.utils.progress import report
 
+BLOCK_MULTIPLE = 64  # on a GPU, of the lengths of blocks of attention: few shapes, and such as its kernels like
+
 Compute = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
 Packs = Literal["auto", "off"]
 Loss = Callable[[nn.Module, MicroBatch, LossTotals], tuple[Tensor, dict[str, Tensor]]]
@@ -142,7 +144,8 @@ class TrainingEngine:
             trains=True,
         )
         self.parallel.sum_gradients(self.parameters.values())
-        metrics = self.parallel.sums({name: float(x) for name, x in shares.items()})
+        own = torch.stack(list(shares.values())).tolist() if shares else []  # all in one question to the device
+        metrics = self.parallel.sums(dict(zip(shares, own, strict=True)))
         metrics["grad_norm"] = float(self.parallel.clip(self.parameters.values(), self.recipe.max_grad_norm))
         lr = self.recipe.learning_rate(self.updates, self.total_updates)
         if not all(math.isfinite(x) for x in metrics.values()):
@@ -153,8 +156,8 @@ class TrainingEngine:
         self.optimizer.step()
         report()
         self.updates += 1
-        if self.device.type != "cpu":
-            self.release()
+        if self.device.type != "cpu":  # until the next update others need their memory
+            self.optimizer.zero_grad(set_to_none=True)
         return {**metrics, "lr": lr}
 
     def release(self) -> None:
@@ -213,16 +216,17 @@ class TrainingEngine:
         self.updates = updates
 
     def _micro_batches(self, batch: DataProto, alone: bool = False) -> Iterator[MicroBatch]:
-        batch = batch.to(self.device)
+        batch = batch.to("cpu")  # lengths are read in main memory, and no micro-batch waits for the device
         budget, paths = (1, PLAIN) if alone else (self._token_budget(batch), self.paths(batch))
-        made = cut_into_micro_batches(batch, budget, paths, None if alone else self.parallel.context)
+        multiple = 1 if self.device.type == "cpu" else BLOCK_MULTIPLE
+        made = cut_into_micro_batches(batch, budget, paths, None if alone else self.parallel.context, multiple)
         if not self.parallel.in_step:
-            yield from made
+            yield from (micro.to(self.device) for micro in made)
             return
         cut = list(made)
         most = self.parallel.most(len(cut))  # before the first of them: it is an exchange itself
-        yield from cut
-        yield from (empty_micro_batch(batch) for _ in range(most - len(cut)))
+        yield from (micro.to(self.device) for micro in cut)
+        yield from (empty_micro_batch(batch).to(self.device) for _ in range(most - len(cut)))
 
     def _token_budget(self, batch: DataProto) -> int:
         """Tokens of a micro-batch: so few that a pipeline has micro-batches enough to fill it."""

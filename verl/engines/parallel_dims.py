@@ -145,7 +145,8 @@ class DataParallelism(Parallelism):
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
             dist.init_process_group(
-                backend="nccl" if self.device.type == "cuda" else "gloo",
+                # offloaded gradients and Python objects lie in main memory, for which NCCL has nothing
+                backend="cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
                 init_method=os.environ.get("VERL_RENDEZVOUS", "env://"),
                 rank=self.rank,
                 world_size=self.world_size,

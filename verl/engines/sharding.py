@@ -101,6 +101,10 @@ class Sharding(Description):
         """Into how many shares rows are divided."""
         return max(self.parts(world_size)) + 1
 
+    def token_shares(self, world_size: int) -> int:
+        """Into how many shares the tokens of a batch are divided: those of rows, and of each row's tokens."""
+        return self.row_shares(world_size) * self.degrees(world_size).cp
+
     def micro_batch_tokens(self, budget: int, total: int) -> int:
         """Tokens of a micro-batch that a process has of so many, where the role allows a budget."""
         return min(budget, total)
@@ -108,10 +112,6 @@ class Sharding(Description):
     def pipeline_ways(self, world_size: int) -> float:
         """By how much stages of layers make a pass over a step's rows quicker."""
         return 1.0
-
-    def token_shares(self, world_size: int) -> int:
-        """Into how many shares the tokens of a batch are divided: those of rows, and of each row's tokens."""
-        return self.row_shares(world_size) * self.degrees(world_size).cp
 
     def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
         """Replicas, shards of each, and processes that share each layer."""
@@ -456,7 +456,7 @@ class Parallel(FSDP):
             once = (self.cp - 1) * 2 * sizes.keys * (3 if trains else 1)
         else:
             once = _part(self.cp) * (2 * sizes.attention + 2 * sizes.keys) * (2 if trains else 1)
-        return sizes.layers * tokens * once / self.tp
+        return sizes.layers / self.pp * tokens * once / self.tp
 
     def build(self, context: BuildContext) -> Parallelism:
         from verl.engines.parallel_dims import ShardedParallelism

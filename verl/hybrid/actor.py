@@ -35,6 +35,7 @@ from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_config_
 from verl.model_paths.check import forget
 from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA
+from verl.models.parallel_info import compute_device
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.rollout.base import SAME_TENSORS, GenerationRequest, Rollout, RolloutEngine, SyncResult
 from verl.utils.memory import release_cached
@@ -249,7 +250,7 @@ class HybridActor:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return compute_device(self.model)
 
     @property
     def process_group(self) -> Any:

@@ -9,7 +9,7 @@ Which form is used is up to the paths of the model (`verl.model_paths.paths`), a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class MicroBatch:
             rows.
         is_left_aligned: rows run with all their padding on the right.
         is_unpadded: rows are of one length, and the model counts positions by itself.
+        places: [n], [n] row and column of each response token on the mask, in the order of `response_mask.nonzero()`:
+            found once, in main memory, since a device that looks for them makes this process wait for it.
     """
 
     rows: Tensor
@@ -47,6 +49,34 @@ class MicroBatch:
     packing: PackedRows | ContextLine | None = None
     is_left_aligned: bool = False
     is_unpadded: bool = False
+    places: tuple[Tensor, Tensor] | None = None
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same, where the model computes."""
+        if device.type == "cpu":
+            return self
+        tensors = {name: x.to(device, non_blocking=True) for name, x in self.tensors.items()}
+        packing = None if self.packing is None else self.packing.to(device)
+        row, t = self.on_mask
+        return replace(self, tensors=tensors, packing=packing, places=(row.to(device), t.to(device)))
+
+    @property
+    def on_mask(self) -> tuple[Tensor, Tensor]:
+        """Row and column of each response token on the mask."""
+        if self.places is not None:
+            return self.places
+        row, t = self.tensors["response_mask"].nonzero(as_tuple=True)
+        return row, t
+
+    def chosen(self, name: str) -> Tensor:
+        """What a field [b t] has at the response tokens on the mask, [n]."""
+        return self.tensors[name][self.on_mask]
+
+    def placed(self, values: Tensor) -> Tensor:
+        """The other way round: values [n] of the response tokens on the mask in their places [b t], zeros elsewhere."""
+        mask = self.tensors["response_mask"]
+        whole = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
+        return whole.index_put(self.on_mask, values)
 
     @property
     def response_width(self) -> int:
@@ -70,11 +100,11 @@ class MicroBatch:
         names = ("input_ids",) if self.is_unpadded else ("input_ids", "attention_mask", "position_ids")
         inputs = {name: x[name] for name in names}
         found = call(**inputs, logits_to_keep=self.response_width + 1)
-        return response_positions(found, self.response_width)[x["response_mask"]]
+        return response_positions(found, self.response_width)[self.on_mask]
 
     def targets(self, name: str = "responses") -> Tensor:
         """Of a field [b t], what belongs to the tokens that `predict` predicts here, [n]."""
-        found = self.tensors[name][self.tensors["response_mask"]]
+        found = self.chosen(name)
         return found[self.packing.shard.predicted] if isinstance(self.packing, ContextLine) else found
 
     def place(self, *found: Tensor) -> tuple[Tensor, ...]:
@@ -84,8 +114,7 @@ class MicroBatch:
             wide = max((kind for kind in kinds if kind.is_floating_point), key=lambda kind: torch.finfo(kind).bits)
             joined = line.join(torch.stack([x.to(wide) for x in found], dim=1)).unbind(dim=1)
             found = tuple(x.to(kind) for x, kind in zip(joined, kinds, strict=True))
-        mask = self.tensors["response_mask"]
-        return tuple(torch.zeros(mask.shape, dtype=x.dtype, device=mask.device).masked_scatter(mask, x) for x in found)
+        return tuple(self.placed(x) for x in found)
 
     def _predict_left_aligned(self, call: Callable[..., Tensor]) -> Tensor:
         x = self.tensors
@@ -96,13 +125,17 @@ class MicroBatch:
         mask = attention.gather(1, source) * (place + padding < attention.shape[1])
         ids = x["input_ids"].gather(1, source) * mask
         found = call(input_ids=ids, attention_mask=mask)
-        row, t = x["response_mask"].nonzero(as_tuple=True)
+        row, t = self.on_mask
         prompt_width = attention.shape[1] - self.response_width
         return found[row, prompt_width - padding[row, 0] + t - 1]
 
 
 def cut_into_micro_batches(
-    batch: DataProto, token_budget: int, paths: ModelPaths = PADDED, context: ContextGroup | None = None
+    batch: DataProto,
+    token_budget: int,
+    paths: ModelPaths = PADDED,
+    context: ContextGroup | None = None,
+    multiple: int = 1,
 ) -> Iterator[MicroBatch]:
     """Cut a batch by a budget of tokens, padding included, over its rows sorted by length.
 
@@ -113,6 +146,7 @@ def cut_into_micro_batches(
         token_budget: tokens of a micro-batch, padding included, unless a single row is longer.
         paths: how the rows may be run. They are packed only where that leaves clearly fewer tokens.
         context: the processes that share the tokens of these rows, each of which has the budget; rows are packed then.
+        multiple: of which the lengths of blocks of packed rows are.
     """
     if context is not None:
         assert paths.scoring == "packed", paths
@@ -142,7 +176,7 @@ def cut_into_micro_batches(
         packing = None
         if prompt_of is not None:
             mask = tensors["response_mask"]
-            line = pack(prompts[rows], responses[rows], prompt_of[rows], mask.cpu(), p, share)
+            line = pack(prompts[rows], responses[rows], prompt_of[rows], mask.cpu(), p, share, multiple)
             packing = (line if context is None else context.shard(line)).to(mask.device)
         yield MicroBatch(rows, tensors, packing, paths.scoring == "right_padded", paths.scoring == "equal_lengths")
 

@@ -94,6 +94,7 @@ def pack(
     response_mask: Tensor,
     prompt_width: int,
     share: bool = True,
+    multiple: int = 1,
 ) -> PackedRows:
     """Lay out rows of a left-padded prompt and a right-padded response.
 
@@ -103,6 +104,8 @@ def pack(
         response_mask: [b T] the response tokens that have to be predicted.
         prompt_width: P of the rows.
         share: let the prompt of several rows stand once.
+        multiple: of which the queries of each segment and the keys of each prompt are: the longer ones repeat their
+            last entry. A device that prepares itself for each shape of attention then meets few of them.
     """
     rows, width = response_mask.shape
     order = torch.argsort(
@@ -135,11 +138,11 @@ def pack(
     prompts = len(owner)
     for low, high in [*_cut(prefixes.tolist(), 0), *_cut(own.tolist(), prompts)]:
         count, reach, real = high - low, 0, torch.zeros(high - low, dtype=torch.int64)
-        grid, is_real = _padded(starts[low:high], lengths[low:high])
+        grid, is_real = _padded(starts[low:high], lengths[low:high], multiple)
         queries.add(grid, is_real)
         if share and low >= prompts:
             mine = prompt_of[order[low - prompts : high - prompts]]
-            head, is_head = _padded(starts[mine], real := prefixes[mine])
+            head, is_head = _padded(starts[mine], real := prefixes[mine], multiple)
             grid, is_real, reach = torch.cat([head, grid], 1), torch.cat([is_head, is_real], 1), head.shape[1]
         keys.add(grid, is_real)
         blocks.append(AttentionBlock(count, grid.shape[1] - reach, grid.shape[1], reach, real))
@@ -195,9 +198,9 @@ class _Slots:
         self.is_real = torch.cat([self.is_real, is_real.flatten()])
 
 
-def _padded(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def _padded(starts: Tensor, lengths: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
     """Entries of segments, [count, longest], and which are real: beyond its length a segment repeats its last one."""
-    column = torch.arange(int(lengths.max()))
+    column = torch.arange(-(-int(lengths.max()) // multiple) * multiple)
     is_real = column < lengths[:, None]
     return starts[:, None] + torch.minimum(column, (lengths - 1)[:, None]), is_real
 

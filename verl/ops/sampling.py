@@ -41,7 +41,8 @@ def filter_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """The first index whose cumulative sum exceeds u * total: one draw per row for u uniform in [0, 1).
 
-    Never an index of probability zero, for u = 0 and for u just below 1 included. Sums run in float64.
+    Never an index of probability zero, for u = 0 and for u just below 1 included. Sums run in float64. On a GPU, which
+    is not waited for, rows without mass are not refused: their log-probs are NaN, which whoever draws refuses.
 
     Args:
         probs: [B, V], not negative; need not sum to 1.
@@ -51,6 +52,8 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     Raises:
         ValueError: a row whose mass is zero, infinite or NaN.
     """
+    if probs.device.type != "cpu":
+        return inverse_cdf_by_blocks(probs, u)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     index = torch.searchsorted(cumulative, _below(total, u), right=True).clamp(max=probs.shape[-1] - 1)
@@ -58,6 +61,34 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     if bool(is_sound.all()):
         return index.squeeze(-1)
     return _inverse_cdf_by_scan(probs, cumulative, u)
+
+
+BLOCK_WIDTHS = (1024, 512, 256, 128, 64)
+
+
+def inverse_cdf_by_blocks(probs: Tensor, u: Tensor) -> Tensor:
+    """The same, where float64 is slow and a question to the device makes this process wait.
+
+    Sums of blocks are taken in float64 first, then the one block in which the index lies: no [B, V] is written.
+    """
+    width = next((width for width in BLOCK_WIDTHS if probs.shape[-1] % width == 0), BLOCK_WIDTHS[-1])
+    short = -probs.shape[-1] % width
+    blocks = (torch.nn.functional.pad(probs, (0, short)) if short else probs).unflatten(-1, (-1, width))
+    sums = blocks.sum(-1, dtype=torch.float64)
+    ends = sums.cumsum(-1)
+    target = _below(ends[:, -1:], u)
+    block = _first_with_mass(ends > target, sums > 0)
+    before = torch.where(block > 0, ends.gather(-1, (block - 1).clamp_min(0)), 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, width)).squeeze(1)
+    index = _first_with_mass(inside.cumsum(-1, dtype=torch.float64) + before > target, inside > 0)
+    return (block * width + index).squeeze(-1)
+
+
+def _first_with_mass(exceeds: Tensor, has_mass: Tensor) -> Tensor:
+    """[B, 1]: the first index of both; of the mass alone the last one, where rounding leaves no first."""
+    both = exceeds & has_mass
+    last = has_mass.shape[-1] - 1 - has_mass.flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
+    return torch.where(both.any(-1, keepdim=True), both.to(torch.uint8).argmax(-1, keepdim=True), last)
 
 
 def _inverse_cdf_by_scan(probs: Tensor, cumulative: Tensor, u: Tensor) -> Tensor:

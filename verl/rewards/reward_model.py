@@ -30,6 +30,7 @@ from verl.protocol import DataProto
 from verl.rewards.base import RewardDescription, RewardResult, texts_of
 from verl.rewards.normalization import NormalisedReward
 from verl.rewards.validation import checked_scores, reward_error
+from verl.utils.memory import make_current
 from verl.utils.progress import report
 
 RewardInput = Literal["auto", "tokens", "chat", "text", "pair"]
@@ -196,6 +197,7 @@ class RewardModel(RewardDescription):
             tokenizer = self.model.load_tokenizer()
         form = chosen_form(self.reads, tokenizer, context.tokenizer)
         with faults_below("model"):
+            make_current(context.device)
             classifier = self.model.load_classifier(context.device)
         names = [str(name) for name in classifier.config.id2label.values()]
         if (fault := label_fault(self.label, names)) is not None:

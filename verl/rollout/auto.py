@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from verl.component import BuildContext, component
-from verl.models.parallel_info import Autocast
+from verl.models.parallel_info import Autocast, compute_device
 from verl.rollout.base import ALONE, Rollout, RolloutEngine
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.client.engine_args import unfit
@@ -58,7 +58,7 @@ class AutoRollout(Rollout):
         divided = getattr(model, "divided", None)
         if divided is not None and divided.stage_group is not None:
             return HFRollout, "the model is divided into pipeline stages"
-        device, size = model.device.type, sum(p.numel() for p in model.parameters())
+        device, size = compute_device(model).type, sum(p.numel() for p in model.parameters())
         if size < FROM_ON.get(device, 0):
             limit = f"{FROM_ON[device] / 1e6:.0f} million"
             return HFRollout, f"the model has {size / 1e6:.1f} million parameters, less than {limit} on {device}"

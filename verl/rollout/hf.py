@@ -13,8 +13,19 @@ from verl.model_paths.check import paths_for
 from verl.model_paths.decode import Choose, Decoder
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
 from verl.protocol import DataProto
-from verl.rollout.base import ALONE, GenerationRequest, Rollout, RolloutEngine, assemble, stop_tokens
+from verl.rollout.base import (
+    ALONE,
+    GenerationRequest,
+    Rollout,
+    RolloutEngine,
+    TurnEngine,
+    TurnLimits,
+    assemble,
+    stop_tokens,
+)
 from verl.rollout.token_sampler import TokenSampler
+
+NOISE_TOKENS = 64  # positions whose noise is made at a time
 
 
 @component
@@ -31,6 +42,7 @@ class HFRollout(Rollout):
 
     may_change: ClassVar[bool] = True
     takes_stages: ClassVar[bool] = True
+    draws_turns: ClassVar[bool] = True
 
     max_rows: PositiveInt = 512
     share_prefix: bool = True
@@ -51,6 +63,7 @@ class HFSampler(RolloutEngine):
         self.device = compute_device(model)
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
         self._stops = tuple(self.stop_ids.tolist())
+        self._keeps_slots: bool | None = None  # whether turns may keep keys and values; found with the first episode
 
     @torch.no_grad()
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
@@ -87,6 +100,18 @@ class HFSampler(RolloutEngine):
                 whole[target] = made.to(whole.device)
         return assemble(prompts, n, responses, mask, log_probs, self.pad_id)
 
+    def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
+        """See `RolloutEngine.turns`; the draws depend on (seed, stream, step, prompt, sample, turn, position) alone."""
+        from verl.rollout.hf_turns import num_slots, prove_slots, turn_engine  # brings transformers
+
+        self.model.eval()
+        decoder = self._decoder(limits.row_tokens - self.options.max_new_tokens)
+        if self._keeps_slots is None:
+            self._keeps_slots = prove_slots(self.model, self.autocast, decoder)
+        sampler = TokenSampler.of(self.options, request, self.seed, self._stops)
+        slots = num_slots(self.model, limits, self.options.max_rows) if self._keeps_slots else 0
+        return turn_engine(self.model, self.autocast, decoder, sampler, self.stop_ids, slots, self._keeps_slots)
+
     def _decoder(self, longest_prompt: int) -> Decoder:
         options = self.options
         return Decoder(
@@ -108,8 +133,13 @@ class HFSampler(RolloutEngine):
         sample_ids = torch.arange(n, device=self.device).repeat(len(prompts))
         drawing = TokenSampler.of(self.options, request, self.seed, self._stops)
 
+        noise = torch.empty(0)  # of NOISE_TOKENS positions of all rows: many small kernels at once
+
         def choose(logits: Tensor, rows: Tensor, t: int) -> Tensor:
-            ids = prompt_ids[rows]
-            return drawing.choose(logits, ids, sample_ids[rows], torch.full_like(ids, t))
+            nonlocal noise
+            if t % NOISE_TOKENS == 0 and not request.greedy:
+                positions = torch.arange(t, t + NOISE_TOKENS, device=self.device)
+                noise = drawing.noise(prompt_ids[:, None], sample_ids[:, None], positions)
+            return drawing.pick(logits, noise if request.greedy else noise[rows, t % NOISE_TOKENS], t)
 
         return choose

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,24 +38,53 @@ class TokenSampler:
         names = ("temperature", "top_k", "top_p", "min_new_tokens")
         return cls(request, seed, tuple(stop_ids), **{name: getattr(options, name) for name in names})
 
-    def choose(self, logits: Tensor, prompt_ids: Tensor, sample_ids: Tensor, positions: Tensor) -> Tensor:
+    def choose(
+        self,
+        logits: Tensor,
+        prompt_ids: Tensor,
+        sample_ids: Tensor,
+        positions: Tensor,
+        turns: Tensor | None = None,
+    ) -> Tensor:
         """The next token of each row, [b].
 
         Args:
             logits: [b V], float32 at least; they stay as they are.
             prompt_ids, sample_ids: [b], whose noise it is.
-            positions: [b], how many tokens the response has so far.
+            positions: [b], how many tokens the response, or the turn, has so far.
+            turns: [b], index of the turn within its episode; None where a response is all there is.
         """
-        if self.min_new_tokens and bool((is_early := positions < self.min_new_tokens).any()):
-            stops = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-            stops[list(self.stop_ids)] = True
-            logits = logits.masked_fill(is_early[:, None] & stops, float("-inf"))
+        return self.pick(logits, self.noise(prompt_ids, sample_ids, positions, turns), positions)
+
+    def noise(self, prompt_ids: Tensor, sample_ids: Tensor, positions: Tensor, turns: Tensor | None = None) -> Tensor:
+        """One number in [0, 1) for each of them; see `uniform`."""
+        step, stream = self.request.step, self.request.stream
+        return uniform(self.seed, step, prompt_ids, sample_ids, positions, stream=stream, turns=turns)
+
+    def pick(self, logits: Tensor, noise: Tensor, positions: Tensor | int) -> Tensor:
+        """The next token of each row, [b], by its number [b] of `noise`; see `choose`."""
+        logits = self._without_early_stops(logits, positions)
         if self.request.greedy:
             return logits.argmax(dim=-1)
         logits = filter_logits(logits / self.temperature, top_k=self.top_k, top_p=self.top_p)
-        noise = uniform(self.seed, self.request.step, prompt_ids, sample_ids, positions, stream=self.request.stream)
         return inverse_cdf(logits.softmax(dim=-1), noise)
+
+    def _without_early_stops(self, logits: Tensor, positions: Tensor | int) -> Tensor:
+        if not self.min_new_tokens or (isinstance(positions, int) and positions >= self.min_new_tokens):
+            return logits
+        stops = _stop_mask(self.stop_ids, logits.shape[-1], logits.device)
+        if isinstance(positions, Tensor):
+            stops = (positions < self.min_new_tokens)[:, None] & stops
+        return logits.masked_fill(stops, float("-inf"))
 
     def log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """log_softmax(logits / temperature) at the tokens, [b], over the whole vocabulary."""
         return log_probs_of(logits[:, None], tokens[:, None], self.temperature)[:, 0]
+
+
+@functools.lru_cache(maxsize=4)
+def _stop_mask(stop_ids: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """[V], made once for a device: making it copies from main memory."""
+    stops = torch.zeros(size, dtype=torch.bool)
+    stops[list(stop_ids)] = True
+    return stops.to(device)

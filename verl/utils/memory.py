@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import resource
+import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +32,65 @@ def used_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of a GPU.
+
+    Attributes:
+        free: for whoever asks for it.
+        own: that tensors of this process take.
+    """
+
+    total: int
+    free: int
+    own: int = 0
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """Of a GPU that this process uses; what torch kept of it for later is given back first."""
+    import torch
+
+    release_cached(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceMemory(total, free, torch.cuda.memory_allocated(device))
+
+
+def make_current(device: str) -> None:
+    """Have kernels that take the current device take this one: called where a model is about to be built, and not in a
+    driver without models, in which it would open a CUDA context."""
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.set_device(torch.device(device).index or 0)
+
+
+def gpu_memory_from_outside(index: int) -> DeviceMemory | None:
+    """Of a GPU as this process numbers them, without opening a CUDA context there, which would take half a GiB; None
+    where `nvidia-smi` does not tell."""
+    try:
+        total, free = (int(field) << 20 for field in _asked_from_outside(index, "memory.total,memory.free"))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+    return DeviceMemory(total, free)
+
+
+def gpu_name_from_outside(index: int) -> str | None:
+    """The name of a GPU, likewise."""
+    try:
+        return _asked_from_outside(index, "name")[0].strip()
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def _asked_from_outside(index: int, fields: str) -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else []
+    name = names[index].strip() if index < len(names) else str(index)
+    query = ["nvidia-smi", f"--id={name}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    return told.strip().splitlines()[0].split(",")
+
+
 def settle(device: torch.device) -> None:
     """Wait for what a GPU has still to do, so that a clock tells the truth."""
     if device.type == "cuda":
@@ -42,6 +105,41 @@ def release_cached(device: Any) -> None:
 
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
+
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@contextlib.contextmanager
+def shareable_allocations() -> Iterator[None]:
+    """Within, memory of a GPU is allocated in a way that other processes can open.
+
+    `expandable_segments:True` maps memory piecewise, and another process gets such pieces by a system call that
+    containers refuse. torch forgets every setting of its allocator that is not in what it is told, so all of them are
+    said again.
+    """
+    import torch
+
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    before = read() if read is not None else next(filter(None, map(os.environ.get, _ALLOCATOR_VARIABLES)), "")
+    without = _without_expandable(before)
+    if without == before:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(without)
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+
+
+def _without_expandable(settings: str) -> str:
+    """Settings of torch's allocator with expandable segments turned off, if they are on."""
+    pairs = [pair.strip() for pair in settings.split(",")]
+    is_on = [pair.replace(" ", "").lower() in ("expandable_segments:true", "expandable_segments:1") for pair in pairs]
+    if not any(is_on):
+        return settings
+    return ",".join("expandable_segments:False" if on else pair for pair, on in zip(pairs, is_on, strict=True))
 
 
 _PROC = Path("/proc")

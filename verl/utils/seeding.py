@@ -46,8 +46,8 @@ def rng_state() -> RngState:
     import torch
 
     tensors = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors |= {f"cuda_{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    if torch.cuda.is_initialized():  # by this process, on its own GPU: a look at another one would open a context there
+        tensors[f"cuda_{torch.cuda.current_device()}"] = torch.cuda.get_rng_state()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     version, numbers, gauss = random.getstate()
     plain = {
@@ -58,14 +58,17 @@ def rng_state() -> RngState:
 
 
 def set_rng_state(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
-    """Go on from what `rng_state` gave; generators of GPUs that are not here are left out."""
+    """Go on from what `rng_state` gave. A process that uses no GPU leaves out those of GPUs; one that uses another GPU
+    than before goes on from the only one that there is."""
     import numpy as np
     import torch
 
     torch.set_rng_state(tensors["torch"])
-    for i in range(torch.cuda.device_count()):
-        if f"cuda_{i}" in tensors:
-            torch.cuda.set_rng_state(tensors[f"cuda_{i}"], i)
+    of_gpus = {name: state for name, state in tensors.items() if name.startswith("cuda_")}
+    if of_gpus and torch.cuda.is_initialized():
+        own = f"cuda_{torch.cuda.current_device()}"
+        if own in of_gpus or len(of_gpus) == 1:
+            torch.cuda.set_rng_state(of_gpus.get(own, next(iter(of_gpus.values()))))
     version, numbers, gauss = plain["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = plain["numpy"]

@@ -11,14 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.models.parallel_info import Autocast, computing_in
+from verl.models.parallel_info import Autocast, compute_device, computing_in
 from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.weight_verification.fingerprint import as_array
 
 ROWS, LENGTH = 1, 16  # one forward pass over few tokens: its cost is that of reading the weights once
 _SEED = 0x9A7E
-ALLOWED_NATS = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 3e-1}  # mean distance that rounding may make
+# Mean distance that rounding may make: about 100 times the type's rounding error, which a model of many layers adds up,
+# but at least 1e-3. docs/weight_proof.md has the derivation.
+ALLOWED_NATS = {"float32": 1e-3, "tf32": 5e-2, "float16": 5e-2, "bfloat16": 3e-1}
+
+
+def allowed_nats(*types: str) -> float:
+    """The limit for two sides that compute in these types, as `compute_type` names them: that of the coarser one."""
+    return max(ALLOWED_NATS.get(name, ALLOWED_NATS["float32"]) for name in types)
 
 
 def probe_rows(vocab_size: int, context: int = 4096) -> tuple[tuple[int, ...], ...]:
@@ -31,7 +38,7 @@ def probe_rows(vocab_size: int, context: int = 4096) -> tuple[tuple[int, ...], .
 @torch.no_grad()
 def trainer_log_probs(model: Any, rows: tuple[tuple[int, ...], ...], autocast: Autocast = None) -> np.ndarray:
     """[rows, length - 1], of each token but the first, by the model that trains."""
-    tokens = torch.tensor(rows, device=model.device)
+    tokens = torch.tensor(rows, device=compute_device(model))
     with computing_in(autocast, model):
         logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
     following = tokens[:, 1:]

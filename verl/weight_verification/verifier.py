@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import WeightSyncError
-from verl.models.parallel_info import Autocast
+from verl.models.parallel_info import Autocast, compute_type
 from verl.weight_verification.compare import compare, only_in
 from verl.weight_verification.fingerprint import (
     FingerprintLog,
@@ -29,7 +29,7 @@ from verl.weight_verification.fingerprint import (
     sideways_names,
     tied_names,
 )
-from verl.weight_verification.logprob_probe import ALLOWED_NATS, probe_rows, trainer_log_probs
+from verl.weight_verification.logprob_probe import allowed_nats, probe_rows, trainer_log_probs
 from verl.weight_verification.vllm_params import LORA_B, adapter_tensors
 
 
@@ -78,6 +78,7 @@ class TrainerSide:
         tied: as `FingerprintLog` has it.
         previous: its marks at the sync before.
         seconds: spent on its marks and log-probs.
+        compute_type: that its log-probs were computed in; `tf32` where float32 products are rounded.
     """
 
     marks: Fingerprints
@@ -86,6 +87,7 @@ class TrainerSide:
     tied: Mapping[str, str] = field(default_factory=dict)
     previous: Fingerprints = field(default_factory=dict)
     seconds: float = 0.0
+    compute_type: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def verify_sync(trainer: TrainerSide, engine: VerifyReply) -> VerificationResult
     faults += [f"{name}: the engine has no such tensor, or does not use it" for name in missing]
     faults += [f"{name}: the trainer sent no such tensor" for name in extra]
     gaps = np.abs(trainer.log_probs - engine.log_probs)
-    gap, allowed = float(gaps.mean()), ALLOWED_NATS.get(trainer.dtype, ALLOWED_NATS["float32"])
+    gap, allowed = float(gaps.mean()), allowed_nats(trainer.dtype, trainer.compute_type)
     if faults:
         raise WeightSyncError([d.name for d in differences] + missing + extra, faults, len(expected), gap)
     if not gap <= allowed:
@@ -209,7 +211,8 @@ class SyncVerifier:
         assert self._seen is not None
         (log_probs, seconds), self._seen = self._seen, None
         dtype, seconds = dtype_name(self.dtype), seconds + self._ledger.seconds
-        side = TrainerSide(self._ledger.marks, log_probs, dtype, self.tied, self._previous, seconds)
+        own_type = compute_type(self.model, self.autocast)
+        side = TrainerSide(self._ledger.marks, log_probs, dtype, self.tied, self._previous, seconds, own_type)
         proof = verify_sync(side, engine)
         self._previous |= self._ledger.marks
         return proof

@@ -15,6 +15,8 @@ from verl.dispatch import by_rows, by_rows_to_one, on_all
 from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
+from verl.environments.base import EnvironmentDescription
+from verl.environments.episode_loop import EpisodeEngine
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
@@ -22,7 +24,7 @@ from verl.models.parallel_info import Numerics, compute_type
 from verl.ops.logprobs import LogProbGap
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
-from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, SyncResult, refuse_wrong_responses
+from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, SyncResult, refuse_wrong_responses, stop_tokens
 from verl.utils.memory import release_cached
 from verl.workers.base import TrainedRole, TrainedWorker
 from verl.workers.first_batch_check import FirstBatchCheck
@@ -41,6 +43,7 @@ class Actor(TrainedRole):
         rollout: Rollout,
         total_updates: int,
         restore: RestoreSource | None = None,
+        environment: EnvironmentDescription | None = None,
     ) -> ActorWorker:
         """Load the weights, those of a checkpoint if one is given, and attach the engines that train and sample.
 
@@ -59,6 +62,9 @@ class Actor(TrainedRole):
         if restore is not None:
             restore.optimizer(engine, "actor")
         sampler = rollout.attach(model, context.tokenizer, context.seed, self.autocast, context)
+        if environment is not None:
+            stops = tuple(stop_tokens(model, context.tokenizer, rollout.stop_token_ids).tolist())
+            sampler = EpisodeEngine(environment, sampler, rollout, context.tokenizer, stops, context)
         return ActorWorker(engine, algorithm, sampler, rollout.temperature, context.tokenizer)
 
 
@@ -122,6 +128,11 @@ class ActorWorker(TrainedWorker):
         assert len(rows) == len(prompts) * request.num_samples
         version = self.version if self.sampler.has_redrawn else self._begun_at
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), version)}))
+
+    @on_all
+    def rest(self) -> None:
+        """Let the rollout engine give back its memory: no responses are drawn until the next sync."""
+        self.sampler.rest()
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:

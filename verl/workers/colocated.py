@@ -10,8 +10,10 @@ from verl.algorithms.algorithm import Algorithm
 from verl.component import BuildContext, Description, component
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import NoSharding, Sharding
+from verl.environments.base import EnvironmentDescription
 from verl.rewards.reward_model import RewardModel
 from verl.rollout.base import Rollout
+from verl.utils.memory import make_current
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor, ActorWorker
 from verl.workers.base import TrainedRole, TrainedWorker
@@ -73,6 +75,7 @@ class RLHost(Description):
         sharding: of each role that has none of its own.
         total_updates: optimizer steps of the whole run, for the schedules of the learning rates.
         restore: the checkpoint that actor and critic go on from.
+        environment: plays episodes beside the actor's engine; None where a response is one turn.
         reward: a reward that is a model, to live here as the role `rm`; None where the driver has it.
         chosen: the roles that live here; None for all.
         is_alone: there is one process, so that nothing is divided.
@@ -86,6 +89,7 @@ class RLHost(Description):
     sharding: Sharding
     total_updates: int
     restore: RestoreSource | None = None
+    environment: EnvironmentDescription | None = None
     reward: RewardModel | None = None
     chosen: tuple[str, ...] | None = None
     is_alone: bool = False
@@ -115,6 +119,7 @@ class RLHost(Description):
 
     def build(self, context: BuildContext) -> RoleProcess:
         """Load every role. Each is seeded by its own name, so that what one draws never depends on another."""
+        make_current(context.device)
         host = RoleProcess()
         try:
             self._start_roles(host, with_tokenizer(context, self.actor))
@@ -130,7 +135,13 @@ class RLHost(Description):
         if "actor" in wanted:
             seed_everything(derive_seed(context.seed, "actor"))
             actor = host.workers["actor"] = self.actor.start(
-                context, parallels["actor"], self.algorithm, self.rollout, self.total_updates, self.restore
+                context,
+                parallels["actor"],
+                self.algorithm,
+                self.rollout,
+                self.total_updates,
+                self.restore,
+                self.environment,
             )
         if self.critic is not None and "critic" in wanted:
             seed_everything(derive_seed(context.seed, "critic"))
@@ -163,6 +174,7 @@ class SFTHost(Description):
 
     def build(self, context: BuildContext) -> RoleProcess:
         """Load the model."""
+        make_current(context.device)
         host = RoleProcess()
         parallel = host.parallel(self.shardings()["learner"], context)
         seed_everything(derive_seed(context.seed, "learner"))

@@ -79,8 +79,15 @@ def test_its_process_gets_its_share_of_the_cores_only_where_the_engines_fill_the
 
 def test_gpus_of_an_engine_begin_with_the_trainers_own(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert engine_args._gpus("cuda:1", 1) == "5"
-    assert engine_args._gpus("cuda:2", 3) == "6,7,4"
+    alone = engine_args.BuildContext(device="cuda:2")
+    assert engine_args.engine_gpus(engine_args.BuildContext(device="cuda:1"), 1) == ["5"]
+    assert engine_args.engine_gpus(alone, 3) == ["6", "7", "4"]
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 5: this process sees 4 GPUs. Set it to 4"):
+        engine_args.engine_gpus(alone, 5)
+    two = engine_args.BuildContext(device="cuda:1", rank=1, world_size=2)
+    assert engine_args.engine_gpus(two, 1) == ["5"]
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2: with sharding=ddp each of the 2 processes has"):
+        engine_args.engine_gpus(two, 2)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ class Snapshot:
         assert memory is not None
         assert host_buffer.num_bytes >= num_bytes
         if self._ready and host_buffer.before_release is None:
-            host_buffer.before_release = _pin(torch.frombuffer(memory, dtype=torch.uint8))
+            host_buffer.before_release = _pin(torch.frombuffer(memory, dtype=torch.uint8), next(iter(self._ready)))
         target = torch.frombuffer(memory, dtype=torch.uint8)
         waiting = self._start_device_copies(target)
         # What lies on a device comes when it comes: nothing is told before it is there.
@@ -144,14 +144,29 @@ def _event(device: torch.device) -> torch.cuda.Event:
     return event
 
 
-def _pin(memory: torch.Tensor) -> Callable[[], None] | None:
-    """Let the device copy into this memory by itself.
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context, whichever device copies into it
 
+
+def _pin(memory: torch.Tensor, device: torch.device) -> Callable[[], None] | None:
+    """Let a device copy into this memory by itself.
+
+    Args:
+        device: whose process this is. A thread starts with device 0 as its own, and registering there would open a
+            context on it in every process.
     Returns:
         What undoes it; None where the system does not allow it, and copies then take longer.
     """
     runtime: Any = torch.cuda.cudart()
-    if code := int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)):
-        log.warning("%.2f GiB of memory could not be pinned (CUDA error %d)", memory.numel() / 2**30, code)
+    address, size = memory.data_ptr(), memory.numel()
+    with torch.cuda.device(device):
+        code = int(runtime.cudaHostRegister(address, size, PORTABLE))
+    if code:
+        log.warning("%.2f GiB of memory could not be pinned (CUDA error %d)", size / 2**30, code)
         return None
-    return lambda: runtime.cudaHostUnregister(memory.data_ptr())
+
+    def undo(_: torch.Tensor = memory) -> None:  # which must be there until then
+        with torch.cuda.device(device):
+            if code := int(runtime.cudaHostUnregister(address)):
+                log.warning("%.2f GiB of pinned memory could not be released (CUDA error %d)", size / 2**30, code)
+
+    return undo

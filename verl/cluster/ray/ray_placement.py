@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -16,6 +17,9 @@ from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, component
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, install_command
+
+if TYPE_CHECKING:
+    from verl.cluster.ray.ray_worker_group import SharedBundles
 
 MAIN = "main"
 LEAST_OBJECT_STORE_MIB = 75
@@ -33,7 +37,8 @@ class RayPlacement(Placement):
         workers: of a pool, where it is not trainer.nnodes x trainer.n_gpus_per_node.
         in_driver: roles that stay in the driver's own process.
         num_cpus: logical CPUs of each worker.
-        num_gpus: of each worker, may be a fraction where pools share GPUs; null for 1 where trainer.device is a GPU.
+        num_gpus: of each worker; null for 1 where trainer.device is a GPU. A fraction lets pools share GPUs: with 0.5
+            two pools, worker r of both on one GPU. The workers of one pool never share a GPU, which NCCL refuses.
         strategy: of Ray's placement groups: PACK puts the workers of a pool on as few machines as it can, SPREAD on
             as many, and the STRICT_ ones insist.
         object_store_mib: shared memory for batches under way, of a cluster that is started here; null as Ray chooses.
@@ -68,6 +73,8 @@ class RayPlacement(Placement):
                 yield f"pools names the role {role!r}: there are {', '.join(ROLES)}."
             elif named.count(role) > 1:
                 yield f"pools names the role {role!r} {named.count(role)} times, in_driver counted: a role lives once."
+        if self.num_gpus is not None and self.num_gpus > 1 and self.num_gpus % 1:
+            yield f"num_gpus is {self.num_gpus:g}: a worker has a part of one GPU, or whole ones. Set 1 or a fraction."
         for pool in self.workers:
             if pool not in self.pools and pool != MAIN:
                 yield f"workers names the pool {pool!r}: there are {', '.join(self.pools) or MAIN}."
@@ -117,14 +124,37 @@ class RayPlacement(Placement):
                 f"for each of {per_node} workers ({found}). {more}, or set it lower."
             )
             return
-        total = sum(self.workers.get(pool, nnodes * per_node) for pool in self.groups(roles))
-        room = sum(machine.room(self.num_cpus, gpus) for machine in machines)
+        sizes = {pool: self.workers.get(pool, nnodes * per_node) for pool in self.groups(roles)}
+        together = self.sharing(list(sizes), gpus)
+        cpus, whole = self.num_cpus * max(map(len, together)), math.ceil(gpus) if gpus else 0
+        total = sum(max(sizes[pool] for pool in pools) for pools in together)
+        room = sum(machine.room(cpus, whole) for machine in machines)
         if room < total:
             yield (
                 f"trainer.n_gpus_per_node is {per_node} and trainer.nnodes is {nnodes}: {where} with room for {room:g} "
-                f"workers of {self.num_cpus:g} CPU and {gpus:g} GPU, and {total} are asked for ({found}). {more}, or "
+                f"workers of {cpus:g} CPU and {whole:g} GPU, and {total} are asked for ({found}). {more}, or "
                 "set trainer.n_gpus_per_node or trainer.placement.num_cpus lower."
             )
+
+    @staticmethod
+    def sharing(pools: Sequence[str], gpus: float) -> list[list[str]]:
+        """Pools whose workers share GPUs, where each has a fraction of one; otherwise each by itself."""
+        most = int(1 / gpus + 1e-9) if 0 < gpus < 1 else 1
+        return [list(pools[i : i + most]) for i in range(0, len(pools), most)]
+
+    def _bundles(self, sizes: Mapping[str, int], gpus: float) -> dict[str, SharedBundles]:
+        """Of each pool that shares its GPUs."""
+        from verl.cluster.ray.ray_worker_group import SharedBundles
+
+        found = {}
+        for pools in self.sharing(list(sizes), gpus):
+            if 0 < gpus < 1:
+                bundle = {"CPU": self.num_cpus * len(pools), "GPU": 1.0}
+                shared = SharedBundles(
+                    {k: v for k, v in bundle.items() if v}, max(sizes[pool] for pool in pools), self.strategy
+                )
+                found |= dict.fromkeys(pools, shared)
+        return found
 
     def _gpus_of_worker(self, has_gpus: bool) -> float:
         return (1.0 if has_gpus else 0.0) if self.num_gpus is None else self.num_gpus
@@ -162,6 +192,7 @@ class RayPlacement(Placement):
         total = sum(sizes.values())
         waits = self.start_timeout_s, self.call_timeout_s
         wanted = RaySettings(self.address, self.num_cpus * total, gpus * total, self.object_store_mib, *waits)
+        bundles = self._bundles(sizes, gpus)
         built: list[tuple[Collection[str], WorkerGroup]] = []
         with ExitStack() as undo:
             for name, members in pools.items():
@@ -170,7 +201,7 @@ class RayPlacement(Placement):
                     name, sizes[name], self.num_cpus, gpus, threads, self.strategy, self.call_timeout_s
                 )
                 part = host.only(members, sizes[name])
-                cluster = RayWorkerGroup(RaySession(wanted), group, part, context)
+                cluster = RayWorkerGroup(RaySession(wanted), group, part, context, bundles.get(name))
                 undo.callback(cluster.close)
                 built.append((members, cluster))
             if here := tuple(role for role in roles if role in self.in_driver):

@@ -28,6 +28,22 @@ class RayReply(NamedTuple):
     error: str | None = None
 
 
+def own_gpu(ids: Sequence[str], visible: str | None) -> int:
+    """Which of the GPUs that a process sees is its own.
+
+    Args:
+        ids: names of those that Ray gave it.
+        visible: CUDA_VISIBLE_DEVICES. Ray sets it to the ids, so that the first is meant, unless
+            RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES keeps it from that: then the process sees all of the machine's.
+    """
+    if not ids:
+        return 0
+    if visible is None:
+        return int(ids[0])
+    names = [name.strip() for name in visible.split(",")]
+    return names.index(ids[0]) if ids[0] in names else 0
+
+
 class RoleWorker:
     """One process of a group of roles.
 

@@ -28,7 +28,7 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.cluster.ray.ray_init import RaySession
-from verl.cluster.ray.ray_worker import RayReply, RoleWorker
+from verl.cluster.ray.ray_worker import RayReply, RoleWorker, own_gpu
 from verl.cluster.rpc import (
     END_TIMEOUT_S,
     STACK_TIMEOUT_S,
@@ -72,25 +72,76 @@ class RayRoleGroup:
     call_timeout_s: float
 
 
+@dataclass
+class SharedBundles:
+    """A placement group that several groups of workers share: worker r of each is in bundle r, so that no two workers
+    of one group have the same GPU. Reserved by the first that asks, removed by the last that leaves.
+
+    Args:
+        bundle: resources of each.
+        size: how many.
+        strategy: of Ray's placement groups.
+    """
+
+    bundle: dict[str, float]
+    size: int
+    strategy: str
+    _users: int = 0
+    _group: Any = None
+
+    def join(self, session: RaySession) -> Any:
+        """Ray's placement group.
+
+        Raises:
+            VerlError: the cluster has no such room.
+        """
+        if self._group is None:
+            self._group = session.reserve([self.bundle] * self.size, self.strategy)
+        self._users += 1
+        return self._group
+
+    def leave(self) -> None:
+        """Called once by each that joined."""
+        self._users -= 1
+        if self._users == 0:
+            group, self._group = self._group, None
+            with contextlib.suppress(Exception):
+                remove_placement_group(group)
+
+
 class RayWorkerGroup(RemoteWorkerGroup):
     """Every role of a host in each of the actors of a group.
 
     Args:
         session: closed with the group.
+        bundles: shared with other groups; None for a placement group of its own.
     """
 
-    def __init__(self, session: RaySession, group: RayRoleGroup, host: ColocatedRoles, context: BuildContext):
+    def __init__(
+        self,
+        session: RaySession,
+        group: RayRoleGroup,
+        host: ColocatedRoles,
+        context: BuildContext,
+        bundles: SharedBundles | None = None,
+    ):
         logs = None if context.run_dir is None else context.run_dir.absolute() / "workers"
-        super().__init__(RayTransport(session, group, logs), host, context, group.size, group.call_timeout_s)
+        transport = RayTransport(session, group, logs, bundles)
+        super().__init__(transport, host, context, group.size, group.call_timeout_s)
 
 
 class RayTransport:
-    """Actors numbered by rank, in a placement group of their own; see `Transport`."""
+    """Actors numbered by rank, in a placement group; see `Transport`."""
 
     look_takes_s = 2 * STACK_TIMEOUT_S
 
-    def __init__(self, session: RaySession, group: RayRoleGroup, logs: Path | None):
+    def __init__(
+        self, session: RaySession, group: RayRoleGroup, logs: Path | None, bundles: SharedBundles | None = None
+    ):
         self._session, self._setting, self._logs = session, group, logs
+        wanted = {"CPU": group.num_cpus, "GPU": group.num_gpus}
+        own = {name: count for name, count in wanted.items() if count} or {"CPU": 0.001}
+        self._bundles = bundles or SharedBundles(own, group.size, group.strategy)
         self.progress, self.pids = Progress(num_slots=group.size), []
         self._actors: list[Any] = []
         self._counts: dict[int, int] = {}  # of each worker's progress, when it was asked last
@@ -103,7 +154,7 @@ class RayTransport:
         if self._logs is not None:
             self._logs.mkdir(parents=True, exist_ok=True)
         size = self._setting.size
-        self._room = self._session.reserve([self._bundle()] * size, self._setting.strategy)
+        self._room = self._bundles.join(self._session)
         self._actors = [self._hire(rank) for rank in range(size)]
         self._collector = threading.Thread(target=self._collect, args=(group,), daemon=True)
         self._collector.start()
@@ -119,8 +170,9 @@ class RayTransport:
         is_one_machine = len(set(nodes)) == 1
         address = asked("free_address", "127.0.0.1" if is_one_machine else nodes[0])[0]
         search_path, starts = tuple(map(os.path.abspath, sys.path)), []
-        device = "cuda:0" if context.device.startswith("cuda") else context.device  # Ray shows each the GPU it gives it
-        for rank, actor in enumerate(self._actors):
+        is_on_gpu = context.device.startswith("cuda")
+        for rank, (actor, place) in enumerate(zip(self._actors, places, strict=True)):
+            device = f"cuda:{place.gpu}" if is_on_gpu else context.device
             own = replace(context, rank=rank, world_size=size, device=device, tokenizer=None)
             env = {"VERL_RENDEZVOUS": address, "RANK": str(rank), "WORLD_SIZE": str(size)}
             if is_one_machine and sys.platform == "linux":
@@ -144,10 +196,6 @@ class RayTransport:
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=rank),
         )
         return actor.remote(log)
-
-    def _bundle(self) -> dict[str, float]:
-        wanted = {"CPU": self._setting.num_cpus, "GPU": self._setting.num_gpus}
-        return {name: count for name, count in wanted.items() if count} or {"CPU": 0.001}
 
     def send(self, number: int, pending: PendingCall) -> None:
         role, _, method = pending.name.partition(".")
@@ -256,8 +304,9 @@ class RayTransport:
         for actor in self._actors:
             with contextlib.suppress(RayError):
                 ray.kill(actor)
-        with contextlib.suppress(Exception):
-            remove_placement_group(self._room)
+        if self._room is not None:
+            self._room = None
+            self._bundles.leave()
 
     def close(self, is_idle: bool) -> None:
         if is_idle and self._actors and ray.is_initialized():
@@ -280,13 +329,15 @@ class _NodeBundle(NamedTuple):
     address: str
     pid: int
     node: str
+    gpu: int  # as the worker's process numbers those that it sees
 
 
 class _RayWorker(RoleWorker):
     """An actor that knows its machine."""
 
     def place(self) -> _NodeBundle:
-        return _NodeBundle(ray.util.get_node_ip_address(), os.getpid(), ray.get_runtime_context().get_node_id())
+        gpu = own_gpu([str(number) for number in ray.get_gpu_ids()], os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return _NodeBundle(ray.util.get_node_ip_address(), os.getpid(), ray.get_runtime_context().get_node_id(), gpu)
 
 
 def _ending(error: RayActorError) -> str:

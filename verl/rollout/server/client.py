@@ -19,7 +19,7 @@ from torch import Tensor
 from verl.errors import ConfigError, RolloutError
 from verl.http_client.client import HTTPClient
 from verl.http_client.request import RequestReport
-from verl.models.parallel_info import Autocast, computing_in
+from verl.models.parallel_info import Autocast, compute_device, computing_in
 from verl.ops.batching import micro_batches
 from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of, response_positions
@@ -214,7 +214,7 @@ class ServerSampler(RolloutEngine):
     def _trainers_log_probs(self, rows: DataProto, width: int) -> Tensor:
         """[B width], of the responses, by the model that trains; rows are cut by length into passes that fit."""
         self.model.eval()
-        device, found = self.model.device, torch.zeros(len(rows), width)
+        device, found = compute_device(self.model), torch.zeros(len(rows), width)
         lengths = rows["attention_mask"].sum(dim=1).tolist()
         for part in micro_batches(lengths, max(MICRO_BATCH_TOKENS, max(lengths, default=1))):
             inputs = {x: rows[x][part].to(device) for x in ("input_ids", "attention_mask", "position_ids")}

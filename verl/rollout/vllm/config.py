@@ -24,18 +24,20 @@ class VLLMRollout(Rollout):
     `actor.autocast` if that is set, in the model's type otherwise.
 
     Args:
-        kv_cache_gib: memory for keys and values, of each engine.
+        kv_cache_gib: memory for keys and values, of each process of an engine; null: on a GPU 0.9 of what is left
+            beside the trainer and the engine's weights, but no more than max_num_seqs rows can fill; on a CPU 1.
         max_num_seqs: responses decoded at a time; further ones wait.
         max_num_batched_tokens: tokens of one forward pass; longer prompts are read in pieces.
         max_model_len: longest prompt and response together, in tokens; null for what the data of the run ask for, or
             where no data are known, what the model can.
         prefix_caching: samples of one prompt share its keys and values. Changes nothing but speed.
-        enforce_eager: run the model as written; false compiles it first, which takes minutes and pays off on GPUs.
+        enforce_eager: run the model as written; false compiles it first and captures CUDA graphs, which takes a minute
+            or more and pays off on GPUs; null: false on a GPU, true on a CPU.
         tensor_parallel_size: GPUs that one engine spans.
         lora: what reaches the engine of an adapter: `merged` into the model's weights, or the `adapter` itself.
         sleep: give the engine's GPU memory back while training; nothing on a CPU.
         num_threads: of the engine, on a CPU; null for as many as the trainer has.
-        chunk_mib: weights travel in two chunks of at most this size, or of the largest tensor if that is larger.
+        chunk_mib: weights travel in two chunks of at most this size; a larger tensor travels in several, by its rows.
         call_timeout_s: an engine that makes no progress for so long, no step, tensor or layer, whatever it is at, is
             ended and made anew like one that died. How long a call takes in all has no limit.
         start_timeout_s: an engine that is not ready by then counts as dead, whatever progress it makes; null: no limit.
@@ -44,12 +46,12 @@ class VLLMRollout(Rollout):
     runs_ahead: ClassVar[bool] = True
     may_change: ClassVar[bool] = True
 
-    kv_cache_gib: PositiveFloat = 1.0
+    kv_cache_gib: PositiveFloat | None = None
     max_num_seqs: PositiveInt = 256
     max_num_batched_tokens: PositiveInt = 4096
     max_model_len: PositiveInt | None = None
     prefix_caching: bool = True
-    enforce_eager: bool = True
+    enforce_eager: bool | None = None
     tensor_parallel_size: PositiveInt = 1
     lora: Literal["merged", "adapter"] = "merged"
     sleep: bool = True
@@ -82,6 +84,10 @@ class VLLMRollout(Rollout):
     def check_here(self, device: str) -> None:
         if (fault := vllm_fault(device.startswith("cuda"))) is not None:
             raise ConfigError(f"rollout=vllm cannot run: {fault}")
+
+    def runs_eager(self, is_on_gpu: bool) -> bool:
+        """Whether the model runs as written, neither compiled nor captured."""
+        return not is_on_gpu if self.enforce_eager is None else self.enforce_eager
 
     def with_room_for(self, prompt: int) -> VLLMRollout:
         asked = prompt + self.max_new_tokens

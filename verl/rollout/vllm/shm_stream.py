@@ -24,6 +24,7 @@ from torch import Tensor
 
 from verl.rollout.vllm.messages import ChunkEntry, ChunkPlan, StreamHandle, chunk_view
 from verl.rollout.vllm.state_dict import NamedWeight
+from verl.utils.memory import shareable_allocations
 from verl.utils.progress import report
 
 HEAD_BYTES = mmap.PAGESIZE  # counters: chunks filled, abandoned or not, chunks emptied by each reader
@@ -70,7 +71,8 @@ class StreamWriter:
         self._num_readers = num_readers
         self._chunks, on_device = _chunks(self._memory, chunk_bytes), None
         if device.type == "cuda":
-            self._chunks = torch.empty(2, chunk_bytes, dtype=torch.uint8, device=device)
+            with shareable_allocations():
+                self._chunks = torch.empty(2, chunk_bytes, dtype=torch.uint8, device=device)
             on_device = _ipc_handle(self._chunks)
         self.handle = StreamHandle(f"/proc/{os.getpid()}/fd/{self._fd}", uuid4().hex, size, chunk_bytes, on_device)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.models.model_stats import ModelStats, model_stats
+from verl.models.model_stats import ModelStats
 from verl.trainer.config import PPOSettings
 from verl.trainer.plan.devices import DeviceRates
 from verl.trainer.plan.memory import MemoryPlan, RolePlan, tokens_per_row
@@ -54,48 +54,47 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
     Args:
         response: tokens of a response on average; None for the longest that may come.
     """
-    work = {role.name: _work(role, run, device) for role in memory.roles}
+    work = {role.name: _work(role, device) for role in memory.roles}
     settings = run.trainer
     if not isinstance(settings, PPOSettings):
         length = getattr(run.data, "max_length", None) or memory.roles[0].tokens
-        own_tokens = settings.batch_size * length // (settings.n_gpus_per_node * settings.nnodes)
+        own_tokens = settings.batch_size * length // memory.roles[0].memory.layout.processes
         return [_update(run, memory.roles[0], work["actor"], max(1, own_tokens), length, 1, device)]
-    rows, new = settings.prompts_per_step * settings.group_size, response or run.rollout.max_new_tokens
+    rows, new = settings.prompts_per_step * settings.group_size, response or run.response_tokens
     prompt = getattr(run.data, "max_prompt_length", 0)
-    own = {role.name: -(-rows // _shares(run, role.name)) for role in memory.roles}
-    found = [_generation(run, work["actor"], own["actor"], prompt, new, device)]
+    own = {role.name: -(-rows // role.memory.layout.shares) for role in memory.roles}
+    found = []
+    if run.rollout.generates_here:
+        found.append(_generation(run, work["actor"], own["actor"], prompt, new, device))
     width = prompt + new
     for role in memory.roles:
         if role.name == "actor" and not run.algorithm.needs_old_log_probs:
             continue
-        tokens = int(rows / _token_shares(run, role.name) * tokens_per_row(run, role.name, new))
+        tokens = int(rows / role.memory.layout.token_shares * tokens_per_row(run, role.name, new))
         seconds, bound = work[role.name].pass_s(tokens, width, _calls(role, tokens))
-        named = {"actor": "old log-probs", "critic": "values", "reference": "reference log-probs"}
+        named = {"actor": "old log-probs", "critic": "values", "reference": "reference log-probs"}  # reward: its name
         found.append(StageTime(named.get(role.name, role.name), seconds, bound))
     for role in memory.roles:
         if role.memory.gradients:
             updates = run.algorithm.epochs * run.algorithm.mini_batches
             per_row = tokens_per_row(run, role.name, new, run.algorithm.mini_batches == 1)
-            tokens = int(run.algorithm.epochs * rows / _token_shares(run, role.name) * per_row)
+            tokens = int(run.algorithm.epochs * rows / role.memory.layout.token_shares * per_row)
             found.append(_update(run, role, work[role.name], tokens, width, updates, device))
-    if getattr(run.rollout, "kv_cache_gib", None) is not None:
+    if hasattr(run.rollout, "kv_cache_gib"):
         size = work["actor"].sizes.parameters * work["actor"].itemsize
         found.append(StageTime("sync", size / (device.link if device.is_gpu else device.reads()), "memory"))
     return found
 
 
-def _work(role: RolePlan, run: Any, device: DeviceRates) -> _Work:
-    sizes = model_stats(role.config)
-    world = run.trainer.n_gpus_per_node * run.trainer.nnodes
-    sharding = getattr(getattr(run, role.name), "sharding", None) or run.sharding
-    ways = sharding.mesh_sizes(world)[2] * sharding.pipeline_ways(world) if world > 1 else 1
+def _work(role: RolePlan, device: DeviceRates) -> _Work:
+    layout = role.memory.layout
     return _Work(
-        sizes=sizes,
-        parameters=active_parameters(role.config, sizes),
+        sizes=role.sizes,
+        parameters=active_parameters(role.config, role.sizes),
         itemsize=role.dtype.itemsize,
         dtype=str(role.dtype).removeprefix("torch."),
         device=device,
-        ways=ways,
+        ways=layout.siblings * layout.sharding.pipeline_ways(layout.processes),
     )
 
 
@@ -110,17 +109,6 @@ def active_parameters(config: Any, sizes: ModelStats) -> int:
         width = getattr(text, "moe_intermediate_size", None) or sizes.mlp
         count -= sizes.layers * (experts - chosen) * 3 * sizes.hidden * width
     return count
-
-
-def _shares(run: Any, role: str) -> int:
-    world = run.trainer.n_gpus_per_node * run.trainer.nnodes
-    sharding = run.shardings().get(role, run.sharding)
-    return sharding.row_shares(world) if world > 1 else 1
-
-
-def _token_shares(run: Any, role: str) -> int:
-    world = run.trainer.n_gpus_per_node * run.trainer.nnodes
-    return run.shardings().get(role, run.sharding).token_shares(world) if world > 1 else 1
 
 
 def _calls(role: RolePlan, tokens: int) -> int:
@@ -148,12 +136,11 @@ def _update(
     calls = max(updates, _calls(role, tokens))
     once, bound = work.pass_s(tokens, length, calls)
     compute = once * (4 if role.recomputed else 3)
-    world = run.trainer.n_gpus_per_node * run.trainer.nnodes
+    layout = role.memory.layout
     sent = 0.0
-    if world > 1:
-        sharding = getattr(getattr(run, role.name), "sharding", None) or run.sharding
+    if layout.processes > 1:
         kind = getattr(run, role.name).model.dtype
-        cost = sharding.cost(world, work.sizes, role.tokens, _itemsize(kind), work.itemsize)
+        cost = layout.sharding.cost(layout.processes, work.sizes, role.tokens, _itemsize(kind), work.itemsize)
         sent = cost.per_step(calls, updates) / (device.network if run.trainer.nnodes > 1 else device.link)
     moments = 7 * (role.memory.gradients or role.memory.weights) / device.reads() * updates  # AdamW reads 4, writes 3
     if role.memory.is_offloaded:

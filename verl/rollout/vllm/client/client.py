@@ -24,7 +24,7 @@ import torch
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError, WeightSyncError
-from verl.models.parallel_info import Autocast
+from verl.models.parallel_info import Autocast, compute_device
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, RolloutEngine, SyncResult, assemble, stop_tokens
 from verl.rollout.token_sampler import TokenSampler
@@ -49,6 +49,7 @@ from verl.rollout.vllm.messages import (
 from verl.rollout.vllm.shm_stream import StreamBroken, StreamWriter, using_threads
 from verl.rollout.vllm.state_dict import NamedWeight, weights_of
 from verl.utils.env_check import num_cores
+from verl.utils.memory import release_cached
 from verl.weight_verification.fingerprint import FingerprintShards, join_shards
 from verl.weight_verification.verifier import SyncVerifier, VerificationResult, VerifyRequest
 
@@ -87,14 +88,23 @@ class VLLMClient(RolloutEngine):
     A sync is `connect`, which fixes what lies where in the stream and is made anew only after a restart, `push`, and
     `verify`.
 
+    Args:
+        gpus: names of those that the engine spans, where processes share it; None for this process's own.
     Raises:
         ConfigError: vLLM cannot run this model, or not with these options.
     """
 
     def __init__(
-        self, options: VLLMRollout, model: Any, tokenizer: Any, seed: int, autocast: Autocast, context: BuildContext
+        self,
+        options: VLLMRollout,
+        model: Any,
+        tokenizer: Any,
+        seed: int,
+        autocast: Autocast,
+        context: BuildContext,
+        gpus: Sequence[str] | None = None,
     ):
-        self.options, self.model, self.seed = options, model, seed
+        self.options, self.model, self.seed, self.gpus = options, model, seed, gpus
         self.pad_id = tokenizer.pad_token_id
         self.stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
         self._is_synced = self._is_asleep = self._has_base = self._was_proven = False
@@ -108,10 +118,12 @@ class VLLMClient(RolloutEngine):
         self._files = EngineFiles()
         try:
             directory = self._files.directory
-            self.setting = engine_args(options, model, autocast, directory, self._files.name)
+            self.setting = engine_args(
+                options, model, autocast, directory, self._files.name, context.bytes_beside_engine
+            )
             self.compute_type = str(self.setting.dtype).removeprefix("torch.")
             write_model_directory(model, directory)
-            variables = environment(options, context, self.setting.num_threads)
+            variables = environment(options, context, self.setting.num_threads, self.setting.dtype, self.gpus)
             limit_s = options.call_timeout_s
             self._process = EngineProcess(self.setting, variables, self._files, _log_file(context), limit_s)
             self._outliving_it(self._start, is_start=True)
@@ -303,7 +315,7 @@ class VLLMClient(RolloutEngine):
             if self._stream is None or self._stream.chunk_bytes < chunk_bytes:
                 if self._stream is not None:
                     self._stream.close()
-                self._stream = StreamWriter(chunk_bytes, self.told.num_workers, self.model.device)
+                self._stream = StreamWriter(chunk_bytes, self.told.num_workers, compute_device(self.model))
             feeds = [FeedPlan(self._stream.handle, reader, chunks) for reader in range(self.told.num_workers)]
             self._connection = _Connection(key, chunks, self._stream, feeds, size)
         return self._connection
@@ -348,6 +360,7 @@ class VLLMClient(RolloutEngine):
 
     def _wake(self, what: str) -> None:
         if self._is_asleep:
+            release_cached(compute_device(self.model))  # the engine cannot use what torch keeps here for later
             self._process.call("wake", what)
 
     def _limits(self, prompt_ids: list[int], num_samples: int) -> list[int]:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,18 @@ import torch
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
-from verl.models.parallel_info import Autocast
+from verl.models.parallel_info import Autocast, compute_device
 from verl.rollout.vllm.client.engine_process import CORES_VARIABLE, EngineDied, EngineError
+from verl.rollout.vllm.client.gpu_memory import (
+    BLOCK_TOKENS,
+    GIB,
+    cache_bytes,
+    engine_shape,
+    utilization,
+    warn_of_small_cache,
+)
 from verl.utils.env_check import num_cores
+from verl.utils.memory import device_memory
 
 if TYPE_CHECKING:
     from verl.rollout.vllm.config import VLLMRollout
@@ -31,7 +41,6 @@ DIVIDED = (
 )
 
 
-GIB = 1 << 30
 NO_LIMIT_S = str(30 * 24 * 3600)
 HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -47,6 +56,8 @@ class EngineArgs:
         num_threads: of the engine, on a CPU.
         lora_rank: of an adapter that is to be sent as one; None without.
         name: how the names of files begin that the engine's processes share.
+        cache_bytes: for keys and values, in each of its processes.
+        utilization: part of the GPU that the engine takes; None on a CPU.
     """
 
     options: VLLMRollout
@@ -56,42 +67,61 @@ class EngineArgs:
     is_on_gpu: bool
     lora_rank: int | None = None
     name: str = ""
+    cache_bytes: int = GIB
+    utilization: float | None = None
 
     def engine_arguments(self) -> dict[str, Any]:
         """Arguments of `vllm.LLM`."""
         options = self.options
         arguments: dict[str, Any] = {
             "dtype": DTYPES[self.dtype],
-            "kv_cache_memory_bytes": int(options.kv_cache_gib * GIB),
+            "kv_cache_memory_bytes": self.cache_bytes,
             "max_model_len": options.max_model_len,
             "max_num_seqs": options.max_num_seqs,
             "max_num_batched_tokens": options.max_num_batched_tokens,
             "enable_prefix_caching": options.prefix_caching,
-            "enforce_eager": options.enforce_eager,
+            "enforce_eager": options.runs_eager(self.is_on_gpu),
             "tensor_parallel_size": options.tensor_parallel_size,
             "enable_sleep_mode": self.is_on_gpu and options.sleep,
         }
+        if self.utilization is not None:
+            arguments["gpu_memory_utilization"] = self.utilization
         if self.lora_rank is not None:
             room = next(rank for rank in LORA_RANKS if rank >= self.lora_rank)
             arguments |= {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
         return arguments
 
 
-def engine_args(options: VLLMRollout, model: Any, autocast: Autocast, directory: Path, name: str = "") -> EngineArgs:
+def engine_args(
+    options: VLLMRollout,
+    model: Any,
+    autocast: Autocast,
+    directory: Path,
+    name: str = "",
+    beside: int | None = None,
+) -> EngineArgs:
     """What the engine of a model is to be.
 
+    Args:
+        beside: bytes of its GPU that the roles of this process need while the engine is awake, if that is known.
     Raises:
         ConfigError: vLLM is not there, or cannot be what is asked for.
     """
     rank = _lora_rank(model) if options.lora == "adapter" else None
-    is_on_gpu = model.device.type == "cuda"
-    options.check_here(model.device.type)
+    device = compute_device(model)
+    is_on_gpu = device.type == "cuda"
+    options.check_here(device.type)
     if (fault := unfit(model, autocast)) is not None:
         raise ConfigError(f"{fault} Set rollout=hf.")
     if rank is not None and rank > LORA_RANKS[-1]:
         raise ConfigError(f"actor.lora.rank is {rank}: {HIGHEST_RANK}")
-    threads = options.num_threads or torch.get_num_threads()
-    return EngineArgs(options, str(directory), dtype_of(model, autocast), threads, is_on_gpu, rank, name)
+    threads, dtype = options.num_threads or torch.get_num_threads(), dtype_of(model, autocast)
+    shape = engine_shape(options, _base(model).config, dtype, is_on_gpu)
+    memory = device_memory(device) if is_on_gpu else None
+    cache = cache_bytes(options, shape, memory, beside)
+    warn_of_small_cache(options, shape, cache)
+    part = None if memory is None else utilization(shape, cache, memory)
+    return EngineArgs(options, str(directory), dtype, threads, is_on_gpu, rank, name, cache, part)
 
 
 def unfit(model: Any, autocast: Autocast) -> str | None:
@@ -102,14 +132,30 @@ def unfit(model: Any, autocast: Autocast) -> str | None:
         return f"actor.model.dtype is {name}: vLLM computes in {', '.join(DTYPES.values())}."
     heads = getattr(config, "num_attention_heads", None)
     size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
-    if model.device.type == "cpu" and size is not None and size not in HEAD_SIZES_ON_CPU:
+    if compute_device(model).type == "cpu" and size is not None and size not in HEAD_SIZES_ON_CPU:
         sizes = ", ".join(map(str, HEAD_SIZES_ON_CPU))
         return f"actor.model has attention heads of {size} numbers: vLLM on a CPU takes {sizes}."
     return None
 
 
-def environment(options: VLLMRollout, context: BuildContext, num_threads: int) -> dict[str, str]:
-    """Variables of the child: vLLM in one process, quiet, away from the network, on its own share of the machine."""
+EXACT_FLOAT32 = {  # or products of float32 numbers would be those of tf32, of 10 bits, in kernels of Triton and cuBLAS
+    "TRITON_F32_DEFAULT": "ieee",
+    "NVIDIA_TF32_OVERRIDE": "0",
+}
+
+
+def environment(
+    options: VLLMRollout,
+    context: BuildContext,
+    num_threads: int,
+    dtype: torch.dtype = torch.float32,
+    gpus: Sequence[str] | None = None,
+) -> dict[str, str]:
+    """Variables of the child: vLLM in one process, quiet, away from the network, on its own share of the machine.
+
+    Args:
+        gpus: names of those that the engine spans; None for this process's own.
+    """
     found = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # it takes no logits processors
@@ -124,7 +170,9 @@ def environment(options: VLLMRollout, context: BuildContext, num_threads: int) -
         "VLLM_ENGINE_READY_TIMEOUT_S": NO_LIMIT_S,
     }
     if context.device.startswith("cuda"):
-        found["CUDA_VISIBLE_DEVICES"] = _gpus(context.device, options.tensor_parallel_size)
+        if dtype == torch.float32:
+            found |= EXACT_FLOAT32
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus or engine_gpus(context, options.tensor_parallel_size))
         return found
     # Weights are packed into new memory with every sync, which is slow to get in small pages
     found["GLIBC_TUNABLES"] = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1"]))
@@ -162,15 +210,36 @@ def _cores(context: BuildContext, num_threads: int) -> list[int]:
     return [cores[(context.rank * num_threads + i) % len(cores)] for i in range(min(num_threads, len(cores)))]
 
 
-def _gpus(device: str, count: int) -> str:
-    """The GPUs of an engine as its process is to see them: the trainer's own one first."""
+def gpu_name(device: str) -> str:
+    """The name of a GPU of this process, as CUDA_VISIBLE_DEVICES has it for a child."""
+    visible, index = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.device(device).index or 0
+    names = visible.split(",") if visible else []
+    return names[index].strip() if index < len(names) else str(index)
+
+
+def engine_gpus(context: BuildContext, count: int) -> list[str]:
+    """The GPUs of an engine beside a process that no sibling shares it with: its own one first.
+
+    Raises:
+        ConfigError: it spans several, which other processes of the run have, or more than this process sees.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-    first = torch.device(device).index or 0
-    return ",".join([*names[first:], *names[:first]][:count])
+    seen = len(visible.split(",")) if visible else torch.cuda.device_count()
+    if count > 1 and context.world_size > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size is {count}: with sharding=ddp each of the {context.world_size} processes "
+            "has an engine of its own on its own GPU. Set it to 1, or sharding=fsdp, where processes share an engine."
+        )
+    if count > seen:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size is {count}: this process sees {seen} GPU{'s' if seen > 1 else ''}. Set "
+            f"it to {seen}."
+        )
+    first = torch.device(context.device).index or 0
+    return [gpu_name(f"cuda:{(first + i) % seen}") for i in range(count)]
 
 
-BLOCK_TOKENS = 128  # of the cache, at most
+TOO_FULL = "less than desired GPU memory utilization"
 NO_ROOM = ("GiB KV cache is needed", "No available memory for the cache blocks")
 
 LOST_WORKER = "WorkerProc initialization failed"  # said of workers that raised, and of those that are gone
@@ -190,10 +259,18 @@ def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exce
         length = options.max_model_len or getattr(_base(model).config.get_text_config(), "max_position_embeddings", 0)
         needed = _cache_gib(_base(model).config.get_text_config(), length, setting)
         fits = re.search(r"maximum model length is (\d+)", text)
+        asked = options.kv_cache_gib or f"null, which gives {setting.cache_bytes / GIB:.3g} here"
         shorter = f", or rollout.max_model_len to {fits[1]}" if fits else ", or rollout.max_model_len lower"
         return ConfigError(
-            f"rollout.kv_cache_gib is {options.kv_cache_gib}: keys and values of one sequence of {length} tokens alone "
+            f"rollout.kv_cache_gib is {asked}: keys and values of one sequence of {length} tokens alone "
             f"take {needed} GiB. Set it to at least that{shorter}."
+        )
+    if TOO_FULL in text:
+        free = re.search(r"\(([\d.]+)/([\d.]+) GiB\) on startup", text)
+        there = f" and {free[1]} of {free[2]} GiB are free" if free else ""
+        return ConfigError(
+            f"rollout.kv_cache_gib is {options.kv_cache_gib}: with the engine's weights that takes "
+            f"{setting.utilization} of the GPU{there}. Set it lower, or null for what is left beside the trainer."
         )
     if "are not supported for now" in text or ("not supported by" in text and "architecture" in text.lower()):
         return ConfigError(

@@ -77,7 +77,7 @@ class EngineServer:
         self._lora_request: Any = None
         self._purpose = Purpose()
         self._report_steps(self.llm.llm_engine)
-        if setting.options.enforce_eager:  # what is compiled runs no hooks
+        if setting.options.runs_eager(setting.is_on_gpu):  # what is compiled runs no hooks
             self.llm.collective_rpc("verl_report_layers")
 
     def describe(self) -> EngineInfo:

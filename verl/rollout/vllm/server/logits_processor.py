@@ -7,6 +7,7 @@ repeat requests as it likes. Log-probs are kept here, row by row, where vLLM wou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from verl.rollout.token_sampler import TokenSampler
 
+NOISE_TOKENS = 64  # positions whose noise is made at a time, in main memory
 WHOSE = "verl_row"  # in a request's extra_args: its row among the responses, its prompt's and its sample's number
 
 
@@ -48,9 +50,12 @@ class CounterNoiseProcessor(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         size = vllm_config.scheduler_config.max_num_seqs
-        self.device = device
+        self.device, self._pins = device, is_pin_memory
         self._whose = np.zeros((3, size), dtype=np.int64)
         self._drawn: list[list[int] | None] = [None] * size  # vLLM's own lists of the tokens so far
+        self._noise = np.zeros((size, NOISE_TOKENS))  # of each row, from a position on
+        self._noise_for: TokenSampler | None = None
+        self._noise_of = np.full((4, size), -1, dtype=np.int64)  # whose, and which part of the response
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
@@ -86,8 +91,28 @@ class CounterNoiseProcessor(LogitsProcessor):
         if self.under_way is None or None in drawn:
             return logits
         drawing, log_probs = self.under_way.drawing, self.under_way.log_probs
-        row, prompt_ids, sample_ids = torch.from_numpy(self._whose[:, :rows]).to(self.device)
-        positions = torch.tensor([len(tokens) for tokens in drawn if tokens is not None], device=self.device)
-        tokens = drawing.choose(logits, prompt_ids, sample_ids, positions)
+        row, positions, bits = self._to_device(drawing, drawn)
+        tokens = drawing.pick(logits, bits.view(torch.float64), positions)
         log_probs[row, positions] = drawing.log_probs(logits, tokens)
         return logits.fill_(float("-inf")).scatter_(1, tokens[:, None], 0.0)
+
+    def _to_device(self, drawing: TokenSampler, drawn: Sequence[list[int] | None]) -> Tensor:
+        """[3 b]: number of each row, position, and the bits of its float64 noise, in one copy without a wait."""
+        rows = len(drawn)
+        positions = np.array([len(tokens) for tokens in drawn if tokens is not None], dtype=np.int64)
+        noise = np.zeros(rows) if drawing.request.greedy else self._noise_at(drawing, positions)
+        told = torch.from_numpy(np.stack([self._whose[0, :rows], positions, noise.view(np.int64)]))
+        return told.pin_memory().to(self.device, non_blocking=True) if self._pins else told.to(self.device)
+
+    def _noise_at(self, drawing: TokenSampler, positions: np.ndarray) -> np.ndarray:
+        """[b], made for some positions at a time: those of the mixer are many small operations."""
+        rows = len(positions)
+        wanted = np.concatenate([self._whose[:, :rows], positions[None] // NOISE_TOKENS])
+        if self._noise_for is not drawing:
+            self._noise_for, self._noise_of[:] = drawing, -1
+        if (stale := np.flatnonzero((wanted != self._noise_of[:, :rows]).any(axis=0))).size:
+            _, prompt_ids, sample_ids, part = torch.from_numpy(wanted[:, stale])[:, :, None]
+            at = part * NOISE_TOKENS + torch.arange(NOISE_TOKENS)
+            self._noise[stale] = drawing.noise(prompt_ids, sample_ids, at).numpy()
+            self._noise_of[:, stale] = wanted[:, stale]
+        return self._noise[np.arange(rows), positions % NOISE_TOKENS]

@@ -6,6 +6,10 @@
 
 A process that leads no engine feeds it, or only gives what it holds to those who do. The engine's worker w reads what
 sibling w puts into its stream, as far as the engine says which slices its workers take; otherwise the first feeds all.
+
+An engine on GPUs spans those of its group: of `rollout.tensor_parallel_size` ranks in a row, or of tensor-parallel
+siblings where they are more. Ranks of a group that have rows of their own (FSDP) send their prompts to the first, whose
+engine draws all of them.
 """
 
 from __future__ import annotations
@@ -13,15 +17,16 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.component import BuildContext
 from verl.errors import ConfigError
-from verl.models.parallel_info import Autocast
+from verl.models.parallel_info import Autocast, ParallelInfo
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, RolloutEngine, SyncResult
 from verl.rollout.vllm.client.client import MIB, GroupVLLMClient, died_twice, rows_of
-from verl.rollout.vllm.client.engine_args import DIVIDED, dtype_of
+from verl.rollout.vllm.client.engine_args import DIVIDED, dtype_of, gpu_name
 from verl.rollout.vllm.client.engine_process import EngineDied
 from verl.rollout.vllm.messages import SampleOutput
 from verl.rollout.vllm.shm_stream import StreamBroken
@@ -38,6 +43,36 @@ LOOK_S = 30.0  # for responses of an engine, before its process tells the others
 T = TypeVar("T")
 
 
+def with_engine_group(divided: ParallelInfo, engine_size: int) -> ParallelInfo:
+    """The same, with all ranks that share an engine as siblings: one engine on GPUs spans those of its whole group.
+
+    On a CPU every group of tensor-parallel ranks has an engine of its own, whatever that spans. All processes of the
+    model take part.
+
+    Raises:
+        ConfigError: ranks cannot be put into groups of this size.
+    """
+    size = max(engine_size, len(divided.siblings))
+    if divided.device.type == "cpu" or size == len(divided.siblings):
+        return divided
+    if size % len(divided.siblings) or divided.mesh.size % size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size is {engine_size}: {divided.mesh.size} processes, of which "
+            f"{len(divided.siblings)} share the same rows, cannot be put into groups of {size} GPUs. Set it to 1, or "
+            "so that it divides their number."
+        )
+    return grouped(divided, size)
+
+
+def grouped(divided: ParallelInfo, size: int) -> ParallelInfo:
+    """The same, with ranks in groups of this size as siblings. All processes of the model take part."""
+    import torch.distributed as dist
+
+    groups = [list(range(first, first + size)) for first in range(0, divided.mesh.size, size)]
+    own, _ = dist.new_subgroups_by_enumeration(groups)
+    return replace(divided, siblings=tuple(groups[divided.rank // size]), sibling_group=own)
+
+
 class ShardedVLLMClient(RolloutEngine):
     """The running engines of `VLLMRollout`, as one of the processes that hold the model.
 
@@ -50,20 +85,37 @@ class ShardedVLLMClient(RolloutEngine):
     ):
         if options.lora == "adapter" and hasattr(model, "peft_config"):
             raise ConfigError(f"rollout.lora is adapter, {DIVIDED}")
-        self.options, self.divided = options, model.divided
+        self.options, self.divided = options, with_engine_group(model.divided, options.tensor_parallel_size)
+        self._num_same_rows = len(model.divided.siblings)  # ranks in a row that have the same prompts
+        self._own_rows = slice(0, 0)  # of what its engine draws
         self._pad_id = tokenizer.pad_token_id
         self._begun: tuple[DataProto, GenerationRequest] | None = None
         self._drawn: SampleOutput | None = None
         self._failure: Exception | None = None  # of beginning to draw
         self._times_broken = 0
         is_one_machine = len(set(among_siblings(self.divided, platform.node()))) == 1
+        is_on_gpu = self.divided.device.type == "cuda"
+        gpus = among_siblings(self.divided, gpu_name(context.device)) if is_on_gpu else []
+        if is_on_gpu and options.tensor_parallel_size > 1 and not is_one_machine:
+            raise ConfigError(
+                f"rollout.tensor_parallel_size is {options.tensor_parallel_size}: the processes of an engine would be "
+                "on several machines. Set it so that it divides trainer.n_gpus_per_node."
+            )
         self.engine: GroupVLLMClient | None = None
         if self.divided.rank == self.divided.siblings[0]:
-            self.engine = GroupVLLMClient(options, model, tokenizer, seed, autocast, context)
+            spanned = gpus[: options.tensor_parallel_size]
+            self.engine = GroupVLLMClient(options, model, tokenizer, seed, autocast, context, spanned)
         dtype, chunk_bytes = dtype_of(model, autocast), options.chunk_mib * MIB
         self.compute_type = str(dtype).removeprefix("torch.")
         self._planned = WeightSync(
-            model, self.engine, dtype, autocast, chunk_bytes, may_slice=is_one_machine, may_repeat=self._may_repeat
+            model,
+            self.divided,
+            self.engine,
+            dtype,
+            autocast,
+            chunk_bytes,
+            may_slice=is_one_machine,
+            may_repeat=self._may_repeat,
         )
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
@@ -76,6 +128,7 @@ class ShardedVLLMClient(RolloutEngine):
         assert self._begun is None
         if any(self._agreed(lambda: self.engine is not None and self.engine.needs_weights)):
             self.sync()
+        prompts, self._own_rows = self._of_group(prompts, request.num_samples)
         self._begin(prompts, request)
         self._begun = prompts, request
 
@@ -96,7 +149,8 @@ class ShardedVLLMClient(RolloutEngine):
             self.sync()
             self._begin(prompts, request)
         drawn, self._drawn = from_first(self.divided, self._drawn), None
-        return rows_of(prompts, request, drawn, self.options.max_new_tokens, self._pad_id)
+        rows = rows_of(prompts, request, drawn, self.options.max_new_tokens, self._pad_id)
+        return rows if len(rows) == self._own_rows.stop - self._own_rows.start else rows[self._own_rows]
 
     def sync(self) -> SyncResult:
         """Bring the present weights into all engines, along the plan, and prove them."""
@@ -120,6 +174,16 @@ class ShardedVLLMClient(RolloutEngine):
         if self.engine is not None:
             self.engine.close()
         self._planned.close()
+
+    def _of_group(self, prompts: DataProto, num_samples: int) -> tuple[DataProto, slice]:
+        """The prompts that the engine of this process draws for, and which of its rows are this process's own."""
+        same, group = self._num_same_rows, self.divided.siblings
+        if len(group) <= same:
+            return prompts, slice(0, len(prompts) * num_samples)
+        parts = among_siblings(self.divided, prompts)[::same]
+        own = (self.divided.rank - group[0]) // same
+        begin = sum(map(len, parts[:own])) * num_samples
+        return DataProto.concat(parts), slice(begin, begin + len(prompts) * num_samples)
 
     def _begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         """What fails is told when all come together, in `_end`."""

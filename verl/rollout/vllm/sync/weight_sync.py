@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.parallel_info import Autocast
+from verl.models.parallel_info import Autocast, ParallelInfo
 from verl.rollout.base import SyncResult
 from verl.rollout.vllm.client.client import GroupVLLMClient
 from verl.rollout.vllm.client.engine_process import EngineDied
@@ -228,6 +228,7 @@ class WeightSync:
     A sync is `connect`, which fixes layouts and handles and is made anew only when an engine was, `push`, and `verify`.
 
     Args:
+        divided: how the model is spread; siblings are the ranks that share an engine.
         engine: that this process leads, if it leads one.
         dtype: that the engines compute in.
         chunk_bytes: of a stream.
@@ -238,6 +239,7 @@ class WeightSync:
     def __init__(
         self,
         model: Any,
+        divided: ParallelInfo,
         engine: GroupVLLMClient | None,
         dtype: torch.dtype,
         autocast: Autocast,
@@ -247,7 +249,7 @@ class WeightSync:
         may_repeat: Callable[[Exception], bool],
     ):
         self.model, self.engine, self.dtype, self.autocast = model, engine, dtype, autocast
-        self.divided, self._chunk_bytes, self._may_repeat = model.divided, chunk_bytes, may_repeat
+        self.divided, self._chunk_bytes, self._may_repeat = divided, chunk_bytes, may_repeat
         self._sideways = sideways_names(model)
         self._may_slice = may_slice
         self._stream: StreamWriter | None = None

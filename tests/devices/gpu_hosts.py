@@ -1,0 +1,51 @@
+"""Roles without a model that tell which GPU their process was given."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.component import BuildContext, Description, component
+from verl.dispatch import on_each
+from verl.engines.sharding import DDP, Sharding
+
+
+class GpuTeller:
+    def __init__(self, context: BuildContext):
+        self.context = context
+
+    @on_each
+    def gpu(self) -> tuple[str, str | None]:
+        """The device that the process was told, and what it sees."""
+        return self.context.device, os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@dataclass
+class GpuPlace:
+    roles: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
+        return getattr(self.roles[role], method)(*args)
+
+    def close(self) -> None:
+        self.roles.clear()
+
+
+@component
+class GpuHost(Description):
+    """Has roles of these names."""
+
+    names: tuple[str, ...]
+
+    def worker_types(self) -> dict[str, type]:
+        return dict.fromkeys(self.names, GpuTeller)
+
+    def shardings(self) -> dict[str, Sharding]:
+        return dict.fromkeys(self.names, DDP())
+
+    def only(self, roles: Any, size: int) -> GpuHost:
+        return GpuHost(names=tuple(roles))
+
+    def build(self, context: BuildContext) -> GpuPlace:
+        return GpuPlace({name: GpuTeller(context) for name in self.names})

@@ -1,0 +1,233 @@
+"""Calls into torch.cuda and torch.distributed, recorded by stand-ins: which, with what, and in which order."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from roles import experience, start_actor
+from torch.distributed.distributed_c10d import Backend, BackendConfig
+
+from verl.checkpoint.save.host_buffer import HostBuffer
+from verl.checkpoint.save.snapshot import _pin
+from verl.component import BuildContext
+from verl.engines import engine as engine_module
+from verl.engines.parallel_dims import DataParallelism
+from verl.models.tiny import TinyModel
+from verl.rollout.vllm.client import client as client_module
+from verl.rollout.vllm.client.client import VLLMClient
+from verl.rollout.vllm.client.engine_args import environment
+from verl.rollout.vllm.config import VLLMRollout
+from verl.trainer.plan import memory_estimate
+from verl.trainer.setup import prepare_context
+from verl.utils import memory, seeding
+from verl.workers import actor as actor_module
+
+MODEL = TinyModel(hidden_size=32, intermediate_size=64)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What was called, in order; of torch.cuda what would open a context."""
+    found: list[tuple] = []
+
+    @contextlib.contextmanager
+    def device(which):
+        found.append(("device", str(which)))
+        yield
+        found.append(("device", "left"))
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: found.append(("register", size, flags)) or 0,
+        cudaHostUnregister=lambda address: found.append(("unregister",)) or 0,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda which: found.append(("set_device", str(which))))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: found.append(("empty_cache",)))
+    return found
+
+
+def test_host_memory_is_pinned_for_every_context_on_the_process_own_device_and_released_with_the_buffer(calls):
+    buffer = HostBuffer()
+    region = buffer.fit(4 * mmap.PAGESIZE)
+    buffer.before_release = _pin(torch.frombuffer(region, dtype=torch.uint8), torch.device("cuda:3"))
+    assert calls == [("device", "cuda:3"), ("register", buffer.num_bytes, 1), ("device", "left")]
+    calls.clear()
+    buffer.release()
+    assert calls == [("device", "cuda:3"), ("unregister",), ("device", "left")]
+    buffer.release()
+    assert len(calls) == 3
+
+
+def test_a_process_takes_its_device_before_it_joins_a_group_that_takes_tensors_of_both_memories(calls, monkeypatch):
+    joined = {}
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda **options: calls.append(("join",)) or joined.update(options))
+    DataParallelism(BuildContext(device="cuda:1", rank=1, world_size=2), 60.0)
+    assert calls == [("set_device", "cuda:1"), ("join",)]
+    taken = BackendConfig(Backend(joined["backend"])).get_device_backend_map()
+    assert taken["cuda"] == "nccl"
+    assert taken["cpu"] == "gloo"  # offloaded gradients lie in main memory
+
+
+@pytest.mark.parametrize(("backend", "takes"), [("cuda:fake", False), ("cpu:gloo,cuda:fake", True)])
+def test_a_group_for_devices_alone_refuses_the_gradients_of_an_offloaded_model(backend, takes, tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    import torch.testing._internal.distributed.fake_pg
+
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        parallel = DataParallelism(BuildContext(), 60.0)
+        parameter = torch.nn.Parameter(torch.ones(3))
+        parameter.grad = torch.ones(3)
+        refused = contextlib.nullcontext() if takes else pytest.raises(RuntimeError, match="device type cpu")
+        with refused:
+            parallel.sum_over([parameter], None)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_engine_wakes_after_torch_has_given_back_what_it_keeps(calls, monkeypatch):
+    engine = object.__new__(VLLMClient)
+    engine.model = torch.nn.Linear(2, 2)
+    engine._process = SimpleNamespace(call=lambda *told: calls.append(told))
+    monkeypatch.setattr(client_module, "compute_device", lambda model: torch.device("cuda:0"))
+    engine._is_asleep = False
+    engine._wake("weights")
+    assert calls == []
+    engine._is_asleep = True
+    engine._wake("weights")
+    engine._wake("kv_cache")
+    assert calls == [("empty_cache",), ("wake", "weights"), ("empty_cache",), ("wake", "kv_cache")]
+
+
+def test_a_sync_begins_without_gradients_and_without_cached_memory(calls, monkeypatch, prompts):
+    actor = start_actor(MODEL)
+    rows = experience(actor, prompts(), num_samples=2)
+    monkeypatch.setattr(engine_module, "release_cached", lambda device: calls.append(("empty_cache",)))
+    sampler = SimpleNamespace(rest=lambda: calls.append(("rest",)), sync=actor.sampler.sync)
+    synced = sampler.sync
+    sampler.sync = lambda: calls.append(("sync", all(p.grad is None for p in actor.model.parameters()))) or synced()
+    actor.sampler = sampler
+    actor.update(rows)
+    actor.sync()
+    assert calls == [("rest",), ("empty_cache",), ("sync", True)]
+
+
+def test_an_update_on_a_device_leaves_no_gradients(prompts):
+    actor = start_actor(MODEL)
+    rows = experience(actor, prompts(), num_samples=2)
+    actor.update(rows)
+    assert any(p.grad is not None for p in actor.model.parameters())
+    actor.engine._micro_batches = lambda *asked: (micro for micro in made)
+    made = list(type(actor.engine)._micro_batches(actor.engine, rows))
+    actor.engine.device = torch.device("meta")  # another one than the CPU
+    actor.update(rows)
+    assert all(p.grad is None for p in actor.model.parameters())
+
+
+def test_a_driver_without_roles_opens_no_context_on_any_gpu(calls, monkeypatch, tmp_path):
+    def refuse(name):
+        def called(*_, **__):
+            raise AssertionError(f"torch.cuda.{name} opens a context")
+
+        return called
+
+    opening = ("mem_get_info", "current_device", "get_rng_state", "get_rng_state_all", "set_rng_state", "synchronize")
+    for name in opening:
+        monkeypatch.setattr(torch.cuda, name, refuse(name))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    settings = SimpleNamespace(device="auto", seed=1, project_name="p", experiment_name="e", faults_here=lambda: ())
+    context = prepare_context(BuildContext(run_dir=tmp_path), settings)
+    assert context.device == "cuda:0"
+    tensors, plain = seeding.rng_state()
+    assert set(tensors) == {"torch"}
+    seeding.set_rng_state(tensors | {"cuda_0": torch.zeros(16, dtype=torch.uint8)}, plain)
+    assert memory_estimate.free_memory("cuda:0", 8) is None  # no nvidia-smi here
+    assert calls == []
+
+
+def test_memory_of_a_gpu_is_asked_for_by_the_name_that_this_process_knows_it_by(monkeypatch):
+    asked = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5")
+    told = SimpleNamespace(stdout="81559, 80000\n")
+    monkeypatch.setattr(memory.subprocess, "run", lambda command, **options: asked.append(command) or told)
+    assert memory.gpu_memory_from_outside(1) == memory.DeviceMemory(81559 << 20, 80000 << 20)
+    assert asked[0][:2] == ["nvidia-smi", "--id=GPU-5"]
+
+
+def test_a_worker_keeps_the_generator_of_its_own_gpu_and_goes_on_from_it_on_another_one(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.arange(4, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: given.append(state.tolist()))
+    tensors, plain = seeding.rng_state()
+    assert set(tensors) == {"torch", "cuda_3"}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    seeding.set_rng_state(tensors, plain)
+    assert given == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("before", "within"),
+    [
+        ("expandable_segments:True,max_split_size_mb:512", "expandable_segments:False,max_split_size_mb:512"),
+        ("max_split_size_mb:512", None),
+        ("", None),
+    ],
+)
+def test_memory_for_another_process_lies_outside_of_expandable_segments(monkeypatch, before, within):
+    said = []
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: before, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
+    with memory.shareable_allocations():
+        assert said == ([within] if within else [])
+    assert said == ([within, before] if within else [])  # nothing of the user's settings is lost
+
+
+def test_products_of_a_float32_engine_are_not_rounded():
+    context = BuildContext(device="cuda:0")
+    exact = environment(VLLMRollout(), context, 1, torch.float32, ["0"])
+    assert exact["TRITON_F32_DEFAULT"] == "ieee"
+    assert exact["NVIDIA_TF32_OVERRIDE"] == "0"
+    assert "TRITON_F32_DEFAULT" not in environment(VLLMRollout(), context, 1, torch.bfloat16, ["0"])
+    assert exact["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_the_actor_lets_its_engine_rest_before_anything_else_computes(monkeypatch, tmp_path, model32):
+    from trainer.runs import PPO_ALGORITHM, ppo_run
+
+    found = []
+    for kind, name in ((actor_module.ActorWorker, "generate"), (actor_module.ActorWorker, "rest")):
+        real = getattr(kind, name)
+        monkeypatch.setattr(kind, name, _recorded(found, name, real))
+    from verl.workers.critic import CriticWorker
+    from verl.workers.reference import ReferenceWorker
+
+    monkeypatch.setattr(
+        ReferenceWorker, "compute_log_probs", _recorded(found, "reference", ReferenceWorker.compute_log_probs)
+    )
+    monkeypatch.setattr(CriticWorker, "compute_values", _recorded(found, "values", CriticWorker.compute_values))
+    run = ppo_run(model32, PPO_ALGORITHM, total_steps=1)
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        trainer.step(trainer.train_data.collate(trainer.sampler.next_batch()), 1)
+    assert found[:2] == ["generate", "rest"]
+    assert {"values"} <= set(found[2:])
+
+
+def _recorded(found, name, real):
+    import functools
+
+    @functools.wraps(real)
+    def call(*args, **kwargs):
+        found.append(name)
+        return real(*args, **kwargs)
+
+    return call

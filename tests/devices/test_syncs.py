@@ -1,0 +1,126 @@
+"""How often training and sampling would make their process wait for a GPU: counted per micro-batch and per token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from devices.device_syncs import DeviceSyncs
+from roles import experience, start_actor, start_critic
+
+from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches
+from verl.models.tiny import TinyModel
+from verl.ops import sampling
+from verl.ops.packing import PackedRows
+from verl.ops.sampling import inverse_cdf, inverse_cdf_by_blocks
+from verl.rollout.base import GenerationRequest
+from verl.rollout.hf import HFRollout
+
+MODEL = TinyModel(hidden_size=32, intermediate_size=64)
+PER_UPDATE = 3  # metrics in one question, the norm, and the scale of the gradients
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """What `MicroBatch.to` puts on a device counts as there, from then on."""
+    syncs = DeviceSyncs()
+
+    def to(micro, device):
+        packing = micro.packing
+        if packing is not None:
+            names = ("tokens", "positions", "queries", "keys", "out", "predictors")
+            parts = {name: getattr(packing, name) for name in names}
+            moved = {
+                name: part.clone()
+                if isinstance(part, torch.Tensor)
+                else replace(part, index=part.index.clone(), uses=tuple(x.clone() for x in part.uses))
+                for name, part in parts.items()
+            }
+            syncs.on_device([moved["tokens"], moved["positions"]])
+            syncs.on_device([(moved[name].index, *moved[name].uses) for name in names[2:]])
+            packing = PackedRows(blocks=packing.blocks, **moved)
+        places = tuple(syncs.on_device(x.clone()) for x in micro.on_mask)
+        tensors = {name: syncs.on_device(x.clone()) for name, x in micro.tensors.items()}
+        return replace(micro, tensors=tensors, packing=packing, places=places)
+
+    monkeypatch.setattr(MicroBatch, "to", to)
+    return syncs
+
+
+def counted(syncs, work):
+    syncs.counts.clear()
+    with syncs:
+        work()
+    return dict(syncs.counts)
+
+
+def micro_batches_of(rows, role):
+    return len(list(cut_into_micro_batches(rows, role.engine.micro_batch_tokens, role.engine.paths(rows))))
+
+
+@pytest.mark.parametrize("packing", ["auto", "off"])
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_an_update_waits_for_the_device_as_often_with_many_micro_batches_as_with_one(role, packing, prompts, pretended):
+    start = start_actor if role == "actor" else start_critic
+    found, numbers = {}, {}
+    rows = experience(start_actor(MODEL), prompts(), num_samples=6)
+    for budget in (10_000, 25):
+        worker = start(MODEL, packing=packing, micro_batch_tokens=budget, gradient_checkpointing=True)
+        worker.update(rows)  # the first batch is looked at in another way
+        pretended.on_device(list(worker.engine.model.parameters()))
+        numbers[budget] = micro_batches_of(rows, worker)
+        found[budget] = counted(pretended, lambda worker=worker: worker.update(rows))
+    assert numbers[25] >= numbers[10_000] + 3
+    # Of padded rows transformers asks whether the mask of padding is needed, once per forward pass.
+    asked = 0 if packing == "auto" else numbers[25] - numbers[10_000]
+    assert found[25].pop("item") - found[10_000].pop("item") <= asked
+    assert found[25] == found[10_000]  # none of ours per micro-batch, layer or tensor
+    assert sum(found[25].values()) <= PER_UPDATE, found[25]
+
+
+def test_scores_come_to_main_memory_once_per_micro_batch_and_name(prompts, pretended):
+    actor = start_actor(MODEL, micro_batch_tokens=25)
+    rows = experience(actor, prompts(), num_samples=6)
+    found = counted(pretended, lambda: actor.compute_log_probs(rows))
+    assert found.pop("to") == 2 * micro_batches_of(rows, actor)  # log-probs and entropies
+    assert not sum(found.values()), found
+
+
+def test_the_counter_sees_what_waits():
+    syncs = DeviceSyncs()
+    x = syncs.on_device(torch.arange(6.0))
+    with syncs:
+        y = x * 2
+        float(y.sum()), y.tolist(), y[y > 3], y.nonzero(), bool((y > 0).all())
+        torch.ones(3).tolist()
+    assert syncs.counts == {"item": 2, "tolist": 1, "boolean index": 1, "nonzero": 1}
+
+
+@pytest.mark.parametrize("options", [{}, {"min_new_tokens": 4}, {"top_k": 5}], ids=str)
+def test_a_token_of_our_own_decode_loop_waits_once(options, prompts, pretended, monkeypatch):
+    monkeypatch.setattr(sampling, "inverse_cdf", inverse_cdf_by_blocks)
+    monkeypatch.setattr("verl.rollout.token_sampler.inverse_cdf", inverse_cdf_by_blocks)  # as on a GPU
+    found = {}
+    for new in (8, 24):
+        actor = start_actor(MODEL, HFRollout(max_new_tokens=new, drop_finished=False, **options))
+        pretended.on_device([*actor.model.parameters(), *actor.model.buffers()])
+        generate = actor.sampler.generate
+        rows = prompts()
+        lasting = replace(actor.sampler.options, min_new_tokens=options.get("min_new_tokens", 0))
+        assert lasting == actor.sampler.options
+        actor.sampler.stop_ids = torch.zeros(0, dtype=torch.int64)  # all rows have all tokens
+        found[new] = counted(pretended, lambda g=generate, r=rows: g(r, GenerationRequest(0, 3)))
+    per_token = (sum(found[24].values()) - sum(found[8].values())) / 16
+    assert per_token <= 1, found
+
+
+def test_drawing_from_a_large_vocabulary_asks_the_device_nothing_in_few_operations():
+    syncs = DeviceSyncs()
+    probs = syncs.on_device(torch.rand(4, 128_256).softmax(-1))
+    u = syncs.on_device(torch.rand(4, dtype=torch.float64))
+    with syncs:
+        tokens = inverse_cdf_by_blocks(probs, u)
+    assert not sum(syncs.counts.values())
+    assert syncs.launches <= 45
+    assert tokens.tolist() == inverse_cdf(probs, u).tolist()

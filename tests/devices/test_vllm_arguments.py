@@ -1,0 +1,135 @@
+"""What a vLLM engine is asked for on a GPU: sizes by arithmetic, and vLLM's own checks of them with a GPU's numbers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from devices.shapes import GIB, H100, beside, llama_8b, save_llama_8b
+
+from verl.errors import ConfigError
+from verl.rollout.vllm.client.engine_args import EngineArgs, as_config_error
+from verl.rollout.vllm.client.engine_process import EngineError
+from verl.rollout.vllm.client.gpu_memory import (
+    cache_bytes,
+    engine_shape,
+    utilization,
+    warn_of_small_cache,
+)
+from verl.rollout.vllm.config import VLLMRollout
+from verl.utils.memory import DeviceMemory
+
+pytest.importorskip("vllm", reason="vLLM's own checks need vLLM")
+
+ROLLOUT = VLLMRollout(max_new_tokens=1024, max_model_len=2048)
+BUSY = beside(25.0)  # a trainer of 8B over 8 GPUs: 15 GiB at rest, gathered weights
+
+
+def arguments(options: VLLMRollout, memory: DeviceMemory, needed: int | None, directory: str) -> dict:
+    """As `engine_args` makes them on a GPU of which only the numbers are here."""
+    shape = engine_shape(options, llama_8b(), torch.bfloat16)
+    cache = cache_bytes(options, shape, memory, needed)
+    rank = 16 if options.lora == "adapter" else None
+    setting = EngineArgs(
+        options, directory, torch.bfloat16, 1, True, rank, "", cache, utilization(shape, cache, memory)
+    )
+    return setting.engine_arguments()
+
+
+CASES = {
+    "default": (ROLLOUT, BUSY, 25 * GIB),
+    "beside a trainer that nothing is known of": (ROLLOUT, BUSY, None),
+    "a cache of 8 GiB": (replace(ROLLOUT, kv_cache_gib=8.0), BUSY, 25 * GIB),
+    "written by hand": (replace(ROLLOUT, enforce_eager=True, sleep=False), BUSY, 40 * GIB),
+    "over two GPUs": (replace(ROLLOUT, tensor_parallel_size=2), BUSY, 25 * GIB),
+    "an adapter": (replace(ROLLOUT, lora="adapter"), BUSY, 25 * GIB),
+    "a long context": (replace(ROLLOUT, max_model_len=32768), BUSY, 25 * GIB),
+    "a GPU of its own": (ROLLOUT, H100, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What vLLM says to each of the cases, and to its own default where a trainer has a third of the GPU."""
+    folder = tmp_path_factory.mktemp("vllm")
+    directory = str(save_llama_8b(folder / "model"))
+    cases = {name: (arguments(*case, directory), case[1]) for name, case in CASES.items()}
+    asked = dict(cases["default"][0])
+    del asked["gpu_memory_utilization"]
+    cases["vLLM's own default"] = (asked, BUSY)
+    cases["too large"] = (arguments(replace(ROLLOUT, kv_cache_gib=60.0), BUSY, 25 * GIB, directory), BUSY)
+    (folder / "cases").write_bytes(pickle.dumps((directory, cases)))
+    script = Path(__file__).with_name("vllm_checks.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder / "cases"), str(folder / "told")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "told").read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vllm_starts_beside_a_trainer_with_what_it_is_asked_for(told, name):
+    options, memory, _ = CASES[name]
+    found = told[name]
+    assert "error" not in found
+    assert found["requested"] <= memory.free
+    assert found["cache"] > engine_shape(options, llama_8b(), torch.bfloat16).cache_of(1)
+    assert found["eager"] is (options.enforce_eager is True)  # CUDA graphs unless the user says otherwise
+    assert found["sleeps"] is options.sleep
+    assert found["siblings"] == options.tensor_parallel_size
+
+
+def test_without_a_part_of_its_own_vllm_would_refuse_to_start_beside_that_trainer(told):
+    assert "less than desired GPU memory utilization" in told["vLLM's own default"]["error"]
+
+
+def test_a_cache_that_does_not_fit_is_named_with_what_is_free(told):
+    refusal = EngineError(told["too large"]["error"])
+    setting = EngineArgs(replace(ROLLOUT, kv_cache_gib=60.0), "", torch.bfloat16, 1, True, utilization=0.99)
+    said = str(as_config_error(refusal, setting, None))
+    assert "rollout.kv_cache_gib is 60.0: with the engine's weights that takes 0.99 of the GPU and" in said
+    assert "53.5" in said  # GiB are free
+    assert said.endswith("null for what is left beside the trainer.")
+
+
+def test_a_cache_of_null_takes_what_is_left_and_no_more_than_rows_can_fill():
+    shape = engine_shape(ROLLOUT, llama_8b(), torch.bfloat16)
+    assert 14.5 * GIB < shape.weights < 15.5 * GIB
+    assert shape.row == 2 * 32 * 8 * 128 * 2
+    beside_small, beside_large = (cache_bytes(ROLLOUT, shape, BUSY, x * GIB) for x in (25, 50))
+    assert beside_small > 25 * GIB
+    assert beside_small - beside_large == pytest.approx(0.9 * 25 * GIB, rel=0.01)
+    assert beside_small + shape.weights + shape.overhead + 25 * GIB < H100.free
+    few = replace(ROLLOUT, max_num_seqs=4)
+    assert cache_bytes(few, engine_shape(few, llama_8b(), torch.bfloat16), H100, 0) == pytest.approx(
+        4 * 2048 * shape.row, rel=0.05
+    )
+    assert cache_bytes(ROLLOUT, shape, None, None) == GIB  # on a CPU
+
+
+def test_memory_that_does_not_hold_one_row_is_refused_with_all_numbers():
+    with pytest.raises(ConfigError, match=r"kv_cache_gib is null: .* needs 62.0 while .* the engine 15.0 for weights"):
+        cache_bytes(ROLLOUT, engine_shape(ROLLOUT, llama_8b(), torch.bfloat16), BUSY, 62 * GIB)
+
+
+def test_a_cache_that_holds_few_of_the_rows_is_told(caplog):
+    small = replace(ROLLOUT, kv_cache_gib=1.0)
+    shape = engine_shape(small, llama_8b(), torch.bfloat16)
+    with caplog.at_level(logging.WARNING):
+        warn_of_small_cache(small, shape, cache_bytes(small, shape, BUSY, None))
+        warn_of_small_cache(ROLLOUT, shape, cache_bytes(ROLLOUT, shape, H100, 0))
+    assert len(caplog.records) == 1
+    assert "rollout.kv_cache_gib is 1: 1.00 GiB hold keys and values of 3 rows of 2048 tokens" in caplog.text
+    assert "Set it to about 64." in caplog.text

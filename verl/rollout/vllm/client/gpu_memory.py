@@ -1,0 +1,125 @@
+"""What a vLLM engine takes of a GPU that it shares with a trainer: weights, keys and values, and its own workings.
+
+    total = other processes + trainer (while responses are drawn) + engine weights + overhead + keys and values
+                                                                                     `rollout.kv_cache_gib`, or a share
+
+vLLM compares its `gpu_memory_utilization` with what is free when it starts, whatever size of the cache it is told, and
+by default wants 0.92 of the whole device. So it is told the part of the device that this engine takes, and no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.errors import ConfigError
+from verl.models.model_stats import model_stats
+from verl.utils.memory import DeviceMemory
+
+if TYPE_CHECKING:
+    from verl.rollout.vllm.config import VLLMRollout
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+CACHE_ON_CPU_GIB = 1.0
+SHARE = 0.9  # of what is left, for keys and values; the rest is for fragments, and what an estimate leaves out
+SHARE_BESIDE_UNKNOWN = 0.5  # where it is not known what else the trainer will need
+CONTEXT_BYTES = 600 << 20  # of a process that uses a GPU: kernels, cuBLAS workspaces
+GRAPH_BYTES = 1 << 30  # CUDA graphs, where the model is compiled
+BLOCK_TOKENS = 128  # of the cache, at most
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """What the size of an engine follows from.
+
+    Attributes:
+        weights: bytes in each of its processes.
+        row: bytes of the keys and values of one token, in each of its processes.
+        overhead: bytes beside weights, keys and values.
+        max_model_len: tokens of the longest row; None where nothing says so.
+    """
+
+    weights: int
+    row: int
+    overhead: int
+    max_model_len: int | None
+
+    def rows(self, cache_bytes: int) -> int:
+        """How many rows of the greatest length a cache holds."""
+        return 0 if self.max_model_len is None else cache_bytes // max(1, self.cache_of(1))
+
+    def cache_of(self, count: int) -> int:
+        """Bytes that keys and values of so many rows of the greatest length take."""
+        blocks = count * math.ceil((self.max_model_len or BLOCK_TOKENS) / BLOCK_TOKENS) + 1  # vLLM keeps one for itself
+        return blocks * BLOCK_TOKENS * self.row
+
+
+def engine_shape(options: VLLMRollout, config: Any, dtype: torch.dtype, is_on_gpu: bool = True) -> EngineShape:
+    """Of an engine with these options for a model with this configuration."""
+    stats, siblings = model_stats(config), options.tensor_parallel_size
+    # of one layer of a pass, twice over, and the logits in float32 thrice: as they come, scaled, and as log-probs
+    layer = options.max_num_batched_tokens * (stats.hidden * 6 + 3 * stats.mlp // siblings) * dtype.itemsize * 2
+    logits = 3 * 4 * options.max_num_seqs * stats.vocabulary
+    compiled = 0 if options.runs_eager(is_on_gpu) else GRAPH_BYTES
+    return EngineShape(
+        weights=stats.parameters * dtype.itemsize // siblings,
+        row=stats.cache_elements * dtype.itemsize // siblings,
+        overhead=CONTEXT_BYTES + compiled + layer + logits,
+        max_model_len=options.max_model_len or getattr(config.get_text_config(), "max_position_embeddings", None),
+    )
+
+
+def cache_bytes(options: VLLMRollout, shape: EngineShape, memory: DeviceMemory | None, beside: int | None) -> int:
+    """Bytes for keys and values, in each process of an engine.
+
+    Args:
+        memory: of the GPU before the engine starts; None on a CPU.
+        beside: bytes that the roles of this process need there while the engine is awake; None where it is not known.
+    Raises:
+        ConfigError: `rollout.kv_cache_gib` is null and nothing is left for a single row.
+    """
+    if options.kv_cache_gib is not None:
+        return int(options.kv_cache_gib * GIB)
+    if memory is None:
+        return int(CACHE_ON_CPU_GIB * GIB)
+    share = SHARE_BESIDE_UNKNOWN if beside is None else SHARE
+    taken = memory.own if beside is None else max(beside, memory.own)
+    left = memory.free + memory.own - taken - shape.weights - shape.overhead
+    found = min(int(share * left), shape.cache_of(options.max_num_seqs))
+    if found < shape.cache_of(1):
+        length = "" if shape.max_model_len is None else f" of {shape.max_model_len} tokens"
+        raise ConfigError(
+            f"rollout.kv_cache_gib is null: of {memory.total / GIB:.1f} GiB of the GPU {memory.free / GIB:.1f} are "
+            f"free, the trainer needs {taken / GIB:.1f} while responses are drawn and the engine "
+            f"{shape.weights / GIB:.1f} for weights and {shape.overhead / GIB:.1f} beside them, which leaves too "
+            f"little for keys and values of one row{length} ({shape.cache_of(1) / GIB:.2f}). Set "
+            "rollout.tensor_parallel_size or trainer.n_gpus_per_node higher, sharding.cpu_offload=true, or "
+            "rollout.max_num_seqs, rollout.max_num_batched_tokens or rollout.max_model_len lower."
+        )
+    return found
+
+
+def utilization(shape: EngineShape, cache: int, memory: DeviceMemory) -> float:
+    """`gpu_memory_utilization` for vLLM: the part of the device that this engine takes, rounded up to a thousandth."""
+    part = math.ceil((shape.weights + cache + shape.overhead) / memory.total * 1000) / 1000
+    return min(1.0, max(0.001, part))
+
+
+def warn_of_small_cache(options: VLLMRollout, shape: EngineShape, cache: int) -> None:
+    """Say where fewer rows are decoded at a time than `rollout.max_num_seqs` allows, since the cache is full before."""
+    rows = shape.rows(cache)
+    if options.max_model_len is None or 2 * rows >= options.max_num_seqs:  # typical rows have half the greatest length
+        return
+    asked = "null" if options.kv_cache_gib is None else f"{options.kv_cache_gib:g}"
+    log.warning(
+        "rollout.kv_cache_gib is %s: %.2f GiB hold keys and values of %d rows of %d tokens, and rollout.max_num_seqs "
+        "is %d. Rows beyond that wait. Set it to about %.1f for all of them.",
+        asked, cache / GIB, rows, options.max_model_len, options.max_num_seqs,
+        shape.cache_of(options.max_num_seqs) / GIB,
+    )  # fmt: skip
