@@ -22,7 +22,7 @@ from verl.models.lora import LoRA
 from verl.models.model_stats import ModelStats, model_stats
 from verl.rollout.vllm.client.gpu_memory import CACHE_ON_CPU_GIB
 from verl.trainer.config import LoopSettings, PPOSettings
-from verl.utils.memory import gpu_memory_from_outside
+from verl.utils.memory import free_main_memory, gpu_memory_from_outside
 from verl.workers.base import TrainedRole
 
 _log = logging.getLogger(__name__)
@@ -326,20 +326,6 @@ def _trained(
 def _computed_in(role: TrainedRole) -> int:
     """Bytes of a number in the type that a role computes in."""
     return getattr(torch, role.autocast or role.model.dtype).itemsize
-
-
-def free_main_memory() -> int | None:
-    """Free main memory: what the kernel says, or what is left of the limit of this container."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        return min(free, int(limit) - int(used)) if limit != "max" else free
-    except (OSError, ValueError):
-        return free
 
 
 def log_estimate(run: Any, context: BuildContext, checkpoints: Path) -> MemoryEstimate | None:
