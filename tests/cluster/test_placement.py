@@ -13,7 +13,6 @@ from trainer.runs import PPO_ALGORITHM, ppo_run
 
 import verl
 from verl.cluster.placement import DeviceMesh
-from verl.component import BuildContext
 from verl.engines.sharding import DDP, NoSharding
 from verl.errors import ConfigError
 from verl.trainer.local_trainer import LocalPPOTrainer
@@ -88,20 +87,15 @@ def test_roles_on_devices_of_their_own_train_what_one_process_does(model64, tmp_
 
 
 @needs_two_cores
-def test_a_process_keeps_to_the_core_of_its_device(model32, tmp_path):
-    run = ppo_run(model32, PPO_ALGORITHM, placement=DeviceMesh(devices=["cpu:1"]))
-    with run.build(BuildContext(run_dir=tmp_path)):
-        (pid,) = workers_of(os.getpid())
-        assert os.sched_getaffinity(pid) == {sorted(os.sched_getaffinity(0))[1]}
-
-
-def test_the_trainer_of_scripts_takes_a_mesh_and_its_configuration_tells_of_it(dir32, tmp_path):
+def test_the_trainer_of_scripts_takes_a_mesh_and_its_process_keeps_to_the_core_of_the_device(dir32, tmp_path):
     overrides = ["actor=pretrained", f"actor.model.path={dir32}", "algorithm=grpo", "trainer.total_steps=1"]
     overrides += ["trainer.prompts_per_step=2", "trainer.eval_samples=0", "trainer.eval_before=false"]
     overrides += ["rollout.max_new_tokens=4", "data.max_prompt_length=12", "checkpoint=off"]
     rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "2+2=", "answer": "4"}]
-    mesh = DeviceMesh(devices=["cpu:0"])
+    mesh = DeviceMesh(devices=["cpu:1"])
     with LocalPPOTrainer(None, rows, overrides=overrides, device_mesh=mesh) as trainer:
-        assert trainer.config.trainer.placement.devices == ["cpu:0"]
+        assert trainer.config.trainer.placement.devices == ["cpu:1"]
         assert trainer.run.trainer.placement == mesh
+        (pid,) = workers_of(os.getpid())
+        assert os.sched_getaffinity(pid) == {sorted(os.sched_getaffinity(0))[1]}
         assert trainer.fit().status == "finished"

@@ -54,12 +54,12 @@ def in_ray(host: ToyHost, context: BuildContext, size: int, timeout_s: float) ->
     return RayWorkerGroup(session, RayRoleGroup("main", size, 0.5, 0, 1, "PACK", timeout_s), host, context)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("local", marks=pytest.mark.xdist_group("cluster")),
-        pytest.param("ray", marks=pytest.mark.xdist_group("ray")),
-    ]
-)
+LOCAL = pytest.param("local", marks=pytest.mark.xdist_group("cluster"))
+RAY = [pytest.mark.xdist_group("ray")]
+over_both = pytest.mark.parametrize("groups", [LOCAL, pytest.param("ray", marks=RAY)], indirect=True)
+
+
+@pytest.fixture(params=[LOCAL, pytest.param("ray", marks=[*RAY, pytest.mark.exhaustive])])
 def groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Groups]:
     if request.param == "ray":
         request.getfixturevalue("ray_here")
@@ -78,6 +78,7 @@ def groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         assert given.is_gone(list(cluster.pids))
 
 
+@over_both
 def test_calls_are_divided_joined_and_ended_with_nothing_left(groups, tmp_path):
     cluster, toy = groups.start(2, run_dir=tmp_path)
     answers = [toy.double(rows(count)) for count in (7, 1, 0)]  # more rows than processes, fewer, none
@@ -134,6 +135,7 @@ def test_an_exit_of_a_role_is_its_error_and_names_the_line(groups):
     assert "toy_roles.py" in str(caught.value)
 
 
+@over_both
 def test_a_worker_that_dies_in_a_call_is_named_and_not_the_sibling_that_noticed(groups, monkeypatch):
     monkeypatch.setattr(rpc, "GRACE_S", 10.0)  # a machine under load takes its time to end a process
     cluster, toy = groups.start(2)
@@ -157,6 +159,7 @@ def test_a_call_may_take_as_long_as_it_needs_while_a_worker_makes_progress(group
     assert groups.is_gone(list(cluster.pids))
 
 
+@over_both
 def test_a_stopped_worker_is_named_and_ended(groups, monkeypatch):
     monkeypatch.setattr(rpc, "STACK_TIMEOUT_S", 1.0)
     if groups.name == "ray":

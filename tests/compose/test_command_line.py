@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import each_value_once
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -24,10 +25,10 @@ ODD = (
     "/data/a b/c", "/data/a,b", "it's here", 'say "hi"', "/a[1]/b{2}(3)", "/run#1", "/данные/größe/数", "s3://b/p?x=1&y=2",
     "a=b", "C:\\new\\x", "ends\\", "/a;b|c!^&*%$", "1e5", "2024", "null.d", "@x", "-x", "'", "~other/x", "a'b\"c,[d",
 )  # fmt: skip
+KEYS_OF_PATHS = ("actor.model.path", "checkpoint.save_dir", "resume", "reward.path")
 
 
-@pytest.mark.parametrize("path", ODD)
-@pytest.mark.parametrize("key", ["actor.model.path", "checkpoint.save_dir", "resume", "reward.path"])
+@pytest.mark.parametrize(("key", "path"), each_value_once(KEYS_OF_PATHS, ODD))
 def test_a_value_that_is_a_path_is_taken_as_it_stands(key, path):
     more = ["reward=function"] if key == "reward.path" else []
     arguments, assigned = command_line("ppo", [f"{key}={path}", *more])

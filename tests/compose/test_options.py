@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
+from cases import each_value_once, short_where
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
@@ -38,6 +40,8 @@ NEEDED = {  # what an option leaves to the user
     "reward=model": ["reward.model.path=owner/model"],
     "reward=remote_chat": ["reward.endpoint.base_url=http://localhost:8000/v1", "reward.model=judge"],
     "reward=remote_http": ["reward.endpoint.base_url=http://localhost:9000/score"],
+    "reward=code_tests": ["sandbox=none", "reward.tests_key=answer"],
+    "sandbox=remote": ["sandbox.endpoint.base_url=http://localhost:49999"],
     "sharding=hsdp": ["trainer.n_gpus_per_node=4"],
     "sharding=tp_fsdp": ["trainer.n_gpus_per_node=4"],
     "storage=s3": ["storage.bucket=models"],
@@ -100,7 +104,13 @@ def test_option_composes_and_checks_in_ppo(option, users_files):
     assert (type(run).__name__, run.identity()) == ("PPORun", IDENTITIES[f"ppo {option}"])
 
 
-@pytest.mark.parametrize("option", [option for option in OPTIONS if applies("sft", option)])
+def is_first_or_of_sft_alone(option: str) -> bool:
+    """An option of both roots is tried in ppo; in sft the first of its group stands for it."""
+    group = option.partition("=")[0]
+    return option in SFT_ONLY or option == next(o for o in OPTIONS if o.startswith(f"{group}=") and applies("sft", o))
+
+
+@pytest.mark.parametrize("option", short_where(filter(partial(applies, "sft"), OPTIONS), is_first_or_of_sft_alone))
 def test_option_composes_and_checks_in_sft(option, users_files):
     arguments, assigned = command_line("sft", [option, *NEEDED.get(option, [])])
     assert assigned.faults == []
@@ -110,8 +120,9 @@ def test_option_composes_and_checks_in_sft(option, users_files):
     assert (type(run).__name__, run.identity()) == ("SFTRun", IDENTITIES[f"sft {option}"])
 
 
-@pytest.mark.parametrize("experiment", group_options(conf_dir())["experiment"])
-@pytest.mark.parametrize("debug", group_options(conf_dir())["debug"])
+@pytest.mark.parametrize(
+    ("debug", "experiment"), each_value_once(*(group_options(conf_dir())[group] for group in ("debug", "experiment")))
+)
 def test_debug_goes_with_every_experiment(experiment, debug, users_files):
     root, option = "sft" if f"experiment={experiment}" in SFT_ONLY else "ppo", f"experiment={experiment}"
     run = validate(compose_root(root, [option, f"debug={debug}", *NEEDED.get(option, [])]))

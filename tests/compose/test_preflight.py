@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,11 @@ from omegaconf import OmegaConf
 from storage.s3_server import Fault
 from trainer.state.test_save_directory import OTHER, fit, run
 
+from verl.checkpoint.commit.fencing import RunLock
+from verl.checkpoint.core.checkpoint import read_state
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.remote import lease
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import refuse_here, validate
@@ -80,6 +87,46 @@ def test_another_training_is_refused_by_its_keys_before_anything_is_built(model3
         refuse_here(run(model32, data=OTHER, save=fixed))
     refuse_here(run(model32, data=OTHER))
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_job_of_a_sweep_that_finds_only_another_training_is_refused_before_anything_is_built(model32, tmp_path):
+    swept = ("actor.optimizer.lr",)
+    fit(run(model32, lr=1e-3), "job_0", swept)
+    before = sorted(tmp_path.rglob("*"))
+    job = BuildContext(job="job_1", swept=swept)
+    with pytest.raises(ConfigError, match=r"data\.train is \[.*was trained with"):
+        refuse_here(run(model32, lr=1e-3, data=OTHER, resume="latest"), job)
+    refuse_here(run(model32, lr=1e-3, resume="latest"), job)
+    refuse_here(run(model32, lr=2e-3, data=OTHER, resume="latest"), job)  # a job that the first sweep did not have
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_place_of_a_store_that_a_living_run_of_another_machine_holds_is_refused_before_anything_is_built(
+    model32, tmp_path, monkeypatch
+):
+    storage = LocalStorage(path=str(tmp_path / "bucket"))
+    directory = fit(run(model32, storage=storage))
+    identity = read_state(FileSystem(), CheckpointDirectory(directory).open("global_step_2"))["identity"]
+    place = dataclasses.replace(storage, path=f"{storage.path}/checkpoints/verl/default")
+    held = lease.StoreLease(place, RunLock(tmp_path / "elsewhere", "first", identity).holder)
+    monkeypatch.setattr(lease, "machine_id", lambda: "this machine")
+    for name in ("RENEW_EVERY_S", "LOOK_EVERY_S"):
+        monkeypatch.setattr(lease, name, 0.05)
+    living = [run(model32, storage=storage, resume=resume) for resume in (None, "latest", f"{directory}/global_step_2")]
+    for made in living:
+        refuse_here(made)
+    assert held.acquire() is None
+    held.keep()
+    try:
+        shutil.rmtree(directory.parent)
+        for made in living[:2]:
+            with pytest.raises(ConfigError, match=r"storage leads to .*a run of this training is uploading there"):
+                refuse_here(made)
+        refuse_here(run(model32, storage=storage, data=OTHER))  # it takes a place of its own
+    finally:
+        held.release()
+    refuse_here(living[1])
+    assert not directory.exists()
 
 
 def test_a_disk_with_a_checkpoint_goes_on_without_its_store(model32, tmp_path):

@@ -10,13 +10,21 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from verl.component import BuildContext
+from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import ShardedParallelism
 from verl.models.heads import ValueHeadModel
 from verl.models.lora import LoRA
 from verl.models.pretrained import SafetensorsReader
 from verl.resharding.dtensor import local, own_part, tensor_layout
 
-MESHES = {"fsdp": (1, 4, 1), "hsdp": (2, 2, 1), "tp": (2, 1, 2), "tp_fsdp": (1, 2, 2)}
+MESHES = {
+    "fsdp": ParallelDegrees(dp_shard=4),
+    "hsdp": ParallelDegrees(dp_replicate=2, dp_shard=2),
+    "tp": ParallelDegrees(dp_replicate=2, tp=2),
+    "tp_fsdp": ParallelDegrees(dp_shard=2, tp=2),
+    "cp": ParallelDegrees(dp_shard=2, cp=2),
+    "cp_tp": ParallelDegrees(cp=2, tp=2),
+}
 
 
 class CountingFiles(SafetensorsReader):

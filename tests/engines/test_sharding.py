@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from verl.component import BuildContext
-from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP, NoSharding
+from verl.engines.parallel_degrees import ParallelDegrees
+from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP, NoSharding, Parallel
 from verl.engines.tensor_parallel import heads_fault
 from verl.errors import ConfigError
 
@@ -69,3 +70,56 @@ def test_siblings_of_tensor_parallelism_work_on_the_same_rows():
     assert DDP().parts(3) == FSDP().parts(3) == HSDP().parts(3) == (0, 1, 2)
     assert TP().parts(2) == (0, 0)
     assert TP(tensor_parallel=2).parts(4) == TPFSDP().parts(4) == (0, 0, 1, 1)
+
+
+def test_the_usual_shardings_are_layouts_of_one_mesh():
+    found = {kind: kind.degrees(4) for kind in (DDP(), FSDP(), HSDP(), TP(tensor_parallel=2), TPFSDP())}
+    assert all(degrees.world_size == 4 for degrees in found.values())
+    preset = {HSDP(): Parallel(dp_replicate=2), TPFSDP(): Parallel(tp=2), FSDP(): Parallel()}
+    for kind, same in preset.items():
+        assert kind.degrees(4) == same.degrees(4)
+        assert (kind.parts(4), kind.mesh_sizes(4)) == (same.parts(4), same.mesh_sizes(4))
+
+
+def test_processes_along_cp_and_tp_work_on_the_same_rows_and_weights_are_divided_over_cp():
+    sharding = Parallel(dp_replicate=2, cp=2, tp=2)
+    degrees = sharding.degrees(16)
+    assert degrees == ParallelDegrees(dp_replicate=2, dp_shard=2, cp=2, tp=2)
+    assert sharding.parts(16) == tuple(rank // 4 for rank in range(16))
+    assert sharding.mesh_sizes(16) == (2, 4, 2)
+    assert [degrees.context_ranks(rank) for rank in (0, 1, 2, 7)] == [(0, 2), (1, 3), (0, 2), (5, 7)]
+    staged = ParallelDegrees(pp=2, dp_shard=2, tp=2)
+    assert [staged.row_share(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_sizes_that_are_not_the_number_of_processes_name_the_nearest_layout():
+    fault = Parallel(tp=2, cp=3).size_fault(8)
+    assert fault.startswith("cp is 3: pp 1 x dp_replicate 1 x cp 3 x tp 2 is 6, which does not divide the 8 processes")
+    assert fault.endswith("The nearest layout that fits: sharding.cp=4 sharding.tp=2.")
+    assert Parallel(dp_shard=3).size_fault(4).endswith("The nearest layout that fits: sharding.dp_shard=4.")
+    assert Parallel(tp=2, dp_shard=2).size_fault(4) is Parallel(cp=2).size_fault(6) is None
+
+
+def test_heads_that_do_not_divide_name_the_nearest_layout():
+    fault = Parallel(tp=4).heads_fault(14, 2, 8)
+    assert "tp is 4: it must divide the model's 2 key-value heads" in fault
+    assert fault.endswith("The nearest layout that fits: sharding.dp_shard=4 sharding.tp=2.")
+    ulysses = Parallel(cp=4, cp_style="ulysses")
+    assert ulysses.heads_fault(14, 2, 4).startswith("cp is 4: with cp_style=ulysses it must divide the 14 heads")
+    assert "sharding.cp=2" in ulysses.heads_fault(14, 2, 4)
+    assert Parallel(cp=4).heads_fault(14, 2, 4) is ulysses.heads_fault(16, 2, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"dp_shard": 0}, "dp_shard is 0: must be at least 1, or -1"),
+        ({"cp": 0}, "cp is 0"),
+        ({"cp_style": "ring"}, "cp_style is 'ring': expected one of allgather, ulysses"),
+        ({"pp": 2}, "pp is 2: this version has no pipeline parallelism"),
+        ({"ep": 2}, "ep is 2: this version has no expert parallelism"),
+    ],
+)
+def test_what_a_mesh_cannot_be_is_refused_by_name(options, told):
+    with pytest.raises(ConfigError, match=told):
+        Parallel(**options)

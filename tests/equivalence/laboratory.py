@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from equivalence.courses import Course, run_course
+from equivalence.one_update import one_update
 from torch import Tensor, nn
 
 import verl.trainer.ppo_lifecycle as ppo_lifecycle
@@ -27,6 +28,7 @@ from verl.component import BuildContext, Description, component
 from verl.dispatch import dispatch_of, on_all, on_each
 from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, Sharding
+from verl.protocol import DataProto
 from verl.resharding.dtensor import local
 from verl.rollout.vllm.state_dict import weights_of
 from verl.trainer.ppo_config import PPORun
@@ -97,6 +99,14 @@ class Bench:
                 return {kind: sum(local(x).nbytes for x in held.values()) for kind, held in tensors.items()}
         finally:
             ppo_lifecycle.start_cluster = before
+
+    @on_each
+    def updated(self, source: Any, sharding: Sharding, rows: DataProto, options: dict[str, Any]) -> dict[str, Tensor]:
+        """See `one_update`."""
+        parallel = sharding.build(self.context)
+        degrees = sharding.degrees(self.context.world_size)
+        shares = {"share": degrees.row_share(self.context.rank), "shares": degrees.row_shares}
+        return one_update(source, parallel, rows, **shares, **options)
 
     @on_each
     def summed(self, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

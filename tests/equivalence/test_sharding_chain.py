@@ -10,6 +10,7 @@ import pytest
 import torch
 from cluster.processes_of import wait_until_gone, workers_of
 from cluster.ray_here import placed
+from random_models import save_random_model
 from trainer.runs import PPO_ALGORITHM, ppo_run
 
 from verl.checkpoint.config import Checkpointing
@@ -18,18 +19,29 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.component import BuildContext
-from verl.engines.sharding import DDP, FSDP, TP, TPFSDP, NoSharding, Sharding
+from verl.engines.sharding import DDP, FSDP, TP, TPFSDP, NoSharding, Parallel, Sharding
 from verl.models.lora import LoRA
+from verl.models.pretrained import Pretrained
 
 pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive]
 
-CHAIN: list[tuple[Sharding, int, bool]] = [  # the last: in Ray
+Chain = list[tuple[Sharding, int, bool]]  # the last: in Ray
+CHAIN: Chain = [
     (NoSharding(), 1, False),
     (FSDP(), 2, False),
     (TPFSDP(), 4, False),
     (DDP(timeout_s=60.0), 2, True),
     (TP(), 2, False),
     (FSDP(), 1, False),
+    (NoSharding(), 1, False),
+]
+STAGES: Chain = [
+    (NoSharding(), 1, False),
+    (Parallel(pp=2), 2, False),
+    (Parallel(pp=2, tp=2), 4, False),
+    (Parallel(pp=2, dp_replicate=2), 4, False),
+    (FSDP(), 2, False),
+    (Parallel(pp=2, pp_schedule="gpipe"), 2, False),
     (NoSharding(), 1, False),
 ]
 
@@ -55,18 +67,29 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["whole", "adapter"])
-def test_a_chain_of_shardings_ends_where_one_process_does(lora, model64, tmp_path, caplog):
-    for step, (sharding, processes, in_ray) in enumerate(CHAIN, start=1):
-        step_of(model64, tmp_path / "chain", step, sharding, processes, in_ray, lora)
-        step_of(model64, tmp_path / "alone", step, NoSharding(), 1, False, lora)
+def assert_ends_where_one_process_does(chain: Chain, model, directory: Path, lora: LoRA | None) -> None:
+    for step, (sharding, processes, in_ray) in enumerate(chain, start=1):
+        step_of(model, directory / "chain", step, sharding, processes, in_ray, lora)
+        step_of(model, directory / "alone", step, NoSharding(), 1, False, lora)
         of_chain, alone = (
-            tensors_of(tmp_path / name / f"checkpoints/global_step_{step}") for name in ("chain", "alone")
+            tensors_of(directory / name / f"checkpoints/global_step_{step}") for name in ("chain", "alone")
         )
         assert of_chain.keys() == alone.keys()
         gaps = {name: float((x.double() - alone[name].double()).abs().max()) for name, x in of_chain.items()}
         assert {name: gap for name, gap in gaps.items() if not gap <= 1e-9} == {}, f"step {step}"
         assert {name: x.dtype for name, x in of_chain.items()} == {name: x.dtype for name, x in alone.items()}
     assert any(x.dtype == torch.float64 for x in alone.values())
-    assert "FSDP has one process, so nothing is sharded" in caplog.text
     assert wait_until_gone(workers_of(os.getpid())) == []
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["whole", "adapter"])
+def test_a_chain_of_shardings_ends_where_one_process_does(lora, model64, tmp_path, caplog):
+    assert_ends_where_one_process_does(CHAIN, model64, tmp_path, lora)
+    assert "FSDP has one process, so nothing is sharded" in caplog.text
+
+
+@pytest.mark.parametrize(("lora", "tied"), [(None, False), (None, True), (LoRA(rank=2), False)])
+def test_a_chain_through_pipeline_stages_ends_where_one_process_does(lora, tied, tmp_path):
+    options = {"num_hidden_layers": 4, "tie_word_embeddings": tied}
+    path = save_random_model(tmp_path / "model", "starcoder2", torch.float64, **options)
+    assert_ends_where_one_process_does(STAGES, Pretrained(path=str(path), dtype="float64"), tmp_path, lora)

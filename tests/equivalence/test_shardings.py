@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from cases import short_where
 from equivalence.courses import assert_rounding_alone, assert_same, run_course
 from equivalence.laboratory import laboratory
 from random_models import save_random_model
@@ -35,8 +36,13 @@ SHARDINGS = {
     "tp": TP(tensor_parallel=2),  # and two shares of rows
     "tp_fsdp": TPFSDP(),
 }
-QUICK = ("fsdp", "hsdp", "tp", "tp_fsdp")
-IN_SHORT = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in SHARDINGS]
+
+
+def names(*all_of_them: str, short: tuple[str, ...]):
+    """Shardings; `make test` tries some of them in each test, and all of them in some test."""
+    return pytest.mark.parametrize("name", short_where(all_of_them, short.__contains__))
+
+
 # 5, 4 and 1 responses: counts that do not divide, shares without rows
 PROMPTS = [[0, 1, 2, 3, 4], [7, 6, 5, 2], [3]]
 
@@ -61,7 +67,7 @@ def alone(model64, tmp_path_factory):
     return run_course(ppo_run(model64, PPO_ALGORITHM, group_size=1), PROMPTS, tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("name", IN_SHORT)
+@names(*SHARDINGS, short=("fsdp", "hsdp", "tp_fsdp"))
 def test_four_processes_train_as_one_does(name, bench, alone, model64, tmp_path):
     run = ppo_run(
         model64, PPO_ALGORITHM, group_size=1, sharding=SHARDINGS[name], n_gpus_per_node=4, micro_batch_tokens=40
@@ -88,7 +94,7 @@ def test_roles_that_are_each_divided_in_their_own_way_train_as_one_process_does(
     assert_same(alone, bench.course(dataclasses.replace(run, **parts), PROMPTS, tmp_path).result(timeout=120))
 
 
-@pytest.mark.parametrize("name", ["fsdp", "hsdp", "tp", pytest.param("tp_fsdp", marks=pytest.mark.exhaustive), "ddp"])
+@names("fsdp", "hsdp", "tp", "tp_fsdp", "ddp", short=("fsdp", "tp"))
 def test_the_cost_model_tells_what_each_process_holds(name, bench, tmp_path):
     path = save_random_model(tmp_path / "model", "llama", torch.float32, hidden_size=128, num_key_value_heads=2)
     model, sharding = Pretrained(path=str(path)), SHARDINGS[name]
@@ -99,7 +105,7 @@ def test_the_cost_model_tells_what_each_process_holds(name, bench, tmp_path):
         assert held["optimizer"] == pytest.approx(cost.optimizer, rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", pytest.param("hsdp", marks=pytest.mark.exhaustive), "tp"])
+@names("ddp", "fsdp", "hsdp", "tp", short=("ddp",))
 def test_in_float32_losses_and_gradients_differ_by_rounding_alone(name, bench, model32, tmp_path):
     def run(**parts):
         rollout = ScriptedRollout(max_new_tokens=7, texts=("12", "7*7=49", "0"))
@@ -122,7 +128,7 @@ def with_actor(run, **options):
     return dataclasses.replace(run, actor=dataclasses.replace(run.actor, **options))
 
 
-@pytest.mark.parametrize("name", ["fsdp", "tp", "tp_fsdp", pytest.param("hsdp", marks=pytest.mark.exhaustive)])
+@names("fsdp", "hsdp", "tp", "tp_fsdp", short=("tp_fsdp",))
 def test_an_adapter_learns_the_same_and_its_frozen_model_is_the_reference(name, bench, model64, tmp_path):
     def run(**parts):
         return with_actor(ppo_run(model64, GRPO_ALGORITHM, group_size=3, **parts), lora=LoRA(rank=2))
@@ -180,7 +186,7 @@ def test_adapters_of_some_layers_of_actor_and_critic_learn_the_same(name, bench,
     assert_same(alone, found)
 
 
-@pytest.mark.parametrize("name", ["tp", pytest.param("tp_fsdp", marks=pytest.mark.exhaustive)])
+@names("tp", "tp_fsdp", short=("tp",))
 def test_an_engine_is_given_a_divided_adapter_as_peft_merges_it_and_as_it_is(name, bench, model64, tmp_path):
     made = ppo_run(model64, GRPO_ALGORITHM, group_size=3, sharding=SHARDINGS[name], n_gpus_per_node=4, lr=0.1)
     run = with_actor(made, lora=LoRA(rank=2))
@@ -196,7 +202,7 @@ def test_an_engine_is_given_a_divided_adapter_as_peft_merges_it_and_as_it_is(nam
         torch.testing.assert_close(b @ given[f"{path}.lora_A"], delta, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "tp", pytest.param("tp_fsdp", marks=pytest.mark.exhaustive)])
+@names("fsdp", "tp", "tp_fsdp", short=("fsdp",))
 def test_tied_weights_stay_tied_and_recomputed_activations_change_nothing(name, bench, tied64, tmp_path):
     def run(**parts):
         return with_actor(ppo_run(tied64, GRPO_ALGORITHM, group_size=3, **parts), gradient_checkpointing=bool(parts))
@@ -208,7 +214,7 @@ def test_tied_weights_stay_tied_and_recomputed_activations_change_nothing(name, 
     assert_same(alone, bench.course(together, prompts, tmp_path).result())
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("tp", "tp_fsdp")])
+@names("tp", "tp_fsdp", short=())
 def test_norms_over_the_heads_of_one_process_get_the_gradient_of_all_heads(name, bench, tmp_path):
     path = save_random_model(tmp_path / "qwen3", "qwen3", torch.float64)
     model, prompts = Pretrained(path=str(path), dtype="float64"), [[2, 0, 5]]
@@ -223,7 +229,7 @@ def test_norms_over_the_heads_of_one_process_get_the_gradient_of_all_heads(name,
     assert_same(alone, found, 1e-6)  # its other norms pass through float32
 
 
-@pytest.mark.parametrize("name", ["fsdp", "tp", pytest.param("tp_fsdp", marks=pytest.mark.exhaustive)])
+@names("fsdp", "tp", "tp_fsdp", short=("tp",))
 def test_computing_in_bfloat16_means_the_same(name, bench, model32, tmp_path):
     def run(autocast="bfloat16", **parts):
         rollout = ScriptedRollout(max_new_tokens=7, texts=("12", "7*7=49", "0"))
@@ -254,9 +260,7 @@ def saved(request, model64, tmp_path_factory):
     return run, directory / "checkpoints/global_step_2"
 
 
-@pytest.mark.parametrize(
-    "name", ["fsdp", "tp_fsdp", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("hsdp", "tp"))]
-)
+@names("fsdp", "hsdp", "tp", "tp_fsdp", short=("tp_fsdp",))
 def test_a_checkpoint_of_one_process_is_loaded_and_given_back_bit_by_bit(name, bench, saved):
     run, checkpoint = saved
     settings = dataclasses.replace(run.trainer, n_gpus_per_node=4)

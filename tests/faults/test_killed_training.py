@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,28 +12,23 @@ from pathlib import Path
 import pytest
 from cli.small_runs import hold_once, small_run
 from cluster.processes_of import wait_until_gone
+from faults.fork_server import Child, ForkServer
 
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.trainer.state.lineage import read_events
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.xdist_group("fork server")
 STEPS = 12
 KILLS = 3
 
 
-def command(model, directory: Path, *overrides: str) -> list:
+def started(server: ForkServer, model, directory: Path, name: str, *overrides: str) -> Child:
     """A run that saves each step, so that most moments lie within a save."""
     quiet = ["tracker.tensorboard=null", "tracker.curves=null", "tracker.console.progress_bar=false"]
     saving = [f"checkpoint.save_dir={directory / 'checkpoints'}", "checkpoint.save_interval=1", "resume=latest"]
     length = [f"trainer.total_steps={STEPS}", "trainer.eval_interval=3", "trainer.save_final=false"]
-    return [sys.executable, ROOT / "main_ppo.py", *small_run(model, directory), *quiet, *saving, *length, *overrides]
-
-
-def started(model, directory: Path, name: str, *overrides: str) -> subprocess.Popen:
-    with (directory / f"{name}.log").open("w") as log:
-        run = [*command(model, directory, f"hydra.run.dir={directory / name}", *overrides)]
-        return subprocess.Popen(run, stdout=log, stderr=subprocess.STDOUT, cwd=directory, start_new_session=True)
+    return server.start(directory, name, [*small_run(model, directory), *quiet, *saving, *length, *overrides])
 
 
 def digest(directory: Path) -> str:
@@ -44,20 +37,20 @@ def digest(directory: Path) -> str:
     return CheckpointReader(newest).digest()
 
 
-def wait_for_training(process: subprocess.Popen, run_dir: Path) -> None:
+def wait_for_training(process: Child, run_dir: Path) -> None:
     """Until the first line of metrics; or the end of the run."""
     end = time.monotonic() + 240
-    while process.poll() is None and not (run_dir / "metrics.jsonl").is_file():
+    while process.is_running() and not (run_dir / "metrics.jsonl").is_file():
         assert time.monotonic() < end, "no step was made"
         time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(model32, tmp_path_factory) -> str:
+def uninterrupted(server, model32, tmp_path_factory) -> str:
     """Digest of the last checkpoint of a run that nobody disturbs."""
     directory = tmp_path_factory.mktemp("uninterrupted")
-    process = started(model32, directory, "run", "checkpoint=sync")
-    assert process.wait(timeout=240) == 0, (directory / "run.log").read_text()
+    process = started(server, model32, directory, "run", "checkpoint=sync")
+    assert process.wait(240) == 0, (directory / "run.log").read_text()
     return digest(directory)
 
 
@@ -67,38 +60,40 @@ def uninterrupted(model32, tmp_path_factory) -> str:
     [("async", 0), ("sync", 1), ("async", 2), ("async", 3)],
 )
 def test_a_training_killed_at_random_moments_until_it_ends_has_the_digest_of_one_that_was_not(
-    mode, seed, uninterrupted, model32, tmp_path
+    mode, seed, uninterrupted, server, model32, tmp_path
 ):
     moments = random.Random(seed)
     for attempt in range(KILLS):
-        process = started(model32, tmp_path, f"run_{attempt}", f"checkpoint={mode}")
+        process = started(server, model32, tmp_path, f"run_{attempt}", f"checkpoint={mode}")
         try:
             wait_for_training(process, tmp_path / f"run_{attempt}")
             time.sleep(moments.uniform(0.0, 0.8))
         finally:
             process.kill()
             process.wait()
-    last = started(model32, tmp_path, "last", f"checkpoint={mode}")
-    assert last.wait(timeout=240) == 0, (tmp_path / "last.log").read_text()
+    last = started(server, model32, tmp_path, "last", f"checkpoint={mode}")
+    assert last.wait(240) == 0, (tmp_path / "last.log").read_text()
     assert digest(tmp_path) == uninterrupted
     events = read_events(tmp_path / "checkpoints")
     assert sum(event["event"] == "end" and event["status"] == "finished" for event in events) >= 1
 
 
 @pytest.mark.parametrize("when", [pytest.param("at once", marks=pytest.mark.exhaustive), "while it trains"])
-def test_a_termination_ends_with_143_and_all_processes_and_loses_no_step(when, uninterrupted, model32, tmp_path):
+def test_a_termination_ends_with_143_and_all_processes_and_loses_no_step(
+    when, uninterrupted, server, model32, tmp_path
+):
     hold = hold_once(tmp_path / "checkpoints/global_step_2", tmp_path) if when == "while it trains" else None
-    process = started(model32, tmp_path, "first", "checkpoint=async")
+    process = started(server, model32, tmp_path, "first", "checkpoint=async")
     try:
         wait_for_training(process, tmp_path / "first")
         if hold:
             wait_for(hold.exists, "a checkpoint")
         family = sorted(group_of(process.pid))
-        process.send_signal(signal.SIGTERM)
+        process.kill(signal.SIGTERM)
         if hold:
             wait_for(lambda: "SIGTERM: stopping" in (tmp_path / "first.log").read_text(), "an answer to the signal")
             hold.unlink()
-        status = process.wait(timeout=240)
+        status = process.wait(240)
     finally:
         process.kill()
         process.wait()
@@ -112,8 +107,8 @@ def test_a_termination_ends_with_143_and_all_processes_and_loses_no_step(when, u
         newest = CheckpointDirectory(tmp_path / "checkpoints").newest()
         assert (summary["status"], summary["steps"]) == ("interrupted", newest.step)
         assert newest.step < STEPS
-    process = started(model32, tmp_path, "second")
-    assert process.wait(timeout=240) == 0, (tmp_path / "second.log").read_text()
+    process = started(server, model32, tmp_path, "second")
+    assert process.wait(240) == 0, (tmp_path / "second.log").read_text()
     assert digest(tmp_path) == uninterrupted
 
 

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 import pytest
+from cases import short_where
 from rich.console import Console
 
 from verl.component import BuildContext
@@ -58,17 +59,11 @@ def drawn_reward(trainer: PPOTrainer) -> float:
     return float(trainer.reward.score(rows)["score"].astype(float).mean())
 
 
-KIN = {"ppo_adaptive_kl", "dr_grpo", "gspo", "opo", "reinforce_pp_baseline"}  # whose parts others here have too
-
-
-def options():
-    """Of the group `algorithm`."""
-    for name in group_options(conf_dir())["algorithm"]:
-        yield pytest.param(name, marks=[pytest.mark.exhaustive] if name in KIN else [])
+SHORT = {"ppo", "grpo"}  # the others learn in test_learning.py, and here in `make exhaustive`
 
 
 @pytest.mark.learning
-@pytest.mark.parametrize("name", options())
+@pytest.mark.parametrize("name", short_where(group_options(conf_dir())["algorithm"], SHORT.__contains__))
 def test_an_algorithm_raises_the_reward_of_addition(name, cache, tmp_path):
     with started([f"algorithm={name}"], cache).build(BuildContext(run_dir=tmp_path)) as trainer:
         before = drawn_reward(trainer)

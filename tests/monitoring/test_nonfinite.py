@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import short_where
 from safetensors.torch import load_file, save_file
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, Arbitrary, Prompts, ppo_run, read_lines, weights, without_times
 from trainer.test_sft import sft_run
@@ -209,7 +210,7 @@ def broken(directory: Path, source: Path) -> Pretrained:
     return Pretrained(path=str(directory))
 
 
-@pytest.mark.parametrize("sharding", ["none", "ddp"])
+@pytest.mark.parametrize("sharding", short_where(SHARDINGS, "none".__eq__))
 def test_weights_that_are_not_finite_stop_the_run_and_skipping_does_not_hide_them(model32, dir32, tmp_path, sharding):
     critic = Critic(model=broken(tmp_path / "model", dir32), optimizer=AdamW(lr=1e-3))
     run = ppo_run(model32, critic=critic, total_steps=9, safety=skipping(max_skips=2), **QUICK, **SHARDINGS[sharding])

@@ -54,7 +54,7 @@ def test_what_passes_is_asked_again(store: ObjectStore, proxy: Proxy, fault: Fau
 
 
 def test_a_server_that_stalls_is_asked_again(storage: S3Storage, proxy: Proxy) -> None:
-    patient = dataclasses.replace(storage, timeout_s=3.0, retries=20)  # a slow machine may not do it in 3 s either
+    patient = dataclasses.replace(storage, timeout_s=1.0, retries=20)  # a slow machine may not do it in 1 s either
     stalls = Fault(passed_on=True, delay_s=300.0)
     with patient.connect() as store:
         proxy.misbehave = after(1, stalls, method="PUT", times=2)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_models import save_random_model
+from random_models import save_random_classifier, save_random_model
 from trainer.saved_runs import course, fit
 
 from verl.compose.compose import compose_root
@@ -20,17 +20,13 @@ from verl.compose.schema import conf_dir
 from verl.compose.validate import validate
 from verl.engines.sharding import DDP, FSDP, Sharding, ShardingCost
 from verl.models.model_stats import model_stats
+from verl.models.pretrained import Pretrained
 from verl.trainer.plan import memory_estimate as budget_module
-from verl.trainer.plan.memory_estimate import (
-    GIB,
-    MemoryEstimate,
-    RoleMemory,
-    estimate_ppo,
-    estimate_sft,
-    free_disk,
-    free_memory,
-    remedies,
-)
+from verl.trainer.plan import run_plan
+from verl.trainer.plan.devices import device_named
+from verl.trainer.plan.memory import memory_plan
+from verl.trainer.plan.memory_estimate import GIB, RoleMemory, estimate_ppo, estimate_sft, free_disk, free_memory
+from verl.trainer.plan.run_plan import RunPlan, plan_run
 
 ROOT = conf_dir().parent
 MEASURE = """
@@ -84,9 +80,11 @@ def test_it_agrees_with_what_an_update_takes(tmp_path):
     roles = ["actor=pretrained", f"actor.model.path={large}", "critic=none", "algorithm=grpo", "reference=none"]
     sizes = ["trainer.prompts_per_step=4", "trainer.group_size=2", "data.max_prompt_length=80"]
     run = validate(compose_root("ppo", [*roles, *sizes, "rollout.max_new_tokens=16", "algorithm.kl.coef=0"]))
-    actor = estimate_ppo(run).roles[0]
-    assert measured["loaded"] == pytest.approx(actor.weights, rel=0.15)
-    assert measured["peak"] == pytest.approx(actor.resident + actor.gradients + actor.working, rel=0.3)
+    plan = memory_plan(run, device_named("cpu"))
+    update = next(phase for phase in plan.phases if phase.name == "update actor").parts
+    assert measured["loaded"] == pytest.approx(update["actor weights"], rel=0.15)
+    trained = sum(size for part, size in update.items() if part != "copy for the writer")
+    assert measured["peak"] == pytest.approx(trained, rel=0.3)
 
 
 def test_parameters_are_counted_as_the_model_has_them(tmp_path):
@@ -111,13 +109,13 @@ def test_a_family_without_a_language_model_head_is_counted_too():
     assert model_stats(config).parameters == sum(p.numel() for p in AutoModel.from_config(config).parameters())
 
 
-def test_an_estimate_that_fails_stops_no_run(model32, tmp_path, monkeypatch, caplog):
-    def failing(run):
+def test_a_plan_that_fails_stops_no_run(model32, tmp_path, monkeypatch, caplog):
+    def failing(*_):
         raise KeyError("num_attention_heads")
 
-    monkeypatch.setattr(budget_module, "estimate_ppo", failing)
+    monkeypatch.setattr(run_plan, "memory_plan", failing)
     assert fit(course(model32, tmp_path, total_steps=1), tmp_path / "run").status == "finished"
-    assert "cannot be estimated: KeyError" in caplog.text
+    assert "cannot be planned: KeyError" in caplog.text
 
 
 def test_an_adapter_and_a_divided_model_take_less():
@@ -129,22 +127,19 @@ def test_an_adapter_and_a_divided_model_take_less():
     whole, adapted = actor(), actor("actor.lora={_target_:verl.models.lora.LoRA,rank:4}")
     assert adapted.optimizer < whole.optimizer / 5
     assert adapted.weights >= whole.weights
-    recomputed = actor("actor.gradient_checkpointing=true")
-    assert recomputed.working < whole.working
     shared = actor("sharding=ddp", "+sharding@actor.sharding=fsdp", "trainer.n_gpus_per_node=4")
-    assert shared.resident == whole.resident // 4
+    assert shared.weights + shared.optimizer == (whole.weights + whole.optimizer) // 4
     assert 0 < shared.gathered < shared.generating == whole.weights
 
 
 def test_processes_that_share_layers_work_on_the_same_rows():
-    def budget(*choices):
-        return estimate_ppo(
-            validate(compose_root("ppo", ["actor=tiny_scratch", "trainer.prompts_per_step=4", *choices]))
-        )
+    def plan(*choices):
+        run = validate(compose_root("ppo", ["actor=tiny_scratch", "trainer.prompts_per_step=16", *choices]))
+        return memory_plan(run, device_named("cpu"))
 
-    one, rows, layers = budget(), *(budget(f"sharding={name}", "trainer.n_gpus_per_node=4") for name in ("ddp", "tp"))
-    assert layers.roles[0].working == one.roles[0].working == 4 * rows.roles[0].working
-    assert layers.cache == rows.cache == one.cache // 4  # of the own heads, for all rows
+    one, rows, layers = plan(), *(plan(f"sharding={name}", "trainer.n_gpus_per_node=4") for name in ("ddp", "tp"))
+    assert layers.roles[0].tokens == one.roles[0].tokens == 4 * rows.roles[0].tokens
+    assert layers.estimate.cache == rows.estimate.cache == one.estimate.cache // 4  # of the own heads, for all rows
 
 
 def test_processes_of_a_mesh_share_the_memory_of_the_machine():
@@ -166,99 +161,126 @@ def test_a_run_of_supervised_fine_tuning_has_a_budget_too():
         estimate_sft(validate(compose_root("sft", list(choices))))
         for choices in ((), ("sharding=fsdp", "trainer.n_gpus_per_node=2"))
     )
-    assert list(one.phases()) == ["update actor"]
-    assert two.roles[0].resident == one.roles[0].resident // 2
+    assert two.roles[0].weights == one.roles[0].weights // 2
+    assert two.roles[0].optimizer == one.roles[0].optimizer // 2
     assert (one.processes, two.processes, one.saving) == (1, 2, two.saving)
     assert one.flops > 0
 
 
-def test_what_an_asynchronous_save_copies_counts_where_the_copy_lies():
-    def budget(option: str) -> MemoryEstimate:
-        return estimate_ppo(validate(compose_root("ppo", ["actor=tiny_scratch", "critic=tiny_scratch", option])))
+def planned(*choices: str, device: str = "cpu", limit: int | None = None) -> RunPlan:
+    run = validate(compose_root("ppo", ["actor=tiny_scratch", "critic=tiny_scratch", *choices]))
+    return plan_run(run, device_named(device), limit=limit)
 
-    beside, still = budget("checkpoint=async"), budget("checkpoint=sync")
-    assert beside.copied == beside.saving > still.copied == 0
-    assert beside.peak[1] - still.peak[1] == beside.saving
-    on_gpu = replace(beside, on_host=False)
-    assert on_gpu.peak[1] == still.peak[1]
-    (warning,) = on_gpu.warnings(None, None, beside.saving - 1)
+
+def test_what_an_asynchronous_save_copies_counts_where_the_copy_lies():
+    beside, still = planned("checkpoint=async"), planned("checkpoint=sync")
+    saving = beside.memory.estimate.saving
+    assert beside.memory.estimate.copied == saving > still.memory.estimate.copied == 0
+    assert beside.memory.peak.total - still.memory.peak.total == saving
+    on_gpu, offloaded = (
+        planned("checkpoint=async", *more, device="h100")
+        for more in ([], ["sharding=fsdp", "sharding.cpu_offload=true", "trainer.n_gpus_per_node=2"])
+    )
+    (warning,) = on_gpu.warnings(None, saving - 1)
     assert warning.startswith("Main memory may not suffice: what is saved and offloaded needs about")
-    assert list(on_gpu.warnings(None, None, beside.saving)) == []
-    offloaded = replace(on_gpu, roles=(replace(on_gpu.roles[0], is_offloaded=True), *on_gpu.roles[1:]))
-    assert offloaded.host - on_gpu.host == on_gpu.roles[0].resident + on_gpu.roles[0].gradients
-    assert on_gpu.peak[1] > offloaded.peak[1]
+    assert list(on_gpu.warnings(None, saving)) == []
+    resting = sum(role.weights + role.optimizer + role.gradients for role in offloaded.memory.estimate.roles)
+    assert offloaded.memory.host == saving + 2 * resting
+    assert offloaded.memory.peak.total < on_gpu.memory.peak.total
 
 
 def test_an_engine_beside_the_trainer_takes_its_cache_and_its_weights():
-    overrides = ["actor=tiny_scratch", "critic=tiny_scratch", "rollout=vllm", "rollout.kv_cache_gib=2"]
-    budget = estimate_ppo(validate(compose_root("ppo", overrides)))
-    assert budget.cache == 2 * GIB + budget.roles[0].weights
+    generate = next(p for p in planned("rollout=vllm", "rollout.kv_cache_gib=2").memory.phases if p.name == "generate")
+    assert generate.parts["keys and values"] == 2 * GIB
+    assert generate.parts["engine weights"] == generate.parts["actor weights"]
+
+
+def test_a_server_that_generates_takes_nothing_here():
+    names = {
+        phase.name: phase.parts
+        for phase in planned("rollout=server", "rollout.endpoint.base_url=http://127.0.0.1:1").memory.phases
+    }
+    assert "generate" not in names
+    assert not any("keys and values" in parts for parts in names.values())
+
+
+def test_a_reward_model_is_a_role_that_scores(tmp_path):
+    path = save_random_classifier(tmp_path / "rm", "llama", hidden_size=256)
+    of_model = planned("reward=model", f"reward.model.path={path}").memory
+    rest = next(phase for phase in of_model.phases if phase.name == "rest").parts
+    sizes = sum(parameter.numel() for parameter in Pretrained(path=str(path)).load_classifier("cpu").parameters())
+    assert rest["reward weights"] == 4 * sizes
+
+
+def test_a_critic_has_no_output_head():
+    rest = next(phase for phase in planned().memory.phases if phase.name == "rest").parts
+    estimate = planned().memory.estimate
+    actor, critic = (next(role for role in estimate.roles if role.name == name) for name in ("actor", "critic"))
+    assert rest["critic weights"] == critic.weights
+    update = next(phase for phase in planned().memory.phases if phase.name == "update critic").parts
+    assert not update["logits"]
+    assert actor.weights >= critic.weights
 
 
 def test_what_may_not_suffice_is_told_with_the_numbers():
-    role = RoleMemory("actor", weights=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB, working=GIB)
-    budget = MemoryEstimate(roles=(role,), cache=GIB, processes=1, saving=12 * GIB, kept=4, flops=1)
-    assert budget.peak == ("update actor", 17 * GIB)
-    memory, disk = budget.warnings(16 * GIB, 40 * GIB)
-    assert "update actor needs about 17.0 GiB in each process, and 16.0 GiB are free" in memory
-    assert "4 checkpoints of 12.0 GiB, and 40.0 GiB are free" in disk
-    assert list(replace(budget, kept=1).warnings(18 * GIB, 40 * GIB)) == []
-    assert list(budget.warnings(None, None)) == []
-    assert "update actor 17.00 GiB" in "\n".join(budget.lines())
+    plan = planned("checkpoint.keep_last_n=3", limit=2**20)
+    needed = plan.memory.peak.total / GIB
+    memory, disk = plan.warnings(1, None)
+    assert f"{plan.memory.peak.name} needs about {needed:.1f} GiB in each process, and 0.0 GiB are free" in memory
+    assert "4 checkpoints of 0.0 GiB, and 0.0 GiB are free" in disk
+    assert list(planned().warnings(None, None)) == []
 
 
-def of_ppo(*choices: str):
-    run = validate(compose_root("ppo", ["actor=tiny_scratch", "critic=tiny_scratch", *choices]))
-    return run, estimate_ppo(run)
+def named(plan: RunPlan) -> set[str]:
+    return {setting.partition("=")[0] for change in plan.changes for setting in change.settings}
 
 
-def named(run, budget) -> set[str]:
-    return {remedy.partition("=")[0] for remedy in remedies(run, budget)}
-
-
-def test_what_is_advised_makes_the_phase_smaller_that_is_short(monkeypatch):
+def test_what_is_advised_makes_the_phase_smaller_that_is_short():
     long = ("rollout.max_new_tokens=30", "data.max_prompt_length=30", "actor.micro_batch_tokens=99999")
-    run, budget = of_ppo(*long, "checkpoint=off")
-    phase, needed = budget.peak
-    assert phase == "update actor"
-    assert "actor.micro_batch_tokens" in named(run, budget)
-    assert not {name for name in named(run, budget) if name.startswith(("critic", "sharding", "rollout"))}
-    helped = replace(run, actor=replace(run.actor, micro_batch_tokens=run.actor.micro_batch_tokens // 16))
-    assert estimate_ppo(helped).phases()[phase] < 0.6 * needed
+    plan = planned(*long, "checkpoint=off")
+    assert plan.memory.peak.name == "update actor"
+    short = planned(*long, "checkpoint=off", limit=int(0.8 * plan.memory.peak.total))
+    assert "actor.micro_batch_tokens" in named(short)
+    for change in short.changes:
+        assert planned(*long, "checkpoint=off", *" ".join(change.settings).split()).memory.peak.total == change.peak
 
-    run, budget = of_ppo("rollout=vllm", "rollout.kv_cache_gib=8")
-    assert budget.peak[0] == "generate"
-    assert named(run, budget) == {"rollout.kv_cache_gib"}  # no activations, no gradients there
-
-    on_two = ("sharding=fsdp", "trainer.n_gpus_per_node=2", "actor.gradient_checkpointing=true")
-    run, budget = of_ppo(*long, *on_two)
-    assert "sharding" not in named(run, budget)  # is divided, and all processes share the memory of this machine
-    assert "actor.gradient_checkpointing" not in named(run, budget)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    gpu = replace(budget, on_host=False)
-    assert "trainer.n_gpus_per_node" not in named(run, gpu)
+    plan = planned("rollout=vllm", "rollout.kv_cache_gib=32", device="h100", limit=20 * GIB)
+    assert plan.memory.peak.name == "generate"
+    assert named(plan) == {"rollout.kv_cache_gib"}  # no activations, no gradients there
 
 
 def test_a_phase_that_no_setting_makes_smaller_is_told_so():
-    budget = of_ppo()[1]
-    (warning,) = budget.warnings(1, None, None, [])
+    (warning,) = planned(limit=1).warnings(None, None)
     assert "take a smaller model" in warning
     assert "micro_batch_tokens" not in warning
 
 
 def test_every_process_that_holds_a_role_is_counted():
     apart = ("trainer=mesh", "trainer.placement.devices=[cpu:0,cpu:1]", "+trainer.placement.sub_meshes.critic=[cpu:1]")
-    budget = of_ppo(*apart)[1]
-    assert budget.processes == 2
-    assert "processes     2, operations" in "\n".join(budget.lines())
-    one = of_ppo()[1]
-    apart_, here = budget.phases(), one.phases()
-    assert apart_["update critic"] < here["update critic"]  # the actor is elsewhere
+    plan, one = planned(*apart), planned()
+    assert plan.memory.estimate.processes == 2
+    assert next(plan.lines()).startswith("2 processes, device")
+    update_apart, update_here = (
+        next(phase for phase in x.memory.phases if phase.name == "update critic") for x in (plan, one)
+    )
+    assert update_apart.total < update_here.total  # the actor is elsewhere
     pools = ("trainer=ray", "+trainer.placement.pools={a:[actor,reference],b:[critic]}")
-    assert of_ppo(*pools)[1].processes == 2
+    assert planned(*pools).memory.estimate.processes == 2
     joined = ("trainer.nnodes=2", "trainer.placement.address=auto")
-    ray = of_ppo("trainer=ray", "sharding=fsdp", "trainer.n_gpus_per_node=4", *joined)[1]
-    assert "processes     4 on each of 2 machines" in "\n".join(ray.lines())
+    ray = planned("trainer=ray", "sharding=fsdp", "trainer.n_gpus_per_node=4", *joined)
+    assert next(ray.lines()).startswith("4 processes on each of 2 machines")
+
+
+def test_a_role_in_a_pool_of_its_own_is_divided_over_that_pool():
+    pools = "+trainer.placement.pools={a:[actor,reference],b:[critic]}"
+    divided = ("trainer=ray", "sharding=fsdp", "trainer.n_gpus_per_node=4", pools, "+trainer.placement.workers={b:2}")
+    plan = planned(*divided)
+    roles = {role.name: role for role in plan.memory.roles}
+    assert (roles["actor"].memory.layout.processes, roles["critic"].memory.layout.processes) == (4, 2)
+    assert roles["critic"].tokens == 2 * roles["actor"].tokens
+    whole = {role.name: role.memory.weights for role in planned().memory.roles}
+    assert roles["critic"].memory.weights == whole["critic"] // 2
+    assert "critic: 96 rows of a mini-batch in each process" in "\n".join(plan.batch)
 
 
 def test_what_is_free_is_asked_of_this_machine(tmp_path):

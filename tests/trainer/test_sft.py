@@ -62,7 +62,7 @@ def test_an_adapter_is_all_that_lora_trains_and_its_directory_opens_as_a_whole_m
         evaluation = list(trainer.fit().evaluations.values())[-1]
         sums = trainer.learner.evaluate(trainer.eval_data.collate(range(4))).result()
         batch = trainer.eval_data.collate([3])
-    assert "update actor" in (tmp_path / "run/budget.txt").read_text()
+    assert "update actor" in (tmp_path / "run/plan.txt").read_text()
     actor = tmp_path / "run" / "actor"
     assert (actor / "adapter_model.safetensors").exists()
     assert not (actor / "model.safetensors").exists()

@@ -49,6 +49,7 @@ class ForgetfulEngine(VLLMClient):
         return SyncResult("nothing")
 
 
+@pytest.mark.exhaustive
 def test_a_sync_that_brings_nothing_stops_the_run(tmp_path):
     path = tmp_path / "model"
     save_random_model(path, "qwen2", torch.float32, hidden_size=128, tie_word_embeddings=True)

@@ -100,7 +100,15 @@ def save_config(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> 
     (run_dir / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create([redact(text) for text in overrides])))
 
 
-_BEFORE_THE_FIRST_STEP = {"config.yaml", "overrides.yaml", "run.log", "budget.txt", "metrics.jsonl", "tensorboard"}
+_BEFORE_THE_FIRST_STEP = {
+    "config.yaml",
+    "overrides.yaml",
+    "run.log",
+    "plan.txt",
+    "budget.txt",
+    "metrics.jsonl",
+    "tensorboard",
+}
 
 
 def remove_refused(run_dir: Path) -> None:

@@ -76,8 +76,10 @@ class PPORoot:
     actor: Any = MISSING
     critic: Any = None
     reference: Any = None
+    sandbox: Any = None
     reward: Any = MISSING
     rollout: Any = MISSING
+    environment: Any = None
     sharding: Any = MISSING
     algorithm: Any = MISSING
     data: Any = MISSING

@@ -63,14 +63,15 @@ def token_log_probs(
         rank: say too whether each token is the likeliest.
         parts: at least so many parts are made of the tokens.
     """
-    tokens = micro.chosen("responses")
+    tokens = micro.targets()
 
     def last_states(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
         return call_model(model, **inputs, use_cache=False, logits_to_keep=logits_to_keep).logits
 
     if not head.is_separable:
-        found = _score_chunk(micro.predict(last_states), tokens, temperature, entropy, rank)
-        return _place(found, micro, entropy, rank)
+        return _place(
+            _score_chunk(micro.predict(last_states), tokens, temperature, entropy, rank), micro, entropy, rank
+        )
     with head.left_out():
         hidden = micro.predict(last_states)
     fitting = logits_at_a_time(hidden.device.type) // model.config.get_text_config().vocab_size
@@ -95,8 +96,7 @@ def plain_log_probs(model: Any, micro: MicroBatch, temperature: float = 1.0) -> 
         return call_model(model, **inputs, use_cache=False).logits
 
     logits = micro.predict(all_logits)
-    found = _score_chunk(logits, micro.chosen("responses"), temperature, None, False)
-    return _place(found, micro, None, False).log_probs
+    return _place(_score_chunk(logits, micro.targets(), temperature, None, False), micro, None, False).log_probs
 
 
 def _score_chunk(
@@ -111,5 +111,5 @@ def _score_chunk(
 
 
 def _place(found: tuple[Tensor, ...], micro: MicroBatch, entropy: Entropy, rank: bool) -> TokenLogProbs:
-    placed = iter([micro.placed(x) for x in found])
+    placed = iter(micro.place(*found))
     return TokenLogProbs(next(placed), next(placed) if entropy else None, next(placed) if rank else None)

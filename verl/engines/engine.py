@@ -6,6 +6,7 @@ become micro-batches, and takes sums with its sibling processes. No result depen
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
+from verl.errors import ConfigError
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches, empty_micro_batch
 from verl.model_paths.paths import PLAIN, ModelPaths, Scoring
 from verl.models.parallel_info import Autocast, compute_device, computing_in
 from verl.ops.loss_aggregation import LossTotals
 from verl.protocol import DataProto
-from verl.resharding.dtensor import ReadableTensor, read_slice_like
+from verl.resharding.dtensor import ReadableTensor, at_stage_of, is_elsewhere, read_slice_like
 from verl.utils.memory import release_cached
 from verl.utils.progress import report
 
@@ -64,11 +66,18 @@ class TrainingEngine:
         self.total_updates = total_updates
         self.recipe = optimizer
         parallel.settle(model)
-        self.parameters = dict(model.named_parameters())  # while it runs, a divided model has gathered ones instead
+        named = dict(model.named_parameters())  # while it runs, a divided model has gathered ones instead
+        self.parameters = {name: p for name, p in named.items() if not is_elsewhere(p)}
+        self._elsewhere = {name: p for name, p in named.items() if is_elsewhere(p)}
         self.optimizer = None if optimizer is None else optimizer.attach(self.parameters.values())
         self.device = compute_device(model)
         self.autocast = autocast
         self.packing = packing
+        if parallel.context is not None and packing == "off":
+            raise ConfigError(
+                "packing is off: processes that share the tokens of a row (sharding.cp) run it as a packed line. "
+                "Set packing=auto, or sharding.cp=1."
+            )
         self._limit: Scoring | None = None
 
     @torch.no_grad()
@@ -86,16 +95,19 @@ class TrainingEngine:
         self.model.eval()
         mask = batch.batch["response_mask"]
         results: dict[str, Tensor] = {}
+
+        def infer_one(micro: MicroBatch) -> None:
+            for name, x in compute(self.model, micro).items():
+                x = x.masked_fill(~micro.tensors["response_mask"], 0.0).to(mask.device)
+                whole = results.setdefault(name, x.new_zeros(mask.shape))
+                if len(micro.rows):
+                    whole[micro.rows.to(mask.device), : x.shape[1]] = x
+
         with computing_in(self.autocast, self.model):
-            for micro in self._micro_batches(batch, alone):
-                for name, x in compute(self.model, micro).items():
-                    x = x.masked_fill(~micro.tensors["response_mask"], 0.0).to(mask.device)
-                    whole = results.setdefault(name, x.new_zeros(mask.shape))
-                    if len(micro.rows):
-                        whole[micro.rows.to(mask.device), : x.shape[1]] = x
-                report()
+            micros = self._micro_batches(batch, alone)
+            self.parallel.run_micro_batches(micros, infer_one, contextlib.nullcontext, model=self.model)
         self.parallel.settle(self.model)
-        return results
+        return self.parallel.from_last_stage(results)
 
     def update(self, batch: DataProto, loss: Loss) -> dict[str, float]:
         """One optimizer step on a batch, which is this process's share of the rows.
@@ -115,15 +127,22 @@ class TrainingEngine:
         self.model.train(self.paths(batch).trains)
         self.optimizer.zero_grad(set_to_none=True)
         shares: dict[str, Tensor] = {}
-        for micro in self._micro_batches(batch):
-            with computing_in(self.autocast, self.model):
-                value, stats = loss(self.model, micro, totals)
-                if "plant_nan" in batch.meta_info:  # to try out what a run does then; see verl.monitoring
-                    value = value * math.nan
-                value.backward()
+
+        def loss_of_one(micro: MicroBatch) -> Tensor:
+            value, stats = loss(self.model, micro, totals)
+            if "plant_nan" in batch.meta_info:  # to try out what a run does then; see verl.monitoring
+                value = value * math.nan
             for name, x in {"loss": value, **stats}.items():
                 shares[name] = shares.get(name, 0.0) + x.detach().double()
-            report()
+            return value
+
+        self.parallel.run_micro_batches(
+            self._micro_batches(batch),
+            loss_of_one,
+            lambda: computing_in(self.autocast, self.model),
+            model=self.model,
+            trains=True,
+        )
         self.parallel.sum_gradients(self.parameters.values())
         own = torch.stack(list(shares.values())).tolist() if shares else []  # all in one question to the device
         metrics = self.parallel.sums(dict(zip(shares, own, strict=True)))
@@ -148,13 +167,25 @@ class TrainingEngine:
         release_cached(self.device)
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """The optimizer's state as live tensors, named after the parameters; empty before the first step."""
+        """The optimizer's state as live tensors, named after the parameters; empty before the first step.
+
+        That of parameters which other stages of a pipeline hold stands there without data.
+        """
         assert self.optimizer is not None
-        return {
-            f"{name}.{key}": value
+        found = {
+            f"{name}.{key}": at_stage_of(parameter, value)
             for name, parameter in self.parameters.items()
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
+        if not self._elsewhere or not found:
+            return found
+        keys = {name.rpartition(".")[2]: x for name, x in found.items()}
+        for name, parameter in self._elsewhere.items():
+            if parameter.requires_grad:
+                for key, x in keys.items():
+                    held = torch.empty_like(parameter) if x.ndim else torch.empty((), dtype=x.dtype, device="meta")
+                    found[f"{name}.{key}"] = at_stage_of(parameter, held)
+        return found
 
     def load_optimizer(self, tensors: Mapping[str, ReadableTensor], updates: int) -> None:
         """Go on from what `optimizer_tensors` gave after `updates` optimizer steps.
@@ -166,10 +197,13 @@ class TrainingEngine:
         """
         assert self.optimizer is not None
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        strangers = {name.rpartition(".")[0] for name in tensors} ^ set(trained)
+        elsewhere = {name for name, p in self._elsewhere.items() if p.requires_grad}
+        strangers = {name.rpartition(".")[0] for name in tensors} ^ (trained.keys() | elsewhere)
         if tensors and strangers:
             raise ValueError(f"the optimizer's state and the parameters differ in {', '.join(sorted(strangers)[:5])}")
         for name, tensor in tensors.items():
+            if name.rpartition(".")[0] in elsewhere:
+                continue
             parameter, key = trained[name.rpartition(".")[0]], name.rpartition(".")[2]
             ndim = len(tensor.shape)
             if ndim and tensor.shape != parameter.shape:
@@ -183,9 +217,9 @@ class TrainingEngine:
 
     def _micro_batches(self, batch: DataProto, alone: bool = False) -> Iterator[MicroBatch]:
         batch = batch.to("cpu")  # lengths are read in main memory, and no micro-batch waits for the device
-        budget, paths = (1, PLAIN) if alone else (self.micro_batch_tokens, self.paths(batch))
+        budget, paths = (1, PLAIN) if alone else (self._token_budget(batch), self.paths(batch))
         multiple = 1 if self.device.type == "cpu" else BLOCK_MULTIPLE
-        made = cut_into_micro_batches(batch, budget, paths, multiple)
+        made = cut_into_micro_batches(batch, budget, paths, None if alone else self.parallel.context, multiple)
         if not self.parallel.in_step:
             yield from (micro.to(self.device) for micro in made)
             return
@@ -194,10 +228,16 @@ class TrainingEngine:
         yield from (micro.to(self.device) for micro in cut)
         yield from (empty_micro_batch(batch).to(self.device) for _ in range(most - len(cut)))
 
+    def _token_budget(self, batch: DataProto) -> int:
+        """Tokens of a micro-batch: so few that a pipeline has micro-batches enough to fill it."""
+        tokens = int(batch.batch["attention_mask"].sum())
+        return max(1, min(self.micro_batch_tokens, -(-tokens // self.parallel.least_micro_batches)))
+
     def paths(self, batch: DataProto) -> ModelPaths:
         """How the rows of a batch may be run, as far as the settings want it."""
         tokens = batch.batch["attention_mask"].sum(dim=1)
-        paths = paths_for(getattr(self.model, "backbone", self.model), int(tokens.max()) if len(batch) else 0)
+        model, longest = getattr(self.model, "backbone", self.model), int(tokens.max()) if len(batch) else 0
+        paths = paths_for(model, longest, shares_tokens=self.parallel.shares_tokens)
         if self._limit is not None:
             paths = paths.limited_to(self._limit)
         return paths.limited_to("padded") if self.packing == "off" else paths

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from verl.models.pretrained import SafetensorsReader
-from verl.resharding.dtensor import local, own_box
+from verl.resharding.dtensor import is_elsewhere, local, own_box
 from verl.utils.progress import report
 
 
@@ -104,7 +104,15 @@ def load_own_slices(model: nn.Module, files: SafetensorsReader, device: torch.de
     for (first, name), *others in shared:  # `to_empty` unties
         for module, other in others:
             module._parameters[other] = first._parameters[name]
+    read_slices(model, files)
+
+
+@torch.no_grad()
+def read_slices(model: nn.Module, files: SafetensorsReader) -> None:
+    """Read into the parameters and buffers of a model what this process has of them."""
     for name, parameter in model.named_parameters():
+        if is_elsewhere(parameter):
+            continue
         own = local(parameter)
         if own.numel():
             own.copy_(files.read(name, own_box(parameter)).view_as(own))

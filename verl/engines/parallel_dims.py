@@ -1,7 +1,9 @@
 """The parallel dimensions of one training process: data-parallel replicas, FSDP shards, tensor-parallel ranks.
 
-rank = (replica * shards + shard) * tensors + tensor        rows are divided over replicas x shards; ranks along
-                                                            `tensor` work on the same rows
+The mesh of processes, by `verl.engines.parallel_degrees`, is seen in two ways:
+
+weights  pp x replicate x shard x tensor     shard = dp_shard x cp: FSDP divides over processes with other tokens
+tokens   rows over dp_replicate x dp_shard, the tokens of a row over cp; ranks along cp and tp have the same rows
 
 `Parallelism` is a process alone, `DataParallelism` holds the whole model, `ShardedParallelism` a part of it.
 """
@@ -12,7 +14,8 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -21,14 +24,17 @@ from torch import Tensor, nn
 
 from verl.component import BuildContext
 from verl.engines.fsdp import gathered, load_own_slices, settle, shard_fully
+from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.tensor_parallel import shard_over
+from verl.model_paths.context_attention import ContextGroup, ContextStyle
+from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import head_of
 from verl.models.parallel_info import Autocast, ParallelInfo
 from verl.resharding.dtensor import is_divided, local, mesh_dims, tensor_layout
 from verl.resharding.layout import Mesh
 from verl.utils.progress import report
 
-REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"  # dimensions of the mesh of processes
+STAGE, REPLICATE, SHARD, TENSOR = "pp", "replicate", "shard", "tensor"  # dimensions of the mesh of weights
 
 
 class Parallelism:
@@ -37,17 +43,26 @@ class Parallelism:
     Attributes:
         rank, world_size: this process's number, and how many there are.
         device: where it computes, and what it exchanges with siblings lies.
-        mesh: the processes along the dimensions `replicate`, `shard` and `tensor`.
+        mesh: the processes along the dimensions `pp`, `replicate`, `shard` and `tensor`.
+        context: the processes that share the tokens of the same rows; None where each has all of its rows.
         in_step: whether every forward pass needs all siblings, so that they must run equally many.
         divides_weights: whether `shard_model` leaves a process a part of the model alone.
+        least_micro_batches: into which the rows of a step are cut, if they have tokens enough.
     """
 
     rank = 0
     world_size = 1
     device = torch.device("cpu")
     mesh = Mesh(())
+    context: ContextGroup | None = None
     in_step = False
     divides_weights = False
+    least_micro_batches = 1
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether each process has a part of the tokens of its rows alone."""
+        return self.context is not None
 
     def shard_model(self, model: nn.Module, autocast: Autocast = None) -> None:
         """Leave this process its part of a model, in place. `autocast` is the type that it will compute in."""
@@ -66,6 +81,34 @@ class Parallelism:
     def most(self, count: int) -> int:
         """The largest of a number that each process has."""
         return count
+
+    def run_micro_batches(
+        self,
+        micros: Iterable[MicroBatch],
+        forward: Callable[[MicroBatch], Tensor | None],
+        computing: Callable[[], AbstractContextManager[None]],
+        *,
+        model: nn.Module,
+        trains: bool = False,
+    ) -> None:
+        """Run a function of a model over micro-batches, one after the other.
+
+        Args:
+            forward: calls the model once; gives a loss if `trains`.
+            computing: a context for the forward pass of a micro-batch and its backward pass.
+            trains: with the backward pass, which adds to the gradients.
+        """
+        for micro in micros:
+            with computing():
+                value = forward(micro)
+                if trains:
+                    assert value is not None
+                    value.backward()
+            report()
+
+    def from_last_stage(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Named tensors that the last stage of a pipeline has, in all of its stages."""
+        return results
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add up each parameter's gradient over the processes with other rows, in place."""
@@ -95,7 +138,7 @@ class DataParallelism(Parallelism):
         import torch.distributed as dist
 
         self.rank, self.world_size = context.rank, context.world_size
-        self.mesh = Mesh(((REPLICATE, context.world_size), (SHARD, 1), (TENSOR, 1)))
+        self.mesh = Mesh(((STAGE, 1), (REPLICATE, context.world_size), (SHARD, 1), (TENSOR, 1)))
         self.device = torch.device(context.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -110,7 +153,8 @@ class DataParallelism(Parallelism):
                 timeout=timedelta(seconds=timeout_s),
             )
         self.dist = dist
-        self.data_group: Any = None  # all processes
+        self.data_group: Any = None  # the processes with other rows: all
+        self.gradient_group: Any = None  # the processes whose gradients of the same weight are added up: all
 
     def sums(self, values: Mapping[str, float]) -> dict[str, float]:
         everyone = self.of_each(values)
@@ -128,7 +172,7 @@ class DataParallelism(Parallelism):
         return int(found)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.sum_over(parameters, self.data_group)
+        self.sum_over(parameters, self.gradient_group)
 
     def sum_over(self, parameters: Iterable[nn.Parameter], group: Any) -> None:
         """Add up the gradients of what this process holds of some parameters over a group of processes."""
@@ -174,13 +218,14 @@ class DataParallelism(Parallelism):
 
 
 class ShardedParallelism(DataParallelism):
-    """This process on a mesh of replicas, shards and tensor-parallel siblings.
+    """This process on a mesh of replicas, shards, processes that share tokens, and tensor-parallel siblings.
 
     Args:
-        sizes: of the dimensions `replicate`, `shard` and `tensor`.
+        degrees: sizes of the mesh.
         fully: divide weights, gradients and optimizer state over `shard`; without it they are whole along it.
         reshard: see `shard_fully`.
         offload: parts rest in main memory.
+        cp_style: see `verl.model_paths.context_attention`.
     """
 
     divides_weights = True
@@ -189,26 +234,42 @@ class ShardedParallelism(DataParallelism):
         self,
         context: BuildContext,
         timeout_s: float,
-        sizes: tuple[int, int, int],
+        degrees: ParallelDegrees,
         *,
         fully: bool,
         reshard: bool = True,
         offload: bool = False,
+        cp_style: ContextStyle = "allgather",
     ):
         super().__init__(context, timeout_s)
         from torch.distributed.device_mesh import init_device_mesh
 
-        assert math.prod(sizes) == self.world_size, (sizes, self.world_size)
-        names = (REPLICATE, SHARD, TENSOR)
+        assert degrees.world_size == self.world_size, (degrees, self.world_size)
+        self.degrees = degrees
+        names = (STAGE, REPLICATE, SHARD, TENSOR)
+        sizes = (degrees.pp, degrees.dp_replicate, degrees.shards, degrees.tp)
         self.mesh = Mesh(tuple(zip(names, sizes, strict=True)))
         self.fully, self.reshard, self.offload = fully, reshard, offload
         self.in_step = fully
         self._device_mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
-        if sizes[2] > 1:
-            self.data_group, _ = self.dist.new_subgroups_by_enumeration(
-                [[r for r in range(self.world_size) if r % sizes[2] == t] for t in range(sizes[2])]
-            )
+        self._sibling_group = self._device_mesh[TENSOR].get_group()
+        stage = self.world_size // degrees.pp  # its ranks are next to each other
+        if degrees.tp > 1 or degrees.pp > 1:
+            self.gradient_group = self._group(lambda rank: (rank // stage, rank % degrees.tp))
+        self.data_group = self.gradient_group
+        if degrees.cp > 1:
+            self.data_group = self._group(lambda rank: (rank // stage, rank % degrees.siblings))
+            self._sibling_group = self._group(lambda rank: rank // degrees.siblings)
+            ranks, group = degrees.context_ranks(self.rank), self._group(degrees.context_ranks)
+            self.context = ContextGroup(group, len(ranks), ranks.index(self.rank), cp_style)
         self._partial_over_tensor: set[int] = set()  # ids of parameters
+
+    def _group(self, key: Callable[[int], Any]) -> Any:
+        """The group of the processes that have the key of this one; all make all groups, in one order."""
+        ranks: dict[Any, list[int]] = {}
+        for rank in range(self.world_size):
+            ranks.setdefault(key(rank), []).append(rank)
+        return self.dist.new_subgroups_by_enumeration(list(ranks.values()))[0]
 
     def shard_model(self, model: nn.Module, autocast: Autocast = None) -> None:
         """See `Parallelism.shard_model`. A head that stands on a backbone (a critic's) is small and stays whole."""
@@ -236,14 +297,14 @@ class ShardedParallelism(DataParallelism):
         named = dict(core.named_parameters())
         self._partial_over_tensor |= {id(named[name]) for name in partial}
         whole = functools.partial(gathered, core, self.reshard) if self.fully else contextlib.nullcontext
-        tensors = self.mesh.extent(TENSOR)
-        first = self.rank // tensors * tensors
+        siblings = self.degrees.siblings
+        first = self.rank // siblings * siblings
         model.divided = ParallelInfo(  # type: ignore[assignment]
             self.device,
             self.mesh,
             self.rank,
-            tuple(range(first, first + tensors)),
-            self._device_mesh[TENSOR].get_group(),
+            tuple(range(first, first + siblings)),
+            self._sibling_group,
             tensor_layout,
             local,
             self.fully and autocast is not None,
@@ -258,7 +319,7 @@ class ShardedParallelism(DataParallelism):
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallelism.sum_gradients`; those of fully sharded weights were added up as they came."""
         trained = [p for p in parameters if p.requires_grad]
-        self.sum_over([p for p in trained if SHARD not in mesh_dims(p)], self.data_group)
+        self.sum_over([p for p in trained if SHARD not in mesh_dims(p)], self.gradient_group)
         for p in trained:
             if p.grad is not None and is_divided(p.grad) and p.grad.placements != p.placements:  # type: ignore
                 p.grad = p.grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
@@ -270,10 +331,11 @@ class ShardedParallelism(DataParallelism):
         """See `Parallelism.clip`: squares of what each process holds, divided by how many hold it, added up over
         all.
         """
-        grads = [p.grad for p in parameters if p.grad is not None]
+        trained = [p for p in parameters if p.grad is not None]
+        grads: list[Any] = [p.grad for p in trained]
         squares = [
-            torch.linalg.vector_norm(local(grad)).double().square().to(self.device) / self._holders(grad)
-            for grad in grads
+            torch.linalg.vector_norm(local(grad)).double().square().to(self.device) / self._holders(p)
+            for p, grad in zip(trained, grads, strict=True)
         ]
         total = torch.stack(squares).sum()
         self.dist.all_reduce(total)
@@ -285,19 +347,20 @@ class ShardedParallelism(DataParallelism):
         return norm
 
     def _holders(self, x: Tensor) -> int:
-        """How many processes hold the same part of a tensor as this one."""
+        """How many processes hold the same part of a parameter as this one."""
         return self.world_size // math.prod(self.mesh.extent(name) for name, _ in tensor_layout(x).splits)
 
     def assert_siblings_agree(self, x: Tensor) -> None:
-        assert self.siblings_agree(x), "tensor-parallel siblings came to other tokens"
+        assert self.siblings_agree(x), "processes that share the work on the same rows came to other tokens"
 
     def siblings_agree(self, x: Tensor) -> bool:
-        """Whether all processes that share the layers have these integers; the answer is the same in each of them."""
-        if self.mesh.extent(TENSOR) == 1:
+        """Whether all processes that share the same rows have these integers; the answer is the same in each of
+        them.
+        """
+        if self.degrees.siblings == 1:
             return True
         flat = x.reshape(-1).to(self.device, torch.int64)
         digest = (flat * torch.arange(1, len(flat) + 1, device=self.device)).sum().reshape(1)
-        group = self._device_mesh[TENSOR].get_group()
-        found = [torch.empty_like(digest) for _ in range(self.mesh.extent(TENSOR))]
-        self.dist.all_gather(found, digest, group=group)
+        found = [torch.empty_like(digest) for _ in range(self.degrees.siblings)]
+        self.dist.all_gather(found, digest, group=self._sibling_group)
         return all(torch.equal(other, digest) for other in found)

@@ -10,14 +10,16 @@ adding up to parts of x; adding up to the whole sends twice that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from verl.component import BuildContext, Description, component
+from verl.engines.parallel_degrees import ParallelDegrees, nearest_layout
 from verl.engines.parallel_dims import DataParallelism, Parallelism
+from verl.engines.stage_balance import largest_stage
 from verl.models.model_stats import ModelStats
 
 
@@ -66,9 +68,14 @@ class Sharding(Description):
     needs_processes: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 1800.0
 
+    def degrees(self, world_size: int) -> ParallelDegrees:
+        """The mesh of so many processes; every other size is computed from it."""
+        return ParallelDegrees(dp_replicate=world_size)
+
     def parameter_shards(self, world_size: int) -> int:
         """Parts that weights, gradients and optimizer state are divided into."""
-        return 1
+        _, shards, siblings = self.mesh_sizes(world_size)
+        return shards * siblings * self.degrees(world_size).pp
 
     def build(self, context: BuildContext) -> Parallelism:
         return Parallelism()
@@ -81,17 +88,31 @@ class Sharding(Description):
         """Why a model with so many attention heads cannot be divided; opens with the field's name."""
         return None
 
+    def layers_fault(self, layers: int, world_size: int) -> str | None:
+        """Why a model with so many layers cannot be divided; opens with the field's name."""
+        return None
+
     def parts(self, world_size: int) -> tuple[int, ...]:
         """Of each process, the number of the share of rows that it works on; some may work on one share together."""
-        return tuple(range(world_size))
+        degrees = self.degrees(world_size)
+        return tuple(degrees.row_share(rank) for rank in range(world_size))
 
     def row_shares(self, world_size: int) -> int:
         """Into how many shares rows are divided."""
         return max(self.parts(world_size)) + 1
 
+    def micro_batch_tokens(self, budget: int, total: int) -> int:
+        """Tokens of a micro-batch that a process has of so many, where the role allows a budget."""
+        return min(budget, total)
+
+    def pipeline_ways(self, world_size: int) -> float:
+        """By how much stages of layers make a pass over a step's rows quicker."""
+        return 1.0
+
     def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
         """Replicas, shards of each, and processes that share each layer."""
-        return world_size, 1, 1
+        degrees = self.degrees(world_size)
+        return degrees.dp_replicate, degrees.shards, degrees.tp
 
     def smaller(self) -> Iterator[tuple[str, Sharding]]:
         """Settings of its own that take less memory on a device, and what it is with each."""
@@ -115,16 +136,18 @@ class Sharding(Description):
             trains: has gradients and an optimizer.
         """
         replicas, shards, siblings = self.mesh_sizes(world_size)
-        compute = compute_bytes or weight_bytes
-        held = _held(sizes, siblings)
+        compute, stages = compute_bytes or weight_bytes, self.degrees(world_size).pp
+        held = _held(sizes, siblings, stages)
         trained = (held if sizes.trained == sizes.parameters else sizes.trained) if trains else 0
         sums = 4 if trains else 2  # after attention and MLP, forward and backward
-        exchanged = sums * sizes.layers * sizes.hidden * tokens * compute if siblings > 1 else 0
+        exchanged = sums * -(-sizes.layers // stages) * sizes.hidden * tokens * compute if siblings > 1 else 0
+        handed_on = min(stages - 1, 2 if trains else 1) * sizes.hidden * tokens * compute  # states, and their gradients
         return ShardingCost(
             weights=held * weight_bytes // shards + (0 if compute == weight_bytes else held * compute),
             gradients=trained * weight_bytes // shards,
             optimizer=2 * trained * weight_bytes // shards,
-            per_micro_batch=int(2 * _part(siblings) * exchanged),
+            generating=_held(sizes, siblings) * compute if stages > 1 else 0,
+            per_micro_batch=int(2 * _part(siblings) * exchanged) + handed_on,
             per_update=int(2 * _part(replicas) * trained * weight_bytes / shards),
         )
 
@@ -197,7 +220,7 @@ class FSDP(_Processes):
     ) -> ShardingCost:
         cost = super().cost(world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
         _, shards, siblings = self.mesh_sizes(world_size)
-        compute, held = compute_bytes or weight_bytes, _held(sizes, siblings)
+        compute, held = compute_bytes or weight_bytes, _held(sizes, siblings, self.degrees(world_size).pp)
         rests = {"weights": held * weight_bytes // shards, "is_offloaded": self.cpu_offload}
         if shards == 1:
             return replace(cost, **rests)
@@ -214,21 +237,19 @@ class FSDP(_Processes):
         )
 
     def build(self, context: BuildContext) -> Parallelism:
-        return self._parallel(context, self.mesh_sizes(context.world_size))
-
-    def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
-        """Replicas, shards of each, tensor-parallel siblings of each."""
-        return 1, world_size, 1
-
-    def parameter_shards(self, world_size: int) -> int:
-        _, shards, siblings = self.mesh_sizes(world_size)
-        return shards * siblings
-
-    def _parallel(self, context: BuildContext, sizes: tuple[int, int, int]) -> Parallelism:
         from verl.engines.parallel_dims import ShardedParallelism
 
-        reshard = self.strategy == "FULL_SHARD"
-        return ShardedParallelism(context, self.timeout_s, sizes, fully=True, reshard=reshard, offload=self.cpu_offload)
+        return ShardedParallelism(
+            context,
+            self.timeout_s,
+            self.degrees(context.world_size),
+            fully=True,
+            reshard=self.strategy == "FULL_SHARD",
+            offload=self.cpu_offload,
+        )
+
+    def degrees(self, world_size: int) -> ParallelDegrees:
+        return ParallelDegrees(dp_shard=world_size)
 
 
 @component
@@ -244,8 +265,8 @@ class HSDP(FSDP):
     def size_fault(self, world_size: int) -> str | None:
         return _division_fault("replicas", self.replicas, world_size)
 
-    def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
-        return self.replicas, world_size // self.replicas, 1
+    def degrees(self, world_size: int) -> ParallelDegrees:
+        return ParallelDegrees(dp_replicate=self.replicas, dp_shard=world_size // self.replicas)
 
 
 @component
@@ -273,20 +294,14 @@ class TP(_Processes):
         fault = heads_fault(heads, kv_heads, self.tensor_parallel or world_size)
         return None if fault is None else f"tensor_parallel {fault}"
 
-    def parameter_shards(self, world_size: int) -> int:
-        return self.tensor_parallel or world_size
-
-    def parts(self, world_size: int) -> tuple[int, ...]:
-        return tuple(rank // (self.tensor_parallel or world_size) for rank in range(world_size))
-
     def build(self, context: BuildContext) -> Parallelism:
         from verl.engines.parallel_dims import ShardedParallelism
 
-        return ShardedParallelism(context, self.timeout_s, self.mesh_sizes(context.world_size), fully=False)
+        return ShardedParallelism(context, self.timeout_s, self.degrees(context.world_size), fully=False)
 
-    def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
+    def degrees(self, world_size: int) -> ParallelDegrees:
         tensors = self.tensor_parallel or world_size
-        return world_size // tensors, 1, tensors
+        return ParallelDegrees(dp_replicate=world_size // tensors, tp=tensors)
 
 
 @component
@@ -308,11 +323,157 @@ class TPFSDP(FSDP):
         fault = heads_fault(heads, kv_heads, self.tensor_parallel)
         return None if fault is None else f"tensor_parallel {fault}"
 
-    def parts(self, world_size: int) -> tuple[int, ...]:
-        return tuple(rank // self.tensor_parallel for rank in range(world_size))
+    def degrees(self, world_size: int) -> ParallelDegrees:
+        return ParallelDegrees(dp_shard=world_size // self.tensor_parallel, tp=self.tensor_parallel)
 
-    def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
-        return 1, world_size // self.tensor_parallel, self.tensor_parallel
+
+STAGES_ARE_WHOLE = "this version does not divide the weights of a pipeline stage by FSDP."
+Size = Annotated[int, Field(ge=1)]
+
+
+@component
+class Parallel(FSDP):
+    """Every kind of parallelism on one mesh: pp x dp_replicate x dp_shard x cp x tp processes.
+
+    The other shardings are presets of it. Weights, gradients and optimizer state of a stage are divided over
+    dp_shard x cp (FSDP) and over tp; rows over dp_replicate x dp_shard; the tokens of a row over cp.
+
+    Args:
+        tp: processes that share each layer; it must divide the key-value heads. See `TP`.
+        cp: processes that share the tokens of the same rows; everything but attention needs its own tokens alone.
+        pp: stages of layers.
+        dp_replicate: copies that are sharded each by itself; see `HSDP`.
+        dp_shard: parts of FSDP, each with rows of its own; -1 takes what the other sizes leave.
+        ep: processes that share the experts of each layer; it must divide dp_shard x cp.
+        cp_style: how attention gets what it needs of the other tokens: `allgather` gathers keys and values layer by
+            layer, for any number of heads; `ulysses` exchanges tokens for heads, which cp must divide.
+        pp_schedule: of forward and backward passes through the stages: `1f1b` keeps the activations of at most pp
+            micro-batches, `gpipe` those of all.
+        pp_micro_batches: that the rows of an update are cut into at least; null: 4 x pp. With m of them a pipeline is
+            busy for m / (m + pp - 1) of the time. See `FSDP` for the others.
+    """
+
+    tp: Size = 1
+    cp: Size = 1
+    pp: Size = 1
+    dp_replicate: Size = 1
+    dp_shard: int = -1
+    ep: Size = 1
+    cp_style: Literal["allgather", "ulysses"] = "allgather"
+    pp_schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    pp_micro_batches: PositiveInt | None = None
+
+    def faults(self) -> Iterator[str]:
+        if self.dp_shard < 1 and self.dp_shard != -1:
+            yield f"dp_shard is {self.dp_shard}: must be at least 1, or -1 for what the other sizes leave."
+        for name in ("cp", "ep"):
+            if self.pp > 1 and getattr(self, name) > 1:
+                size = getattr(self, name)
+                yield f"{name} is {size}: not together with pipeline stages (pp is {self.pp}). Set {name}=1 or pp=1."
+        if self.pp > 1 and self.dp_shard > 1:
+            yield f"dp_shard is {self.dp_shard}: {STAGES_ARE_WHOLE} Set dp_shard=1 and dp_replicate={self.dp_shard}."
+        if self.pp > 1 and self.cpu_offload:
+            yield f"cpu_offload is true: {STAGES_ARE_WHOLE} Set cpu_offload=false."
+        if self.ep > 1:
+            yield f"ep is {self.ep}: this version has no expert parallelism. Set ep=1, or divide experts by tp."
+
+    def size_fault(self, world_size: int) -> str | None:
+        wanted, others = self._wanted(), self._product()
+        if self.dp_shard == -1 and world_size % others == 0:
+            degrees = self.degrees(world_size)
+            if self.pp > 1 and degrees.dp_shard > 1:
+                return (
+                    f"pp is {self.pp}: dp_shard would be {degrees.dp_shard}, and {STAGES_ARE_WHOLE} "
+                    f"Set dp_replicate={self.dp_replicate * degrees.dp_shard}."
+                )
+            if degrees.shards % self.ep:
+                return f"ep is {self.ep}: it does not divide dp_shard x cp, which is {degrees.shards}."
+            return None
+        if self.dp_shard != -1 and others * self.dp_shard == world_size:
+            return None
+        product = " x ".join(f"{name} {size}" for name, size in wanted.items())
+        first = next((name for name, size in wanted.items() if size > 1), "dp_shard")
+        count = others if self.dp_shard == -1 else others * self.dp_shard
+        why = "does not divide" if self.dp_shard == -1 else "is not"
+        return (
+            f"{first} is {wanted[first]}: {product} is {count}, which {why} the {world_size} processes of "
+            f"trainer.n_gpus_per_node x trainer.nnodes. {self._nearest(world_size)}"
+        )
+
+    def heads_fault(self, heads: int, kv_heads: int, world_size: int) -> str | None:
+        from verl.engines.tensor_parallel import heads_fault
+
+        def fits(degrees: ParallelDegrees) -> bool:
+            if heads_fault(heads, kv_heads, degrees.tp) is not None:
+                return False
+            return self.cp_style != "ulysses" or heads // degrees.tp % degrees.cp == 0
+
+        if (fault := heads_fault(heads, kv_heads, self.tp)) is not None:
+            return f"tp {fault} {self._nearest(world_size, fits)}"
+        if self.cp_style == "ulysses" and heads // self.tp % self.cp:
+            return (
+                f"cp is {self.cp}: with cp_style=ulysses it must divide the {heads // self.tp} heads of each process "
+                f"({heads} heads, tp {self.tp}). {self._nearest(world_size, fits)} Or set cp_style=allgather."
+            )
+        return None
+
+    def layers_fault(self, layers: int, world_size: int) -> str | None:
+        if self.pp <= layers:
+            return None
+        nearest = self._nearest(world_size, lambda degrees: degrees.pp <= layers)
+        return f"pp is {self.pp}: the model has {layers} layers, and every stage needs one. {nearest}"
+
+    def degrees(self, world_size: int) -> ParallelDegrees:
+        shard = world_size // self._product() if self.dp_shard == -1 else self.dp_shard
+        return ParallelDegrees(
+            pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=shard, cp=self.cp, tp=self.tp, ep=self.ep
+        )
+
+    def build(self, context: BuildContext) -> Parallelism:
+        from verl.engines.parallel_dims import ShardedParallelism
+        from verl.engines.pipeline_parallelism import PipelineParallelism
+
+        degrees = self.degrees(context.world_size)
+        if degrees.pp > 1:
+            return PipelineParallelism(
+                context,
+                self.timeout_s,
+                degrees,
+                schedule=self.pp_schedule,
+                least_micro_batches=self.least_micro_batches,
+            )
+        return ShardedParallelism(
+            context,
+            self.timeout_s,
+            degrees,
+            fully=degrees.shards > 1,
+            reshard=self.strategy == "FULL_SHARD",
+            offload=self.cpu_offload,
+            cp_style=self.cp_style,
+        )
+
+    @property
+    def least_micro_batches(self) -> int:
+        """Into which the rows of an update are cut."""
+        return 1 if self.pp == 1 else self.pp_micro_batches or 4 * self.pp
+
+    def micro_batch_tokens(self, budget: int, total: int) -> int:
+        return min(budget, -(-total // self.least_micro_batches))
+
+    def pipeline_ways(self, world_size: int) -> float:
+        count = self.least_micro_batches
+        return self.pp * count / (count + self.pp - 1)
+
+    def _wanted(self) -> dict[str, int]:
+        sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "cp": self.cp, "tp": self.tp}
+        return sizes if self.dp_shard == -1 else sizes | {"dp_shard": self.dp_shard}
+
+    def _product(self) -> int:
+        return self.pp * self.dp_replicate * self.cp * self.tp
+
+    def _nearest(self, world_size: int, fits: Callable[[ParallelDegrees], bool] = lambda degrees: True) -> str:
+        found = nearest_layout(world_size, self._wanted(), fits)
+        return "" if found is None else f"The nearest layout that fits: {found.overrides('sharding.')}."
 
 
 def _division_fault(name: str, size: int, world_size: int) -> str | None:
@@ -337,10 +498,11 @@ def usual(world_size: int, per_machine: int = 8) -> dict[str, Sharding]:
     return found
 
 
-def _held(sizes: ModelStats, siblings: int) -> int:
+def _held(sizes: ModelStats, siblings: int, stages: int = 1) -> int:
     """Parameters of a process that shares layers: transformers' plans leave the embedding whole."""
     embedding = sizes.vocabulary * sizes.hidden if siblings > 1 else 0
-    return (sizes.parameters - embedding) // siblings + embedding
+    parameters = sizes.parameters if stages == 1 else largest_stage(sizes, stages)
+    return (parameters - embedding) // siblings + embedding
 
 
 def _part(count: int) -> float:

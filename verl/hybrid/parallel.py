@@ -24,6 +24,7 @@ from verl import config
 from verl.component import BuildContext, Description, component
 from verl.compose.suggestions import described
 from verl.engines.fsdp import units_of
+from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import TENSOR, ShardedParallelism
 from verl.engines.tensor_parallel import heads_fault
 from verl.errors import ConfigError
@@ -161,7 +162,8 @@ class HybridParallelism(ShardedParallelism):
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         context = BuildContext(device=device, rank=rank, world_size=world)
         reshard = config.fsdp_sharding != "SHARD_GRAD_OP"
-        super().__init__(context, TIMEOUT_S, sizes, fully=config.shards and world > sizes[2], reshard=reshard)
+        degrees = ParallelDegrees(dp_replicate=sizes[0], dp_shard=sizes[1], tp=sizes[2])
+        super().__init__(context, TIMEOUT_S, degrees, fully=config.shards and world > sizes[2], reshard=reshard)
         self.groups, self.tensors = sizes[0] * sizes[1], sizes[2]
 
     def take(self, model: Any) -> None:

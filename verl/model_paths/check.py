@@ -73,22 +73,31 @@ DECODING = (  # from the fastest way to the plainest: whether it pads prompts, r
 _log = logging.getLogger(__name__)
 
 
-def paths_for(model: Any, row_tokens: int, name: str = "model") -> ModelPaths:
+def paths_for(model: Any, row_tokens: int, name: str = "model", *, shares_tokens: bool = False) -> ModelPaths:
     """The ways that are open to a model for rows of up to so many tokens; found once, and kept.
 
     The model takes its attention function from where these paths say.
 
     Args:
         name: where the configuration describes the model, for messages.
+        shares_tokens: whether the tokens of a row will be divided over processes, which packed lines alone allow: then
+            attention, which exchanges, is shown to be all that couples tokens.
     Raises:
-        ConfigError: the model cannot be trained, whatever way it is run.
+        ConfigError: the model cannot be trained, whatever way it is run, or not so.
     """
     finding = finding_for(model, row_tokens, examine, _probe)
     if finding.refusal is not None:
         raise ConfigError(f"{name} is a {type(unwrapped(model)).__name__}: {finding.refusal}")
-    if not finding.paths.own_attention or packed_attention.enable(unwrapped(model)) is None:
-        return finding.paths
-    return replace(PLAIN, reasons=("its attention cannot be replaced",))
+    paths = finding.paths
+    if paths.own_attention and packed_attention.enable(unwrapped(model)) is not None:
+        paths = replace(PLAIN, reasons=("its attention cannot be replaced",))
+    if shares_tokens and paths.scoring != "packed":
+        raise ConfigError(
+            f"{name} is a {type(unwrapped(model)).__name__}: context parallelism (sharding.cp) needs a model whose "
+            f"tokens meet in attention alone, as packed lines do, and it was not shown to be one: "
+            f"{'; '.join(paths.reasons) or 'it runs as ' + paths.scoring + ' batches'}. Set sharding.cp=1."
+        )
+    return paths
 
 
 def finding_for(

@@ -14,15 +14,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from verl.model_paths.packed_attention import call_packed, gather_rows
+from verl.model_paths.context_attention import ContextGroup, ContextLine
+from verl.model_paths.packed_attention import call_packed
 from verl.model_paths.paths import ModelPaths
 from verl.ops.batching import micro_batches, micro_batches_of_groups
 from verl.ops.logprobs import response_positions
-from verl.ops.packing import PackedRows, own_tokens, pack
+from verl.ops.packing import PackedRows, gather_rows, own_tokens, pack
 from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
 
 PADDED = ModelPaths(scoring="padded")
+ALWAYS = 2**62  # tokens, than which packing leaves fewer
 WORTH_IT = 0.85  # packing, and sharing prompts, must leave at most this share of the tokens
 
 
@@ -34,7 +36,8 @@ class MicroBatch:
         rows: [b] which rows of the batch these are.
         tensors: the fields, with P and T cut to the longest prompt and response among the rows.
         response_width: T of these tensors.
-        packing: how the rows make one line of tokens, or None if they are run as rows.
+        packing: how the rows make one line of tokens, or this process's share of that line; None if they are run as
+            rows.
         is_left_aligned: rows run with all their padding on the right.
         is_unpadded: rows are of one length, and the model counts positions by itself.
         places: [n], [n] row and column of each response token on the mask, in the order of `response_mask.nonzero()`:
@@ -43,7 +46,7 @@ class MicroBatch:
 
     rows: Tensor
     tensors: dict[str, Tensor]
-    packing: PackedRows | None = None
+    packing: PackedRows | ContextLine | None = None
     is_left_aligned: bool = False
     is_unpadded: bool = False
     places: tuple[Tensor, Tensor] | None = None
@@ -82,6 +85,9 @@ class MicroBatch:
     def predict(self, call: Callable[..., Tensor]) -> Tensor:
         """What predicts each response token on the mask, [n ...], in the order of `response_mask.nonzero()`.
 
+        Where processes share the tokens, it is what predicts those tokens alone that are this one's; `targets` gives
+        them, and `place` puts what is computed for them together.
+
         Args:
             call: runs the model on `input_ids`, `attention_mask`, `position_ids` and further keywords, and gives
                 something for each token, [b s ...]; with `logits_to_keep=k`, for the last k of them or for all.
@@ -95,6 +101,20 @@ class MicroBatch:
         inputs = {name: x[name] for name in names}
         found = call(**inputs, logits_to_keep=self.response_width + 1)
         return response_positions(found, self.response_width)[self.on_mask]
+
+    def targets(self, name: str = "responses") -> Tensor:
+        """Of a field [b t], what belongs to the tokens that `predict` predicts here, [n]."""
+        found = self.chosen(name)
+        return found[self.packing.shard.predicted] if isinstance(self.packing, ContextLine) else found
+
+    def place(self, *found: Tensor) -> tuple[Tensor, ...]:
+        """Each [n] of the predicted tokens as [b t], 0 off the mask; of all processes that share them."""
+        if isinstance(self.packing, ContextLine):
+            line, kinds = self.packing, [x.dtype for x in found]
+            wide = max((kind for kind in kinds if kind.is_floating_point), key=lambda kind: torch.finfo(kind).bits)
+            joined = line.join(torch.stack([x.to(wide) for x in found], dim=1)).unbind(dim=1)
+            found = tuple(x.to(kind) for x, kind in zip(joined, kinds, strict=True))
+        return tuple(self.placed(x) for x in found)
 
     def _predict_left_aligned(self, call: Callable[..., Tensor]) -> Tensor:
         x = self.tensors
@@ -111,7 +131,11 @@ class MicroBatch:
 
 
 def cut_into_micro_batches(
-    batch: DataProto, token_budget: int, paths: ModelPaths = PADDED, multiple: int = 1
+    batch: DataProto,
+    token_budget: int,
+    paths: ModelPaths = PADDED,
+    context: ContextGroup | None = None,
+    multiple: int = 1,
 ) -> Iterator[MicroBatch]:
     """Cut a batch by a budget of tokens, padding included, over its rows sorted by length.
 
@@ -121,8 +145,12 @@ def cut_into_micro_batches(
         batch: holds `input_ids`, `attention_mask` [B S] and `responses`, `response_mask` [B T].
         token_budget: tokens of a micro-batch, padding included, unless a single row is longer.
         paths: how the rows may be run. They are packed only where that leaves clearly fewer tokens.
+        context: the processes that share the tokens of these rows, each of which has the budget; rows are packed then.
         multiple: of which the lengths of blocks of packed rows are.
     """
+    if context is not None:
+        assert paths.scoring == "packed", paths
+        token_budget *= context.size
     attention = batch.batch["attention_mask"]
     response_width = batch.batch["responses"].shape[1]
     prompt_width = attention.shape[1] - response_width
@@ -134,6 +162,7 @@ def cut_into_micro_batches(
         parts = [kind[rows] for kind in kinds for rows in micro_batches((prompts + responses)[kind], token_budget)]
     if paths.scoring == "packed" and len(batch):
         padded = sum(len(rows) * int((prompts + responses)[rows[0]]) for rows in parts)
+        padded = padded if context is None else ALWAYS
         packed = _packed(batch, prompts, responses, padded, token_budget, paths.shares_prompts)
         parts, prompt_of, share = packed or (parts, None, False)
     for rows in parts:
@@ -147,8 +176,8 @@ def cut_into_micro_batches(
         packing = None
         if prompt_of is not None:
             mask = tensors["response_mask"]
-            packing = pack(prompts[rows], responses[rows], prompt_of[rows], mask.cpu(), p, share, multiple)
-            packing = packing.to(mask.device)
+            line = pack(prompts[rows], responses[rows], prompt_of[rows], mask.cpu(), p, share, multiple)
+            packing = (line if context is None else context.shard(line)).to(mask.device)
         yield MicroBatch(rows, tensors, packing, paths.scoring == "right_padded", paths.scoring == "equal_lengths")
 
 

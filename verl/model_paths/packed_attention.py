@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from verl.model_paths.context_attention import ContextLine
 from verl.models.pretrained import quiet_transformers
-from verl.ops.packing import AttentionBlock, GatherIndex, PackedRows
+from verl.ops.packing import AttentionBlock, PackedRows, gather_rows
 
 NAME = "verl_line"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -108,7 +109,7 @@ def recording() -> Iterator[AttentionRecord]:
         _record.reset(token)
 
 
-def call_packed(call: Callable[..., Any], ids: Tensor, packing: PackedRows, **inputs: Any) -> Any:
+def call_packed(call: Callable[..., Any], ids: Tensor, packing: PackedRows | ContextLine, **inputs: Any) -> Any:
     """Run a model on the packed line of some rows.
 
     Args:
@@ -173,7 +174,7 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packing: PackedRows | None = None,
+    packing: PackedRows | ContextLine | None = None,
     prefix_of: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -227,7 +228,7 @@ def _attend_packed(
     attention_mask: Tensor | None,
     scaling: float | None,
     dropout: float,
-    packing: PackedRows,
+    packing: PackedRows | ContextLine,
     others: dict[str, Any],
 ) -> Tensor:
     shape = getattr(attention_mask, "shape_of_mask", MaskShape() if attention_mask is None else None)
@@ -238,16 +239,23 @@ def _attend_packed(
         raise NotImplementedError("packed attention cannot tell what the mask of a layer was")
     if dropout or query.shape[2] != len(packing.tokens) or key.shape[2] != len(packing.tokens):
         raise NotImplementedError("packed attention knows neither dropout nor keys of another text")
-    q, k, v = (
-        gather_rows(_as_line(x), how)
-        for x, how in ((query, packing.queries), (key, packing.keys), (value, packing.keys))
-    )
+    q, k, v = (_as_line(x) for x in (query, key, value))
+    if isinstance(packing, ContextLine):
+        return packing.attend(q, k, v, shape.window, scaling, _attend_line).unsqueeze(0)
+    return _attend_line(q, k, v, packing, shape.window, scaling).unsqueeze(0)
+
+
+def _attend_line(
+    query: Tensor, key: Tensor, value: Tensor, packing: PackedRows, window: int | None, scaling: float | None
+) -> Tensor:
+    """[N H D] of the queries of a line over its keys and values [N K D]."""
+    q, k, v = (gather_rows(x, how) for x, how in ((query, packing.queries), (key, packing.keys), (value, packing.keys)))
     queries = q.split([block.count * block.queries for block in packing.blocks])
     keys = [x.split([block.count * block.keys for block in packing.blocks]) for x in (k, v)]
     parts = []
     for number, (q, k, v) in enumerate(zip(queries, *keys, strict=True)):
         block = packing.blocks[number]
-        mask = _mask(packing, number, shape.window, q.device)
+        mask = _mask(packing, number, window, q.device)
         heads = F.scaled_dot_product_attention(
             q.unflatten(0, (block.count, block.queries)).transpose(1, 2),
             k.unflatten(0, (block.count, block.keys)).transpose(1, 2),
@@ -258,7 +266,7 @@ def _attend_packed(
             enable_gqa=query.shape[1] != key.shape[1],
         )
         parts.append(heads.transpose(1, 2).flatten(0, 1))
-    return gather_rows(torch.cat(parts), packing.out).unsqueeze(0)
+    return gather_rows(torch.cat(parts), packing.out)
 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
@@ -305,32 +313,6 @@ def _attend_shared(
     head = head.unflatten(0, (groups, n)).transpose(1, 2).reshape(groups, kinds, n * heads, width)
     found = (head @ prefix_value).reshape(groups, kinds, n, heads, depth).transpose(1, 2)
     return (found.reshape(rows, kinds, heads, depth) + tail @ value).flatten(1, 2).unsqueeze(1)
-
-
-def gather_rows(line: Tensor, how: GatherIndex) -> Tensor:
-    """Slots [M ...] from a line [N ...]."""
-    return line if how.is_identity else _Take.apply(line, how)
-
-
-class _Take(torch.autograd.Function):
-    """A gather whose backward pass gathers as well, so that it is quick and its sums have one order."""
-
-    @staticmethod
-    def forward(ctx: Any, line: Tensor, how: GatherIndex) -> Tensor:
-        ctx.how = how
-        return line.index_select(0, how.index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        grad = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
-        parts = [
-            grad.index_select(0, uses.flatten()).unflatten(0, uses.shape).sum(dim=1)
-            if uses.shape[1] != 1
-            else grad.index_select(0, uses[:, 0])
-            for uses in ctx.how.uses
-            if len(uses)
-        ]
-        return torch.cat(parts) if len(parts) > 1 else parts[0], None
 
 
 def _as_line(states: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from verl.errors import ConfigError
 from verl.models.call import call_model
+from verl.models.parallel_info import compute_device, layers_gathered
 from verl.models.pretrained import VALUE_HEAD_FILE, quiet_transformers
 from verl.ops.masking import last_true
 
@@ -286,7 +287,8 @@ class LMHead:
     def __init__(self, model: Any):
         self.model = model
         self.head: nn.Module | None = model.get_output_embeddings()
-        self.is_separable = self.head is not None and self._is_all_there_is()
+        with layers_gathered(model):
+            self.is_separable = self.head is not None and self._is_all_there_is()
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits [... V] of hidden states [... D]."""
@@ -309,7 +311,7 @@ class LMHead:
 
     @torch.no_grad()
     def _is_all_there_is(self) -> bool:
-        tokens = torch.arange(4, device=next(self.model.parameters()).device).unsqueeze(0)
+        tokens = torch.arange(4, device=compute_device(self.model)).unsqueeze(0)
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
         was_training = self.model.training
         self.model.eval()

@@ -19,7 +19,7 @@ class ModelStats:
         attention: width of the queries of a layer; heads times their size.
         keys: width of the keys of a layer, and of its values.
         mlp: inner width of a layer's MLP.
-        tied: the output head is the embedding.
+        tied: the output head is the embedding, or there is none over the vocabulary.
     """
 
     parameters: int
@@ -64,34 +64,36 @@ class ModelStats:
         return 2 * self.parameters * tokens
 
 
-def model_stats(config: Any, lora: LoRA | None = None) -> ModelStats:
+def model_stats(config: Any, lora: LoRA | None = None, kind: str = "causal_lm") -> ModelStats:
     """Of a model with this Hugging Face configuration, its parameters counted on the meta device.
 
     Args:
         lora: the adapter that is trained in place of the weights.
+        kind: `causal_lm`, `backbone` without an output head, or `classifier`.
     """
-    key = (type(config), config.to_json_string(), lora)
+    key = (type(config), config.to_json_string(), lora, kind)
     if key not in _counted:
-        _counted[key] = _count(config, lora)
+        _counted[key] = _count(config, lora, kind)
     return _counted[key]
 
 
-_counted: dict[tuple[type, str, LoRA | None], ModelStats] = {}  # a plan asks many times for the same model
+_counted: dict[tuple[type, str, LoRA | None, str], ModelStats] = {}  # a plan asks many times for the same model
 
 
-def _count(config: Any, lora: LoRA | None) -> ModelStats:
+def _count(config: Any, lora: LoRA | None, kind: str) -> ModelStats:
     import torch
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from verl.models.pretrained import quiet_transformers
 
     with torch.device("meta"), quiet_transformers():
+        wanted = {"causal_lm": AutoModelForCausalLM, "classifier": AutoModelForSequenceClassification}
         try:
-            model: Any = AutoModelForCausalLM.from_config(config)
-        except ValueError:  # a family without a language-model head, as a critic may have
+            model: Any = wanted.get(kind, AutoModel).from_config(config)
+        except ValueError:  # a family without such a head
             model = AutoModel.from_config(config)
         if lora is not None:
-            model = lora.apply(model, causal_lm=True)
+            model = lora.apply(model, causal_lm=kind == "causal_lm")
     text = config.get_text_config()
     heads = text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -104,5 +106,5 @@ def _count(config: Any, lora: LoRA | None) -> ModelStats:
         attention=heads * head,
         keys=(getattr(text, "num_key_value_heads", None) or heads) * head,
         mlp=getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size,
-        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        tied=kind != "causal_lm" or bool(getattr(config, "tie_word_embeddings", False)),
     )

@@ -22,6 +22,8 @@ class ParallelInfo:
 
     Attributes:
         device: where it computes; weights may rest elsewhere.
+        stage_group: of torch.distributed, the processes that hold the stages of its pipeline, in order; with one, it
+            cannot be called before it is `gathered`. None where each process has all layers.
         casts_weights: it computes in the narrower type that it was told, without being asked each time.
         settle: lets go of weights that the last forward pass has gathered.
         gathered: a context in which its weights are whole in this process, so that a forward pass needs no sibling.
@@ -41,6 +43,7 @@ class ParallelInfo:
     layout_of: Callable[[Tensor], TensorLayout]
     local: Callable[[Tensor], Tensor]
     casts_weights: bool = False
+    stage_group: Any = None
     gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     settle: Callable[[], None] = lambda: None
 
@@ -71,6 +74,12 @@ def weights_gathered(model: Any) -> AbstractContextManager[None]:
     """
     divided = getattr(model, "divided", None)
     return contextlib.nullcontext() if divided is None else divided.gathered()
+
+
+def layers_gathered(model: Any) -> AbstractContextManager[None]:
+    """Within, this process has all layers of a model, and may call it as its siblings do."""
+    divided = getattr(model, "divided", None)
+    return divided.gathered() if divided is not None and divided.stage_group is not None else contextlib.nullcontext()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

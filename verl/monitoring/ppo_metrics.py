@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.monitoring.episode_metrics import accuracy_by_calls, episode_metrics
 from verl.monitoring.nonfinite import is_finite
 from verl.ops.logprobs import LogProbGap
 from verl.ops.masking import masked_mean
@@ -33,6 +34,7 @@ def experience_metrics(batch: DataProto) -> dict[str, float]:
         metrics |= {"rollout/entropy_nats": _mean(batch["entropies"], mask), **gap.metrics(gap.sums())}
     parts = [name for name in batch.non_tensor_batch if name.startswith("reward/")]
     metrics |= {name: float(batch[name].astype(float).mean()) for name in parts}
+    metrics |= episode_metrics(batch)
     if "values" in batch:
         metrics["critic/explained_variance"] = _explained_variance(batch["values"][mask], batch["returns"][mask])
     return metrics
@@ -52,6 +54,7 @@ def evaluation_metrics(greedy: DataProto, drawn: DataProto | None, k: int, succe
         "eval/score": float(scores.mean()),
         "eval/response_length_tokens": float(greedy["response_mask"].sum(dim=1).double().mean()),
     }
+    metrics |= accuracy_by_calls(greedy, (scores >= success).tolist())
     if drawn is not None:
         right = (_scores(drawn) >= success).double().view(-1, k)
         metrics |= {f"eval/mean@{k}": float(right.mean()), f"eval/best@{k}": float(right.amax(dim=1).mean())}

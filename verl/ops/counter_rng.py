@@ -28,8 +28,9 @@ def uniform(
     sample_ids: Tensor,
     positions: Tensor | int,
     stream: int = TRAINING,
+    turns: Tensor | None = None,
 ) -> Tensor:
-    """One uniform number in [0, 1) per (prompt, sample, position).
+    """One uniform number in [0, 1) per (prompt, sample, position), or per (prompt, sample, turn, position).
 
     The three broadcast against each other: [B], [B] and a position give [B]; [B, 1], [B, 1] and [T] give [B, T],
     the same numbers, at once.
@@ -41,6 +42,7 @@ def uniform(
         sample_ids: int64, index of the response among those of its prompt.
         positions: int64 index of the response token.
         stream: 0 for training, 1 for evaluation, 2 for the replay buffer: different noise under the same counters.
+        turns: int64, index of the turn within its episode; positions then count from the turn's first token.
     Returns:
         float64 of the broadcast shape, on the device of `prompt_ids`, multiples of 2^-53.
     """
@@ -48,7 +50,8 @@ def uniform(
     for counter in (seed, stream, step):
         state = _absorb_int(state, counter)
     absorbed = torch.tensor(_signed(state), dtype=torch.int64, device=prompt_ids.device)
-    for counters in (prompt_ids, sample_ids, positions):
+    keys = (prompt_ids, sample_ids, positions) if turns is None else (prompt_ids, sample_ids, turns, positions)
+    for counters in keys:
         absorbed = _absorb(absorbed, torch.as_tensor(counters, dtype=torch.int64, device=prompt_ids.device))
     return _shift_right(absorbed, 11).to(torch.float64) * 2.0**-53
 

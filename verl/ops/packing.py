@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -220,6 +221,41 @@ def _take(index: Tensor, size: int, cut: int, is_real: Tensor | None = None) -> 
     slots = torch.arange(len(index)) if is_real is None else is_real.nonzero()[:, 0]
     slots = slots[torch.argsort(index[slots], stable=True)]
     return GatherIndex(index, (_uses(index, slots, 0, cut), _uses(index, slots, cut, size)), is_identity)
+
+
+def gather_rows(line: Tensor, how: GatherIndex) -> Tensor:
+    """Slots [M ...] from a line [N ...]."""
+    return line if how.is_identity else _Take.apply(line, how)
+
+
+class _Take(torch.autograd.Function):
+    """A gather whose backward pass gathers as well, so that it is quick and its sums have one order."""
+
+    @staticmethod
+    def forward(ctx: Any, line: Tensor, how: GatherIndex) -> Tensor:
+        ctx.how = how
+        return line.index_select(0, how.index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        grad = torch.cat([grad, grad.new_zeros(1, *grad.shape[1:])])
+        parts = [
+            grad.index_select(0, uses.flatten()).unflatten(0, uses.shape).sum(dim=1)
+            if uses.shape[1] != 1
+            else grad.index_select(0, uses[:, 0])
+            for uses in ctx.how.uses
+            if len(uses)
+        ]
+        return torch.cat(parts) if len(parts) > 1 else parts[0], None
+
+
+def gather_index(index: Tensor, size: int, is_real: Tensor | None = None) -> GatherIndex:
+    """The way from a line of `size` entries to slots, each of which has the entry that `index` says.
+
+    Args:
+        is_real: slots that anything reads; the gradient of the others is zero.
+    """
+    return _take(index, size, 0, is_real)
 
 
 def _uses(index: Tensor, slots: Tensor, low: int, high: int) -> Tensor:

@@ -6,6 +6,7 @@ DTensor (mesh, placements) ──> TensorLayout ──> the box of any rank
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,22 @@ def is_divided(x: Tensor) -> bool:
     return hasattr(x, "device_mesh")
 
 
+def is_elsewhere(x: Tensor) -> bool:
+    """Whether another stage of a pipeline holds a tensor, and not this process: it stands here without data."""
+    return x.is_meta and hasattr(x, "pipeline_stage")
+
+
+def at_stage(x: Tensor, stage: int | None) -> Tensor:
+    """The tensor, known to be held by one stage of a pipeline, or by all (None)."""
+    x.pipeline_stage = stage  # type: ignore[attr-defined]
+    return x
+
+
+def at_stage_of(other: Tensor, x: Tensor) -> Tensor:
+    """The tensor, known to be held where another is."""
+    return at_stage(x, other.pipeline_stage) if hasattr(other, "pipeline_stage") else x  # type: ignore[attr-defined]
+
+
 def mesh_dims(x: Tensor) -> tuple[str, ...]:
     """The dimensions of the mesh of processes that a tensor is laid out over."""
     return tuple(x.device_mesh.mesh_dim_names) if is_divided(x) else ()  # type: ignore[attr-defined]
@@ -34,9 +51,9 @@ def mesh_dims(x: Tensor) -> tuple[str, ...]:
 
 def tensor_layout(x: Tensor) -> TensorLayout:
     """How a tensor is divided; one that is no DTensor is whole everywhere."""
-    shape, itemsize = tuple(x.shape), x.element_size()
+    shape, itemsize, stage = tuple(x.shape), x.element_size(), getattr(x, "pipeline_stage", None)
     if not is_divided(x):
-        return TensorLayout(shape=shape, itemsize=itemsize)
+        return TensorLayout(shape=shape, stage=stage, itemsize=itemsize)
     from torch.distributed.tensor import Replicate, Shard
 
     now, later = [], []
@@ -46,7 +63,7 @@ def tensor_layout(x: Tensor) -> TensorLayout:
         assert hasattr(placement, "dim"), f"{placement} has no layout"
         # A strided shard divides what the dimensions of the mesh after it have left, and so comes after them.
         (now if type(placement) is Shard else later).append((name, placement.dim))
-    return TensorLayout(shape=shape, splits=(*now, *later), itemsize=itemsize)
+    return TensorLayout(shape=shape, splits=(*now, *later), stage=stage, itemsize=itemsize)
 
 
 def layout_of(tensors: Mapping[str, Tensor], mesh: Mesh) -> Layout:
@@ -56,12 +73,14 @@ def layout_of(tensors: Mapping[str, Tensor], mesh: Mesh) -> Layout:
 
 def own_box(x: Tensor) -> Box | None:
     """Which slice this process has of a tensor; None if nothing of it."""
+    if is_elsewhere(x):
+        return None
     if not is_divided(x):
         return tuple((0, size) for size in x.shape)
     devices, place = x.device_mesh, 0  # type: ignore[attr-defined]
     for size, coordinate in zip(devices.shape, devices.get_coordinate(), strict=True):
         place = place * size + coordinate
-    return tensor_layout(x).box(Mesh(tuple(zip(mesh_dims(x), devices.shape, strict=True))), place)
+    return replace(tensor_layout(x), stage=None).box(Mesh(tuple(zip(mesh_dims(x), devices.shape, strict=True))), place)
 
 
 class ReadableTensor(Protocol):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.resharding.layout import Box, intersection, volume
-from verl.resharding.plan import Move, Plan
+from verl.resharding.plan import Plan
+from verl.resharding.rounds import Move
 from verl.utils.progress import report
 
 LIMIT_BYTES = 64 * 2**20
@@ -29,8 +31,9 @@ def reshard(
 ) -> Iterator[tuple[str, Tensor]]:
     """This rank's slices under the plan's target, one tensor after the other. All ranks take part, to the end.
 
-    Beside what the caller keeps of the yielded tensors, a rank needs memory for the tensors of one round and for what
-    it sends and receives in it: at most `limit_bytes` each.
+    Beside what the caller keeps of the yielded tensors, a rank needs memory for the tensors of one window and for what
+    it sends and receives in one round: at most `limit_bytes`. Stages of a pipeline send at the same time, so tensors of
+    several stages wait here for those before them: to bound that, carry out the plan in parts (`Plan.restricted`).
 
     Args:
         plan: from `verl.resharding.plan.reshard_plan`, the same on every rank.
@@ -46,14 +49,14 @@ def reshard(
     """
     own = held if callable(held) else held.__getitem__
     building = _Building(plan, own, rank, dtypes, torch.device(device), lend)
-    for moves in plan.rounds(limit_bytes):
-        yield from building.up_to(moves[0].name)
-        arrived = _exchange(moves, building, group)
-        report()
-        for move, part in arrived:
-            received(part.nbytes)
-            building.put(move, part)
-    yield from building.up_to(None)
+    for window in plan.windows(limit_bytes):
+        for moves in window.rounds(rank):
+            arrived = _exchange(moves, building, group)
+            report()
+            for move, part in arrived:
+                received(part.nbytes)
+                building.put(move, part)
+        yield from building.complete(window.names)
 
 
 class _Building:
@@ -70,16 +73,17 @@ class _Building:
     ):
         self.plan, self.own, self.rank, self.dtypes, self.device = plan, own, rank, dtypes, device
         self._lend = lend
-        self._waiting = list(plan.target.tensors)
+        self._waiting = deque(name for name in plan.target.tensors if plan.target.holds(rank, name) is not None)
+        self._complete: set[str] = set()
         self._begun: dict[str, Tensor] = {}
 
-    def up_to(self, name: str | None) -> Iterator[tuple[str, Tensor]]:
-        """Hand over all tensors before `name`: nothing of them is still to come."""
-        while self._waiting and self._waiting[0] != name:
-            done = self._waiting.pop(0)
-            if self.plan.target.holds(self.rank, done) is not None:
-                yield done, self._tensor(done)
-                self._begun.pop(done, None)
+    def complete(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Nothing of these tensors is still to come: hand over those that no earlier one is missing before."""
+        self._complete.update(names)
+        while self._waiting and self._waiting[0] in self._complete:
+            done = self._waiting.popleft()
+            yield done, self._tensor(done)
+            self._begun.pop(done, None)
 
     def put(self, move: Move, part: Tensor) -> None:
         """Lay a part that arrived into its tensor."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+
+import numpy as np
 
 Box = tuple[tuple[int, int], ...]
 """A slice of a tensor: for each axis [start, stop)."""
@@ -54,6 +57,16 @@ class Mesh:
         """Where a rank stands along a dimension; 0 along one that the mesh does not have."""
         return self._places[rank].get(name, 0)
 
+    def coordinates(self, name: str) -> np.ndarray:
+        """`coordinate` of every rank, [size]."""
+        if name not in self._coordinates:
+            self._coordinates[name] = np.array([self.coordinate(rank, name) for rank in range(self.size)])
+        return self._coordinates[name]
+
+    @cached_property
+    def _coordinates(self) -> dict[str, np.ndarray]:
+        return {}
+
 
 @dataclass(frozen=True)
 class TensorLayout:
@@ -89,6 +102,22 @@ class TensorLayout:
             box[axis] = (first, min(first + piece, stop))
         return tuple(box) if volume(box) else None
 
+    def all_boxes(self, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
+        """`box` of every rank, [ranks, axes, 2] integers, and which ranks hold something, [ranks] bool."""
+        found = np.zeros((mesh.size, len(self.shape), 2), dtype=np.int64)
+        if self.boxes is not None:
+            holds = np.array([box is not None for box in self.boxes])
+            found[holds] = np.array([box for box in self.boxes if box is not None]).reshape(-1, len(self.shape), 2)
+        else:
+            holds = np.ones(mesh.size, dtype=bool) if self.stage is None else mesh.coordinates("pp") == self.stage
+            found[:, :, 1] = self.shape
+            for name, axis in self.splits:
+                start, stop = found[:, axis, 0], found[:, axis, 1]
+                piece = -(-(stop - start) // mesh.extent(name))
+                first = np.minimum(start + mesh.coordinates(name) * piece, stop)
+                found[:, axis] = np.stack([first, np.minimum(first + piece, stop)], axis=1)
+        return found, holds & (found[:, :, 1] > found[:, :, 0]).all(axis=1)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -103,8 +132,9 @@ class Layout:
 
     def num_bytes(self, rank: int) -> int:
         """What a rank holds of all tensors."""
-        boxes = ((tensor.box(self.mesh, rank), tensor.itemsize) for tensor in self.tensors.values())
-        return sum(volume(box) * itemsize for box, itemsize in boxes if box is not None)
+        alike = Counter(self.tensors.values())
+        boxes = ((tensor.box(self.mesh, rank), tensor.itemsize * count) for tensor, count in alike.items())
+        return sum(volume(box) * num_bytes for box, num_bytes in boxes if box is not None)
 
 
 def volume(box: Sequence[tuple[int, int]]) -> int:

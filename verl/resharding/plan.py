@@ -3,29 +3,23 @@
 training layout ──┐
                   ├── plan: (tensor, slice, from rank, to rank) ... ── carried out by `verl.resharding.execute`
 generation layout ┘
+
+Tensors that are divided alike, such as those of repeated layers, are planned once. `verl.resharding.rounds` says when
+each slice travels.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import permutations
 from math import prod
 
-from verl.resharding.layout import Box, Layout, Mesh, TensorLayout, difference, intersection, volume
+import numpy as np
 
-
-@dataclass(frozen=True)
-class Move:
-    """A slice that travels, in coordinates of the whole tensor."""
-
-    name: str
-    box: Box
-    source: int
-    target: int
-    num_bytes: int
+from verl.resharding.layout import Box, Layout, Mesh, TensorLayout, difference, volume
+from verl.resharding.rounds import Move, MoveTable, Window, windows
 
 
 @dataclass(frozen=True)
@@ -37,43 +31,65 @@ class Plan:
 
     source: Layout
     target: Layout
-    moves: tuple[Move, ...] = field(repr=False)
+    table: MoveTable = field(repr=False, compare=False)
 
-    @property
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """All moves as objects: for small plans."""
+        return tuple(self.table.moves(np.arange(len(self.table))))
+
+    @cached_property
     def num_bytes(self) -> int:
         """That travel between ranks."""
-        return sum(move.num_bytes for move in self.moves)
+        return int(self.table.num_bytes.sum())
 
     @cached_property
     def received(self) -> Counter[int]:
         """Rank -> bytes that arrive there."""
-        return _summed((move.target, move.num_bytes) for move in self.moves)
+        return _summed(self.table.target, self.table.num_bytes)
 
     @cached_property
     def sent(self) -> Counter[int]:
         """Rank -> bytes that leave it."""
-        return _summed((move.source, move.num_bytes) for move in self.moves)
+        return _summed(self.table.source, self.table.num_bytes)
 
-    def rounds(self, limit_bytes: int) -> Iterator[list[Move]]:
-        """The moves, cut so that in each round no rank sends or receives more than `limit_bytes`.
+    @property
+    def least_bytes(self) -> int:
+        """The most that a rank sends or receives: what the exchange takes at least, in bytes of one rank's link."""
+        return max((*self.received.values(), *self.sent.values()), default=0)
 
-        Whole tensors stay together as far as they fit: a target that takes tensors one by one gets them so.
+    def windows(self, limit_bytes: int) -> Iterator[Window]:
+        """The tensors, as their slices travel together; see `verl.resharding.rounds.windows`."""
+        stages = [(self.source.tensors[name].stage, self.target.tensors[name].stage) for name in self.table.names]
+        return windows(self.table, stages, self.source.mesh.size, limit_bytes)
+
+    def rounds(self, limit_bytes: int, rank: int | None = None) -> Iterator[list[Move]]:
+        """The moves, or those of one rank, in rounds that follow one another: no rank sends or receives more than
+        `limit_bytes` in one of them.
 
         Raises:
-            ValueError: one row of a slice is larger than the limit.
+            ValueError: one element is larger than the limit.
         """
-        now, sent, received = [], Counter(), Counter()
-        for move in self.moves:
-            for part in _cut(move, limit_bytes):
-                full = max(sent[part.source], received[part.target]) + part.num_bytes > limit_bytes
-                if full and now:
-                    yield now
-                    now, sent, received = [], Counter(), Counter()
-                now.append(part)
-                sent[part.source] += part.num_bytes
-                received[part.target] += part.num_bytes
-        if now:
-            yield now
+        for window in self.windows(limit_bytes):
+            yield from window.rounds(rank)
+
+    def round_bytes(self, limit_bytes: int) -> list[int]:
+        """The most that a rank sends or receives in each round: what the round takes, in bytes of one rank's link."""
+        return [size for window in self.windows(limit_bytes) for size in window.round_bytes(self.source.mesh.size)]
+
+    def restricted(self, names: Sequence[str]) -> Plan:
+        """The plan for some of the tensors, in the order of `names`."""
+        source, target = (
+            Layout(side.mesh, {name: side.tensors[name] for name in names}) for side in (self.source, self.target)
+        )
+        number = {name: index for index, name in enumerate(self.table.names)}
+        of = np.array([number[name] for name in names], dtype=np.int64)
+        rows = self.table.rows_of(of)
+        again = np.zeros(len(number), dtype=np.int64)
+        again[of] = np.arange(len(of))
+        t = self.table
+        columns = (again[t.tensor[rows]], t.box[rows], t.source[rows], t.target[rows], t.num_bytes[rows])
+        return Plan(source, target, MoveTable(tuple(names), t.slices, *columns))
 
 
 def reshard_plan(source: Layout, target: Layout) -> Plan:
@@ -83,29 +99,35 @@ def reshard_plan(source: Layout, target: Layout) -> Plan:
         ValueError: the layouts do not describe the same tensors and ranks, or nobody holds what is wanted.
     """
     _refuse_unequal(source, target)
-    load: Counter[int] = Counter()
-    moves = []
-    for name, wanted in target.tensors.items():
-        holders: dict[Box, list[int]] = {}
-        for rank in range(source.mesh.size):
-            if (box := source.holds(rank, name)) is not None:
-                holders.setdefault(box, []).append(rank)
-        for rank in range(target.mesh.size):
-            moves += _fetches(
-                name, wanted.box(target.mesh, rank), source.holds(rank, name), holders, rank, load, wanted
-            )
-    return Plan(source, target, tuple(moves))
+    names, slices = tuple(target.tensors), _Slices()
+    kinds: dict[tuple[TensorLayout, TensorLayout], list[int]] = {}
+    for number, name in enumerate(names):
+        kinds.setdefault((source.tensors[name], target.tensors[name]), []).append(number)
+    fetches = [
+        _Fetches.of(names[numbers[0]], *pair, source.mesh, target.mesh, np.array(numbers), slices)
+        for pair, numbers in kinds.items()
+    ]
+    load = np.zeros(source.mesh.size, dtype=np.int64)
+    for fetch in fetches:
+        fetch.add_forced(load)
+    columns = [fetch.rows(load) for fetch in fetches] or [tuple(np.zeros(0, dtype=np.int64) for _ in range(5))]
+    tensor, box, sender, receiver, num_bytes = (np.concatenate(column) for column in zip(*columns, strict=True))
+    order = np.argsort(tensor, kind="stable")
+    table = MoveTable(
+        names, tuple(slices.found), tensor[order], box[order], sender[order], receiver[order], num_bytes[order]
+    )
+    return Plan(source, target, table)
 
 
 def lower_bound(source: Layout, target: Layout) -> int:
     """The bytes that must travel at least: what each rank wants and does not hold."""
+    alike = Counter((source.tensors[name], wanted) for name, wanted in target.tensors.items())
     total = 0
-    for name, wanted in target.tensors.items():
-        for rank in range(target.mesh.size):
-            box, own = wanted.box(target.mesh, rank), source.holds(rank, name)
-            if box is not None:
-                shared = None if own is None else intersection(box, own)
-                total += (volume(box) - (0 if shared is None else volume(shared))) * wanted.itemsize
+    for (held, wanted), count in alike.items():
+        boxes, wants = wanted.all_boxes(target.mesh)
+        own, holds = held.all_boxes(source.mesh)
+        both = wants & holds
+        total += count * wanted.itemsize * int(_volumes(boxes[wants]).sum() - _shared(boxes[both], own[both]).sum())
     return total
 
 
@@ -122,47 +144,149 @@ def aligned(source: Layout, target: Layout) -> Layout:
     the half that it is to hold; arranged anew it always lies within. Tried are all orders of the prime factors of the
     mesh's dimensions.
     """
-    best, least = target, _cost(source, target)
+    best, least = target, lower_bound(source, target)
     factors = [(index, prime) for index, (_, size) in enumerate(target.mesh.dims) for prime in _primes(size)]
     for order in _distinct_orders(factors):
         tried = Layout(Mesh(target.mesh.dims, _ranks(factors, order)), target.tensors)
-        if (cost := _cost(source, tried)) < least:
+        if (cost := lower_bound(source, tried)) < least:
             best, least = tried, cost
     return best
 
 
-def _fetches(
-    name: str,
-    wanted: Box | None,
-    own: Box | None,
-    holders: Mapping[Box, Sequence[int]],
-    rank: int,
-    load: Counter[int],
-    tensor: TensorLayout,
-) -> Iterator[Move]:
-    """What a rank has to be sent of one tensor: from the holder that has sent least, the nearest of several."""
-    missing = [] if wanted is None else [wanted] if own is None else list(difference(wanted, own))
-    for box in missing:
-        found = 0
-        for held, ranks in holders.items():
-            if (part := intersection(box, held)) is None:
+class _Slices:
+    """Slices, each once, by number."""
+
+    def __init__(self) -> None:
+        self.found: dict[Box, int] = {}
+
+    def number(self, box: Box) -> int:
+        return self.found.setdefault(box, len(self.found))
+
+
+@dataclass(frozen=True)
+class _Fetches:
+    """What ranks have to be sent of each of several tensors that are divided alike: one row for each slice.
+
+    Attributes:
+        tensors: their numbers.
+        target, box, num_bytes: of the slice.
+        held_by: which of `holders` has it.
+        holders: ranks that hold the same slice.
+    """
+
+    tensors: np.ndarray
+    target: np.ndarray
+    box: np.ndarray
+    num_bytes: np.ndarray
+    held_by: np.ndarray
+    holders: list[np.ndarray]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        held: TensorLayout,
+        wanted: TensorLayout,
+        source: Mesh,
+        target: Mesh,
+        tensors: np.ndarray,
+        slices: _Slices,
+    ) -> _Fetches:
+        own, holds = held.all_boxes(source)
+        boxes, wants = wanted.all_boxes(target)
+        ranks_of: dict[bytes, list[int]] = {}
+        for rank in np.flatnonzero(holds).tolist():
+            ranks_of.setdefault(own[rank].tobytes(), []).append(rank)
+        holders = [np.array(ranks) for ranks in ranks_of.values()]
+        held_boxes = own[[ranks[0] for ranks in holders]]
+        alike: dict[tuple[bytes, bytes], list[int]] = {}
+        for rank in np.flatnonzero(wants).tolist():
+            alike.setdefault((boxes[rank].tobytes(), own[rank].tobytes() if holds[rank] else b"-"), []).append(rank)
+        columns: list[np.ndarray] = []
+        for ranks in alike.values():
+            rank = ranks[0]
+            whole = _as_box(boxes[rank])
+            parts = []
+            for missing in difference(whole, _as_box(own[rank])) if holds[rank] else [whole]:
+                found = 0
+                low, high = _overlap(np.array(missing, dtype=np.int64).reshape(1, -1, 2), held_boxes)
+                volumes = np.maximum(high - low, 0).prod(axis=1)
+                for place in np.flatnonzero(volumes).tolist():
+                    part = tuple(zip(low[place].tolist(), high[place].tolist(), strict=True))
+                    found += int(volumes[place])
+                    parts.append((slices.number(part), int(volumes[place]) * wanted.itemsize, place))
+                if found != volume(missing):
+                    raise ValueError(
+                        f"{name} {missing}: rank {rank} wants it and the source layout has {found} of its elements."
+                    )
+            if parts:
+                there = np.tile(np.array(parts, dtype=np.int64), (len(ranks), 1))
+                columns.append(np.concatenate([np.repeat(ranks, len(parts))[:, None], there], axis=1))
+        rows = np.concatenate(columns) if columns else np.zeros((0, 4), dtype=np.int64)
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        return cls(tensors, rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], holders)
+
+    def add_forced(self, load: np.ndarray) -> None:
+        """Count what has one holder alone: it is known who sends it."""
+        for number, ranks in enumerate(self.holders):
+            if len(ranks) == 1:
+                load[ranks[0]] += len(self.tensors) * int(self.num_bytes[self.held_by == number].sum())
+
+    def rows(self, load: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Tensor, box, sender, receiver and bytes of all moves; senders are those that have sent least so far."""
+        count, width = len(self.tensors), len(self.target)
+        sender = np.zeros((count, width), dtype=np.int64)
+        for number, ranks in enumerate(self.holders):
+            at = np.flatnonzero(self.held_by == number)
+            if len(ranks) == 1:
+                sender[:, at] = ranks[0]
                 continue
-            source = min(ranks, key=lambda holder: (load[holder], abs(holder - rank), holder))
-            num_bytes = volume(part) * tensor.itemsize
-            load[source] += num_bytes
-            found += volume(part)
-            yield Move(name, part, source, rank, num_bytes)
-        if found != volume(box):
-            raise ValueError(f"{name} {box}: rank {rank} wants it and the source layout has {found} of its elements.")
+            for num_bytes in np.unique(self.num_bytes[at])[::-1].tolist():
+                same = at[self.num_bytes[at] == num_bytes]
+                shares = _fill_evenly(load[ranks], num_bytes, count * len(same))
+                load[ranks] += shares * num_bytes
+                turns = np.repeat(np.arange(len(ranks)), shares)  # then mixed, so that each tensor has its share of all
+                within = np.arange(len(turns)) - np.repeat(np.cumsum(shares) - shares, shares)
+                turns = turns[np.argsort((within + 0.5) / shares[turns], kind="stable")]
+                sender[:, same] = np.sort(ranks[turns].reshape(count, len(same)), axis=1)  # near ones to near ones
+        repeated = (np.tile(x, count) for x in (self.box, self.target, self.num_bytes))
+        box, target, num_bytes = repeated
+        return np.repeat(self.tensors, width), box, sender.reshape(-1), target, num_bytes
 
 
-def _cost(source: Layout, target: Layout) -> int:
-    """`lower_bound`, with tensors that are divided alike looked at once."""
-    alike = Counter((source.tensors[name], wanted) for name, wanted in target.tensors.items())
-    return sum(
-        count * lower_bound(Layout(source.mesh, {"": held}), Layout(target.mesh, {"": wanted}))
-        for (held, wanted), count in alike.items()
-    )
+def _fill_evenly(load: np.ndarray, num_bytes: int, count: int) -> np.ndarray:
+    """How many of `count` equal items each of some ranks takes, so that the largest load becomes as small as can be."""
+    order = np.argsort(load, kind="stable")
+    level, sizes = load[order], np.arange(1, len(load) + 1)
+    fitting = int((sizes * level - np.cumsum(level) <= count * num_bytes).sum())
+    height = (count * num_bytes + level[:fitting].sum()) / fitting
+    shares = np.zeros(len(load), dtype=np.int64)
+    shares[:fitting] = np.maximum(0, np.floor((height - level[:fitting]) / num_bytes))
+    rest = count - int(shares.sum())
+    for place in np.argsort(level[:fitting] + shares[:fitting] * num_bytes, kind="stable")[:rest]:
+        shares[place] += 1
+    assert shares.sum() == count
+    found = np.zeros_like(shares)
+    found[order] = shares
+    return found
+
+
+def _overlap(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First and last of what slices [n axes 2] share."""
+    return np.maximum(a[..., 0], b[..., 0]), np.minimum(a[..., 1], b[..., 1])
+
+
+def _shared(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    low, high = _overlap(a, b)
+    return np.maximum(high - low, 0).prod(axis=-1)
+
+
+def _volumes(boxes: np.ndarray) -> np.ndarray:
+    return (boxes[..., 1] - boxes[..., 0]).prod(axis=-1)
+
+
+def _as_box(sides: np.ndarray) -> Box:
+    return tuple((start, stop) for start, stop in sides.tolist())
 
 
 def _primes(number: int) -> Iterator[int]:
@@ -176,12 +300,19 @@ def _primes(number: int) -> Iterator[int]:
 
 def _distinct_orders(factors: Sequence[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
     """Orders of the factors, as positions; those of one dimension stay in their order among themselves."""
-    seen = set()
-    for order in permutations([index for index, _ in factors]):
-        if order not in seen:
-            seen.add(order)
-            left = {index: [i for i, (of, _) in enumerate(factors) if of == index] for index in set(order)}
-            yield tuple(left[index].pop(0) for index in order)
+    places: dict[int, list[int]] = {}
+    for position, (of, _) in enumerate(factors):
+        places.setdefault(of, []).append(position)
+
+    def orders(left: dict[int, int]) -> Iterator[tuple[int, ...]]:
+        if not any(left.values()):
+            yield ()
+        for of, count in left.items():
+            if count:
+                first = places[of][len(places[of]) - count]
+                yield from ((first, *rest) for rest in orders({**left, of: count - 1}))
+
+    yield from orders({of: len(found) for of, found in places.items()})
 
 
 def _ranks(factors: Sequence[tuple[int, int]], order: Sequence[int]) -> tuple[int, ...]:
@@ -195,28 +326,9 @@ def _ranks(factors: Sequence[tuple[int, int]], order: Sequence[int]) -> tuple[in
     return tuple(ranks)
 
 
-def _cut(move: Move, limit_bytes: int) -> Iterator[Move]:
-    """A move as parts of at most `limit_bytes`, cut along its first axis that is longer than 1."""
-    if move.num_bytes <= limit_bytes:
-        yield move
-        return
-    axis = next((i for i, (start, stop) in enumerate(move.box) if stop - start > 1), None)
-    if axis is None:
-        raise ValueError(f"{move.name}: one element takes {move.num_bytes} bytes, the limit is {limit_bytes}.")
-    start, stop = move.box[axis]
-    row = move.num_bytes // (stop - start)
-    step = max(1, limit_bytes // row)
-    for first in range(start, stop, step):
-        last = min(first + step, stop)
-        box = (*move.box[:axis], (first, last), *move.box[axis + 1 :])
-        yield from _cut(Move(move.name, box, move.source, move.target, row * (last - first)), limit_bytes)
-
-
-def _summed(items: Iterable[tuple[int, int]]) -> Counter[int]:
-    total: Counter[int] = Counter()
-    for key, amount in items:
-        total[key] += amount
-    return total
+def _summed(ranks: np.ndarray, num_bytes: np.ndarray) -> Counter[int]:
+    totals = np.bincount(ranks, weights=num_bytes) if len(ranks) else np.zeros(0)
+    return Counter({rank: int(total) for rank, total in enumerate(totals.tolist()) if total})
 
 
 def _refuse_unequal(source: Layout, target: Layout) -> None:

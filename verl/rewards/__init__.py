@@ -1,6 +1,7 @@
 """From texts to scores: rules, functions of the user, reward models, remote judges.
 
 base           From texts to scores: what a reward is, and how its scores reach the tokens
+code_tests     Rewards by running code: the program in a response against the tests of its row, in a sandbox
 function       Rewards by a Python function of the user, named in the configuration or passed as it is
 import_path    Imports the function that `module:function` or `file.py:function` names
 math_rules     Rules for mathematical answers as functions of text. Light

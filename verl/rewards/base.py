@@ -15,7 +15,9 @@ from verl.component import Description, component
 from verl.errors import RewardError
 from verl.ops.masking import last_true
 from verl.protocol import DataProto
-from verl.rewards.validation import checked_scores
+from verl.protocol.provenance import source_of
+from verl.rewards.deadline import CallFailed, call_within
+from verl.rewards.validation import checked_scores, reward_error
 
 TEXT_COLUMNS = ("prompt_text", "response_text")
 
@@ -56,7 +58,13 @@ class Reward:
     """Base of every reward: a subclass rates texts, this class checks its answer and places it on the tokens.
 
     One that needs more than texts, such as lengths in tokens, overrides `rate_batch` in place of `rate`.
+
+    Attributes:
+        call_timeout_s: seconds for one batch, after which the call is interrupted where it stands; None for a reward
+            that has deadlines of its own.
     """
+
+    call_timeout_s: float | None = None
 
     def rate(self, prompts: list[str], responses: list[str], **columns: list) -> Any:
         """Rate B responses.
@@ -80,6 +88,19 @@ class Reward:
         if not len(batch):
             return RewardResult(np.zeros(0))
         return RewardResult(checked_scores(self.rate(prompts, responses, **columns), prompts, responses, self.producer))
+
+    def rated(self, batch: DataProto) -> RewardResult:
+        """What `rate_batch` gives, in time.
+
+        Raises:
+            RewardError: as there; or it did not return within `call_timeout_s`.
+        """
+        if self.call_timeout_s is None:
+            return self.rate_batch(batch)
+        try:
+            return call_within(self.call_timeout_s, lambda: self.rate_batch(batch), source_of(self.producer).file)
+        except CallFailed as late:
+            raise reward_error("a score for each response", str(late), self.producer) from late
 
     def frozen(self) -> AbstractContextManager[None]:
         """The context in which what the reward learns of scores, such as their mean, stays as it is: evaluation."""
@@ -115,7 +136,7 @@ class Reward:
         Raises:
             RewardError: the rating raised, or is not B finite numbers; names the sample and the function.
         """
-        rating = self.rate_batch(batch)
+        rating = self.rated(batch)
         placed = token_scores_of(rating, batch.batch["response_mask"])
         parts = {f"reward/{name}": values.astype(object) for name, values in rating.parts.items()}
         columns = {f"reward_{name}": values for name, values in rating.columns.items()}

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
-import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -18,8 +12,9 @@ from pydantic import Field, PositiveInt
 from verl.component import BuildContext, component
 from verl.errors import RewardError
 from verl.protocol import DataProto
-from verl.protocol.provenance import Source
+from verl.protocol.provenance import Source, source_of
 from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of
+from verl.rewards.deadline import BATCH_TIMEOUT_S, CallFailed, call_within
 from verl.rewards.import_path import (
     Signature,
     awaited,
@@ -78,7 +73,7 @@ class RewardFunction(RewardDescription):
         for name in texts:
             if name in self.kwargs:
                 yield f"kwargs.{name}: is what the function is called with. Choose another name."
-        if not self.per_sample and self.num_workers not in (None, 1, NUM_WORKERS):  # configurations of before hold it
+        if not self.per_sample and self.num_workers is not None:
             yield (
                 f"num_workers is {self.num_workers}: a function of the whole batch is one call, in one process. Set "
                 "per_sample=true, or num_workers=null."
@@ -113,11 +108,11 @@ class RewardFunction(RewardDescription):
 
     @staticmethod
     def wrap(function: Callable, **kwargs: Any) -> CallableReward:
-        """The reward that calls `function`, for use as a library."""
+        """The reward that calls `function`, for use as a library; `CallableReward` has a deadline of your own."""
         return CallableReward(function, kwargs)
 
 
-SAMPLE_TIMEOUT_S, BATCH_TIMEOUT_S, NUM_WORKERS = 10.0, 60.0, 4
+SAMPLE_TIMEOUT_S, NUM_WORKERS = 10.0, 4
 
 
 class CallableReward(Reward):
@@ -126,11 +121,13 @@ class CallableReward(Reward):
     Args:
         function: as in `RewardFunction`.
         kwargs: further keyword arguments of every call.
+        timeout_s: for one call, which is then interrupted where it stands.
     Raises:
         RewardError: `function` cannot be called, or does not take `prompts` and `responses`.
     """
 
-    def __init__(self, function: Callable, kwargs: Mapping[str, Any] | None = None):
+    def __init__(self, function: Callable, kwargs: Mapping[str, Any] | None = None, timeout_s: float = BATCH_TIMEOUT_S):
+        self.timeout_s = timeout_s
         if not callable(function):
             raise RewardError(f"reward is {function!r}: expected a function of prompts and responses.")
         self._describe(function, kwargs or {}, signature_of(function, kwargs or {}))
@@ -193,22 +190,31 @@ class CallableReward(Reward):
 
     def _invoke(self, given: DataProto | dict[str, Any]) -> Any:
         """Call the function with a batch, or with keyword arguments."""
-        with told_while_it_hangs(self.function):
+
+        def call() -> Any:
             if isinstance(given, DataProto):
                 return awaited(self.function(given, **self.kwargs))
             return awaited(self.function(**{**given, **self.kwargs}))
 
+        return call_within(self.timeout_s, call, source_of(self.function).file)
+
     def _words(self, error: BaseException) -> str:
-        """What was raised, with the line of the user's file."""
+        """What was raised, with the line of the user's file; or of a call that came to nothing, its own words."""
+        if isinstance(error, CallFailed):
+            return str(error)
         return f"{type(error).__name__}: {error}{own_line(error, self.function)}"
 
     def _is_alike(self, error: BaseException, first: BaseException) -> bool:
+        if isinstance(first, CallFailed):
+            return isinstance(error, CallFailed) and error.kind == first.kind
         return isinstance(error, type(first))
 
     def _find_sample(
         self, prompts: list, responses: list, columns: Mapping[str, list], first: BaseException
     ) -> int | None:
         """The first sample on which the function raises this kind of error by itself, or None."""
+        if isinstance(first, CallFailed) and first.kind is None:  # parts of the batch would hang again
+            return None
         if len(responses) == 1:
             return 0
 
@@ -230,46 +236,6 @@ class CallableReward(Reward):
                 raise
             return self._is_alike(error, first)
         return False
-
-
-@contextmanager
-def told_while_it_hangs(function: Callable) -> Iterator[None]:
-    """Say every minute where a function of this process stands that has not returned; nobody can end it, for it may
-    hold whatever this process holds."""
-    thread, over = threading.get_ident(), threading.Event()
-    name, began = getattr(function, "__qualname__", repr(function)), time.monotonic()
-
-    def watch() -> None:
-        while not over.wait(BATCH_TIMEOUT_S):
-            frame = sys._current_frames().get(thread)
-            stack = "" if frame is None else "".join(traceback.format_stack(frame)[-STACK_LINES:])
-            _log.warning(
-                "The reward function %s has not returned for %.0f s. A function that is passed as an object runs in "
-                "this process and has no deadline; reward=function with reward.path gives it one. It is at:\n%s",
-                name, time.monotonic() - began, stack,
-            )  # fmt: skip
-
-    threading.Thread(target=watch, name="reward watch", daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-STACK_LINES = 4
-_log = logging.getLogger(__name__)
-
-
-class CallFailed(Exception):
-    """A call in another process came to nothing.
-
-    Attributes:
-        kind: of the exception that the function raised; None where it did not answer in time, or its process ended.
-    """
-
-    def __init__(self, words: str, kind: str | None):
-        super().__init__(words)
-        self.kind = kind
 
 
 class ProcessReward(CallableReward):
@@ -301,16 +267,3 @@ class ProcessReward(CallableReward):
         if outcome.failure is not None:
             raise CallFailed(outcome.failure, outcome.failure.partition(":")[0] if outcome.was_raised else None)
         return pickle.loads(outcome.score)
-
-    def _words(self, error: BaseException) -> str:
-        return str(error) if isinstance(error, CallFailed) else super()._words(error)
-
-    def _is_alike(self, error: BaseException, first: BaseException) -> bool:
-        return isinstance(error, CallFailed) and isinstance(first, CallFailed) and error.kind == first.kind
-
-    def _find_sample(
-        self, prompts: list, responses: list, columns: Mapping[str, list], first: BaseException
-    ) -> int | None:
-        if isinstance(first, CallFailed) and first.kind is None:  # parts of the batch would hang again
-            return None
-        return super()._find_sample(prompts, responses, columns, first)

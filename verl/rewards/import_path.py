@@ -15,13 +15,13 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl.errors import RewardError
 from verl.protocol.provenance import source_of
+from verl.rewards.deadline import in_thread
 from verl.utils.component_exits import raised_by_code
 
 FORMS = "expected `package.module:function` or `file.py:function`"
@@ -190,8 +190,7 @@ def awaited(result: Any) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(every())
-    with ThreadPoolExecutor(1) as thread:  # in a notebook, whose loop already runs in this thread
-        return thread.submit(asyncio.run, every()).result()
+    return in_thread(lambda: asyncio.run(every()))  # in a notebook, whose loop already runs in this thread
 
 
 def own_line(error: BaseException, function: Callable) -> str:

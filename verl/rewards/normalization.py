@@ -141,7 +141,7 @@ class ScaledReward(NormalisedReward):
         self.reward = reward
 
     def raw(self, batch: DataProto) -> RewardResult:
-        return self.reward.rate_batch(batch)
+        return self.reward.rated(batch)
 
     def take(self) -> dict[str, float]:
         return self.reward.take()

@@ -73,7 +73,7 @@ class SumOfRewards(Reward):
         """The sum; `parts` has each part's scores, and what a part has of its own is there as `NAME_...`."""
         total, parts, columns, ratings = np.zeros(len(batch)), {}, {}, {}
         for name, reward in self.parts.items():
-            rating = ratings[name] = reward.rate_batch(batch)
+            rating = ratings[name] = reward.rated(batch)
             total = total + self.weights[name] * rating.scores
             parts[name] = rating.scores
             parts |= {f"{name}_{inner}": values for inner, values in rating.parts.items()}

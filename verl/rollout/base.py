@@ -39,13 +39,17 @@ class Rollout(Description):
         stop_token_ids: end a response beside the model's own end-of-text tokens; they belong to the response.
     Attributes:
         runs_ahead: the engine holds weights of its own, so that it can draw while the trainer changes its.
+        generates_here: on the machines of the trainer, rather than on a server's.
         may_change: the engine reads `options` with every call, so that others may be put in their place.
         call_timeout_s: how long an engine in another process is waited for without progress; 0 where there is none.
+        draws_turns: its engine draws single turns of episodes, as `environment` needs; see `RolloutEngine.turns`.
     """
 
     runs_ahead: ClassVar[bool] = False
+    generates_here: ClassVar[bool] = True
     may_change: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 0.0
+    draws_turns: ClassVar[bool] = False
 
     temperature: PositiveFloat = 1.0
     top_k: NonNegativeInt = 0
@@ -126,6 +130,85 @@ class SyncResult:
 SAME_TENSORS = SyncResult("one set of weights: nothing to move")
 
 
+@dataclass(frozen=True)
+class TurnRequest:
+    """One turn of an episode to draw.
+
+    Attributes:
+        episode: number of the episode in this call.
+        tokens: everything before the turn: prompt, earlier turns and observations.
+        prompt_id, sample_id, turn: what keys its noise.
+        max_new_tokens: the turn is cut after so many tokens.
+    """
+
+    episode: int
+    tokens: list[int]
+    prompt_id: int
+    sample_id: int
+    turn: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class DrawnTurn:
+    """One turn as it was drawn.
+
+    Attributes:
+        tokens: at least one; the stop token included, if it ended by itself.
+        log_probs: of each token, by the engine that drew it.
+        is_complete: it ended with a stop token; False where a limit cut it.
+    """
+
+    episode: int
+    tokens: list[int]
+    log_probs: list[float]
+    is_complete: bool
+
+
+@dataclass(frozen=True)
+class TurnLimits:
+    """What an engine of turns may use.
+
+    Attributes:
+        row_tokens: of the longest episode, its prompt included.
+        kv_cache_gib: for the keys and values of episodes under way, where the engine keeps them in this process.
+    """
+
+    row_tokens: int
+    kv_cache_gib: float
+
+
+class TurnEngine:
+    """Draws turns of episodes side by side; turns may be added at any time, and leave as they end.
+
+    Weights stay as they are while it lives: keys and values that it keeps belong to them.
+
+    Attributes:
+        dtype: of the log-probs.
+    """
+
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def num_pending(self) -> int:
+        """Turns that were added and have not ended."""
+        raise NotImplementedError
+
+    def add(self, turn: TurnRequest) -> None:
+        """Have a turn drawn."""
+        raise NotImplementedError
+
+    def advance(self) -> list[DrawnTurn]:
+        """Go on drawing for a while; returns the turns that have ended."""
+        raise NotImplementedError
+
+    def forget(self, episode: int) -> None:
+        """The episode has ended: what is kept of it may go."""
+
+    def close(self) -> None:
+        """Let go of everything. May be called again."""
+
+
 class RolloutEngine:
     """An engine needs to generate; one that samples from the very tensors that train needs nothing else.
 
@@ -143,6 +226,10 @@ class RolloutEngine:
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Rows of responses, `num_samples` for each prompt in the order of the prompts; see `assemble`."""
+        raise NotImplementedError
+
+    def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
+        """What draws single turns of episodes with the present weights, until they change."""
         raise NotImplementedError
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
@@ -180,25 +267,34 @@ def stop_tokens(model: Any, tokenizer: Any, extra: tuple[int, ...]) -> Tensor:
 
 
 def assemble(
-    prompts: DataProto, num_samples: int, responses: Tensor, mask: Tensor, log_probs: Tensor, pad_id: int
+    prompts: DataProto,
+    num_samples: int,
+    responses: Tensor,
+    mask: Tensor,
+    log_probs: Tensor,
+    pad_id: int,
+    attended: Tensor | None = None,
 ) -> DataProto:
     """Join prompts and their responses into the rows that training reads.
 
     Args:
         prompts: `prompts`, `prompt_mask` [b P], `prompt_ids`, `group_ids` [b].
         responses, mask, log_probs: [b * num_samples, T], a prompt's samples side by side.
-        pad_id: fills responses off the mask.
+        pad_id: fills the places without a token.
+        attended: [b * num_samples, T], True on tokens of the response, those included that the policy did not choose;
+            None where it chose all of them.
     Returns:
         B = b * num_samples rows with the fields of prompts, and `sample_ids`, `input_ids`, `attention_mask`,
         `position_ids`, `responses`, `response_mask`, `rollout_log_probs`; T is the longest response.
     Raises:
         RolloutError: a log-prob is none, or a token id is negative; names prompt, sample and token.
     """
-    width = int(mask.sum(dim=1).max()) if mask.numel() else 0
-    mask = mask[:, :width]
-    responses = responses[:, :width].masked_fill(~mask, pad_id)
+    attended = mask if attended is None else attended
+    width = int(attended.sum(dim=1).max()) if attended.numel() else 0
+    mask, attended = mask[:, :width], attended[:, :width]
+    responses = responses[:, :width].masked_fill(~attended, pad_id)
     rows = prompts.select(["prompts", "prompt_mask", "prompt_ids", "group_ids"]).repeat(num_samples)
-    attention = torch.cat([rows.batch["prompt_mask"], mask], dim=1).long()
+    attention = torch.cat([rows.batch["prompt_mask"], attended], dim=1).long()
     made = DataProto.from_dict(
         {
             "sample_ids": torch.arange(num_samples).repeat(len(prompts)),

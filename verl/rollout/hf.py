@@ -13,7 +13,16 @@ from verl.model_paths.check import paths_for
 from verl.model_paths.decode import Choose, Decoder
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
 from verl.protocol import DataProto
-from verl.rollout.base import ALONE, GenerationRequest, Rollout, RolloutEngine, assemble, stop_tokens
+from verl.rollout.base import (
+    ALONE,
+    GenerationRequest,
+    Rollout,
+    RolloutEngine,
+    TurnEngine,
+    TurnLimits,
+    assemble,
+    stop_tokens,
+)
 from verl.rollout.token_sampler import TokenSampler
 
 NOISE_TOKENS = 64  # positions whose noise is made at a time
@@ -32,6 +41,7 @@ class HFRollout(Rollout):
     """
 
     may_change: ClassVar[bool] = True
+    draws_turns: ClassVar[bool] = True
 
     max_rows: PositiveInt = 512
     share_prefix: bool = True
@@ -52,13 +62,23 @@ class HFSampler(RolloutEngine):
         self.device = compute_device(model)
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
         self._stops = tuple(self.stop_ids.tolist())
+        self._keeps_slots: bool | None = None  # whether turns may keep keys and values; found with the first episode
 
     @torch.no_grad()
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """See `RolloutEngine.generate`. The draws depend on (seed, stream, step, prompt, sample, position) alone."""
         self.model.eval()
+        divided = getattr(self.model, "divided", None)
+        stages = None if divided is None else divided.stage_group
         with weights_gathered(self.model):
-            return self._generate(prompts, request)
+            if stages is None:
+                return self._generate(prompts, request)
+            count, place = torch.distributed.get_world_size(stages), torch.distributed.get_rank(stages)
+            cuts = [len(prompts) * stage // count for stage in range(count + 1)]
+            own = self._generate(prompts[cuts[place] : cuts[place + 1]], request)
+        rows: list[Any] = [None] * count
+        torch.distributed.all_gather_object(rows, own, group=stages)
+        return DataProto.concat(rows)
 
     def _generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         n, options = request.num_samples, self.options
@@ -78,6 +98,18 @@ class HFSampler(RolloutEngine):
             for whole, made in ((responses, out.responses), (mask, out.mask), (log_probs, out.log_probs)):
                 whole[target] = made.to(whole.device)
         return assemble(prompts, n, responses, mask, log_probs, self.pad_id)
+
+    def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
+        """See `RolloutEngine.turns`; the draws depend on (seed, stream, step, prompt, sample, turn, position) alone."""
+        from verl.rollout.hf_turns import num_slots, prove_slots, turn_engine  # brings transformers
+
+        self.model.eval()
+        decoder = self._decoder(limits.row_tokens - self.options.max_new_tokens)
+        if self._keeps_slots is None:
+            self._keeps_slots = prove_slots(self.model, self.autocast, decoder)
+        sampler = TokenSampler.of(self.options, request, self.seed, self._stops)
+        slots = num_slots(self.model, limits, self.options.max_rows) if self._keeps_slots else 0
+        return turn_engine(self.model, self.autocast, decoder, sampler, self.stop_ids, slots, self._keeps_slots)
 
     def _decoder(self, longest_prompt: int) -> Decoder:
         options = self.options

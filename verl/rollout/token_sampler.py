@@ -38,19 +38,28 @@ class TokenSampler:
         names = ("temperature", "top_k", "top_p", "min_new_tokens")
         return cls(request, seed, tuple(stop_ids), **{name: getattr(options, name) for name in names})
 
-    def choose(self, logits: Tensor, prompt_ids: Tensor, sample_ids: Tensor, positions: Tensor) -> Tensor:
+    def choose(
+        self,
+        logits: Tensor,
+        prompt_ids: Tensor,
+        sample_ids: Tensor,
+        positions: Tensor,
+        turns: Tensor | None = None,
+    ) -> Tensor:
         """The next token of each row, [b].
 
         Args:
             logits: [b V], float32 at least; they stay as they are.
             prompt_ids, sample_ids: [b], whose noise it is.
-            positions: [b], how many tokens the response has so far.
+            positions: [b], how many tokens the response, or the turn, has so far.
+            turns: [b], index of the turn within its episode; None where a response is all there is.
         """
-        return self.pick(logits, self.noise(prompt_ids, sample_ids, positions), positions)
+        return self.pick(logits, self.noise(prompt_ids, sample_ids, positions, turns), positions)
 
-    def noise(self, prompt_ids: Tensor, sample_ids: Tensor, positions: Tensor) -> Tensor:
+    def noise(self, prompt_ids: Tensor, sample_ids: Tensor, positions: Tensor, turns: Tensor | None = None) -> Tensor:
         """One number in [0, 1) for each of them; see `uniform`."""
-        return uniform(self.seed, self.request.step, prompt_ids, sample_ids, positions, stream=self.request.stream)
+        step, stream = self.request.step, self.request.stream
+        return uniform(self.seed, step, prompt_ids, sample_ids, positions, stream=stream, turns=turns)
 
     def pick(self, logits: Tensor, noise: Tensor, positions: Tensor | int) -> Tensor:
         """The next token of each row, [b], by its number [b] of `noise`; see `choose`."""

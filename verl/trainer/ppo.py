@@ -25,6 +25,7 @@ from verl.algorithms.dynamic_sampling import (
     selection_metrics,
 )
 from verl.algorithms.importance_sampling import weight_advantages
+from verl.environments.rows import kept_rows, response_texts
 from verl.errors import NonFiniteError
 from verl.monitoring.nonfinite import StepSkipped
 from verl.monitoring.ppo_metrics import evaluation_metrics, experience_metrics, mean_of, sample_rows
@@ -36,7 +37,8 @@ from verl.trainer.ppo_lifecycle import PPOLifecycle
 from verl.utils.seeding import derive_seed
 
 PROMPT_FIELDS = ["prompts", "prompt_mask", "prompt_ids", "group_ids"]
-DRIVER_FIELDS = [*PROMPT_FIELDS, "is_replayed", "is_on_policy"]  # that no role reads in an update
+EPISODE_FIELDS = ["turn_ids", "turn_rewards", "episode_ids"]
+DRIVER_FIELDS = [*PROMPT_FIELDS, *EPISODE_FIELDS, "is_replayed", "is_on_policy"]  # that no role reads in an update
 SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
 
 
@@ -204,10 +206,9 @@ class PPOTrainer(PPOLifecycle):
             rows = self.actor.generate(asked, request).result()
         if is_training:
             self.lengths.note(rows)
-        tokens = [r[m].tolist() for r, m in zip(rows["responses"], rows["response_mask"], strict=True)]
-        texts: Any = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        texts: Any = response_texts(rows, self.tokenizer)
         columns = prompts.select([], list(prompts.non_tensor_batch)).repeat(request.num_samples)
-        return rows.union(columns, DataProto.from_dict(non_tensors={"response_text": texts}))
+        return kept_rows(rows.union(columns, DataProto.from_dict(non_tensors={"response_text": texts})))
 
     def _rest(self) -> None:
         """Let the engine give back its GPU memory: it has drawn the last responses before the next sync."""
@@ -225,7 +226,8 @@ class PPOTrainer(PPOLifecycle):
 
     def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """What the actor is asked for."""
-        return self.lengths.beside(prompts.select(PROMPT_FIELDS, []), request.num_samples)
+        columns = list(prompts.non_tensor_batch) if self.description.environment is not None else []
+        return self.lengths.beside(prompts.select(PROMPT_FIELDS, columns), request.num_samples)
 
     def _mini_batches(self, rows: int, step: int) -> Iterator[Tensor]:
         for epoch in range(self.algorithm.epochs):

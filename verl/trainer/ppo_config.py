@@ -12,10 +12,13 @@ from verl.checkpoint.config import Checkpointing
 from verl.component import BuildContext, Description, component
 from verl.data.base import PromptSource
 from verl.engines.sharding import Sharding
+from verl.environments.base import EnvironmentDescription
+from verl.environments.episode_loop import environment_faults
 from verl.errors import ConfigError
 from verl.replay.config import TieredReplay
 from verl.rewards.base import RewardDescription, missing_columns
 from verl.rollout.base import Rollout
+from verl.sandbox.base import Sandbox
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import PPOSettings
@@ -58,6 +61,7 @@ def faults_between(run: Any) -> Iterator[str]:
     if settings.rollout_ahead:
         yield from ahead_faults(run.rollout, algorithm)
     yield from _rollout_faults(run)
+    yield from environment_faults(run)
     yield from _replay_faults(run)
     yield from _placement_faults(run)
     yield from _context_faults(run)
@@ -131,14 +135,14 @@ def _placement_faults(run: Any) -> Iterator[str]:
 
 
 def _context_faults(run: Any) -> Iterator[str]:
-    prompt, response = getattr(run.data, "max_prompt_length", None), run.rollout.max_new_tokens
+    prompt, response = getattr(run.data, "max_prompt_length", None), run.response_tokens
     for role in ("actor", "critic"):
         described = getattr(run, role) if role in run.roles else None  # one that is not built holds nothing
         limit = None if described is None else described.model.max_positions()
         if limit is None or prompt is None or prompt + response <= limit:
             continue
         yield (
-            f"data.max_prompt_length is {prompt}: with rollout.max_new_tokens {response} that makes "
+            f"data.max_prompt_length is {prompt}: with {run.response_key} {response} that makes "
             f"{prompt + response} tokens, and {role}.model holds {limit}. Lower one of them."
         )
 
@@ -170,7 +174,9 @@ class PPORun(Description):
     tracker: Trackers
     checkpoint: Checkpointing | None = None
     replay: TieredReplay | None = None
+    environment: EnvironmentDescription | None = None
     storage: Storage | None = None
+    sandbox: Sandbox | None = None
     resume: str | None = None
 
     def faults(self) -> Iterator[str]:
@@ -218,6 +224,16 @@ class PPORun(Description):
         """The reward, if it is a role of its own; None where the driver has it."""
         placement = self.trainer.placement
         return self.reward if placement is not None and self.reward.is_model and placement.holds_reward() else None
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens that a row has at most beside its prompt."""
+        return self.rollout.max_new_tokens if self.environment is None else self.environment.max_tokens
+
+    @property
+    def response_key(self) -> str:
+        """The path of `response_tokens`."""
+        return "rollout.max_new_tokens" if self.environment is None else "environment.max_tokens"
 
     @property
     def updates_per_step(self) -> int:

@@ -16,7 +16,7 @@ from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.rewards.base import RewardDescription, missing_columns
 from verl.rollout.base import Rollout
 from verl.trainer.one_step_off import LengthPredictor, OneStepOffRollout
-from verl.trainer.plan.memory_estimate import log_estimate
+from verl.trainer.plan.run_plan import log_plan
 from verl.trainer.replay_mixing import ReplayMixing
 from verl.trainer.setup import (
     ProcessState,
@@ -76,6 +76,11 @@ class PPOLifecycle:
             self.context = context
             self.run_dir, self.tokenizer = context.run_dir, context.tokenizer
             self._refuse_other_tokenizers(run)
+            context = replace(
+                context,
+                chat_template=getattr(run.data, "chat_template", None),
+                tools=() if run.environment is None else run.environment.tool_schemas(),
+            )
             with faults_below("data"):
                 splits = run.data.build(context)
             self.train_data, self.eval_data = splits.train, splits.eval
@@ -94,8 +99,9 @@ class PPOLifecycle:
             self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, self.tokenizer)
             self.kl = run.algorithm.kl.build(context)
             self.reuse = ReplayMixing(run, context, self.saving.directory)
-            estimate = log_estimate(run, context, self.saving.directory)
-            beside = None if estimate is None else estimate.beside_engine
+            plan = log_plan(run, context, self.saving.directory)
+            self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
+            beside = None if plan is None else plan.memory.beside_engine
             self._start_roles(run, replace(context, bytes_beside_engine=beside))
             self.reward_stats = RewardStats(run.reward, self.reward)
             self.guard.numerics = self.actor.numerics().result()
@@ -135,13 +141,16 @@ class PPOLifecycle:
             critic=run.critic if run.algorithm.needs_values else None,
             reference=run.reference if run.algorithm.needs_reference else None,
             rollout=self._with_room_for_prompts(run.rollout),
+            environment=run.environment,
             algorithm=run.algorithm,
             sharding=run.sharding,
             total_updates=self.num_steps * run.updates_per_step,
             restore=restore_of(self.saving),
             reward=run.reward_as_role,
         )
-        context = replace(context, row_tokens=self._row_tokens(run))
+        saved_in = self.saving.directory
+        journal_dir = None if saved_in is None else Path(saved_in) / "episode_journal"
+        context = replace(context, row_tokens=self._row_tokens(run), journal_dir=journal_dir)
         self._cluster = start_cluster(host, run.trainer, context, run.trainer.placement)
         roles = role_handles(self._cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
@@ -159,7 +168,7 @@ class PPOLifecycle:
     def _row_tokens(self, run: PPORun) -> int | None:
         """Tokens of the longest row that the run can have."""
         longest = self._longest_prompt() or getattr(run.data, "max_prompt_length", None)
-        return None if longest is None else longest + run.rollout.max_new_tokens
+        return None if longest is None else longest + run.response_tokens
 
     def _with_room_for_prompts(self, rollout: Rollout) -> Rollout:
         """With room for every prompt of the data, as far as the data tell how long those are."""

@@ -8,6 +8,7 @@ fit ──> WorkerDied (WorkerHung included) ──> the last checkpoint ──>
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
 from verl.trainer.state.distributed_save import RankWriters
 from verl.trainer.state.resume import tell_differences
 from verl.trainer.state.save_directory import SaveDirectoryChoice, SweepJob
-from verl.trainer.state.training_identity import identity_of
+from verl.trainer.state.training_identity import identity_of, paths_of_texts
 from verl.trainer.train_loop import TrainResult
 from verl.utils import torchrun
 from verl.utils.redact import redact_tree
@@ -154,9 +155,8 @@ def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -
         return
     config = as_plain(run)
     job = SweepJob(context.job, context.swept, redact_tree(config))
-    is_fixed = run.checkpoint is not None and run.checkpoint.save_dir is not None
-    identity = identity_of(config, None) if run.resume is not None or is_fixed else {}
-    unknown = {"tokenizer", *(path for path, value in identity.items() if str(value).startswith(WARM_START))}
+    unknown = {"tokenizer", *paths_of_texts(config, WARM_START)}
+    identity = functools.partial(identity_of, config, None)
     choice = SaveDirectoryChoice(run.checkpoint, run.trainer, job, run.storage, identity, "", unknown)
     try:
         choice.look(run.resume, uses_storage)

@@ -22,7 +22,7 @@ from verl.protocol import DataProto
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import SFTSettings
-from verl.trainer.plan.memory_estimate import log_estimate
+from verl.trainer.plan.run_plan import log_plan
 from verl.trainer.setup import (
     ProcessState,
     RoleSharding,
@@ -113,7 +113,8 @@ class SFTTrainer:
             self.stages = StageTimers(self.tracker)
             self.saving = prepare_saving(run, context, "sft/loss")
             self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame)
-            log_estimate(run, context, self.saving.directory)
+            plan = log_plan(run, context, self.saving.directory)
+            self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
             restore = restore_of(self.saving)
             host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps, restore=restore)
             context = replace(context, row_tokens=getattr(run.data, "max_length", None))

@@ -75,16 +75,28 @@ def make_current(device: str) -> None:
 def gpu_memory_from_outside(index: int) -> DeviceMemory | None:
     """Of a GPU as this process numbers them, without opening a CUDA context there, which would take half a GiB; None
     where `nvidia-smi` does not tell."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else []
-    name = names[index].strip() if index < len(names) else str(index)
-    query = ["nvidia-smi", f"--id={name}", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-        total, free = (int(field) << 20 for field in told.strip().splitlines()[0].split(","))
+        total, free = (int(field) << 20 for field in _asked_from_outside(index, "memory.total,memory.free"))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
     return DeviceMemory(total, free)
+
+
+def gpu_name_from_outside(index: int) -> str | None:
+    """The name of a GPU, likewise."""
+    try:
+        return _asked_from_outside(index, "name")[0].strip()
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def _asked_from_outside(index: int, fields: str) -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else []
+    name = names[index].strip() if index < len(names) else str(index)
+    query = ["nvidia-smi", f"--id={name}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    return told.strip().splitlines()[0].split(",")
 
 
 def settle(device: torch.device) -> None:

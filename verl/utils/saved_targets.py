@@ -78,9 +78,16 @@ RENAMED = {f"verl.{old}": f"verl.{new}" for old, new in _BEFORE_0_3_0.items()}
 
 
 def current_targets(saved: Any) -> Any:
-    """A parsed JSON or YAML value with every string that is a former name replaced by the present one."""
+    """A parsed JSON or YAML value with every string that is a former name replaced by the present one, and without
+    defaults of before that had no effect and are refused now."""
     if isinstance(saved, dict):
-        return {key: current_targets(value) for key, value in saved.items()}
+        return _without_effectless({key: current_targets(value) for key, value in saved.items()})
     if isinstance(saved, list):
         return [current_targets(value) for value in saved]
     return RENAMED.get(saved, saved) if isinstance(saved, str) else saved
+
+
+def _without_effectless(saved: dict[str, Any]) -> dict[str, Any]:
+    """`num_workers` beside a reward function of the whole batch, which is one call: 4 by default, later 1."""
+    is_of_batch = saved.get("_target_") == "verl.rewards.function.RewardFunction" and not saved.get("per_sample")
+    return {**saved, "num_workers": None} if is_of_batch and saved.get("num_workers") in (1, 4) else saved

@@ -15,6 +15,8 @@ from verl.dispatch import by_rows, by_rows_to_one, on_all
 from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
+from verl.environments.base import EnvironmentDescription
+from verl.environments.episode_loop import EpisodeEngine
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
@@ -22,7 +24,7 @@ from verl.models.parallel_info import Numerics, compute_type
 from verl.ops.logprobs import LogProbGap
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
-from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, SyncResult, refuse_wrong_responses
+from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, SyncResult, refuse_wrong_responses, stop_tokens
 from verl.utils.memory import release_cached
 from verl.workers.base import TrainedRole, TrainedWorker
 from verl.workers.first_batch_check import FirstBatchCheck
@@ -41,6 +43,7 @@ class Actor(TrainedRole):
         rollout: Rollout,
         total_updates: int,
         restore: RestoreSource | None = None,
+        environment: EnvironmentDescription | None = None,
     ) -> ActorWorker:
         """Load the weights, those of a checkpoint if one is given, and attach the engines that train and sample.
 
@@ -48,12 +51,20 @@ class Actor(TrainedRole):
             ConfigError: the model cannot be trained as a policy.
         """
         model = self.load("causal_lm", context.device, restore, "actor", parallel)
-        paths_for(model, context.row_tokens or rollout.max_new_tokens, "actor.model")
+        paths_for(
+            model,
+            context.row_tokens or rollout.max_new_tokens,
+            "actor.model",
+            shares_tokens=parallel.shares_tokens,
+        )
         parallel.shard_model(model, self.autocast)
         engine = self.engine(model, parallel, total_updates)
         if restore is not None:
             restore.optimizer(engine, "actor")
         sampler = rollout.attach(model, context.tokenizer, context.seed, self.autocast, context)
+        if environment is not None:
+            stops = tuple(stop_tokens(model, context.tokenizer, rollout.stop_token_ids).tolist())
+            sampler = EpisodeEngine(environment, sampler, rollout, context.tokenizer, stops, context)
         return ActorWorker(engine, algorithm, sampler, rollout.temperature, context.tokenizer)
 
 

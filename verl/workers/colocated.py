@@ -10,6 +10,7 @@ from verl.algorithms.algorithm import Algorithm
 from verl.component import BuildContext, Description, component
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import NoSharding, Sharding
+from verl.environments.base import EnvironmentDescription
 from verl.rewards.reward_model import RewardModel
 from verl.rollout.base import Rollout
 from verl.utils.memory import make_current
@@ -74,6 +75,7 @@ class RLHost(Description):
         sharding: of each role that has none of its own.
         total_updates: optimizer steps of the whole run, for the schedules of the learning rates.
         restore: the checkpoint that actor and critic go on from.
+        environment: plays episodes beside the actor's engine; None where a response is one turn.
         reward: a reward that is a model, to live here as the role `rm`; None where the driver has it.
         chosen: the roles that live here; None for all.
         is_alone: there is one process, so that nothing is divided.
@@ -87,6 +89,7 @@ class RLHost(Description):
     sharding: Sharding
     total_updates: int
     restore: RestoreSource | None = None
+    environment: EnvironmentDescription | None = None
     reward: RewardModel | None = None
     chosen: tuple[str, ...] | None = None
     is_alone: bool = False
@@ -132,7 +135,13 @@ class RLHost(Description):
         if "actor" in wanted:
             seed_everything(derive_seed(context.seed, "actor"))
             actor = host.workers["actor"] = self.actor.start(
-                context, parallels["actor"], self.algorithm, self.rollout, self.total_updates, self.restore
+                context,
+                parallels["actor"],
+                self.algorithm,
+                self.rollout,
+                self.total_updates,
+                self.restore,
+                self.environment,
             )
         if self.critic is not None and "critic" in wanted:
             seed_everything(derive_seed(context.seed, "critic"))

@@ -53,7 +53,7 @@ class Critic(TrainedRole):
             model.load(restore.file("critic", model.file).parent)
         elif (trained := self.model.value_head(model.file)) is not None:
             model.load(trained.parent)
-        paths_for(model.backbone, context.row_tokens or 1, "critic.model")
+        paths_for(model.backbone, context.row_tokens or 1, "critic.model", shares_tokens=parallel.shares_tokens)
         parallel.shard_model(model, self.autocast)
         engine = self.engine(model, parallel, total_updates)
         if restore is not None:
@@ -98,4 +98,4 @@ def _values(model: Any, micro: MicroBatch, **options: bool) -> Tensor:
     def values_of(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
         return model(**inputs, **options).values
 
-    return micro.placed(micro.predict(values_of))
+    return micro.place(micro.predict(values_of))[0]

@@ -59,6 +59,11 @@ class FirstBatchCheck:
                 self._tell(PLAINER[first], scoring, worst)
                 return
             worst = max(worst, difference)
+            if self.engine.parallel.context is not None:
+                raise ConfigError(
+                    f"{self.name} is a {type(self.engine.model).__name__}: rows of the first batch have other numbers "
+                    f"when processes share their tokens than alone ({worst:.2g} on average). Set sharding.cp=1."
+                )
         raise ConfigError(
             f"{self.name} is a {type(self.engine.model).__name__}: rows of the first batch have other numbers beside "
             f"each other than alone ({worst:.2g} on average), however they are run. Choose another attention "

@@ -28,7 +28,7 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.save.async_writer import WRITER_TIMEOUT_S, CheckpointWriter
 from verl.checkpoint.save.save_plan import IncrementalSettings, MultiWriterSave, sees_nonce, submit_failure
 from verl.checkpoint.save.save_request import SavedComponent, SaveRequest, TensorItem
-from verl.engines.parallel_dims import TENSOR, Parallelism
+from verl.engines.parallel_dims import STAGE, TENSOR, Parallelism
 from verl.models.hf_state_dict import (
     ADAPTER_BIN,
     as_torch_file,
@@ -330,8 +330,10 @@ class RankCheckpointWriter:
 
     def _file(self, setting: RankSaveSettings) -> str:
         meshes = [worker.engine.parallel.mesh for worker in self._trained.values()]
-        mesh, rank = max(meshes, key=lambda mesh: mesh.extent(TENSOR)), self._parallel.rank
-        place = f"_tp_rank_{mesh.coordinate(rank, TENSOR)}_pp_rank_0" if mesh.extent(TENSOR) > 1 else ""
+        mesh, rank = max(meshes, key=lambda mesh: mesh.extent(TENSOR) * mesh.extent(STAGE)), self._parallel.rank
+        tensor, stage = mesh.coordinate(rank, TENSOR), mesh.coordinate(rank, STAGE)
+        is_named = mesh.extent(TENSOR) * mesh.extent(STAGE) > 1
+        place = f"_tp_rank_{tensor}_pp_rank_{stage}" if is_named else ""
         return f"optim_state_rank_{setting.first_rank + rank}{place}.safetensors"
 
     def _model(self, worker: TrainedWorker, setting: RankSaveSettings) -> SavedComponent:

@@ -54,7 +54,7 @@ class Reference(Description):
             engine = self._engine(running.model, parallel, actor)
             return ReferenceWorker(engine, temperature, lambda: adapter_off(running.model))
         model = load_unsharded(self.model or actor.model, "causal_lm", context.device, parallel).requires_grad_(False)
-        paths_for(model, context.row_tokens or 1, "reference.model")
+        paths_for(model, context.row_tokens or 1, "reference.model", shares_tokens=parallel.shares_tokens)
         parallel.shard_model(model, actor.autocast)
         return ReferenceWorker(self._engine(model, parallel, actor), temperature)
 

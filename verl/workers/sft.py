@@ -43,7 +43,7 @@ class SFTWorker(TrainedWorker):
     ) -> SFTWorker:
         """Load the weights, those of a checkpoint if one is given, and attach the engine that trains them."""
         model = role.load("causal_lm", context.device, restore, "actor", parallel)
-        paths_for(model, context.row_tokens or 1, "actor.model")
+        paths_for(model, context.row_tokens or 1, "actor.model", shares_tokens=parallel.shares_tokens)
         parallel.shard_model(model, role.autocast)
         engine = role.engine(model, parallel, total_updates)
         if restore is not None:

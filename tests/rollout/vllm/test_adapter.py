@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from cluster.processes_of import is_running, wait_until_gone
 from rollout.engines import agreement, random_prompts, save_family, shake
 
 from verl.component import BuildContext
@@ -20,7 +23,7 @@ def adapted(directory, rank):
     return LoRA(rank=rank).apply(source.load_causal_lm("cpu"), causal_lm=True).eval(), source.load_tokenizer()
 
 
-def test_adapters_follow_one_another_and_leave_no_file(tmp_path):
+def test_adapters_follow_one_another_and_closing_leaves_no_file_and_no_process(tmp_path):
     model, tokenizer = adapted(tmp_path, rank=4)
     options = VLLMRollout(max_new_tokens=10, kv_cache_gib=0.05, max_num_seqs=16, lora="adapter")
     engine = options.attach(model, tokenizer, 0, None, BuildContext(run_dir=tmp_path))
@@ -35,7 +38,22 @@ def test_adapters_follow_one_another_and_leave_no_file(tmp_path):
             assert synced.note.startswith(f"adapter {seed + 1}, ")
             assert list(engine._files.directory.glob("adapter*")) == []
     finally:
-        engine.close()
+        closing_leaves_nothing(engine, tmp_path / "workers/vllm_0.log")
+
+
+def closing_leaves_nothing(engine, log):
+    """No process and no file; and it can be done twice."""
+    process, directory, temporary = engine.process_id, engine._files.directory, engine._files.temporary
+    assert is_running(process)
+    assert directory.is_dir()
+    assert temporary.is_dir()
+    engine.close()
+    engine.close()
+    assert wait_until_gone([process]) == []
+    assert not directory.exists()
+    assert not temporary.exists()
+    assert list(Path("/dev/shm").glob(f"*{directory.name}*")) == []
+    assert "reset prefix cache" in log.read_text()
 
 
 def test_a_rank_that_vllm_has_no_room_for_is_refused_before_it_starts(tmp_path):

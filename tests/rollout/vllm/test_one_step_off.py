@@ -64,6 +64,7 @@ def test_each_step_trains_on_draws_of_the_weights_before_and_a_resume_goes_on_wi
     assert digest(tmp_path) == digest(tmp_path / "whole")
 
 
+@pytest.mark.exhaustive
 def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_ahead_of_it(tmp_path, monkeypatch):
     trained_on = noted_updates(monkeypatch)
     run = ahead(save_family(tmp_path / "model", "qwen2"), tmp_path, total_steps=4)

@@ -15,6 +15,7 @@ from rollout.engines import save_family
 from torch.distributed.tensor.debug import CommDebugMode
 
 from verl.component import BuildContext
+from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import ShardedParallelism
 from verl.models.lora import LoRA
 from verl.resharding.plan import lower_bound
@@ -54,7 +55,7 @@ def offers(weights, parallel, workers):
     if workers is not None:
         shapes = {w.name: tuple(w.shape) for w in weights}
         wants = tuple({n: worker_takes(s, n, at, workers) for n, s in shapes.items()} for at in range(workers))
-    groups = parallel.world_size // parallel.mesh.extent("tensor")
+    groups = parallel.world_size // parallel.degrees.siblings
     return [SyncOffer(wants, workers or 1, os.getpid(), "", 60.0, 1)] * groups
 
 
@@ -82,7 +83,7 @@ def fed(part):
     return found, moved
 
 
-def delivered(source, sizes, fully, lora, rank, world_size):
+def delivered(source, degrees, fully, lora, rank, world_size):
     """Deliver to engines that take whole tensors, and to those of two and four workers, and check all that arrives."""
     context = BuildContext(rank=rank, world_size=world_size)
     model = source.load_causal_lm("cpu")
@@ -93,7 +94,7 @@ def delivered(source, sizes, fully, lora, rank, world_size):
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter)
     expected = {w.name: w.make().detach().to(DTYPE, copy=True) for w in weights_of(model)}
-    parallel = ShardedParallelism(context, 60.0, sizes, fully=fully)
+    parallel = ShardedParallelism(context, 60.0, degrees, fully=fully)
     parallel.shard_model(model)
     siblings = len(model.divided.siblings)
     spied, exchange = [], dist.batch_isend_irecv
@@ -172,20 +173,20 @@ def in_processes(world_size, tmp_path, *case):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
 def test_two_shards_with_an_engine_each_get_what_they_lack(lora, model32, tmp_path):
-    ((moved, gathered),) = in_processes(2, tmp_path, model32, (1, 2, 1), True, lora)
+    ((moved, gathered),) = in_processes(2, tmp_path, model32, ParallelDegrees(dp_shard=2), True, lora)
     assert moved == gathered == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_experts_that_are_one_tensor_here_and_many_there_move_once(tmp_path):
     source = save_family(tmp_path / "model", "qwen3_moe")
-    ((moved, gathered),) = in_processes(2, tmp_path, source, (1, 2, 1), True, False)
+    ((moved, gathered),) = in_processes(2, tmp_path, source, ParallelDegrees(dp_shard=2), True, False)
     assert moved == gathered == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_two_siblings_feed_one_engine_and_gather_nothing_else(model32, tmp_path):
-    (whole, gathered), (two, _), (four, _) = in_processes(2, tmp_path, model32, (1, 1, 2), False, False)
+    (whole, gathered), (two, _), (four, _) = in_processes(2, tmp_path, model32, ParallelDegrees(tp=2), False, False)
     assert whole == pytest.approx(gathered / 2)
     assert two < 0.2 * whole  # rows of the vocabulary, which vLLM cuts in blocks
     assert four < 0.2 * whole
@@ -194,11 +195,17 @@ def test_two_siblings_feed_one_engine_and_gather_nothing_else(model32, tmp_path)
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("sizes", "fully", "share"),
-    [((1, 4, 1), True, 1.0), ((2, 2, 1), True, 1.0), ((2, 1, 2), False, 0.5), ((1, 2, 2), True, 0.5)],
-    ids=["fsdp", "hsdp", "tp", "tp_fsdp"],
+    ("degrees", "fully", "share"),
+    [
+        (ParallelDegrees(dp_shard=4), True, 1.0),
+        (ParallelDegrees(dp_replicate=2, dp_shard=2), True, 1.0),
+        (ParallelDegrees(dp_replicate=2, tp=2), False, 0.5),
+        (ParallelDegrees(dp_shard=2, tp=2), True, 0.5),
+        (ParallelDegrees(dp_shard=2, cp=2), True, 0.5),
+    ],
+    ids=["fsdp", "hsdp", "tp", "tp_fsdp", "cp"],
 )
-def test_four_processes_move_the_least_that_does(sizes, fully, share, model32, tmp_path):
-    (whole, gathered), *sliced = in_processes(4, tmp_path, model32, sizes, fully, False)
+def test_four_processes_move_the_least_that_does(degrees, fully, share, model32, tmp_path):
+    (whole, gathered), *sliced = in_processes(4, tmp_path, model32, degrees, fully, False)
     assert whole == pytest.approx(share * gathered, rel=0.1)
     assert all(moved < whole for moved, _ in sliced)

@@ -39,6 +39,7 @@ class ServerRollout(Rollout):
     """
 
     runs_ahead: ClassVar[bool] = True
+    generates_here: ClassVar[bool] = False
 
     endpoint: Endpoint
     protocol: Literal["openai", "tgi"] = "openai"

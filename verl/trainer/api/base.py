@@ -14,7 +14,7 @@ from verl.checkpoint.read.lazy_tensors import DeviceMap
 from verl.component import as_plain
 from verl.errors import ConfigError
 from verl.rewards.base import RewardDescription
-from verl.trainer.api.from_objects import reward_from_object
+from verl.trainer.api.from_objects import reward_from_object, with_timeout_of
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.ppo_config import PPORun
 from verl.trainer.setup import fit_with_restarts
@@ -136,7 +136,8 @@ class BaseTrainer:
     @reward_model.setter
     @component_exits()
     def reward_model(self, reward: Any) -> None:
-        self.trainer.replace_reward(self._described_reward(reward))
+        described = self._described_reward(reward)
+        self.trainer.replace_reward(with_timeout_of(described, self.trainer.description.reward))
 
     def reset_reward_stats(self) -> None:
         """Let the reward forget what it has learned of scores, such as their running mean."""

@@ -13,8 +13,9 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from torch import nn
 
 from verl.component import BuildContext, Description, component
@@ -27,7 +28,8 @@ from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import as_reward_model, check_interface
 from verl.models.pretrained import ModelSource, Pretrained, without_dropout
 from verl.rewards.base import Reward, RewardDescription
-from verl.rewards.function import RewardFunction
+from verl.rewards.deadline import BATCH_TIMEOUT_S
+from verl.rewards.function import CallableReward, RewardFunction
 from verl.rewards.import_path import batch_argument, named_parameters
 from verl.rewards.reward_model import ModelReward, RewardModel, RewardTokenizer
 from verl.rewards.weighted_sum import TAKEN, WeightedSum
@@ -64,9 +66,12 @@ class RewardObject(RewardDescription):
 
     Args:
         name: of the function, or of its class.
+        timeout_s: seconds for one call of a function, or of a `Reward` of your own, after which the run ends with the
+            line at which it stood; null is 60. A reward model has none.
     """
 
     name: str
+    timeout_s: Annotated[float, Field(gt=0, lt=1e6)] | None = None
 
     def columns_read(self) -> Iterator[tuple[str, str]]:
         reward, _ = getattr(self, "_carried", (None, None))
@@ -78,10 +83,13 @@ class RewardObject(RewardDescription):
 
     def build(self, context: BuildContext) -> Reward:
         reward, tokenizer = carried_by(self)
+        timeout_s = BATCH_TIMEOUT_S if self.timeout_s is None else self.timeout_s
         if isinstance(reward, Reward):
+            if not type(reward).__module__.startswith("verl."):  # those have deadlines of their own
+                reward.call_timeout_s = timeout_s
             return reward
         if not _is_module(reward):
-            return RewardFunction.wrap(reward)
+            return CallableReward(reward, timeout_s=timeout_s)
         model = as_reward_model(reward.to(context.device), self.name, None, context.tokenizer.pad_token_id or 0)
         _refuse_fewer_embeddings(self.name, reward, tokenizer or context.tokenizer)
         form = "tokens" if tokenizer is None else "text"
@@ -312,6 +320,13 @@ def reward_from_object(reward: Any, tokenizer: Any = None, argument: str = "rewa
         raise ConfigError(f"{argument} is {reward!r}: expected {REWARDS}.")
     name = getattr(reward, "__qualname__", type(reward).__name__)
     return carrying(RewardObject(name=name), (reward, tokenizer))
+
+
+def with_timeout_of(described: RewardDescription, before: RewardDescription) -> RewardDescription:
+    """A reward that takes the place of another one, with the deadline that was set for that."""
+    if not isinstance(described, RewardObject) or not isinstance(before, RewardObject):
+        return described
+    return carrying(dataclasses.replace(described, timeout_s=before.timeout_s), carried_by(described))
 
 
 def summed_rewards(rewards: Sequence[Any]) -> RewardDescription:

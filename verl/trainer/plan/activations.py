@@ -38,7 +38,7 @@ class LiveBytes(TorchDispatchMode):
         self._handles: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        found = self._run(func, args, kwargs or {})
         for leaf in tree_leaves(found):
             if isinstance(leaf, Tensor):
                 self._add(leaf)
@@ -50,6 +50,9 @@ class LiveBytes(TorchDispatchMode):
             self._known.setdefault(parameter.untyped_storage(), 0)
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._forget_gradient))
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -70,6 +73,18 @@ class LiveBytes(TorchDispatchMode):
             self._known[gradient.untyped_storage()] = 0
             self.live -= size
             weakref.finalize(gradient.untyped_storage(), self._release, -size)
+
+
+class FakeBytes(LiveBytes):
+    """Likewise of tensors without data, with what their mode does not know of operations that models use."""
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return False  # such as whether a layer is dropped
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            halved = [x.to(torch.bfloat16) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
+            return func(*halved, **kwargs).to(args[0].dtype)
+        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -110,6 +125,18 @@ def trace_activations(
         exact: run all layers, rather than one and two. They are run too where layers differ in their parameters.
         device_type: on which it will run: parts of the logits are larger on a GPU.
     """
+    key = (config.to_json_string(), tokens, dtype, recomputed, siblings, exact, device_type)
+    if key not in _found:
+        _found[key] = _trace_or_count(config, tokens, dtype, recomputed, siblings, exact, device_type)
+    return _found[key]
+
+
+_found: dict[tuple[Any, ...], Activations] = {}  # a plan with its changes asks many times for the same micro-batch
+
+
+def _trace_or_count(
+    config: Any, tokens: int, dtype: torch.dtype, recomputed: bool, siblings: int, exact: bool, device_type: str
+) -> Activations:
     layers = config.get_text_config().num_hidden_layers
     logits = _logits(config, tokens, dtype, siblings, device_type)
     log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints tracebacks of what fails below
@@ -132,8 +159,16 @@ def _trace(
     config: Any, depths: list[int], tokens: int, dtype: torch.dtype, recomputed: bool, siblings: int, logits: int
 ) -> Activations:
     layers = config.get_text_config().num_hidden_layers
-    trained = [_traced(config, depth, tokens, dtype, recomputed, siblings, trains=True) for depth in depths]
-    scored = [_traced(config, depth, tokens, dtype, False, siblings, trains=False) for depth in depths]
+
+    def at(depth: int, recomputed: bool, trains: bool) -> tuple[int, int]:
+        part = _with_layers(config, depth, siblings)
+        try:
+            return _traced(part, tokens, dtype, recomputed, CAUSAL, trains=trains)
+        except Exception:  # noqa: BLE001 - a family that does not take another attention: by its own
+            return _traced(part, tokens, dtype, recomputed, None, trains=trains)
+
+    trained = [at(depth, recomputed, True) for depth in depths]
+    scored = [at(depth, False, False) for depth in depths]
     return Activations(
         training=_at([peak for peak, _ in trained], layers),
         kept=_at([kept for _, kept in trained], layers),
@@ -161,7 +196,7 @@ def _at(found: list[int], layers: int) -> int:
 
 
 def _traced(
-    config: Any, layers: int, tokens: int, dtype: torch.dtype, recomputed: bool, siblings: int, *, trains: bool
+    config: Any, tokens: int, dtype: torch.dtype, recomputed: bool, attention: str | None, *, trains: bool
 ) -> tuple[int, int]:
     """Bytes at the peak, and at the end of the forward pass."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -171,14 +206,15 @@ def _traced(
 
     AttentionInterface.register(CAUSAL, AttentionInterface._global_mapping["sdpa"])
     AttentionMaskInterface.register(CAUSAL, _no_mask)
-    part = _with_layers(config, layers, siblings)
     with FakeTensorMode(), quiet_transformers(), torch.random.fork_rng(devices=[]):
-        model = AutoModel.from_config(part, dtype=dtype, attn_implementation=CAUSAL)
+        model = AutoModel.from_config(config, dtype=dtype, attn_implementation=attention)
+        if attention is not None and not model._supports_sdpa:
+            raise ValueError(f"{type(model).__name__} keeps its matrix of scores")
         model.train(trains)
         if recomputed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         ids = torch.zeros(1, tokens, dtype=torch.long)
-        with LiveBytes() as counted, torch.set_grad_enabled(trains):
+        with FakeBytes() as counted, torch.set_grad_enabled(trains):
             counted.watch(model)
             hidden = model(input_ids=ids, use_cache=False)[0]
             kept = counted.live

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from verl.errors import ConfigError
+from verl.utils.memory import gpu_memory_from_outside, gpu_name_from_outside
 
 GB, GIB, TERA = 10**9, 2**30, 10**12
 
@@ -98,7 +99,9 @@ def device_named(name: str) -> DeviceRates:
 
 def gpu_here() -> DeviceRates:
     """The GPU of this machine: its own memory, with the rates of the table where it is known there, else of an A100."""
-    name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+    asked = gpu_memory_from_outside(0)  # without a CUDA context in this process
+    memory = torch.cuda.get_device_properties(0).total_memory if asked is None else asked.total
+    name = gpu_name_from_outside(0) or torch.cuda.get_device_name(0)
     plain = name.lower().replace(" ", "").replace("geforce", "")
     known = next((rates for key, rates in reversed(DEVICES.items()) if key.partition("-")[0] in plain), None)
     if known is None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from verl.errors import ConfigError
+from verl.models.model_stats import ModelStats, model_stats
 from verl.rollout.vllm.client.gpu_memory import cache_bytes, engine_shape
 from verl.trainer.config import PPOSettings
 from verl.trainer.plan.activations import Activations, trace_activations
@@ -17,6 +18,7 @@ from verl.trainer.plan.memory_estimate import GIB, MemoryEstimate, RoleMemory, e
 from verl.utils.memory import DeviceMemory
 
 WORTH_PACKING = 0.85  # of the tokens of padded rows, from which down the rows are packed
+_HEADS = {"critic": "backbone", "reward": "classifier"}  # models that give no logits over the vocabulary
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class RolePlan:
 
     Attributes:
         config: Hugging Face configuration of its model.
+        sizes: of that model, with the head that the role has.
         tokens: of a micro-batch, at most.
         dtype: that it computes in.
         activations: of that micro-batch.
@@ -32,6 +35,7 @@ class RolePlan:
 
     memory: RoleMemory
     config: Any
+    sizes: ModelStats
     tokens: int
     dtype: torch.dtype
     recomputed: bool
@@ -67,47 +71,45 @@ class PhaseMemory:
 
 def role_plans(run: Any, estimate: MemoryEstimate, device: DeviceRates, exact: bool) -> list[RolePlan]:
     """The roles of a run with traced activations; roles of equal models and micro-batches are traced once."""
-    found, traced = [], {}
-    world = run.trainer.n_gpus_per_node * run.trainer.nnodes
+    found = []
     for memory in estimate.roles:
         role = getattr(run, memory.name)
-        source = getattr(role, "model", None) or run.actor.model
-        config = source.load_config()
+        config = (getattr(role, "model", None) or run.actor.model).load_config()
         autocast = run.actor.autocast if memory.name == "reference" else getattr(role, "autocast", None)
-        kind = getattr(torch, autocast or source.dtype)
-        sharding = getattr(role, "sharding", None) or run.sharding
-        siblings = sharding.mesh_sizes(world)[2] if world > 1 else 1
-        tokens = min(role.micro_batch_tokens, micro_batch_limit(run, memory.name))
+        kind = getattr(torch, autocast or (getattr(role, "model", None) or run.actor.model).dtype)
+        sharding = memory.layout.sharding
+        tokens = sharding.micro_batch_tokens(role.micro_batch_tokens, micro_batch_limit(run, memory))
         recomputed = bool(getattr(role, "gradient_checkpointing", False))
-        key = (config.to_json_string(), tokens, kind, recomputed, siblings)
-        if key not in traced:
-            traced[key] = trace_activations(
-                config,
-                tokens,
-                kind,
-                recomputed=recomputed,
-                siblings=siblings,
-                exact=exact,
-                device_type="cuda" if device.is_gpu else "cpu",
-            )
-        found.append(RolePlan(memory, config, tokens, kind, recomputed, traced[key]))
+        device_type = "cuda" if device.is_gpu else "cpu"
+        siblings = memory.layout.siblings
+        made = trace_activations(
+            config, tokens, kind, recomputed=recomputed, siblings=siblings, exact=exact, device_type=device_type
+        )
+        more = min(role.micro_batch_tokens, micro_batch_limit(run, memory, scores=True)) / tokens
+        made = replace(made, scoring=int(more * made.scoring))
+        if memory.name in _HEADS:
+            made = replace(made, logits=0)
+        sizes = model_stats(config, kind=_HEADS.get(memory.name, "causal_lm"))
+        found.append(RolePlan(memory, config, sizes, tokens, kind, recomputed, made))
     return found
 
 
-def micro_batch_limit(run: Any, role: str) -> int:
-    """Tokens that a process has of a step at most, whatever its micro-batches may hold."""
+def micro_batch_limit(run: Any, role: RoleMemory, *, scores: bool = False) -> int:
+    """Tokens that a process has of a step at most, whatever its micro-batches may hold.
+
+    Args:
+        scores: of all rows, rather than of those of a mini-batch, where the role is trained.
+    """
     settings = run.trainer
-    world = settings.n_gpus_per_node * settings.nnodes
     if not isinstance(settings, PPOSettings):
         length = getattr(run.data, "max_length", None) or run.actor.micro_batch_tokens
-        return max(1, -(-settings.batch_size * length // world))
+        return max(1, -(-settings.batch_size * length // role.layout.processes))
     rows = settings.prompts_per_step * settings.group_size
-    sharding = run.shardings().get(role, run.sharding)
-    shares = sharding.row_shares(world) if world > 1 else 1
-    is_whole = role == "reference" or run.algorithm.mini_batches == 1
+    is_whole = scores or not role.gradients or run.algorithm.mini_batches == 1
     if not is_whole:
         rows = -(-rows // run.algorithm.mini_batches)
-    return max(1, int(-(-rows // shares) * tokens_per_row(run, role, run.rollout.max_new_tokens, is_whole)))
+    per_row = tokens_per_row(run, role.name, run.response_tokens, is_whole)
+    return max(1, int(-(-rows // role.layout.shares) * per_row))
 
 
 def tokens_per_row(run: Any, role: str, response: int, is_whole: bool = True) -> float:
@@ -130,6 +132,7 @@ class MemoryPlan:
         phases: of every group of processes that hold roles.
         host: bytes of main memory on each machine, where the device is another.
         limit: bytes that a process has on its device.
+        beside_engine: bytes that the actor's processes need there while an engine beside them is awake.
     """
 
     estimate: MemoryEstimate
@@ -137,6 +140,7 @@ class MemoryPlan:
     phases: tuple[PhaseMemory, ...]
     host: int
     limit: int
+    beside_engine: int = 0
 
     @property
     def peak(self) -> PhaseMemory:
@@ -161,22 +165,45 @@ class MemoryPlan:
                 yield f"Activations of {role.name} are counted as those of Llama, not traced ({why[:100]})."
 
 
-def memory_plan(run: Any, device: DeviceRates, exact: bool = False) -> MemoryPlan:
-    """What a run takes on devices of a kind, from the configurations of its models alone."""
+def memory_plan(run: Any, device: DeviceRates, exact: bool = False, limit: int | None = None) -> MemoryPlan:
+    """What a run takes on devices of a kind, from the configurations of its models alone.
+
+    Args:
+        limit: bytes that a process may take; None for its share of the device.
+    """
     settings = run.trainer
     is_ppo = isinstance(settings, PPOSettings)
     estimate = (estimate_ppo if is_ppo else estimate_sft)(run, on_host=not device.is_gpu)
     roles = role_plans(run, estimate, device, exact)
+    if limit is None:
+        limit = device.memory if device.is_gpu else device.memory // max(1, estimate.processes)
     phases: list[PhaseMemory] = []
+    beside = 0
     for group in sorted({role.memory.group for role in roles}):
         members = [role for role in roles if role.memory.group == group]
-        phases += _phases(run, members, estimate, device, is_ppo)
-    limit = device.memory if device.is_gpu else device.memory // max(1, estimate.processes)
-    return MemoryPlan(estimate, tuple(roles), tuple(phases), estimate.host, limit)
+        found = list(_phases(run, members, estimate, device, is_ppo, {}))
+        if is_ppo and any(role.name == "actor" for role in members):
+            beside = _beside_engine(found, members, estimate)
+            engine = _engine_parts(run, members, estimate, device, beside, limit)
+            found = list(_phases(run, members, estimate, device, is_ppo, engine))
+        phases += found
+    return MemoryPlan(estimate, tuple(roles), tuple(phases), estimate.host, limit, beside)
+
+
+def _beside_engine(phases: Sequence[PhaseMemory], members: Sequence[RolePlan], estimate: MemoryEstimate) -> int:
+    """Bytes that the roles in the actor's processes need while an engine beside them is awake: what rests there, with
+    the weights that a sync gathers; or where it never sleeps, the most that a phase takes."""
+    at_rest = phases[0].total + max(role.memory.gathered for role in members)
+    return max([at_rest, *(phase.total for phase in phases)]) if estimate.stays_awake else at_rest
 
 
 def _phases(
-    run: Any, members: Sequence[RolePlan], estimate: MemoryEstimate, device: DeviceRates, is_ppo: bool
+    run: Any,
+    members: Sequence[RolePlan],
+    estimate: MemoryEstimate,
+    device: DeviceRates,
+    is_ppo: bool,
+    engine: dict[str, int],
 ) -> Iterator[PhaseMemory]:
     names = tuple(role.name for role in members)
     resting: dict[str, int] = {"context": device.context} if device.context else {}
@@ -186,7 +213,6 @@ def _phases(
             resting[f"{role.name} optimizer"] = role.memory.optimizer
     if not device.is_gpu and estimate.copied:
         resting["copy for the writer"] = estimate.copied // max(1, estimate.processes)
-    engine = _engine_parts(run, members, estimate, device, resting) if is_ppo and "actor" in names else {}
     sleeps = device.is_gpu and not estimate.stays_awake and getattr(run.rollout, "sleep", False)
     beside = {} if sleeps or "engine weights" not in engine else {k: v for k, v in engine.items() if k != "sampling"}
     yield PhaseMemory("rest", names, {**resting, **beside})
@@ -221,32 +247,25 @@ def _phases(
 
 
 def _engine_parts(
-    run: Any,
-    members: Sequence[RolePlan],
-    estimate: MemoryEstimate,
-    device: DeviceRates,
-    resting: dict[str, int],
+    run: Any, members: Sequence[RolePlan], estimate: MemoryEstimate, device: DeviceRates, beside: int, limit: int
 ) -> dict[str, int]:
     """What generation takes beside the trainer: an engine with its own weights, or keys and values alone."""
-    actor = next(role for role in members if role.name == "actor")
-    if not estimate.cache:
+    actor, rollout = next(role for role in members if role.name == "actor"), run.rollout
+    if not rollout.generates_here:
         return {}
     vocabulary = actor.config.get_text_config().vocab_size
-    rows = getattr(run.rollout, "max_rows", None) or getattr(run.rollout, "max_num_seqs", 0)
+    rows = getattr(rollout, "max_rows", None) or getattr(rollout, "max_num_seqs", 0)
     found = {"sampling": 3 * 4 * min(rows or 1, run.trainer.prompts_per_step * run.trainer.group_size) * vocabulary}
-    if not hasattr(run.rollout, "kv_cache_gib"):
+    if not hasattr(rollout, "kv_cache_gib"):
         return {"keys and values": estimate.cache, **found}
-    width = getattr(run.data, "max_prompt_length", 0) + run.rollout.max_new_tokens
-    shape = engine_shape(run.rollout.with_room_for(width - run.rollout.max_new_tokens), actor.config, actor.dtype)
-    if device.context:
-        found["engine context"] = device.context
+    room = rollout.with_room_for(getattr(run.data, "max_prompt_length", 0))
+    shape = engine_shape(room, actor.config, actor.dtype, device.is_gpu)
+    memory = None
     if device.is_gpu:
-        beside = max(estimate.beside_engine, sum(resting.values()))
-        memory = DeviceMemory(device.memory, device.memory - device.context)
-        try:
-            cache = cache_bytes(run.rollout, shape, memory, beside)
-        except ConfigError:  # it does not fit: the plan shows by how much
-            cache = shape.cache_of(1)
-    else:
-        cache = cache_bytes(run.rollout, shape, None, None)
+        found = {"engine working": shape.overhead}
+        memory = DeviceMemory(device.memory, min(device.memory - device.context, limit))
+    try:
+        cache = cache_bytes(rollout, shape, memory, beside)
+    except ConfigError:  # it does not fit: the plan shows by how much
+        cache = shape.cache_of(1)
     return {"engine weights": shape.weights, "keys and values": cache, **found}

@@ -1,12 +1,10 @@
-"""Memory estimate before any weight is loaded: memory by role and phase, disk space, floating-point operations.
+"""Memory that stays from step to step, by role, and disk space: counted from configurations before weights are loaded.
 
-Estimates from configurations and counts. Memory that libraries use themselves and that allocators leave unused is not
-included, so a run without a warning may still run out of memory.
+Memory that libraries use themselves and that allocators leave unused is not included.
 """
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,22 +13,37 @@ from typing import Any
 
 import torch
 
-from verl.component import BuildContext
 from verl.engines.sharding import FSDP, NoSharding, Sharding
-from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.model_stats import ModelStats, model_stats
-from verl.rollout.vllm.client.gpu_memory import CACHE_ON_CPU_GIB
 from verl.trainer.config import LoopSettings, PPOSettings
 from verl.utils.memory import free_main_memory, gpu_memory_from_outside
 from verl.workers.base import TrainedRole
 
-_log = logging.getLogger(__name__)
 GIB = 2**30
-_WORTH = 0.02  # of what a phase needs, for a remedy to be named
-_MOST_REMEDIES = 3
-_NO_REMEDY = "No setting makes it much smaller: take a smaller model, more GPUs, or a machine with more memory."
 _PROCESS_BYTES = 450 * 2**20  # a Python with torch and transformers, on the CPU
+
+
+@dataclass(frozen=True)
+class RoleLayout:
+    """Over which processes a role is spread.
+
+    Attributes:
+        sharding: how they divide it; `NoSharding` where there is one.
+    """
+
+    sharding: Sharding
+    processes: int
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares the rows of a step are divided."""
+        return self.sharding.row_shares(self.processes)
+
+    @property
+    def siblings(self) -> int:
+        """Processes that share each layer."""
+        return self.sharding.mesh_sizes(self.processes)[2]
 
 
 @dataclass(frozen=True)
@@ -38,10 +51,9 @@ class RoleMemory:
     """Bytes that one role takes in each process that holds it.
 
     Attributes:
+        layout: of its processes.
         weights: with the copy in the type it computes in, if that is another.
         gradients, optimizer: of what is trained; gradients only while it is updated.
-        working: activations of one micro-batch, while it is updated.
-        scoring: likewise while it only scores, one layer at a time.
         gathered: weights of siblings that lie here while it is updated or scores.
         generating: likewise while it generates.
         is_offloaded: weights, gradients and optimizer state rest in main memory.
@@ -50,31 +62,39 @@ class RoleMemory:
     """
 
     name: str
+    layout: RoleLayout
     weights: int
     gradients: int = 0
     optimizer: int = 0
-    working: int = 0
-    scoring: int = 0
     gathered: int = 0
     generating: int = 0
     is_offloaded: bool = False
     group: int = 0
     saved: int = 0
 
-    @property
-    def resident(self) -> int:
-        """What stays from step to step."""
-        return self.weights + self.optimizer
+
+def role_layouts(run: Any) -> dict[str, RoleLayout]:
+    """Role -> over which processes it is spread, by `trainer.placement` if there is one."""
+    settings = run.trainer
+    world = settings.n_gpus_per_node * settings.nnodes
+    if not isinstance(settings, PPOSettings):
+        shardings, counts = {"actor": run.actor.sharding or run.sharding}, {"actor": world}
+    else:
+        shardings = run.shardings()
+        placement = settings.placement
+        counts = dict.fromkeys(shardings, world) if placement is None else placement.sizes(tuple(shardings), world)
+    alone = NoSharding()
+    return {role: RoleLayout(shardings[role] if counts[role] > 1 else alone, counts[role]) for role in shardings}
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a run takes.
+    """What stays in memory from step to step, and on disk.
 
     Attributes:
-        roles: that live side by side in each process.
-        cache: keys and values while responses are drawn; of an engine beside the trainer its weights too. 0 where none
-            are drawn.
+        roles: that the run has.
+        cache: keys and values in a process of the actor while responses are drawn there; 0 where an engine or a server
+            keeps them, or none are drawn.
         processes: that hold the roles, on this machine.
         machines: that have as many each.
         saving: bytes of one checkpoint.
@@ -97,148 +117,57 @@ class MemoryEstimate:
     stays_awake: bool = False
 
     @property
-    def beside_engine(self) -> int:
-        """Bytes that the roles in the actor's processes need on their device while an engine beside them is awake: what
-        rests there, with the weights that a sync gathers; or where it never sleeps, the most that a phase takes."""
-        here = [role for role in self.roles if role.group == self.roles[0].group]
-        sleeping = replace(self, roles=tuple(here), cache=1, stays_awake=False)  # a byte: phases that an engine brings
-        found = sleeping.phases()
-        at_rest = found["generate"] + max(role.gathered for role in here)
-        return max([at_rest, *found.values()]) if self.stays_awake else at_rest
-
-    def phases(self) -> dict[str, int]:
-        """Phase -> bytes that a process needs in it, on its device."""
-        there = [role for role in self.roles if self.on_host or not role.is_offloaded]
-        resident = dict.fromkeys((role.group for role in self.roles), self.copied // self.processes * self.on_host)
-        for role in there:
-            resident[role.group] += role.resident
-        found: dict[str, int] = {}
-        if self.cache and self.roles:
-            actor = self.roles[0]
-            found["generate"] = resident[actor.group] + actor.generating + self.cache
-            found["score"] = max(resident[role.group] + role.scoring + role.gathered for role in self.roles)
-        for role in self.roles:
-            if role.gradients:
-                gradients = role.gradients if role in there else 0
-                found[f"update {role.name}"] = resident[role.group] + role.working + role.gathered + gradients
-                if self.stays_awake and role.group == self.roles[0].group:
-                    found[f"update {role.name}"] += self.cache
-        if self.stays_awake and "score" in found:
-            found["score"] += self.cache
-        return found
-
-    @property
     def host(self) -> int:
-        """Bytes of main memory on this machine that a run on GPUs takes beside them."""
-        offloaded = sum(role.resident + role.gradients for role in self.roles if role.is_offloaded)
+        """Bytes of main memory on each machine that a run on GPUs takes beside them."""
+        offloaded = sum(role.weights + role.optimizer + role.gradients for role in self.roles if role.is_offloaded)
         return 0 if self.on_host else self.copied + offloaded * self.processes
-
-    @property
-    def _offloads(self) -> bool:
-        return any(role.is_offloaded for role in self.roles)
-
-    @property
-    def peak(self) -> tuple[str, int]:
-        """The phase that needs most, and how much."""
-        return max(self.phases().items(), key=lambda entry: entry[1])
-
-    def warnings(
-        self, memory: int | None, disk: int | None, host: int | None = None, remedies: Sequence[str] = ()
-    ) -> Iterator[str]:
-        """What may not suffice.
-
-        Args:
-            remedies: settings that make the phase smaller which needs most, each with what it saves.
-            memory: bytes that are free for one process on its device; None if unknown.
-            disk: bytes that are free where checkpoints go.
-            host: bytes of main memory that are free on this machine, where the device is another.
-        """
-        phase, needed = self.peak
-        if memory is not None and needed > memory:
-            yield (
-                f"Memory may not suffice: {phase} needs about {needed / GIB:.1f} GiB in each process, and "
-                f"{memory / GIB:.1f} GiB are free for it. "
-                + (f"What would help: {', '.join(remedies)}." if remedies else _NO_REMEDY)
-            )
-        if host is not None and self.host > host:
-            yield (
-                f"Main memory may not suffice: what is saved and offloaded needs about {self.host / GIB:.1f} GiB on "
-                f"this machine, and {host / GIB:.1f} GiB are free. Set "
-                + " or ".join(["checkpoint=sync"] * (self.copied > 0) + ["sharding.cpu_offload=false"] * self._offloads)
-                + "."
-            )
-        if disk is not None and self.saving * self.kept > disk:
-            yield (
-                f"Disk may not suffice: {self.kept} checkpoints of {self.saving / GIB:.1f} GiB, and "
-                f"{disk / GIB:.1f} GiB are free. "
-                + ("Lower checkpoint.keep_last_n, or set" if self.kept > 2 else "Set")
-                + " checkpoint.save_dir to a larger disk."
-            )
-
-    def lines(self) -> Iterator[str]:
-        """The budget as a table in plain text."""
-        yield f"{'role':<14}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'working':>10}   GiB in each process"
-        for role in self.roles:
-            cells = (role.weights, role.gradients, role.optimizer, max(role.working, role.scoring))
-            yield f"{role.name:<14}" + "".join(
-                f"{x / GIB:>{w}.2f}" for x, w in zip(cells, (10, 11, 11, 10), strict=True)
-            )
-        yield "phase         " + ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in self.phases().items())
-        each = f" on each of {self.machines} machines" if self.machines > 1 else ""
-        yield f"processes     {self.processes}{each}, operations of a step at most {self.flops:.2e}"
-        yield f"checkpoint    {self.saving / GIB:.2f} GiB, {self.kept} at a time"
 
 
 def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
-    """The budget of a policy-gradient run.
+    """The memory of a policy-gradient run.
 
     Args:
         run: a `PPORun` whose models' configurations can be read.
         on_host: whether its roles live in main memory; None for what this machine has.
     """
-    settings, rollout = run.trainer, run.rollout
-    world = settings.n_gpus_per_node * settings.nnodes
-    shardings, placement = run.shardings(), settings.placement
-    counts = dict.fromkeys(shardings, world) if placement is None else placement.sizes(tuple(shardings), world)
-    alone = NoSharding()
-    divided = {role: (shardings[role] if counts[role] > 1 else alone, counts[role]) for role in shardings}
-    groups = [(tuple(shardings), world)] if placement is None else placement.worker_groups(tuple(shardings), world)
+    settings, rollout, layouts = run.trainer, run.rollout, role_layouts(run)
+    world, placement, in_run = settings.n_gpus_per_node * settings.nnodes, settings.placement, tuple(layouts)
+    groups = [(in_run, world)] if placement is None else placement.worker_groups(in_run, world)
     rows = settings.prompts_per_step * settings.group_size
-    width = getattr(run.data, "max_prompt_length", 0) + rollout.max_new_tokens
-    own = {role: -(-rows // sharding.row_shares(count)) for role, (sharding, count) in divided.items()}
+    width = getattr(run.data, "max_prompt_length", 0) + run.response_tokens
     actor = model_stats(run.actor.model.load_config(), run.actor.lora)
-    roles = [_trained("actor", run.actor, actor, own["actor"] * width, *divided["actor"])]
+    roles = [_trained("actor", run.actor, actor, layouts["actor"])]
     passes = 2 * rows * width * (3 * run.algorithm.epochs + 1)  # forward, and a backward of twice that
     flops = actor.parameters * passes
-    if run.critic is not None and run.algorithm.needs_values:
-        critic = model_stats(run.critic.model.load_config(), run.critic.lora)
-        trained = _trained("critic", run.critic, critic, own["critic"] * width, *divided["critic"])
-        roles.append(replace(trained, generating=0))
+    if "critic" in layouts:
+        critic = model_stats(run.critic.model.load_config(), run.critic.lora, "backbone")
+        roles.append(replace(_trained("critic", run.critic, critic, layouts["critic"]), generating=0))
         flops += critic.parameters * passes
-    if run.reference is not None and run.algorithm.needs_reference and (run.reference.model or run.actor.lora is None):
+    if "reference" in layouts and (run.reference.model or run.actor.lora is None):
         source = run.reference.model or run.actor.model
         sizes = model_stats(source.load_config())
-        itemsize = getattr(torch, source.dtype).itemsize
-        computed = getattr(torch, run.actor.autocast or source.dtype).itemsize  # it computes as the actor does
-        scoring = sizes.layer_elements * min(run.reference.micro_batch_tokens, own["reference"] * width) * computed
-        sharding, count = divided["reference"]
-        cost = sharding.cost(count, sizes, weight_bytes=itemsize, compute_bytes=computed, trains=False)
-        roles.append(RoleMemory("reference", cost.weights, scoring=scoring, gathered=cost.gathered))
+        computed = run.actor.autocast or source.dtype  # it computes as the actor does
+        roles.append(_scoring("reference", sizes, layouts["reference"], source.dtype, computed))
         flops += sizes.forward_flops(rows * width)
-    drawn = min(own["actor"], getattr(rollout, "max_rows", own["actor"]))
-    sharding, count = divided["actor"]
-    siblings = count // sharding.row_shares(count)  # each has the keys and values of its own heads
-    cache = actor.cache_elements // siblings * drawn * width * _computed_in(run.actor)
+    if run.reward.is_model:
+        source = run.reward.model
+        sizes = model_stats(source.load_config(), kind="classifier")
+        processes = layouts["rm"].processes if run.reward_as_role is not None else 1  # each has a copy of its own
+        roles.append(_scoring("reward", sizes, RoleLayout(NoSharding(), processes), source.dtype, source.dtype))
+        flops += sizes.forward_flops(rows * width)
+    own = -(-rows // layouts["actor"].shares)
+    drawn = min(own, getattr(rollout, "max_rows", own))
+    cache = actor.cache_elements // layouts["actor"].siblings * drawn * width * _computed_in(run.actor)
     is_here = _is_on_host(settings) if on_host is None else on_host
     stays_awake = False
-    if hasattr(rollout, "kv_cache_gib"):  # an engine with weights of its own
-        least = actor.cache_elements // siblings * width * _computed_in(run.actor)  # it takes what is left beside it
-        space = CACHE_ON_CPU_GIB if rollout.kv_cache_gib is None and is_here else rollout.kv_cache_gib
-        cache = (least if space is None else int(space * GIB)) + actor.parameters * _computed_in(run.actor)
+    if rollout.runs_ahead:  # an engine or a server with weights of its own has the cache
+        cache = 0
         roles[0] = replace(roles[0], generating=0)
-        stays_awake = not is_here and not (rollout.sleep and not settings.rollout_ahead)
+        naps = getattr(rollout, "sleep", False) and not settings.rollout_ahead
+        stays_awake = rollout.generates_here and not is_here and not naps
     group_of = {role: number for number, (members, _) in enumerate(groups) for role in members}
-    roles = [replace(role, group=group_of.get(role.name, 0)) for role in roles]
+    group_of["reward"] = group_of["actor"] if placement is None else group_of.get("rm", group_of["actor"])
+    roles = [replace(role, group=group_of[role.name]) for role in roles]
     saves = run.checkpoint
     saved = sum(role.saved for role in roles) if saves is not None else 0
     return MemoryEstimate(
@@ -256,23 +185,20 @@ def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
 
 
 def estimate_sft(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
-    """The budget of a run of supervised fine-tuning.
+    """The memory of a run of supervised fine-tuning.
 
     Args:
         run: an `SFTRun` whose model's configuration can be read.
         on_host: whether its role lives in main memory; None for what this machine has.
     """
-    settings, saves = run.trainer, run.checkpoint
-    world = settings.n_gpus_per_node * settings.nnodes
-    sharding = (run.actor.sharding or run.sharding) if world > 1 else NoSharding()
-    own = -(-settings.batch_size // sharding.row_shares(world))
+    settings, saves, layout = run.trainer, run.checkpoint, role_layouts(run)["actor"]
     length = getattr(run.data, "max_length", None) or run.actor.micro_batch_tokens
     sizes = model_stats(run.actor.model.load_config(), run.actor.lora)
-    role = replace(_trained("actor", run.actor, sizes, own * length, sharding, world), generating=0)
+    role = replace(_trained("actor", run.actor, sizes, layout), generating=0)
     return MemoryEstimate(
         roles=(role,),
         cache=0,
-        processes=-(-world // settings.nnodes),
+        processes=-(-layout.processes // settings.nnodes),
         machines=settings.nnodes,
         saving=role.saved if saves is not None else 0,
         kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
@@ -302,85 +228,33 @@ def free_disk(directory: Path) -> int:
     return shutil.disk_usage(directory).free
 
 
-def _trained(
-    name: str, role: TrainedRole, sizes: ModelStats, tokens: int, sharding: Sharding, count: int
-) -> RoleMemory:
-    """Of an actor or critic that has so many tokens of a step in its process."""
-    tokens = min(tokens, role.micro_batch_tokens)
+def _trained(name: str, role: TrainedRole, sizes: ModelStats, layout: RoleLayout) -> RoleMemory:
+    """Of an actor or critic."""
     itemsize = getattr(torch, role.model.dtype).itemsize
-    cost = sharding.cost(count, sizes, tokens, itemsize, _computed_in(role))
+    cost = layout.sharding.cost(layout.processes, sizes, role.micro_batch_tokens, itemsize, _computed_in(role))
     return RoleMemory(
         name=name,
+        layout=layout,
         weights=cost.weights,
         gradients=cost.gradients,
         optimizer=cost.optimizer,
         gathered=cost.gathered,
         generating=cost.generating,
         is_offloaded=cost.is_offloaded,
-        working=sizes.activation_elements(tokens, role.gradient_checkpointing) * _computed_in(role),
-        scoring=sizes.layer_elements * tokens * _computed_in(role),
         saved=3 * sizes.trained * itemsize,
     )
+
+
+def _scoring(name: str, sizes: ModelStats, layout: RoleLayout, dtype: str, computed: str) -> RoleMemory:
+    """Of a model that is not trained."""
+    itemsize, in_products = getattr(torch, dtype).itemsize, getattr(torch, computed).itemsize
+    cost = layout.sharding.cost(layout.processes, sizes, weight_bytes=itemsize, compute_bytes=in_products, trains=False)
+    return RoleMemory(name, layout, cost.weights, gathered=cost.gathered, is_offloaded=cost.is_offloaded)
 
 
 def _computed_in(role: TrainedRole) -> int:
     """Bytes of a number in the type that a role computes in."""
     return getattr(torch, role.autocast or role.model.dtype).itemsize
-
-
-def log_estimate(run: Any, context: BuildContext, checkpoints: Path) -> MemoryEstimate | None:
-    """Estimate what the run takes, before any weight is loaded, and warn where it may not suffice.
-
-    Raises:
-        ConfigError: an engine that never sleeps does not fit beside the trainer.
-    """
-    try:
-        budget = estimate_ppo(run) if isinstance(run.trainer, PPOSettings) else estimate_sft(run)
-    except Exception as error:  # noqa: BLE001 - whatever is odd about a configuration, an estimate stops no run
-        _log.warning("What this run takes cannot be estimated: %s: %s", type(error).__name__, error)
-        return None
-    assert context.run_dir is not None
-    (context.run_dir / "budget.txt").write_text("\n".join(budget.lines()) + "\n")
-    memory = free_memory(context.device, budget.processes)
-    is_short = memory is not None and budget.peak[1] > memory
-    found = remedies(run, budget) if is_short else []
-    if is_short and budget.stays_awake:
-        raise ConfigError(awake_fault(run, budget, memory))
-    for warning in budget.warnings(memory, free_disk(checkpoints), free_main_memory(), found):
-        _log.warning("%s", warning)
-    return budget
-
-
-def awake_fault(run: Any, budget: MemoryEstimate, memory: int) -> str:
-    """That an engine which keeps its GPU memory does not fit beside the trainer."""
-    phase, needed = budget.peak
-    if run.trainer.rollout_ahead:
-        why, remedy = "trainer.rollout_ahead is 1: the engine draws while the trainer works", "trainer.rollout_ahead=0"
-    else:
-        why, remedy = "rollout.sleep is false: the engine keeps its GPU memory", "rollout.sleep=true"
-    return (
-        f"{why}, so {phase} needs about {needed / GIB:.1f} GiB of each GPU, of which the engine has "
-        f"{budget.cache / GIB:.1f}, and {memory / GIB:.1f} GiB are free. Set {remedy}, or an engine on other devices."
-    )
-
-
-def remedies(run: Any, budget: MemoryEstimate) -> list[str]:
-    """Settings that make the phase smaller which needs most memory, with what each saves, the largest first: what does
-    not help there is not named."""
-    estimate = estimate_ppo if isinstance(run.trainer, PPOSettings) else estimate_sft
-    phase, needed = budget.peak
-    found: dict[str, int] = {}
-    for setting, changed in changes(run, budget):
-        if setting.partition("=")[0] in {one.partition("=")[0] for one in found}:  # a smaller change does it
-            continue
-        try:
-            saved = needed - estimate(changed()).phases()[phase]
-        except (ConfigError, KeyError):  # it does not go with the rest
-            continue
-        if saved >= _WORTH * needed:
-            found[setting] = saved
-    best = sorted(found, key=lambda setting: -found[setting])[:_MOST_REMEDIES]
-    return [f"{setting} ({found[setting] / GIB:.1f} GiB less)" for setting in best]
 
 
 def changes(

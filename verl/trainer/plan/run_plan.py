@@ -7,19 +7,33 @@ run ── memory.py ──> bytes by phase ──┐
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import product
+from pathlib import Path
 from typing import Any
 
+from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.trainer.config import PPOSettings
-from verl.trainer.plan.devices import DeviceRates
+from verl.trainer.plan.devices import DeviceRates, device_named, gpu_here
 from verl.trainer.plan.memory import MemoryPlan, memory_plan
-from verl.trainer.plan.memory_estimate import GIB, changes
+from verl.trainer.plan.memory_estimate import (
+    GIB,
+    changes,
+    estimate_ppo,
+    estimate_sft,
+    free_disk,
+    free_main_memory,
+    free_memory,
+    role_layouts,
+)
 from verl.trainer.plan.step_time import StageTime, share_lines, stage_times
 
+_log = logging.getLogger(__name__)
 MOST_CHANGES = 3  # that are named
+_NO_CHANGE = "No setting alone, and no two, make it fit: take a smaller model or more devices."
 GPUS = (2, 4, 8)  # that a machine of a data centre may give to a run
 
 
@@ -97,6 +111,35 @@ class RunPlan:
         yield ""
         yield from self.disk
 
+    def warnings(self, disk: int | None, host: int | None) -> Iterator[str]:
+        """What may not suffice.
+
+        Args:
+            disk: bytes that are free where checkpoints go; None if unknown.
+            host: bytes of main memory that are free on this machine.
+        """
+        peak, limit, estimate = self.memory.peak, self.memory.limit, self.memory.estimate
+        if not self.fits:
+            helps = "; ".join(change.words() for change in self.changes)
+            yield (
+                f"Memory may not suffice: {peak.name} needs about {peak.total / GIB:.1f} GiB in each process, and "
+                f"{limit / GIB:.1f} GiB are free for it. " + (f"What would help: {helps}." if helps else _NO_CHANGE)
+            )
+        if host is not None and estimate.host > host:
+            offloads = any(role.is_offloaded for role in estimate.roles)
+            settings = ["checkpoint=sync"] * (estimate.copied > 0) + ["sharding.cpu_offload=false"] * offloads
+            yield (
+                f"Main memory may not suffice: what is saved and offloaded needs about {estimate.host / GIB:.1f} GiB "
+                f"on this machine, and {host / GIB:.1f} GiB are free. Set {' or '.join(settings)}."
+            )
+        if disk is not None and estimate.saving * estimate.kept > disk:
+            yield (
+                f"Disk may not suffice: {estimate.kept} checkpoints of {estimate.saving / GIB:.1f} GiB, and "
+                f"{disk / GIB:.1f} GiB are free. "
+                + ("Lower checkpoint.keep_last_n, or set" if estimate.kept > 2 else "Set")
+                + " checkpoint.save_dir to a larger disk."
+            )
+
     def to_json(self) -> dict[str, Any]:
         """All of it as numbers: bytes and seconds."""
         return {
@@ -123,7 +166,7 @@ class RunPlan:
         peak, limit = self.memory.peak, self.memory.limit
         told = f"It does not fit: {peak.name} needs {peak.total / GIB:.1f} GiB, and a process has {limit / GIB:.1f}."
         if not self.changes:
-            return f"{told} No setting alone, and no two, make it fit: take a smaller model or more devices."
+            return f"{told} {_NO_CHANGE}"
         return f"{told} What makes it fit:"
 
 
@@ -135,7 +178,7 @@ def plan_run(
     response: int | None = None,
     free_disk: int | None = None,
     upload_rate: float | None = None,
-    looks_for_changes: bool = True,
+    limit: int | None = None,
 ) -> RunPlan:
     """Plan a run from its configuration; no weight is loaded and no process started.
 
@@ -144,15 +187,55 @@ def plan_run(
         response: tokens of a response on average, for the time; None for the longest.
         free_disk: bytes where checkpoints go.
         upload_rate: bytes per second to the object storage.
-        looks_for_changes: that make it fit where it does not.
+        limit: bytes that a process may take; None for its share of the device.
     """
-    memory = memory_plan(run, device, exact)
+    memory = memory_plan(run, device, exact, limit)
     stages = tuple(stage_times(run, memory, device, response))
     step_s = sum(stage.seconds for stage in stages)
-    searches = looks_for_changes and not memory.fits
-    found = () if not searches else tuple(_changes_that_fit(run, device, memory, step_s, response))
+    found = () if memory.fits else tuple(_changes_that_fit(run, device, memory, step_s, response))
     disk = tuple(_disk(run, memory, step_s, free_disk, upload_rate))
     return RunPlan(device, memory, stages, tuple(_batch(run)), disk, found, response)
+
+
+def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | None:
+    """Plan a run that starts here, on what is free now: `plan.txt` in its directory, and warnings of what is short.
+
+    Args:
+        checkpoints: where they go.
+    Returns:
+        The plan; None where it cannot be made, which stops no run.
+    Raises:
+        ConfigError: an engine that never sleeps does not fit beside the trainer.
+    """
+    try:
+        device = gpu_here() if context.device.startswith("cuda") else device_named("cpu")
+        processes = (estimate_ppo if isinstance(run.trainer, PPOSettings) else estimate_sft)(run).processes
+        disk = free_disk(checkpoints)
+        plan = plan_run(run, device, free_disk=disk, limit=free_memory(context.device, processes))
+    except Exception as error:  # noqa: BLE001 - whatever is odd about a configuration, a plan stops no run
+        _log.warning("What this run takes cannot be planned: %s: %s", type(error).__name__, error)
+        return None
+    assert context.run_dir is not None
+    (context.run_dir / "plan.txt").write_text("\n".join(plan.lines()) + "\n")
+    for warning in plan.warnings(disk, free_main_memory()):
+        _log.warning("%s", warning)
+    if not plan.fits and plan.memory.estimate.stays_awake:
+        raise ConfigError(_awake_fault(run, plan.memory))
+    return plan
+
+
+def _awake_fault(run: Any, memory: MemoryPlan) -> str:
+    """That an engine which keeps its GPU memory does not fit beside the trainer."""
+    peak = memory.peak
+    if run.trainer.rollout_ahead:
+        why, remedy = "trainer.rollout_ahead is 1: the engine draws while the trainer works", "trainer.rollout_ahead=0"
+    else:
+        why, remedy = "rollout.sleep is false: the engine keeps its GPU memory", "rollout.sleep=true"
+    engine = sum(size for part, size in peak.parts.items() if part == "keys and values" or part.startswith("engine"))
+    return (
+        f"{why}, so {peak.name} needs about {peak.total / GIB:.1f} GiB of each GPU, of which the engine has "
+        f"{engine / GIB:.1f}, and {memory.limit / GIB:.1f} GiB are free. Set {remedy}, or an engine on other devices."
+    )
 
 
 def _changes_that_fit(
@@ -165,7 +248,7 @@ def _changes_that_fit(
             changed_run = run
             for name in names:
                 changed_run = dict(changes(changed_run, memory.estimate, GPUS))[name]()
-            changed = memory_plan(changed_run, device)
+            changed = memory_plan(changed_run, device, limit=memory.limit)
             seconds = sum(stage.seconds for stage in stage_times(changed_run, changed, device, response))
         except (ConfigError, KeyError, ValueError):  # it does not go with the rest
             return None
@@ -180,8 +263,11 @@ def _changes_that_fit(
     fitting = _one_of_each([change for change in tried if change.peak <= memory.limit])
     if not fitting:
         helpful = sorted(_one_of_each(tried, by_peak=True), key=lambda change: change.peak)[:4]
-        pairs = [planned(first.settings[0], second.settings[0]) for first, second in combinations(helpful, 2)]
-        fitting = [found for found in pairs if found is not None and found.peak <= memory.limit]
+        firsts = [change.settings[0] for change in helpful]
+        keys = {name: name.partition("=")[0] for name in names}
+        both = {frozenset(pair): pair for pair in product(firsts, names) if keys[pair[0]] != keys[pair[1]]}
+        pairs = [found for pair in both.values() if (found := planned(*pair)) is not None]
+        fitting = [change for change in pairs if change.peak <= memory.limit]
     return sorted(fitting, key=lambda change: (round(change.slower, 2), change.peak))[:MOST_CHANGES]
 
 
@@ -212,18 +298,16 @@ def _batch(run: Any) -> Iterator[str]:
         f"{updates} optimizer step{'s' * (updates > 1)}."
     )
     yield from _remainder(rows, algorithm.mini_batches, "rows", "mini-batches")
-    width = getattr(run.data, "max_prompt_length", 0) + run.rollout.max_new_tokens
-    for role in ("actor", "critic"):
-        described = getattr(run, role, None)
-        if described is None or role not in run.roles:
+    width = getattr(run.data, "max_prompt_length", 0) + run.response_tokens
+    for role, layout in role_layouts(run).items():
+        if role not in ("actor", "critic"):
             continue
-        sharding = run.shardings()[role]
-        shares = sharding.row_shares(world) if world > 1 else 1
+        tokens, shares = getattr(run, role).micro_batch_tokens, layout.shares
         own = -(-rows // (algorithm.mini_batches * shares))
-        per = max(1, described.micro_batch_tokens // width)
+        per = max(1, tokens // width)
         yield (
             f"{role}: {own} rows of a mini-batch in each process, at most {width} tokens each, in "
-            f"{-(-own // per)} micro-batch{'es' * (own > per)} of {described.micro_batch_tokens} tokens."
+            f"{-(-own // per)} micro-batch{'es' * (own > per)} of {tokens} tokens."
         )
         yield from _remainder(rows // algorithm.mini_batches, shares, "rows of a mini-batch", "processes")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.models.model_stats import ModelStats, model_stats
+from verl.models.model_stats import ModelStats
 from verl.trainer.config import PPOSettings
 from verl.trainer.plan.devices import DeviceRates
 from verl.trainer.plan.memory import MemoryPlan, RolePlan, tokens_per_row
@@ -27,7 +27,7 @@ class _Work:
 
     Attributes:
         parameters: that take part in the products of one token.
-        ways: processes that share each layer.
+        ways: processes that share each layer, times what pipeline stages gain.
     """
 
     sizes: ModelStats
@@ -35,7 +35,7 @@ class _Work:
     itemsize: int
     dtype: str
     device: DeviceRates
-    ways: int = 1
+    ways: float = 1
 
     def pass_s(self, tokens: int, length: int, calls: int = 1) -> tuple[float, str]:
         """One forward pass of so many tokens in rows of a length, cut into so many calls."""
@@ -54,23 +54,25 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
     Args:
         response: tokens of a response on average; None for the longest that may come.
     """
-    work = {role.name: _work(role, run, device) for role in memory.roles}
+    work = {role.name: _work(role, device) for role in memory.roles}
     settings = run.trainer
     if not isinstance(settings, PPOSettings):
         length = getattr(run.data, "max_length", None) or memory.roles[0].tokens
-        own_tokens = settings.batch_size * length // (settings.n_gpus_per_node * settings.nnodes)
+        own_tokens = settings.batch_size * length // memory.roles[0].memory.layout.processes
         return [_update(run, memory.roles[0], work["actor"], max(1, own_tokens), length, 1, device)]
-    rows, new = settings.prompts_per_step * settings.group_size, response or run.rollout.max_new_tokens
+    rows, new = settings.prompts_per_step * settings.group_size, response or run.response_tokens
     prompt = getattr(run.data, "max_prompt_length", 0)
-    own = {role.name: -(-rows // _shares(run, role.name)) for role in memory.roles}
-    found = [_generation(run, work["actor"], own["actor"], prompt, new, device)]
+    own = {role.name: -(-rows // role.memory.layout.shares) for role in memory.roles}
+    found = []
+    if run.rollout.generates_here:
+        found.append(_generation(run, work["actor"], own["actor"], prompt, new, device))
     width = prompt + new
     for role in memory.roles:
         if role.name == "actor" and not run.algorithm.needs_old_log_probs:
             continue
         tokens = int(own[role.name] * tokens_per_row(run, role.name, new))
         seconds, bound = work[role.name].pass_s(tokens, width, _calls(role, tokens))
-        named = {"actor": "old log-probs", "critic": "values", "reference": "reference log-probs"}
+        named = {"actor": "old log-probs", "critic": "values", "reference": "reference log-probs"}  # reward: its name
         found.append(StageTime(named.get(role.name, role.name), seconds, bound))
     for role in memory.roles:
         if role.memory.gradients:
@@ -84,18 +86,15 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
     return found
 
 
-def _work(role: RolePlan, run: Any, device: DeviceRates) -> _Work:
-    sizes = model_stats(role.config)
-    world = run.trainer.n_gpus_per_node * run.trainer.nnodes
-    sharding = getattr(getattr(run, role.name), "sharding", None) or run.sharding
-    ways = sharding.mesh_sizes(world)[2] if world > 1 else 1
+def _work(role: RolePlan, device: DeviceRates) -> _Work:
+    layout = role.memory.layout
     return _Work(
-        sizes=sizes,
-        parameters=active_parameters(role.config, sizes),
+        sizes=role.sizes,
+        parameters=active_parameters(role.config, role.sizes),
         itemsize=role.dtype.itemsize,
         dtype=str(role.dtype).removeprefix("torch."),
         device=device,
-        ways=ways,
+        ways=layout.siblings * layout.sharding.pipeline_ways(layout.processes),
     )
 
 
@@ -112,12 +111,6 @@ def active_parameters(config: Any, sizes: ModelStats) -> int:
     return count
 
 
-def _shares(run: Any, role: str) -> int:
-    world = run.trainer.n_gpus_per_node * run.trainer.nnodes
-    sharding = run.shardings().get(role, run.sharding)
-    return sharding.row_shares(world) if world > 1 else 1
-
-
 def _calls(role: RolePlan, tokens: int) -> int:
     return max(1, -(-tokens // role.tokens))
 
@@ -131,7 +124,7 @@ def _generation(run: Any, work: _Work, rows: int, prompt: int, new: int, device:
     engine = _Work(work.sizes, work.parameters, work.itemsize, work.dtype, device, max(ways, work.ways))
     read_s = engine.pass_s(rows * ways * prompt // max(1, run.trainer.group_size), max(1, prompt), waves)[0]
     token_s, bound = engine.pass_s(batch, prompt + new // 2)
-    kept = work.sizes.cache_elements * work.itemsize // engine.ways
+    kept = work.sizes.cache_elements * work.itemsize / engine.ways
     token_s += batch * (prompt + new / 2) * kept / device.reads()
     return StageTime("generate", read_s + waves * new * token_s, bound)
 
@@ -143,12 +136,11 @@ def _update(
     calls = max(updates, _calls(role, tokens))
     once, bound = work.pass_s(tokens, length, calls)
     compute = once * (4 if role.recomputed else 3)
-    world = run.trainer.n_gpus_per_node * run.trainer.nnodes
+    layout = role.memory.layout
     sent = 0.0
-    if world > 1:
-        sharding = getattr(getattr(run, role.name), "sharding", None) or run.sharding
+    if layout.processes > 1:
         kind = getattr(run, role.name).model.dtype
-        cost = sharding.cost(world, work.sizes, role.tokens, _itemsize(kind), work.itemsize)
+        cost = layout.sharding.cost(layout.processes, work.sizes, role.tokens, _itemsize(kind), work.itemsize)
         sent = cost.per_step(calls, updates) / (device.network if run.trainer.nnodes > 1 else device.link)
     moments = 7 * (role.memory.gradients or role.memory.weights) / device.reads() * updates  # AdamW reads 4, writes 3
     if role.memory.is_offloaded:

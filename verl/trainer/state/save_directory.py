@@ -14,11 +14,12 @@ on another machine holds.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
-from verl.checkpoint.remote.lease import LEASE_S, LeaseRecord, StoreLease
+from verl.checkpoint.remote.lease import LEASE_S, RENEW_EVERY_S, LeaseRecord, StoreLease, living_holder
 from verl.checkpoint.remote.resolve import CheckpointTier, find_at, tier_of
 from verl.checkpoint.resume_point import ResumePoint, find
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError, StorageError, StorageRefused
@@ -41,6 +42,7 @@ from verl.utils.temporary_directory import unwritable
 _log = logging.getLogger(__name__)
 
 MOST_KEYS = 3  # that differ, in a sentence
+WATCH_S = RENEW_EVERY_S + 2  # in which a living run of another machine renews its lease
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class SaveDirectoryChoice:
     Args:
         settings: None saves nothing.
         job: of a sweep, or none.
-        identity: of the training.
+        identity: of the training, or what makes it, which is asked where something is compared with it.
         unknown: keys of it that are not known yet, and are left out of every comparison.
     """
 
@@ -119,7 +121,7 @@ class SaveDirectoryChoice:
         trainer: LoopSettings,
         job: SweepJob,
         storage: Storage | None,
-        identity: Mapping[str, Any],
+        identity: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         run_id: str,
         unknown: Collection[str] = (),
     ):
@@ -127,8 +129,13 @@ class SaveDirectoryChoice:
         self._saves, self._settings = settings is not None, settings or Checkpointing()
         self._given, self._trainer, self._job, self._storage = settings, trainer, job.name, storage
         self._sweep_job = job
-        self._identity, self._run_id = self._known(identity), run_id
+        self._whole_identity, self._run_id = identity, run_id
         self._is_fixed = self._settings.save_dir is not None and not job.name
+
+    @functools.cached_property
+    def _identity(self) -> dict[str, Any]:
+        given = self._whole_identity
+        return self._known(given() if callable(given) else given)
 
     def choose(self, resume: str | None) -> SaveDirectory:
         """Find what `resume` means, and take the directory to save in.
@@ -170,12 +177,14 @@ class SaveDirectoryChoice:
         tier = first.tier or (CheckpointTier(storage=storage) if storage is not None else None)
         if tier is not None and not (resume == LATEST and CheckpointDirectory(first.directory).candidates()):
             tier.refuse_absence()  # what lies on the disk goes on without it
-        if resume == LATEST and not self._job:
+        if resume == LATEST and self._job:
+            self._look_for_latest_in_sweep()
+        elif resume == LATEST:
             self._look_for_latest()
-        elif resume is not None and resume != LATEST:
+        elif resume is not None:
             self._look_at(resume, first.directory)
-        elif self._saves and self._is_fixed:
-            self._refuse_taken(first)
+        elif self._saves:
+            self._look_for_fresh()
 
     def _look_for_latest(self) -> None:
         other = None
@@ -183,12 +192,53 @@ class SaveDirectoryChoice:
             is_own = self._is_own if place.number == 1 else self._is_own_by_name
             for point in _points_of(place):
                 if is_own(point.state):
-                    if self._saves and (holder := RunLock.look(place.directory)) is not None:
-                        raise self._busy(place, holder)
+                    self._refuse_held(place)
                     return
                 other = other or (point if place.number == 1 else None)
         if other is not None:
             self._refuse(other)
+        self._refuse_held(self._place(1))
+
+    def _look_for_latest_in_sweep(self) -> None:
+        other = None
+        for place in self._jobs():
+            for point in _points_of(place):
+                if self._is_own(point.state):
+                    self._refuse_held(place)
+                    return
+                other = other or (point if self._sweep_job.wrote(point.state) else None)
+        if other is not None:
+            self._refuse(other)
+        self._look_for_fresh()
+
+    def _look_for_fresh(self) -> None:
+        """Refuse where the directory that this run would take, or its place in the store, is held by a run of the same
+        training, or is the only one that it may take and is taken. Whose checkpoints lie there is asked where a run
+        lives alone: to tell it costs a digest of the data."""
+        if not self._saves:
+            return
+        if self._is_fixed and (taken := self._taken(self._place(1))) is not None:
+            raise self._not_its_own(taken)
+        held = {place.number: holder for place in self._existing() if (holder := self._holder(place)) is not None}
+        for place in self._numbered() if held else ():
+            if self._taken(place) is None:
+                if (holder := held.get(place.number)) is None:
+                    return
+                if self._is_fixed or not self._differing(holder.identity):
+                    raise self._busy(place, holder)
+
+    def _refuse_held(self, place: SavePlace) -> None:
+        if self._saves and (holder := self._holder(place)) is not None:
+            raise self._busy(place, holder)
+
+    def _holder(self, place: SavePlace) -> LockHolder | None:
+        """The living run that holds a directory or the place in the store behind it; takes nothing."""
+        if (holder := RunLock.look(place.directory)) is not None or place.tier is None:
+            return holder
+        try:
+            return living_holder(place.tier.storage.hasty, WATCH_S)
+        except StorageError:  # told elsewhere, or what lies on the disk goes on without it
+            return None
 
     def _look_at(self, resume: str, directory: Path) -> None:
         if is_address(resume):
@@ -204,6 +254,11 @@ class SaveDirectoryChoice:
             assert point is not None, "only `latest` may find none"
         known = {**point.state, "identity": self._known(point.state.get("identity", {}))}
         refuse_other_identity(replace(point, state=known), self._identity)
+        own = point.published.directory.parent
+        if (place := next((place for place in self._existing() if place.directory == own), None)) is not None:
+            self._refuse_held(place)
+        else:
+            self._look_for_fresh()
 
     def _known(self, identity: Mapping[str, Any]) -> dict[str, Any]:
         return {path: value for path, value in identity.items() if path not in self._unknown}
@@ -272,12 +327,6 @@ class SaveDirectoryChoice:
                 raise self._not_its_own(taken)
             passed.append(f"{place.directory} {taken}")
         raise AssertionError("there is always another number")
-
-    def _refuse_taken(self, place: SavePlace) -> None:
-        if (taken := self._taken(place)) is not None:
-            raise self._not_its_own(taken)
-        if (holder := RunLock.look(place.directory)) is not None:
-            raise self._busy(place, holder)
 
     def _not_its_own(self, taken: str) -> ConfigError:
         return ConfigError(

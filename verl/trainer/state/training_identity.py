@@ -18,7 +18,16 @@ from blake3 import blake3
 
 from verl.rewards.import_path import source_file
 
-IDENTITY = ("actor.model", "actor.lora", "critic.model", "critic.lora", "reference.model", "data", "algorithm")
+IDENTITY = (
+    "actor.model",
+    "actor.lora",
+    "critic.model",
+    "critic.lora",
+    "reference.model",
+    "data",
+    "algorithm",
+    "environment",
+)
 ABSENT = "(not set)"
 KIND = "._target_"
 # Settings added later; a checkpoint without them behaves as if they had these values.
@@ -26,6 +35,7 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "algorithm.replay_fraction": 0.0,
     "algorithm.replay_max_staleness": 16,
     "data.final_assistant": "error",
+    "environment": None,
 }
 # Of a reward, settings that decide how it is asked, and nothing about what it gives.
 REWARD_TRANSPORT_KEYS = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}
@@ -47,6 +57,11 @@ def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     parts = {path: value for path, value in flat.items() if _below(path, IDENTITY)}
     told = {} if tokenizer is None else {"tokenizer": tokenizer_digest(tokenizer)}
     return {path: content_of(value) for path, value in parts.items()} | told
+
+
+def paths_of_texts(config: Mapping[str, Any], start: str) -> set[str]:
+    """The paths of a configuration whose values are texts that start so."""
+    return {path for path, value in _flat(config) if isinstance(value, str) and value.startswith(start)}
 
 
 def reward_identity(config: Mapping[str, Any]) -> dict[str, Any]:

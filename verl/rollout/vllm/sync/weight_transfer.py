@@ -136,19 +136,12 @@ def _buckets(whole: Plan, limit_bytes: int) -> Iterator[Plan]:
     for name, layout in whole.source.tensors.items():
         num_bytes = layout.itemsize * _numel(layout.shape)
         if names and size + num_bytes > limit_bytes:
-            yield _part(whole, names)
+            yield whole.restricted(names)
             names, size = [], 0
         names.append(name)
         size += num_bytes
     if names:
-        yield _part(whole, names)
-
-
-def _part(whole: Plan, names: Sequence[str]) -> Plan:
-    source, target = (
-        Layout(side.mesh, {name: side.tensors[name] for name in names}) for side in (whole.source, whole.target)
-    )
-    return Plan(source, target, tuple(move for move in whole.moves if move.name in source.tensors))
+        yield whole.restricted(names)
 
 
 def _numel(shape: Sequence[int]) -> int:

@@ -1,0 +1,103 @@
+"""The plan of a 70B model from a training layout to a generation layout: seconds, traffic and rounds.
+
+    python benchmarks/reshard_plan.py --ranks 64 128
+
+723 tensors of Llama-3-70B in bfloat16, 64 MiB a round. Prints one JSON line: of each pair of layouts the seconds of
+`aligned` and of `reshard_plan`, moves, bytes over the lower bound, and the time of all rounds over the least by the
+plan's own model (the busiest rank's bytes, sent or received). Needs no process group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+from verl.resharding.layout import Layout, Mesh, TensorLayout
+from verl.resharding.plan import Plan, aligned, lower_bound, reshard_plan
+
+LAYERS, HIDDEN, INNER, VOCABULARY, KV = 80, 8192, 28672, 128256, 1024
+SHAPES = {  # name -> shape, axis under tensor parallelism
+    "self_attn.q_proj.weight": ((HIDDEN, HIDDEN), 0),
+    "self_attn.k_proj.weight": ((KV, HIDDEN), 0),
+    "self_attn.v_proj.weight": ((KV, HIDDEN), 0),
+    "self_attn.o_proj.weight": ((HIDDEN, HIDDEN), 1),
+    "mlp.gate_proj.weight": ((INNER, HIDDEN), 0),
+    "mlp.up_proj.weight": ((INNER, HIDDEN), 0),
+    "mlp.down_proj.weight": ((HIDDEN, INNER), 1),
+    "input_layernorm.weight": ((HIDDEN,), None),
+    "post_attention_layernorm.weight": ((HIDDEN,), None),
+}
+LIMIT_BYTES = 64 * 2**20
+
+
+def layout(pp: int = 1, dp: int = 1, fsdp: int = 1, tp: int = 1) -> Layout:
+    """The model over pp x dp x fsdp x tp ranks; whole along dp."""
+
+    def tensor(shape: tuple[int, ...], axis: int | None, stage: int) -> TensorLayout:
+        splits = [("tp", axis)] if tp > 1 and axis is not None else []
+        splits += [("fsdp", 0)] if fsdp > 1 else []
+        return TensorLayout(shape, tuple(splits), stage if pp > 1 else None, itemsize=2)
+
+    found = {"model.embed_tokens.weight": tensor((VOCABULARY, HIDDEN), 0, 0)}
+    for layer in range(LAYERS):
+        for name, (shape, axis) in SHAPES.items():
+            found[f"model.layers.{layer}.{name}"] = tensor(shape, axis, layer * pp // LAYERS)
+    found["model.norm.weight"] = tensor((HIDDEN,), None, pp - 1)
+    found["lm_head.weight"] = tensor((VOCABULARY, HIDDEN), 0, pp - 1)
+    return Layout(Mesh((("pp", pp), ("dp", dp), ("fsdp", fsdp), ("tp", tp))), found)
+
+
+def pairs(ranks: int) -> dict[str, tuple[Layout, Layout]]:
+    """Layouts of training and of generation."""
+    return {
+        "fsdp -> tp8": (layout(fsdp=ranks), layout(dp=ranks // 8, tp=8)),
+        "fsdp x tp8 -> tp4": (layout(fsdp=ranks // 8, tp=8), layout(dp=ranks // 4, tp=4)),
+        "hsdp (8 a replica) -> tp8": (layout(dp=ranks // 8, fsdp=8), layout(dp=ranks // 8, tp=8)),
+        "pp4 x fsdp x tp4 -> tp8": (layout(pp=4, fsdp=ranks // 16, tp=4), layout(dp=ranks // 8, tp=8)),
+        "tp8 -> pp4 x tp4": (layout(dp=ranks // 8, tp=8), layout(pp=4, dp=ranks // 16, tp=4)),
+        "fsdp -> whole": (layout(fsdp=ranks), layout(dp=ranks)),
+    }
+
+
+def measure(source: Layout, target: Layout) -> dict[str, Any]:
+    """Of one pair of layouts."""
+    began = time.perf_counter()
+    arranged = aligned(source, target)
+    between = time.perf_counter()
+    plan: Plan = reshard_plan(source, arranged)
+    planned = time.perf_counter()
+    rounds = plan.round_bytes(LIMIT_BYTES)
+    return {
+        "align_s": round(between - began, 3),
+        "plan_s": round(planned - between, 3),
+        "moves": len(plan.table),
+        "gib": round(plan.num_bytes / 2**30, 1),
+        "over_lower_bound": plan.num_bytes / max(1, lower_bound(source, arranged)),
+        "rounds": len(rounds),
+        "over_least_time": round(sum(rounds) / max(1, plan.least_bytes), 3),
+        "least_over_mean": round(plan.least_bytes * source.mesh.size / max(1, plan.num_bytes), 3),
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[64, 128])
+    options = parser.parse_args()
+    found = {f"{n} ranks, {name}": measure(*pair) for n in options.ranks for name, pair in pairs(n).items()}
+    rows = [
+        [
+            f"resharding plan of a 70B model, {name}",
+            f"{one['plan_s'] + one['align_s']:.2f} s, {one['over_least_time']:.2f}x of the least time",
+            f"{one['moves']} moves, {one['gib']} GiB, {one['over_lower_bound']:.2f}x of the lower bound; target: 10 s, "
+            "1.2x, 1.0x",
+        ]
+        for name, one in found.items()
+    ]
+    print(json.dumps({"benchmark": "reshard_plan", **vars(options), "found": found, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

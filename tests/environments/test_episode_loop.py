@@ -1,0 +1,237 @@
+"""The loop of episodes: tokens are appended and never made again, and depend on nothing that runs beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+import pytest
+import torch
+from environments.episodes import REQUEST, Scripted, ends_after, engine_of, prompts_of, tiny
+
+from verl.environments.base import InfraError, StepResult
+from verl.environments.rows import kept_rows
+from verl.errors import RolloutError
+from verl.ops.logprobs import log_probs_of, response_positions
+from verl.rollout.base import GenerationRequest
+from verl.rollout.hf_turns import slot_bytes
+
+TEXTS = ["1+2=", "34+5=", "what is 6*7? ", "9-", "77+1="]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny()
+
+
+def played(model, environment, texts=TEXTS, ids=None, request=REQUEST, **options):
+    engine = engine_of(environment, model=model, **options)
+    try:
+        return engine.generate(prompts_of(model[1], texts, ids), request)
+    finally:
+        engine.close()
+
+
+def tokens_by_sample(rows):
+    """(prompt, sample) -> tokens and log-probs of the response, observations included."""
+    found = {}
+    for row in range(len(rows)):
+        there = rows["turn_ids"][row] >= 0
+        key = int(rows["prompt_ids"][row]), int(rows["sample_ids"][row])
+        found[key] = rows["responses"][row][there].tolist(), rows["rollout_log_probs"][row][there].tolist()
+    return found
+
+
+def long_turns(row, turn, action):
+    """Observations of many lengths, by what the model wrote and by the row."""
+    return StepResult("ab" * (len(action.text) % 5 + turn), float(turn), terminated=turn >= 3)
+
+
+# Untrained turns rarely end by themselves: the letters end them too.
+STOPS = tuple(range(20, 60))
+
+
+def test_observations_stand_off_the_mask_with_the_models_tokens_around_them(model):
+    rows = played(model, Scripted(answer=ends_after(3, "37\n", 1.0)), stop_token_ids=STOPS)
+    _, tokenizer = model
+    assert len(rows) == 20
+    seen = 0
+    for row in range(len(rows)):
+        record = rows["episode"][row]
+        ids, mask = rows["responses"][row], rows["response_mask"][row]
+        turns = rows["turn_ids"][row]
+        place = 0
+        for number, turn in enumerate(record["turns"]):
+            end = place + turn["tokens"]
+            assert mask[place:end].all()
+            said = ids[place : end - 1] if turn["is_complete"] else ids[place:end]
+            assert tokenizer.decode(said) == turn["text"]
+            assert rows["turn_rewards"][row, end - 1] == turn["reward"]
+            place = end + turn["observed"]
+            assert not mask[end:place].any()
+            assert tokenizer.decode(ids[end:place]) == ("37\n" if turn["observed"] else "")
+            assert (turns[end - turn["tokens"] : place] == number).all()
+            seen += turn["observed"] > 0
+        assert (turns[place:] == -1).all()
+        assert not mask[place:].any()
+        assert int(rows["attention_mask"][row].sum()) == int(rows["prompt_mask"][row].sum()) + place
+        assert float(rows["turn_rewards"][row].sum()) == record["reward"]
+    assert seen > 5
+
+
+def test_the_log_probs_of_every_turn_are_the_models_own(model):
+    rows = played(model, Scripted(answer=long_turns), stop_token_ids=STOPS)
+    net, _ = model
+    with torch.no_grad():
+        fields = {name: rows[name] for name in ("input_ids", "attention_mask", "position_ids")}
+        logits = response_positions(net(**fields, use_cache=False).logits, rows["responses"].shape[1])
+    expected = log_probs_of(logits, rows["responses"], 1.0)
+    mask = rows["response_mask"]
+    assert torch.allclose(rows["rollout_log_probs"][mask], expected[mask], atol=2e-5)
+    assert not rows["rollout_log_probs"][~mask].any()
+
+
+def test_an_episode_is_the_same_alone_in_a_batch_in_another_order_and_with_few_slots(model):
+    environment = Scripted(answer=long_turns)
+    whole = tokens_by_sample(played(model, environment, stop_token_ids=STOPS))
+    assert len({tuple(ids) for ids, _ in whole.values()}) == len(whole)
+    backwards = played(model, environment, TEXTS[::-1], [4, 3, 2, 1, 0], stop_token_ids=STOPS)
+    alone = played(model, environment, TEXTS[2:3], [2], stop_token_ids=STOPS)
+    few = Scripted(answer=long_turns, kv_cache_gib=2.5 * slot_bytes(model[0], 1024 + 13) / 2**30)
+    for found in (backwards, alone, played(model, few, stop_token_ids=STOPS)):
+        for key, (ids, log_probs) in tokens_by_sample(found).items():
+            assert ids == whole[key][0]
+            assert log_probs == pytest.approx(whole[key][1], abs=1e-5)
+
+
+def test_a_turn_has_noise_of_its_own(model):
+    rows = played(model, Scripted(answer=ends_after(4, "=")), ["="], stop_token_ids=tuple(range(6, 100)))
+    first = [
+        [int(rows["responses"][row][rows["turn_ids"][row] == turn][0]) for turn in range(4)] for row in range(len(rows))
+    ]
+    assert any(len(set(turns)) > 1 for turns in first)
+
+
+def test_an_episode_that_waits_holds_up_no_other(model):
+    finished = []
+
+    def answer(row, turn, action):
+        async def slow():
+            await asyncio.sleep(0.6 if row["prompt_id"] == 0 else 0.0)
+            finished.append((row["prompt_id"], time.monotonic()))
+            return StepResult("x", terminated=turn >= 3)
+
+        return slow()
+
+    begin = time.monotonic()
+    played(model, Scripted(answer=answer), stop_token_ids=STOPS, request=GenerationRequest(1, 1))
+    others = max(at for prompt, at in finished if prompt != 0)
+    assert others - begin < 0.6 or others < min(at for prompt, at in finished if prompt == 0)
+
+
+def test_a_turn_cut_by_length_executes_nothing_and_each_cut_has_its_name(model):
+    asked = []
+
+    def answer(row, turn, action):
+        asked.append(action.text)
+        return StepResult("x" * 20, terminated=False)
+
+    rows = played(model, Scripted(answer=answer), max_new_tokens=3)
+    assert {record["end"] for record in rows["episode"]} == {"turn_tokens"}
+    assert not asked
+    ends = played(model, Scripted(answer=answer, max_turns=2), stop_token_ids=tuple(range(6, 100)))
+    assert {record["end"] for record in ends["episode"]} == {"turns"}
+    ends = played(model, Scripted(answer=answer, max_tokens=30), stop_token_ids=tuple(range(6, 100)))
+    assert {record["end"] for record in ends["episode"]} == {"tokens"}
+    assert ends["responses"].shape[1] <= 30
+
+
+def test_a_failure_of_ours_is_retried_in_a_fresh_environment_and_changes_no_token(model):
+    failed = set()
+
+    def answer(row, turn, action):
+        if turn == 2 and row["prompt_id"] not in failed:
+            failed.add(row["prompt_id"])
+            raise ConnectionError("the service is down")
+        return long_turns(row, turn, action)
+
+    sound = tokens_by_sample(played(model, Scripted(answer=long_turns), stop_token_ids=STOPS))
+    rows = played(model, Scripted(answer=answer), stop_token_ids=STOPS)
+    assert {key: ids for key, (ids, _) in tokens_by_sample(rows).items()} == {key: x for key, (x, _) in sound.items()}
+    again = [record for record in rows["episode"] if record["attempts"] > 1]
+    assert again
+    assert all("ConnectionError: the service is down" in record["infra"][0] for record in again)
+
+
+@pytest.mark.parametrize(("how", "left"), [("drop_member", 16), ("drop_group", 16), ("refill", 20)])
+def test_an_episode_that_cannot_be_played_never_becomes_a_reward(model, how, left):
+    broken = set()
+
+    def answer(row, turn, action):
+        if row["prompt_id"] == 1 and (how != "refill" or len(broken) < 2):
+            broken.add(action.text + str(len(broken)))
+            raise InfraError("no machine")
+        return StepResult(None, 1.0, terminated=True)
+
+    rows = played(model, Scripted(answer=answer, retries=1, on_infra=how), stop_token_ids=tuple(range(6, 100)))
+    if how == "refill":
+        assert len(kept_rows(rows)) == left
+        assert any(record["infra"] for record in rows["episode"])
+        return
+    dropped = [record["end"] == "dropped" for record in rows["episode"]]
+    assert dropped == [prompt == 1 for prompt in rows["prompt_ids"].tolist()]
+    kept = kept_rows(rows)
+    assert len(kept) == left
+    assert sum(record.get("left_out", 0) for record in kept["episode"]) == 4
+    assert not rows["response_mask"][torch.tensor(dropped)].any()
+
+
+def test_a_group_of_one_is_left_out_and_the_others_stay(model):
+    def answer(row, turn, action):
+        if row["prompt_id"] == 1 and counts.pop():
+            raise InfraError("no machine")
+        return StepResult(None, 1.0, terminated=True)
+
+    counts = [False, True, True, True]
+    rows = played(model, Scripted(answer=answer, retries=0), stop_token_ids=tuple(range(6, 100)))
+    assert {int(i) for i in kept_rows(rows)["prompt_ids"]} == {0, 2, 3, 4}
+
+
+def test_a_run_may_stop_at_a_failure_of_ours(model):
+    def answer(row, turn, action):
+        raise InfraError("no machine")
+
+    with pytest.raises(RolloutError, match="no machine.*on_infra is stop"):
+        played(model, Scripted(answer=answer, retries=0, on_infra="stop"), stop_token_ids=tuple(range(6, 100)))
+    with pytest.raises(RolloutError, match="every episode of this step failed"):
+        kept_rows(played(model, Scripted(answer=answer, retries=0), stop_token_ids=tuple(range(6, 100))))
+
+
+def test_a_step_that_hangs_is_scored_and_its_late_answer_goes_nowhere(model):
+    def answer(row, turn, action):
+        async def slow():
+            if row["prompt_id"] == 0 and turn == 2:
+                await asyncio.sleep(30)
+            return StepResult("x", 1.0, terminated=turn >= 3)
+
+        return slow()
+
+    environment = Scripted(answer=answer, step_timeout_s=0.3)
+    rows = played(model, environment, stop_token_ids=tuple(range(6, 100)), request=GenerationRequest(1, 2))
+    ends = {int(i): record["end"] for i, record in zip(rows["prompt_ids"], rows["episode"], strict=True)}
+    assert ends == {0: "timeout", 1: "terminated", 2: "terminated", 3: "terminated", 4: "terminated"}
+    first = rows["episode"][0]
+    assert first["reward"] == 1.0
+    assert [call["outcome"] for call in first["calls"]] == ["ok", "ok", "timeout"]
+
+
+@pytest.mark.parametrize(
+    "answer", [None, ("x", math.nan, False, False, {}), (5, 0.0, False, False, {}), (None, 0.0, False, False, {})]
+)
+def test_what_is_no_answer_of_an_environment_is_a_failure_of_ours(model, answer):
+    rows = played(
+        model, Scripted(answer=lambda *_: answer, retries=0), ["1"], stop_token_ids=tuple(range(6, 100)),
+    )  # fmt: skip
+    assert all(record["end"] == "dropped" for record in rows["episode"])
+    assert all("InfraError" in record["infra"][0] for record in rows["episode"])

@@ -1,0 +1,88 @@
+"""One update of an engine on rows that are made here: its loss, its gradients, and what it scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.cluster.batch_partition import BatchPartition
+from verl.engines.chunked_logprobs import token_log_probs
+from verl.engines.engine import TrainingEngine
+from verl.engines.optimizer import AdamW
+from verl.engines.parallel_dims import Parallelism
+from verl.model_paths.check import paths_for
+from verl.models.heads import LMHead
+from verl.models.parallel_info import full_tensor
+from verl.models.pretrained import ModelSource
+from verl.ops.loss_aggregation import aggregate
+from verl.protocol import DataProto
+
+
+def rows_with_holes(prompts: list[int], group: int, responses: list[int], vocabulary: int = 40) -> DataProto:
+    """Rows of `group` responses to each prompt, of these lengths; some tokens in the midst of a response are masked."""
+    draw = torch.Generator().manual_seed(0)
+    count, p, t = len(prompts) * group, max(prompts), max(responses)
+    ids = torch.randint(4, vocabulary, (count, p + t), generator=draw)
+    attention = torch.zeros(count, p + t, dtype=torch.int64)
+    for row in range(count):
+        prompt, response = prompts[row // group], responses[row % len(responses)]
+        ids[row, :p] = ids[row // group * group, :p]
+        attention[row, p - prompt : p + response] = 1
+    ids *= attention
+    mask = attention[:, p:].bool()
+    mask[:, 2::5] = False  # what a tool has answered
+    return DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0) * attention,
+            "responses": ids[:, p:],
+            "response_mask": mask,
+            "advantages": torch.randn(count, t, generator=draw, dtype=torch.float64) * mask,
+        }
+    )
+
+
+def one_update(
+    source: ModelSource, parallel: Parallelism, rows: DataProto, share: int = 0, shares: int = 1, **options: Any
+) -> dict[str, Tensor]:
+    """The loss, the scores of the own rows by row number, and the whole gradient of every parameter.
+
+    Args:
+        share, shares: which rows are this process's.
+        options: `lora`, `checkpointing`, `tokens` of a micro-batch.
+    """
+    model = source.load_causal_lm("cpu")
+    if (lora := options.get("lora")) is not None:
+        torch.manual_seed(0)
+        model = lora.apply(model, causal_lm=True)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    paths_for(model, 64, shares_tokens=parallel.shares_tokens)
+    parallel.shard_model(model)
+    if options.get("checkpointing"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine = TrainingEngine(
+        model, parallel, options.get("tokens", 100), AdamW(lr=1e-3, max_grad_norm=None), total_updates=1
+    )
+    head, own = LMHead(model), BatchPartition(rows, shares).rows[share]
+
+    def loss(model, micro, totals):
+        scores = token_log_probs(model, head, micro, 0.9, entropy="grad", parts=3)
+        per_token = -scores.log_probs * micro.tensors["advantages"] - 0.01 * scores.entropies
+        return aggregate(per_token, micro.tensors["response_mask"], "token-mean", totals), {}
+
+    def score(model, micro):
+        found = token_log_probs(model, head, micro, 0.9, entropy="value", rank=True)
+        return {"log_probs": found.log_probs, "entropies": found.entropies, "best": found.is_likeliest.double()}
+
+    found = {f"row {row} {k}": x[i] for k, x in engine.infer(rows[own], score).items() for i, row in enumerate(own)}
+    metrics = engine.update(rows[own], loss)
+    found |= {name: torch.tensor(metrics[name], dtype=torch.float64) for name in ("loss", "grad_norm")}
+    for name, parameter in engine.parameters.items():
+        if parameter.requires_grad:
+            found[f"gradient of {name}"] = full_tensor(parameter.grad).detach().clone()
+    return found

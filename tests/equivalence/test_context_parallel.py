@@ -1,0 +1,132 @@
+"""Processes that share the tokens of the same rows learn what one process learns, to float64 rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equivalence.courses import assert_same, run_course
+from equivalence.laboratory import laboratory
+from equivalence.one_update import one_update, rows_with_holes
+from random_models import save_random_model
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
+
+from verl.component import BuildContext
+from verl.engines.sharding import NoSharding, Parallel
+from verl.errors import ConfigError
+from verl.model_paths.check import paths_for
+from verl.models.lora import LoRA
+from verl.models.pretrained import Pretrained
+
+pytestmark = pytest.mark.xdist_group("two processes")
+
+STYLES = ("allgather", "ulysses")
+SHARED = rows_with_holes([9, 3, 1], 4, [14, 3, 6, 1])  # shared prompts, uneven rows, a row of one token
+LONG = rows_with_holes([30], 1, [33])
+ALONE = rows_with_holes([2, 11, 5], 1, [9, 1])
+SINGLE = rows_with_holes([1], 1, [2])  # a line of two tokens, of which one predicts
+
+
+@pytest.fixture(scope="module")
+def bench():
+    with laboratory(2) as bench:
+        yield bench
+
+
+@pytest.fixture(scope="module")
+def four():
+    with laboratory(4) as bench:
+        yield bench
+
+
+def made(path, family, **options):
+    return Pretrained(path=str(save_random_model(path / family, family, torch.float64, **options)), dtype="float64")
+
+
+def assert_equal_updates(bench, model, rows, sharding, tolerance=1e-9, **options):
+    """What every process scores, and the loss and the gradients that all come to, are those of one process."""
+    wanted = one_update(model, NoSharding().build(BuildContext()), rows, **options)
+    seen = set()
+    for found in bench.updated(model, sharding, rows, options).result(timeout=120):
+        gaps = {name: float((x - wanted[name]).abs().max()) for name, x in found.items()}
+        assert {name: gap for name, gap in gaps.items() if not gap <= tolerance} == {}
+        seen |= found.keys()
+    assert seen == wanted.keys()
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_loss_gradients_and_scores_are_those_of_one_process(style, bench, model64, tmp_path):
+    sharding = Parallel(cp=2, cp_style=style)
+    for rows in (SHARED, LONG, ALONE, SINGLE):
+        assert_equal_updates(bench, model64, rows, sharding)
+    assert_equal_updates(bench, model64, SHARED, sharding, tokens=10, lora=LoRA(rank=2))  # many micro-batches
+    windows = made(
+        tmp_path, "gemma3_text", sliding_window=5, num_key_value_heads=1, tie_word_embeddings=True, head_dim=8
+    )  # fewer key-value heads than processes, windows in some layers, tied embeddings
+    assert_equal_updates(bench, windows, SHARED, sharding, 1e-6, checkpointing=True)  # its norms pass through float32
+
+
+@pytest.mark.parametrize("style", ["allgather", pytest.param("ulysses", marks=pytest.mark.exhaustive)])
+def test_steps_of_ppo_and_grpo_are_those_of_one_process(style, bench, model64, tmp_path):
+    sharding = Parallel(cp=2, cp_style=style)
+    for name, algorithm, group, prompts in (
+        ("ppo", PPO_ALGORITHM, 1, [[0, 1, 2, 3, 4], [3]]),
+        ("grpo", GRPO_ALGORITHM, 3, [[2, 0, 5], [1]]),
+    ):
+        alone = run_course(ppo_run(model64, algorithm, group_size=group), prompts, tmp_path / name / "one")
+        run = ppo_run(model64, algorithm, group_size=group, sharding=sharding, n_gpus_per_node=2, micro_batch_tokens=40)
+        assert_same(alone, bench.course(run, prompts, tmp_path / name / "two").result(timeout=120))
+
+
+def test_a_model_whose_tokens_meet_outside_of_attention_is_refused_by_name(tmp_path):
+    """Convolutions mix neighbouring tokens; the refusal comes before its weights are divided."""
+    model = made(tmp_path, "lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3, block_multiple_of=8)
+    told = r"actor.model is a Lfm2\w+: context parallelism \(sharding.cp\) needs a model"
+    with pytest.raises(ConfigError, match=told):
+        paths_for(model.load_causal_lm("cpu"), 64, "actor.model", shares_tokens=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"num_key_value_heads": 1}),
+        ("qwen2", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}),
+        ("qwen3", {}),
+        ("qwen3_moe", {}),
+        ("mixtral", {"sliding_window": 6}),
+        ("mistral", {"sliding_window": 4}),
+        ("starcoder2", {"sliding_window": 7, "tie_word_embeddings": True}),
+        ("gpt_neox", {}),
+    ],
+)
+def test_models_of_many_families_train_the_same(family, options, style, bench, tmp_path):
+    model = made(tmp_path, family, **options)
+    tolerance = 1e-9 if family in ("starcoder2", "gpt_neox") else 1e-6  # other norms pass through float32
+    for rows in (SHARED, LONG):
+        assert_equal_updates(bench, model, rows, Parallel(cp=2, cp_style=style), tolerance, checkpointing=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        Parallel(cp=2),
+        Parallel(cp=2, cp_style="ulysses", strategy="SHARD_GRAD_OP"),
+        Parallel(cp=4),
+        Parallel(cp=4, cp_style="ulysses"),
+        Parallel(cp=2, dp_replicate=2),
+        Parallel(cp=2, tp=2),
+        Parallel(cp=2, tp=2, cp_style="ulysses"),
+        Parallel(cp=2, cpu_offload=True),
+        Parallel(dp_replicate=2, tp=2),
+        Parallel(tp=2),
+    ],
+    ids=lambda x: x.degrees(4).overrides() + " " + x.cp_style,
+)
+def test_four_processes_of_several_kinds_train_the_same(sharding, four, model64, tmp_path):
+    for rows in (SHARED, SINGLE):  # of one row, one share is empty
+        assert_equal_updates(four, model64, rows, sharding, tokens=30)
+    alone = run_course(ppo_run(model64, PPO_ALGORITHM, group_size=1), [[0, 1, 2], [3]], tmp_path / "one")
+    run = ppo_run(model64, PPO_ALGORITHM, group_size=1, sharding=sharding, n_gpus_per_node=4, micro_batch_tokens=40)
+    assert_same(alone, four.course(run, [[0, 1, 2], [3]], tmp_path / "four").result(timeout=120))

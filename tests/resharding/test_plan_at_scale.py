@@ -1,0 +1,124 @@
+"""Plans of large models over many ranks, against a simple plan that goes tensor by tensor and rank by rank."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.resharding.layout import Layout, Mesh, TensorLayout, difference, intersection, volume
+from verl.resharding.plan import aligned, lower_bound, reshard_plan
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import reshard_plan as benchmark
+
+LIMIT = benchmark.LIMIT_BYTES
+
+
+def simple_plan(source: Layout, target: Layout) -> tuple[set[tuple], Counter]:
+    """What each rank is sent, by tensor and slice, and what each rank sends, if always the idlest holder does."""
+    load, fetched = Counter(), set()
+    for name, wanted in target.tensors.items():
+        holders = {}
+        for rank in range(source.mesh.size):
+            if (box := source.holds(rank, name)) is not None:
+                holders.setdefault(box, []).append(rank)
+        for rank in range(target.mesh.size):
+            box, own = target.holds(rank, name), source.holds(rank, name)
+            for missing in [] if box is None else [box] if own is None else list(difference(box, own)):
+                for held, ranks in holders.items():
+                    if (part := intersection(missing, held)) is not None:
+                        load[min(ranks, key=lambda r: (load[r], abs(r - rank), r))] += volume(part) * wanted.itemsize
+                        fetched.add((name, part, rank))
+    return fetched, load
+
+
+@st.composite
+def layouts(draw, ranks=8):
+    """Two layouts of some layers that repeat, of tensors of any shape, over one number of ranks."""
+    shapes = draw(st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=4))
+    repeats, sides = draw(st.integers(1, 3)), []
+    for _ in range(2):
+        sizes = draw(st.sampled_from([(1, 1, 8), (2, 2, 2), (1, 4, 2), (4, 1, 2), (8, 1, 1), (2, 4, 1), (1, 1, 8)]))
+        mesh = Mesh(tuple(zip(("pp", "fsdp", "tp"), sizes, strict=True)), tuple(draw(st.permutations(range(ranks)))))
+        kinds = []
+        for shape in shapes:
+            axes = [draw(st.none() | st.integers(0, len(shape) - 1)) if shape else None for _ in range(2)]
+            kinds.append(tuple((dim, axis) for dim, axis in zip(("tp", "fsdp"), axes, strict=True) if axis is not None))
+        tensors = {}
+        for layer in range(repeats):
+            stage = layer % sizes[0] if sizes[0] > 1 else None
+            for kind, (shape, splits) in enumerate(zip(shapes, kinds, strict=True)):
+                tensors[f"{layer}.{kind}"] = TensorLayout(shape, splits, stage, itemsize=2)
+        sides.append(Layout(mesh, tensors))
+    return sides
+
+
+@settings(deadline=None, max_examples=25)
+@given(layouts(), st.sampled_from([2, 6, 50, 10_000]))
+def test_a_plan_sends_what_the_simple_one_does_and_burdens_no_sender_more(pair, limit):
+    source, target = pair
+    made = reshard_plan(source, target)
+    fetched, load = simple_plan(source, target)
+    assert {(move.name, move.box, move.target) for move in made.moves} == fetched
+    assert len(made.moves) == len(fetched)
+    for move in made.moves:
+        assert intersection(move.box, source.holds(move.source, move.name)) == move.box
+    assert made.num_bytes == lower_bound(source, target)
+    largest = max((move.num_bytes for move in made.moves), default=0)
+    assert max(made.sent.values(), default=0) <= max(load.values(), default=0) + largest
+    in_rounds = Counter()
+    for moves, most in zip(made.rounds(limit), made.round_bytes(limit), strict=True):
+        sent, received = Counter(), Counter()
+        for move in moves:
+            sent[move.source] += move.num_bytes
+            received[move.target] += move.num_bytes
+            in_rounds[move.name, move.target] += move.num_bytes
+            assert volume(move.box) * 2 == move.num_bytes
+        assert max((*sent.values(), *received.values()), default=0) == most <= limit
+    wanted = Counter()
+    for name, box, rank in fetched:
+        wanted[name, rank] += volume(box) * 2
+    assert in_rounds == wanted
+    part = list(target.tensors)[1:]
+    assert {(m.name, m.box, m.source, m.target) for m in made.restricted(part).moves} == {
+        (m.name, m.box, m.source, m.target) for m in made.moves if m.name in part
+    }
+
+
+@pytest.mark.parametrize("name", list(benchmark.pairs(64)))
+def test_a_70b_model_over_64_ranks_moves_the_least_in_nearly_the_least_time(name):
+    source, target = benchmark.pairs(64)[name]
+    made = reshard_plan(source, arranged := aligned(source, target))
+    assert made.num_bytes == lower_bound(source, arranged)
+    rounds = made.round_bytes(LIMIT)
+    assert max(rounds) <= LIMIT
+    assert sum(rounds) <= 1.2 * made.least_bytes
+    assert made.least_bytes * 64 <= 1.1 * made.num_bytes  # no rank sends or receives much more than the others
+
+
+def test_receivers_of_large_slices_are_served_at_the_same_time():
+    """Each of 8 ranks wants 7 slices of 16 KiB: with rounds of 4 KiB all of them receive in each round."""
+    tensors = {"w": TensorLayout((8 * 64, 64), (("fsdp", 0),))}
+    source, target = Layout(Mesh((("fsdp", 8),)), tensors), Layout(Mesh((("dp", 8),)), {"w": TensorLayout((512, 64))})
+    made = reshard_plan(source, target)
+    rounds = list(made.rounds(4096))
+    assert sum(made.round_bytes(4096)) == made.least_bytes == 7 * 2**14
+    assert all({move.target for move in moves} == set(range(8)) for moves in rounds)
+    assert [len(moves) for moves in made.rounds(4096, rank=3)] == [14] * len(rounds)  # 7 sent, 7 received
+
+
+def test_stages_of_a_pipeline_send_at_the_same_time():
+    def layout(pp, tp):
+        return Layout(
+            Mesh((("pp", pp), ("tp", tp))),
+            {str(n): TensorLayout((64, 64), (("tp", 0),), n // 4 if pp > 1 else None) for n in range(8)},
+        )
+
+    for source, target in ((layout(2, 2), layout(1, 4)), (layout(1, 4), layout(2, 2))):
+        made = reshard_plan(source, aligned(source, target))
+        assert sum(made.round_bytes(1 << 14)) <= 1.2 * made.least_bytes

@@ -1,0 +1,124 @@
+"""Sandboxes that are not jails: a server over HTTP, and none."""
+
+import contextlib
+import io
+import json
+import logging
+import threading
+import traceback
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from verl.component import BuildContext
+from verl.errors import ConfigError, SandboxError
+from verl.http_client.endpoint import Endpoint
+from verl.sandbox.base import Program
+from verl.sandbox.remote import RemoteSandbox
+from verl.sandbox.unprotected import Unprotected
+
+
+class E2BServer(BaseHTTPRequestHandler):
+    """The execute request of E2B's code interpreter: runs code in this process, and streams its output as lines."""
+
+    seen: list = []  # noqa: RUF012
+    refusals: list = []  # noqa: RUF012
+    lock = threading.Lock()
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append((self.path, body["language"], self.headers.get("X-API-Key")))
+        if self.refusals:
+            self.send_response(self.refusals.pop())
+            self.end_headers()
+            return
+        events = []
+        with self.lock, contextlib.redirect_stdout(io.StringIO()) as out:
+            try:
+                exec(body["code"], {})
+            except BaseException as error:  # noqa: BLE001
+                told = {"name": type(error).__name__, "value": str(error), "traceback": traceback.format_exc()}
+                events.append({"type": "error", **told})
+        text = out.getvalue()
+        events[:0] = [{"type": "stdout", "text": text[:7]}, {"type": "stdout", "text": text[7:]}]
+        self.send_response(200)
+        self.end_headers()
+        for event in [*events, {"type": "end_of_execution"}]:
+            self.wfile.write(json.dumps(event).encode() + b"\n")
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    E2BServer.seen.clear()
+    E2BServer.refusals.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), E2BServer) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{made.server_address[1]}"
+        made.shutdown()
+
+
+def remote(url: str, **values) -> RemoteSandbox:
+    endpoint = Endpoint(
+        base_url=url, timeout_s=20.0, total_timeout_s=20.0, backoff_s=0.0, retries=2, key_variable="KEY"
+    )
+    endpoint = Endpoint(**{**vars(endpoint), "key_header": "X-API-Key"})
+    return RemoteSandbox(endpoint=endpoint, max_output_kib=16, **values)
+
+
+@pytest.fixture(params=["remote", "none"])
+def runner(request, server, monkeypatch):
+    monkeypatch.setenv("KEY", "abc")
+    described = remote(server) if request.param == "remote" else Unprotected(max_output_kib=16)
+    made = described.build(BuildContext())
+    yield made
+    made.close()
+    with pytest.raises(SandboxError, match="was closed"):
+        made.run("1")
+
+
+def test_outcomes_are_those_of_a_jail(runner):
+    result = runner.run("print(input(), open('a/b').read())\nraise SystemExit(4)", {"a/b": "ä"}, stdin="ö\n")
+    assert (result.outcome, result.stdout, result.exit_status) == ("error", "ö ä\n", 4)
+    programs = [
+        Program("print('fine')"),
+        Program("import time; print('so far', flush=True); time.sleep(60)", timeout_s=1.0),
+        Program("bytearray(1 << 31)"),
+        Program("while True: print('x' * 1000)"),
+        Program("import os; os.abort()"),
+    ]
+    results = runner.run_all(programs)
+    assert [result.outcome for result in results] == ["ok", "timeout", "memory", "output", "error"]
+    assert results[1].stdout == "so far\n"
+    assert len(results[3].stdout) == 16 * 1024
+    assert results[4].exit_status == 134
+
+
+def test_a_server_gets_the_key_and_is_asked_again_after_a_refusal(server, monkeypatch):
+    monkeypatch.setenv("KEY", "abc")
+    runner = remote(server).build(BuildContext())
+    E2BServer.refusals[:] = [503]
+    assert runner.run("print(1)").stdout == "1\n"
+    assert E2BServer.seen == [("/execute", "python", "abc")] * 2
+    E2BServer.refusals[:] = [500, 500, 500]
+    result = runner.run("print(1)")
+    runner.close()
+    assert result.outcome == "infra"
+    assert "500" in result.detail
+
+
+def test_a_server_that_has_no_time_for_a_program_is_refused():
+    with pytest.raises(ConfigError, match=r"endpoint.timeout_s is 5: a program may run for timeout_s 10"):
+        RemoteSandbox(endpoint=Endpoint(base_url="http://localhost:1", timeout_s=5.0))
+
+
+def test_none_says_in_capitals_what_it_does(caplog):
+    with caplog.at_level(logging.WARNING):
+        Unprotected().build(BuildContext())
+    assert "RUNS ON THIS MACHINE WITH ALL RIGHTS OF YOUR USER" in caplog.text

@@ -1,0 +1,460 @@
+"""Pipeline parallelism: each process holds some layers of a model, and micro-batches pass through the stages.
+
+stage 0      embedding, layers ──states──> stage 1      layers ──states──> last stage      layers, norm, head, loss
+             <──gradients──                             <──gradients──
+
+A stage runs the very function of the role (its loss, its log-probs) on the very model: layers of other stages let
+states pass, the embedding of a later stage gives what it received, and the final norm of an earlier one ends the pass.
+The schedules are those of `torch.distributed.pipelining`. Their receive buffers have one shape for all micro-batches of
+a step, so states travel as one line of tokens, padded to the longest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from verl.errors import ConfigError
+from verl.model_paths.micro_batch import MicroBatch
+from verl.model_paths.trial import states_of
+from verl.model_paths.twin import NoTwin, make_twin
+from verl.models.call import unwrapped
+from verl.models.heads import head_of
+from verl.resharding.dtensor import is_divided, is_elsewhere, local
+from verl.resharding.execute import reshard
+from verl.resharding.layout import Layout, Mesh, TensorLayout
+from verl.resharding.plan import Plan, reshard_plan
+from verl.utils.progress import report
+
+Schedule = Literal["gpipe", "1f1b"]
+Forward = Callable[[MicroBatch], Tensor | None]
+TRIAL_TOKENS = 48  # of the row that a model is tried out with
+TRIAL_BOUND = 1e-4  # of the largest number, in float32
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DecoderStack:
+    """The parts of a decoder that a pipeline is cut through.
+
+    Attributes:
+        module: that has them.
+        embedding: gives the states [b s D] of token ids.
+        layers: each takes states and gives states.
+        norm: after the last layer.
+    """
+
+    module: Any
+    embedding: Any
+    layers: list[Any]
+    norm: Any
+
+
+def decoder_stack(model: Any) -> DecoderStack:
+    """That of a Hugging Face model, a peft adapter around it or not.
+
+    Raises:
+        ConfigError: the model has no such parts.
+    """
+    base = unwrapped(model)
+    for module in base.modules():
+        layers, embedding = (getattr(module, name, None) for name in ("layers", "embed_tokens"))
+        norm = getattr(module, "norm", None)
+        if isinstance(layers, nn.ModuleList) and isinstance(embedding, nn.Embedding) and isinstance(norm, nn.Module):
+            return DecoderStack(module, embedding, list(layers), norm)
+    raise ConfigError(
+        f"model is a {type(base).__name__}: pipeline stages are made of models with embed_tokens, layers and norm, as "
+        "Llama, Qwen2 and Qwen3 have them. Set sharding.pp=1, and divide it with sharding.tp or sharding.dp_shard."
+    )
+
+
+def layer_costs(stack: DecoderStack, head: Any) -> tuple[list[float], float]:
+    """Products of each layer for a token, and of the head; the embedding has none."""
+    costs = [float(sum(p.numel() for p in layer.parameters())) for layer in stack.layers]
+    weight = getattr(head, "weight", None)
+    return costs, 0.0 if weight is None else float(weight.numel())
+
+
+class _StageEnd(BaseException):
+    """The forward pass has come to the end of a stage."""
+
+    def __init__(self, states: Tensor):
+        self.states = states
+
+
+@dataclass(frozen=True)
+class ChunkTime:
+    """When a stage computed a part of a micro-batch.
+
+    Attributes:
+        kind: of the pass.
+        number: of the micro-batch.
+        start, stop: seconds, by `time.perf_counter`.
+    """
+
+    kind: Literal["forward", "backward"]
+    number: int
+    start: float
+    stop: float
+
+
+@dataclass
+class StageCut:
+    """Where a model is cut, and which part of it is one stage.
+
+    Args:
+        stack: of the model.
+        bounds: the first layer of each stage, and the number of layers.
+        stage: of this process.
+    """
+
+    stack: DecoderStack
+    bounds: list[int]
+    stage: int
+    _received: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    def stages_of(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
+        """By the `id` of each parameter of a model, the stages that hold it: a tied embedding has two, and what is no
+        part of the stack (a value head) all of them.
+        """
+        everywhere = tuple(range(self.num_stages))
+        found: dict[int, set[int]] = {}
+        head = output_head(model)
+        places: list[tuple[Any, int]] = [(self.stack.embedding, 0), (self.stack.norm, self.num_stages - 1)]
+        places += [(head, self.num_stages - 1)] if head is not None else []
+        for stage in range(self.num_stages):
+            places += [(layer, stage) for layer in self.stack.layers[self.bounds[stage] : self.bounds[stage + 1]]]
+        for module, stage in places:
+            for parameter in module.parameters():
+                found.setdefault(id(parameter), set()).add(stage)
+        return {id(p): tuple(sorted(found.get(id(p), everywhere))) for p in model.parameters()}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Within, the model runs as this stage alone."""
+        first, last = self.bounds[self.stage], self.bounds[self.stage + 1]
+        replaced = [layer for number, layer in enumerate(self.stack.layers) if not first <= number < last]
+        before = [vars(layer).get("forward") for layer in replaced]
+        parts = self.stack.module._modules
+        try:
+            for layer in replaced:
+                layer.forward = _pass_on
+            if self.stage:
+                parts["embed_tokens"] = _Received(self)
+            if not self.is_last:
+                parts["norm"] = _StageEndModule()
+            yield
+        finally:
+            parts |= {"embed_tokens": self.stack.embedding, "norm": self.stack.norm}
+            for layer, forward in zip(replaced, before, strict=True):
+                del layer.forward
+                if forward is not None:
+                    layer.forward = forward
+
+    def run(self, forward: Callable[[], Tensor | None], received: Tensor | None) -> Tensor | None:
+        """The states that this stage hands on, or what the function gives on the last stage.
+
+        Args:
+            forward: calls the model once.
+            received: states [tokens D] of the stage before.
+        """
+        self._received = received
+        try:
+            found = forward()
+        except _StageEnd as end:
+            return end.states
+        finally:
+            self._received = None
+        assert self.is_last, "a forward pass did not come to the final norm of the model"
+        return found
+
+    def take_received(self) -> Tensor:
+        """The states of the stage before, once."""
+        states, self._received = self._received, None
+        assert states is not None, "a role calls its model once for a micro-batch where it is a pipeline"
+        return states
+
+
+def _pass_on(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden_states
+
+
+class _Received(nn.Module):
+    """In place of the embedding of a later stage."""
+
+    def __init__(self, cut: StageCut):
+        super().__init__()
+        self.cut = cut
+
+    def forward(self, ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        states = self.cut.take_received()
+        return states[: ids.numel()].view(*ids.shape, states.shape[-1])
+
+
+class _StageEndModule(nn.Module):
+    """In place of the final norm of an earlier stage."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        raise _StageEnd(hidden_states)
+
+
+def output_head(model: Any) -> Any:
+    """The language-model head of a model, or None."""
+    base = unwrapped(head_of(model).backbone)
+    return base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+
+
+def num_tokens(micro: MicroBatch) -> int:
+    """Of the line, or the rows, that a model is run on."""
+    return micro.tensors["input_ids"].numel() if micro.packing is None else len(micro.packing.tokens)
+
+
+class PipelineRunner:
+    """Runs the micro-batches of a step through the stages.
+
+    Args:
+        cut: of the model.
+        group: of torch.distributed, the stages in order.
+        device: where this stage computes.
+        schedule: of forward and backward passes.
+    Attributes:
+        times: of what this stage computed in the last run.
+    """
+
+    def __init__(self, cut: StageCut, group: Any, device: torch.device, schedule: Schedule):
+        self.cut, self.group, self.device, self.schedule = cut, group, device, schedule
+        self.times: list[ChunkTime] = []
+
+    def run(
+        self,
+        micros: Sequence[MicroBatch],
+        forward: Forward,
+        dtype: torch.dtype,
+        *,
+        trains: bool,
+    ) -> None:
+        """Run a function of the model over micro-batches, the same on all stages, and its backward pass.
+
+        Args:
+            forward: calls the model once; on the last stage it runs to its end, and gives a loss if `trains`. On others
+                it comes as far as the stage does.
+            dtype: of the states that travel.
+            trains: with the backward pass, which adds to the gradients.
+        """
+        from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+        cut, count = self.cut, len(micros)
+        width = self.cut.stack.embedding.embedding_dim
+        states = torch.empty(
+            1, max(num_tokens(micro) for micro in micros), width, dtype=dtype, device="meta", requires_grad=trains
+        )
+        module = _StageModule(cut, micros, forward, states.shape, dtype, trains)
+        stage = _timed_stage(self.times)(
+            module,
+            cut.stage,
+            cut.num_stages,
+            self.device,
+            input_args=(torch.empty(1, 1, device="meta") if cut.stage == 0 else states,),
+            output_args=(torch.empty((), dtype=dtype, device="meta") if cut.is_last else states,),
+            group=self.group,
+        )
+        self.times.clear()
+        kind = Schedule1F1B if self.schedule == "1f1b" and trains and count >= cut.num_stages else ScheduleGPipe
+        made = kind(stage, count, loss_fn=_as_it_is if trains else None, scale_grads=False)
+        numbers = torch.arange(count)
+        inputs = (torch.zeros(count, 1),) if cut.stage == 0 else ()
+        with cut.running():
+            try:
+                made.step(
+                    *inputs, number=numbers, target=numbers if trains and cut.is_last else None, return_outputs=False
+                )
+            except RuntimeError as error:
+                if isinstance(error.__cause__, Exception) and "failed to run forward" in str(error):
+                    raise error.__cause__ from None
+                raise
+
+
+class _StageModule(nn.Module):
+    """What the schedule of torch calls: one micro-batch through this stage."""
+
+    def __init__(
+        self,
+        cut: StageCut,
+        micros: Sequence[MicroBatch],
+        forward: Forward,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        trains: bool,
+    ):
+        super().__init__()
+        self.cut, self.micros, self.function, self.shape, self.dtype = cut, micros, forward, shape, dtype
+        self.trains = trains
+
+    def forward(self, states: Tensor, number: Tensor) -> Tensor:
+        micro = self.micros[int(number)]
+        found = self.cut.run(lambda: self.function(micro), states[0] if self.cut.stage else None)
+        report()
+        if self.cut.is_last:
+            return found if found is not None else torch.zeros((), dtype=self.dtype)
+        assert found is not None
+        line = found.reshape(-1, found.shape[-1]).to(self.dtype)
+        padded = torch.cat([line, line.new_zeros(self.shape[1] - len(line), line.shape[1])])[None]
+        return padded.requires_grad_() if self.trains and not padded.requires_grad else padded
+
+
+def _as_it_is(loss: Tensor, number: Tensor) -> Tensor:
+    return loss
+
+
+def _timed_stage(times: list[ChunkTime]) -> Any:
+    """torch's stage, that writes down when it computes."""
+    from torch.distributed.pipelining import PipelineStage
+
+    class TimedStage(PipelineStage):
+        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            found = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            times.append(ChunkTime("forward", fwd_chunk_id, start, time.perf_counter()))
+            return found
+
+        def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+            start = time.perf_counter()
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            if self.has_backward:
+                times.append(ChunkTime("backward", bwd_chunk_id, start, time.perf_counter()))
+            report()
+
+    return TimedStage
+
+
+def refuse_untrue(model: Any) -> None:
+    """Refuse a model that computes something else when it is cut into stages.
+
+    Tried on its twin (`verl.model_paths.twin`): one forward pass of all layers, and one through two stages.
+
+    Raises:
+        ConfigError: with what differs.
+    """
+    base = unwrapped(model)
+    decoder_stack(base)
+    remedy = "Set sharding.pp=1, and divide it with sharding.tp or sharding.dp_shard."
+    try:
+        twin = make_twin(base, TRIAL_TOKENS)
+        stack = decoder_stack(twin.model)
+        first, end = twin.token_ids
+        ids = first + torch.arange(TRIAL_TOKENS)[None] * 7 % (end - first)
+        with torch.no_grad():
+            whole = states_of(twin.model, input_ids=ids)
+            count = len(stack.layers)
+            bounds, line = [0, -(-count // 2), count], None
+            for stage in (0, 1):
+                cut = StageCut(stack, bounds, stage)
+                with cut.running():
+                    found = cut.run(lambda: states_of(twin.model, input_ids=ids), line)
+                line = None if found is None else found.reshape(-1, found.shape[-1])
+    except (NoTwin, AssertionError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ConfigError(
+            f"model is a {type(base).__name__}: it could not be tried out whether it may be cut into pipeline stages "
+            f"({type(error).__name__}: {error}). {remedy}"
+        ) from error
+    assert line is not None
+    distance = float((line.view_as(whole) - whole).abs().max() / whole.abs().max().clamp_min(1e-6))
+    if not distance <= TRIAL_BOUND:
+        raise ConfigError(
+            f"model is a {type(base).__name__}: cut into pipeline stages it gives other numbers than whole (by "
+            f"{distance:.2g} of the largest), since it does more between its embedding, layers and norm. {remedy}"
+        )
+
+
+class WholeWeights:
+    """The weights of all stages in each of them, for generation: by a resharding plan, made once.
+
+    Args:
+        model: of which this process holds one stage.
+        cut: of the model.
+        group: of torch.distributed, the stages in order.
+        device: where the model computes.
+    """
+
+    def __init__(self, model: nn.Module, cut: StageCut, group: Any, device: torch.device):
+        self.model, self.cut, self.group, self.device = model, cut, group, device
+        self._plan: Plan | None = None
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within, the model is whole here. All stages enter and leave together."""
+        places = _places(self.model)
+        named = dict(self.model.named_parameters())
+        plan = self._plan = self._plan or self._make_plan(named)
+        missing = {name: x for name, x in named.items() if is_elsewhere(x)}
+        moves = reshard(
+            plan,
+            lambda name: local(named[name]).detach().to(self.device),
+            self.cut.stage,
+            dtypes={name: x.dtype for name, x in named.items()},
+            device=self.device,
+            group=self.group,
+            lend=True,
+        )
+        try:
+            for name, x in moves:
+                if name in missing:
+                    whole = _like(missing[name], x)
+                    for module, own in places[id(missing[name])]:
+                        module._parameters[own] = whole
+            yield
+        finally:
+            for parameter in missing.values():
+                for module, own in places[id(parameter)]:
+                    module._parameters[own] = parameter
+
+    def _make_plan(self, named: Mapping[str, Tensor]) -> Plan:
+        held, wanted = {}, {}
+        for name, x in named.items():
+            stage, shape = getattr(x, "pipeline_stage", None), tuple(local(x).shape)
+            held[name] = TensorLayout(shape, stage=stage, itemsize=x.element_size())
+            wanted[name] = TensorLayout(shape, itemsize=x.element_size())
+        mesh = Mesh((("pp", self.cut.num_stages),))
+        return reshard_plan(Layout(mesh, held), Layout(mesh, wanted))
+
+
+def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Where each parameter stands, by its `id`."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return places
+
+
+def _like(parameter: Tensor, part: Tensor) -> nn.Parameter:
+    """A parameter with this part of its data."""
+    if is_divided(parameter):
+        from torch.distributed.tensor import DTensor
+
+        part = DTensor.from_local(
+            part,
+            parameter.device_mesh,  # type: ignore[attr-defined]
+            parameter.placements,  # type: ignore[attr-defined]
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return nn.Parameter(part, requires_grad=False)

@@ -1,0 +1,186 @@
+"""One process of a pipeline: its stage of the model, and what the stages exchange beside the states.
+
+tied embedding   on the first stage and the last: gradients are added up over both, and counted once in the norm
+value head       on all stages, with a gradient on the last: likewise
+numbers          losses and metrics are those of the last stage, and told to the others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl.component import BuildContext
+from verl.engines.fsdp import read_slices
+from verl.engines.parallel_degrees import ParallelDegrees
+from verl.engines.parallel_dims import STAGE, TENSOR, ShardedParallelism
+from verl.engines.pipeline import (
+    PipelineRunner,
+    Schedule,
+    StageCut,
+    WholeWeights,
+    decoder_stack,
+    layer_costs,
+    output_head,
+    refuse_untrue,
+)
+from verl.engines.stage_balance import stage_bounds
+from verl.engines.tensor_parallel import shard_over
+from verl.errors import ConfigError
+from verl.model_paths.micro_batch import MicroBatch
+from verl.models.heads import head_of
+from verl.models.parallel_info import Autocast, ParallelInfo
+from verl.resharding.dtensor import at_stage, is_elsewhere, local, tensor_layout
+
+
+class PipelineParallelism(ShardedParallelism):
+    """This process on a mesh with stages.
+
+    Args:
+        degrees: sizes of the mesh.
+        schedule: of forward and backward passes.
+        least_micro_batches: into which the rows of a step are cut.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        timeout_s: float,
+        degrees: ParallelDegrees,
+        *,
+        schedule: Schedule,
+        least_micro_batches: int,
+    ):
+        super().__init__(context, timeout_s, degrees, fully=False)
+        self.schedule, self.least_micro_batches = schedule, least_micro_batches
+        self.stage, self.num_stages = self.rank // (self.world_size // degrees.pp), degrees.pp
+        self.stage_group = self._device_mesh[STAGE].get_group()
+        self._last = self.dist.get_global_rank(self.stage_group, degrees.pp - 1)
+        beside = self.world_size // degrees.pp
+        self._ends_group = self._group(lambda rank: (rank % beside, rank // beside in (0, degrees.pp - 1)))
+        self._models: dict[int, tuple[PipelineRunner, torch.dtype]] = {}
+        self._stages: dict[int, tuple[int, ...]] = {}  # of parameters, by id
+        self._kept: list[Any] = []  # so that no `id` is given twice
+
+    def shard_model(self, model: nn.Module, autocast: Autocast = None) -> None:
+        """See `Parallelism.shard_model`. Raises ConfigError for a model that cannot be cut into stages."""
+        core: Any = head_of(model).backbone
+        refuse_untrue(core)
+        stack = decoder_stack(core)
+        if len(stack.layers) < self.num_stages:
+            raise ConfigError(
+                f"sharding.pp is {self.num_stages}: the model has {len(stack.layers)} layers, and every stage needs "
+                f"one. Set it to at most {len(stack.layers)}."
+            )
+        costs, of_head = layer_costs(stack, output_head(model))
+        partial = shard_over(core, self._device_mesh[TENSOR]) if self.mesh.extent(TENSOR) > 1 else []
+        cut = StageCut(stack, stage_bounds(costs, self.num_stages, of_head), self.stage)
+        self._leave_own(model, cut.stages_of(model))
+        for module in model.modules():
+            for name, x in module._buffers.items():
+                module._buffers[name] = None if x is None else x.to(self.device)
+        if (files := getattr(core, "weight_files", None)) is not None:
+            read_slices(core, files)
+            del core.weight_files
+        named = dict(core.named_parameters())
+        self._partial_over_tensor |= {id(named[name]) for name in partial if not is_elsewhere(named[name])}
+        runner = PipelineRunner(cut, self.stage_group, self.device, self.schedule)
+        dtype = getattr(torch, autocast) if autocast else next(core.parameters()).dtype
+        self._models[id(model)] = (runner, dtype)
+        first = self.rank // self.degrees.siblings * self.degrees.siblings
+        model.divided = ParallelInfo(  # type: ignore[assignment]
+            self.device,
+            self.mesh,
+            self.rank,
+            tuple(range(first, first + self.degrees.siblings)),
+            self._sibling_group,
+            tensor_layout,
+            local,
+            stage_group=self.stage_group,
+            gathered=WholeWeights(model, cut, self.stage_group, self.device).gathered,
+        )
+
+    @torch.no_grad()
+    def _leave_own(self, model: nn.Module, stages: Mapping[int, tuple[int, ...]]) -> None:
+        """Parameters of this stage on the device, those of others without data; tied ones stay tied."""
+        made: dict[int, nn.Parameter] = {}
+        everywhere = tuple(range(self.num_stages))
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in made:
+                    held = stages[id(parameter)]
+                    if self.stage not in held:
+                        data = parameter.to("meta")
+                    elif parameter.is_meta:
+                        data = torch.empty_like(parameter, device=self.device)
+                    else:
+                        data = parameter.to(self.device)
+                    own = data if data is parameter else nn.Parameter(data, requires_grad=parameter.requires_grad)
+                    at_stage(own, None if held == everywhere else held[0])
+                    made[id(parameter)] = own
+                    self._stages[id(own)] = held
+                module._parameters[name] = made[id(parameter)]
+        self._kept.append(made)
+
+    def run_micro_batches(
+        self,
+        micros: Iterable[MicroBatch],
+        forward: Callable[[MicroBatch], Tensor | None],
+        computing: Callable[[], AbstractContextManager[None]],
+        *,
+        model: nn.Module,
+        trains: bool = False,
+    ) -> None:
+        """See `Parallelism.run_micro_batches`; without one, no stage does anything, since all have the same rows."""
+        (runner, dtype), made = self._models[id(model)], list(micros)
+        if made:
+            with computing():
+                runner.run(made, forward, dtype, trains=trains)
+
+    def from_last_stage(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
+        named = self._told([(name, x.shape, x.dtype) for name, x in results.items()])
+        found = {}
+        for name, shape, dtype in named:
+            x = results[name].contiguous() if self._is_last else torch.empty(shape, dtype=dtype)
+            x = x.to(self.device)
+            self.dist.broadcast(x, src=self._last, group=self.stage_group)
+            found[name] = x.to(results[name].device) if name in results else x
+        return found
+
+    def of_each(self, values: Mapping[str, float]) -> list[dict[str, float]]:
+        """See `Parallelism.of_each`; the numbers of the last stage stand for all of them."""
+        return super().of_each(self._told(dict(values)))
+
+    @property
+    def _is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    def _told(self, value: Any) -> Any:
+        """What the last stage has."""
+        box = [value]
+        self.dist.broadcast_object_list(box, src=self._last, group=self.stage_group)
+        return box[0]
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See `Parallelism.sum_gradients`."""
+        own = [p for p in parameters if not is_elsewhere(p)]
+        super().sum_gradients(own)
+        trained = [p for p in own if p.requires_grad]
+        everywhere = tuple(range(self.num_stages))
+        self.sum_over([p for p in trained if self._stages[id(p)] == everywhere], self.stage_group)
+        ends = [p for p in trained if 1 < len(self._stages[id(p)]) < self.num_stages]
+        if ends:
+            self.sum_over(ends, self._ends_group)
+
+    def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
+        """See `Parallelism.clip`."""
+        return super().clip([p for p in parameters if not is_elsewhere(p)], limit)
+
+    def _holders(self, parameter: Tensor) -> int:
+        return super()._holders(parameter) // self.num_stages * len(self._stages[id(parameter)])

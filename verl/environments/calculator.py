@@ -1,0 +1,90 @@
+"""`environment=calculator`: the tool `calc`, which computes what the embedded model cannot."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import PositiveInt
+
+from verl.component import BuildContext, component
+from verl.environments.base import EnvironmentDescription, EnvironmentFactory, ToolError
+from verl.environments.tools import Tool, ToolEnvironment
+
+_OPERATORS: Mapping[type, Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
+
+def calculate(expression: str, max_digits: int = 12) -> str:
+    """Sums, differences and products of whole numbers.
+
+    >>> calculate("12*(3+4)")
+    '84'
+
+    Raises:
+        ToolError: it is none of these, or too long.
+    """
+    if len(expression) > 8 * max_digits:
+        raise ToolError(f"the expression has {len(expression)} characters")
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body, max_digits)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ToolError(f"{expression[:40]!r} is no sum, difference or product of whole numbers") from error
+    return str(value)
+
+
+def _value(node: ast.AST, max_digits: int) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int and node.value < 10**max_digits:
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        found = _OPERATORS[type(node.op)](_value(node.left, max_digits), _value(node.right, max_digits))
+        if abs(found) < 10**max_digits:
+            return found
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, max_digits)
+    raise ValueError("not arithmetic")
+
+
+CALC = {
+    "type": "object",
+    "properties": {"expression": {"type": "string", "description": "such as 12*34"}},
+    "required": ["expression"],
+}
+
+
+class _Factory(EnvironmentFactory):
+    def __init__(self, options: Calculator):
+        self.options = options
+        self.tools = {"calc": options.tool()}
+        self.tool_names = {name: tool.parameter_names for name, tool in self.tools.items()}
+
+    def make(self) -> ToolEnvironment:
+        made = ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix)
+        made.recovery = "stateless"
+        return made
+
+
+@component
+class Calculator(EnvironmentDescription):
+    """The tool `calc(expression)`; a turn without a call is the answer. Rewards come from `reward`.
+
+    Args:
+        max_digits: of any number.
+        suffix: what follows an answer of the tool where the prompt is no chat.
+    """
+
+    max_digits: PositiveInt = 12
+    suffix: str = "\n"
+
+    def tool(self) -> Tool:
+        def calc(expression: str) -> str:
+            return calculate(str(expression), self.max_digits)
+
+        return Tool("calc", "Compute a sum, difference or product of whole numbers.", CALC, calc)
+
+    def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
+        return (self.tool().schema,)
+
+    def factory(self, context: BuildContext) -> EnvironmentFactory:
+        return _Factory(self)

@@ -1,0 +1,522 @@
+"""The loop of episodes: turns drawn by the rollout engine, environments beside it, one row of training per episode.
+
+    reset ──> turn ──> step ──> observation ──> turn ──> ... ──> end          of each episode
+       calls run in the thread of `CallRunner`      turns run in this one, all that are ready side by side
+
+An episode that waits for its environment holds up no other. Its tokens depend on (seed, stream, step, prompt, sample,
+turn, position) and on what its environment answers, never on what runs beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from verl.component import BuildContext
+from verl.data.chat_template import ChatTemplate
+from verl.environments.base import Action, CallRecord, EnvironmentDescription, Observation, StepResult
+from verl.environments.calls import CallResult, CallRunner
+from verl.environments.journal import EpisodeJournal, JournalEntry, refuse_other_answer
+from verl.environments.observation_tokens import ObservationEncoder
+from verl.environments.rows import rows_of_episodes
+from verl.environments.tool_calls import format_of, parse_calls
+from verl.errors import RolloutError
+from verl.ops.counter_rng import EVALUATION
+from verl.protocol import DataProto
+from verl.rollout.base import (
+    DrawnTurn,
+    GenerationRequest,
+    Rollout,
+    RolloutEngine,
+    SyncResult,
+    TurnEngine,
+    TurnLimits,
+    TurnRequest,
+)
+from verl.utils.progress import report
+from verl.utils.seeding import derive_seed
+
+log = logging.getLogger(__name__)
+
+End = Literal["", "terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens", "dropped"]
+ENDS: tuple[End, ...] = ("terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens", "dropped")
+IDLE_WAIT_S = 0.5  # between looks at the deadline, while nothing can be drawn
+
+
+@dataclass
+class Turn:
+    """One turn of the model and what came of it.
+
+    Attributes:
+        text: as it was parsed, without the token that ended it.
+        start: place of its first token among the tokens after the prompt.
+        observation: what the environment answered; None after the last turn.
+        observed: number of tokens of the observation.
+    """
+
+    start: int
+    tokens: list[int]
+    log_probs: list[float]
+    text: str = ""
+    is_complete: bool = True
+    reward: float = 0.0
+    observation: Observation = None
+    observed: int = 0
+    calls: list[CallRecord] = field(default_factory=list)
+    parse_errors: int = 0
+
+
+@dataclass
+class Episode:
+    """One episode under way.
+
+    Attributes:
+        number: in this call of the engine.
+        sample_key: what stands for the sample in the noise; another one after a refill.
+        response: token ids after the prompt, in the order in which they came.
+        end: how it ended; empty while it goes on.
+        infra: failures that were not the model's, retried ones included.
+        key: in the journal, of the call under way.
+        known: what the journal has for that call, where it was made again all the same.
+        reads_journal: whether answers are taken from the journal.
+        is_behind: the environment has not seen the actions that the journal answered in its place.
+        reused, replayed: calls that the journal answered; calls that were made again and compared.
+        restarted: the journal had a part of the episode, which started anew.
+    """
+
+    number: int
+    prompt: list[int]
+    prompt_id: int
+    sample_id: int
+    group: int
+    row: Mapping[str, Any]
+    seed: int
+    sample_key: int = 0
+    attempt: int = 0
+    tries: int = 0
+    refills: int = 0
+    environment: Any = None
+    response: list[int] = field(default_factory=list)
+    opening: int = 0
+    turns: list[Turn] = field(default_factory=list)
+    end: End = ""
+    infra: list[str] = field(default_factory=list)
+    calls: list[CallRecord] = field(default_factory=list)
+    key: str = ""
+    known: JournalEntry | None = None
+    reads_journal: bool = True
+    is_behind: bool = False
+    reused: int = 0
+    replayed: int = 0
+    restarted: bool = False
+    begun_s: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def reward(self) -> float:
+        return sum(turn.reward for turn in self.turns)
+
+    def begin(self, environment: Any) -> None:
+        """Start from nothing in a fresh environment."""
+        self.environment, self.response, self.turns, self.opening = environment, [], [], 0
+        self.calls, self.begun_s, self.is_behind = [], time.monotonic(), False
+        self.attempt += 1
+
+
+class EpisodeEngine(RolloutEngine):
+    """A rollout engine whose responses are episodes; it draws with the engine below it.
+
+    Args:
+        engine: draws the turns.
+        rollout: its description.
+    """
+
+    def __init__(
+        self,
+        options: EnvironmentDescription,
+        engine: RolloutEngine,
+        rollout: Rollout,
+        tokenizer: Any,
+        stop_ids: tuple[int, ...],
+        context: BuildContext,
+    ):
+        self.options, self.engine, self.rollout, self.tokenizer = options, engine, rollout, tokenizer
+        self.seed = context.seed
+        self.stop_ids = stop_ids
+        template = context.chat_template
+        self.chat = ChatTemplate(tokenizer, template)
+        self.encoder = ObservationEncoder(tokenizer, self.chat, stop_ids, options.max_observation_tokens)
+        self.style = format_of(self.chat.source, options.tool_format)
+        self._context = context
+        self._calls: CallRunner | None = None
+        self.journal: EpisodeJournal | None = None
+        if options.journal and context.journal_dir is not None:
+            self.journal = EpisodeJournal(context.journal_dir, options.identity(), context.rank)
+
+    @property
+    def compute_type(self) -> str | None:  # type: ignore[override]
+        return self.engine.compute_type
+
+    @property
+    def calls(self) -> CallRunner:
+        """The environments of this process, started with the first episode."""
+        if self._calls is None:
+            self._calls = CallRunner(self.options.factory(self._context), self.options)
+        return self._calls
+
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """One episode per sample; see `RolloutEngine.generate`."""
+        episodes, dtype = self._episodes(prompts, request), torch.float32
+        if episodes:
+            limits = TurnLimits(
+                max(len(episode.prompt) for episode in episodes) + self.options.max_tokens, self.options.kv_cache_gib
+            )
+            turns = self.engine.turns(request, limits)
+            dtype = turns.dtype
+            try:
+                _Play(self, turns, request, episodes).run()
+            except RolloutError:
+                if self.journal is not None:
+                    self.journal.forget_failures()
+                raise
+            finally:
+                turns.close()
+        return rows_of_episodes(prompts, request, episodes, self.tokenizer.pad_token_id, dtype)
+
+    def sync(self) -> SyncResult:
+        return self.engine.sync()
+
+    def rest(self) -> None:
+        self.engine.rest()
+
+    def close(self) -> None:
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None
+        if self.journal is not None:
+            self.journal.close()
+        self.engine.close()
+
+    def _episodes(self, prompts: DataProto, request: GenerationRequest) -> list[Episode]:
+        columns = prompts.non_tensor_batch
+        episodes = []
+        for place in range(len(prompts)):
+            mask = prompts["prompt_mask"][place]
+            tokens = prompts["prompts"][place][mask].tolist()
+            prompt_id = int(prompts["prompt_ids"][place])
+            row = {name: values[place] for name, values in columns.items()} | {"prompt_id": prompt_id}
+            seed = derive_seed(self.seed, "environment", request.stream, request.step, prompt_id)
+            for sample in range(request.num_samples):
+                number = len(episodes)
+                episodes.append(Episode(number, tokens, prompt_id, sample, place, row, seed, sample_key=sample))
+        return episodes
+
+
+class _Play:
+    """The episodes of one call, from their first reset to their last turn."""
+
+    def __init__(self, engine: EpisodeEngine, turns: TurnEngine, request: GenerationRequest, episodes: list[Episode]):
+        self.engine, self.turns, self.request, self.episodes = engine, turns, request, episodes
+        self.options, self.calls = engine.options, engine.calls
+        self.tools = self.calls.factory.tool_names
+        self.num_open = len(episodes)
+        self.journal = engine.journal
+        self.known: deque[CallResult] = deque()  # answers from the journal
+        self.differing = 0
+        if self.journal is not None:
+            self.journal.open(request.step)
+
+    def run(self) -> None:
+        for episode in self.episodes:
+            self._start(episode)
+        limit_s = max(self.options.step_timeout_s * 1.5, self.options.reset_timeout_s) * (
+            2 + len(self.episodes) / self.options.max_concurrent
+        )
+        last = time.monotonic()
+        while self.num_open:
+            while self.known:
+                self._answered(self.known.popleft())
+            is_idle = not self.turns.num_pending and bool(self.num_open)
+            results = self.calls.take(IDLE_WAIT_S if is_idle else 0.0)
+            for result in results:
+                self._write_answer(result)
+                self._answered(result)
+            for drawn in self.turns.advance():
+                self._drew(self.episodes[drawn.episode], drawn)
+            if results or not is_idle:
+                last = time.monotonic()
+                report(f"episodes left: {self.num_open}")
+            elif time.monotonic() - last > limit_s + 30:
+                raise self.calls.stuck_error()
+            else:
+                report(f"waiting for the environment; episodes left: {self.num_open}")
+
+    def _start(self, episode: Episode) -> None:
+        episode.begin(self.calls.factory.make())
+        call_id = self._call_id(episode, "reset")
+        if self._is_known(episode, "reset"):
+            return
+        self.calls.reset(episode.number, episode.attempt, call_id, episode.environment, episode.row, episode.seed)
+
+    def _call_id(self, episode: Episode, what: str) -> str:
+        request = self.request
+        return f"{request.stream}.{request.step}.{episode.prompt_id}.{episode.sample_key}.{episode.attempt}.{what}"
+
+    def _answered(self, result: CallResult) -> None:
+        episode = self.episodes[result.episode]
+        if result.attempt != episode.attempt or episode.end:
+            return
+        record = result.record
+        episode.calls.append(record)
+        is_timeout = record.outcome == "timeout"
+        if record.outcome == "infra" or (is_timeout and record.name == "reset"):
+            self._failed(episode, f"{record.name}: {record.error}")
+        elif is_timeout:  # the model's own action takes too long: that is scored
+            self._finish(episode, "timeout")
+        elif record.name == "reset":
+            ids = self._encoded(episode, result.value) if result.value else []
+            episode.opening = len(ids)
+            episode.response += ids
+            self._next_turn(episode)
+        else:
+            self._stepped(episode, result.value)
+
+    def _stepped(self, episode: Episode, step: StepResult) -> None:
+        turn = episode.turns[-1]
+        turn.reward = float(step.reward)
+        turn.calls = list(step.info.get("calls", ()))
+        if any(call.outcome == "infra" for call in turn.calls):
+            fault = next(call for call in turn.calls if call.outcome == "infra")
+            self._failed(episode, f"{fault.name}: {fault.error}")
+        elif step.terminated or step.truncated:
+            turn.observation = step.observation
+            self._finish(episode, "terminated" if step.terminated else "truncated")
+        elif len(episode.turns) >= self.options.max_turns:
+            self._finish(episode, "turns")
+        else:
+            ids = self._encoded(episode, step.observation)
+            turn.observation = step.observation
+            if len(episode.response) + len(ids) >= self.options.max_tokens:
+                self._finish(episode, "tokens")
+                return
+            turn.observed = len(ids)
+            episode.response += ids
+            self._next_turn(episode)
+
+    def _encoded(self, episode: Episode, observation: Observation) -> list[int]:
+        is_chat = episode.row.get("prompt_messages") is not None
+        last = episode.turns[-1].tokens[-1] if episode.turns else None
+        return self.engine.encoder.encode(observation, is_chat=is_chat, last=last)
+
+    def _next_turn(self, episode: Episode) -> None:
+        room = self.options.max_tokens - len(episode.response)
+        if room < 1:
+            self._finish(episode, "tokens")
+            return
+        self.turns.add(
+            TurnRequest(
+                episode.number,
+                episode.prompt + episode.response,
+                episode.prompt_id,
+                episode.sample_key,
+                len(episode.turns),
+                min(self.engine.rollout.max_new_tokens, room),
+            )
+        )
+
+    def _drew(self, episode: Episode, drawn: DrawnTurn) -> None:
+        tokens = drawn.tokens
+        said = tokens[:-1] if drawn.is_complete else tokens
+        text = self.engine.tokenizer.decode(said, skip_special_tokens=False)
+        turn = Turn(len(episode.response), tokens, drawn.log_probs, text, drawn.is_complete)
+        self._write_turn(episode, tokens)
+        episode.turns.append(turn)
+        episode.response += tokens
+        if not drawn.is_complete:  # it may parse all the same: what was cut is never carried out
+            is_full = len(episode.response) >= self.options.max_tokens
+            self._finish(episode, "tokens" if is_full else "turn_tokens")
+            return
+        calls = tuple(parse_calls(text, self.engine.style, self.tools))
+        turn.parse_errors = sum(not hasattr(call, "name") for call in calls)
+        call_id = self._call_id(episode, str(len(episode.turns) - 1))
+        if self._is_known(episode, "step"):
+            return
+        action = Action(text, calls, call_id)
+        self.calls.step(episode.number, episode.attempt, call_id, episode.environment, action)
+
+    def _failed(self, episode: Episode, why: str) -> None:
+        """A failure that is not the model's: never a reward."""
+        options = self.options
+        episode.infra.append(why)
+        self.turns.forget(episode.number)
+        self.calls.end(episode.environment)
+        if episode.tries < options.retries:
+            episode.tries += 1
+            log.info("Episode of prompt %d is begun anew: %s", episode.prompt_id, why)
+            self._start(episode)
+            return
+        is_evaluation = self.request.stream == EVALUATION
+        if options.on_infra == "stop":
+            raise RolloutError(
+                f"environment: prompt {episode.prompt_id}, sample {episode.sample_id} failed {episode.tries + 1} times "
+                f"for no fault of the model, the last time with {why}. environment.on_infra is stop."
+            )
+        if options.on_infra == "refill" and not is_evaluation and episode.refills < max(1, options.retries):
+            episode.refills += 1
+            episode.tries = 0
+            episode.sample_key += self.request.num_samples
+            self._start(episode)
+            return
+        log.warning("An episode of prompt %d is left out: %s", episode.prompt_id, why)
+        self._close(episode, "dropped")
+        whole_group = options.on_infra == "drop_group" or is_evaluation
+        group = [other for other in self.episodes if other.group == episode.group]
+        left = [other for other in group if other.end != "dropped"]
+        if whole_group or (self.request.num_samples > 1 and len(left) < 2):
+            self._drop_when_ended(group)
+
+    def _drop_when_ended(self, group: list[Episode]) -> None:
+        for other in group:
+            other.refills = -1  # marks it: its turns are not wanted any more
+            if other.end:
+                other.end = "dropped"
+
+    def _finish(self, episode: Episode, end: End) -> None:
+        self.turns.forget(episode.number)
+        self.calls.end(episode.environment)
+        self._close(episode, "dropped" if episode.refills < 0 else end)
+        if end == "terminated":
+            self._tell_difference(episode)
+
+    def _close(self, episode: Episode, end: End) -> None:
+        episode.end = end
+        episode.seconds = time.monotonic() - episode.begun_s
+        self.num_open -= 1
+        if self.journal is not None and end != "dropped":
+            self.journal.write_end(self._end_key(episode))
+
+    # The journal
+
+    def _key(self, episode: Episode, what: str, attempt: int) -> str:
+        assert self.journal is not None
+        request = self.request
+        place = (request.stream, request.step, episode.prompt_id, episode.sample_key, attempt, len(episode.turns), what)
+        return self.journal.key(*place, tokens=[*episode.prompt, *episode.response])
+
+    def _end_key(self, episode: Episode) -> str:
+        assert self.journal is not None
+        request = self.request
+        return self.journal.key("end", request.stream, request.step, episode.prompt_id, episode.sample_id)
+
+    def _write_turn(self, episode: Episode, tokens: list[int]) -> None:
+        if self.journal is None:
+            return
+        if self.journal.write_turn(self._key(episode, "turn", 0), tokens) and not self.differing:
+            self.differing += 1
+            log.warning(
+                "Turns of step %d are drawn otherwise than before the run was interrupted: its weights or settings are "
+                "others, or the engine rounds by its batch. What their environments answered is not reused.",
+                self.request.step,
+            )
+
+    def _is_known(self, episode: Episode, what: str) -> bool:
+        """Whether the journal answers the next call of an episode. Where it has an answer and the call must be made all
+        the same, that is kept for the comparison."""
+        episode.known, journal = None, self.journal
+        if journal is None:
+            return False
+        recovery = getattr(episode.environment, "recovery", "restart")
+        own, any_attempt = (self._key(episode, what, attempt) for attempt in (episode.attempt, 0))
+        episode.key = own if recovery == "restart" else any_attempt
+        if what == "reset" and recovery == "restart":
+            episode.reads_journal &= self._had_ended(episode)
+            episode.restarted |= not episode.reads_journal and journal.answer(own) is not None
+        if not episode.reads_journal:
+            return False
+        failure, entry = journal.answer(own), journal.answer(episode.key)
+        if failure is not None and failure.is_failure:
+            entry = failure
+        is_made_again = recovery == "deterministic" or (recovery == "stateless" and what == "reset")
+        if entry is None:
+            if is_behind := episode.is_behind:
+                self._begin_again(episode)
+            return is_behind
+        if entry.record.outcome == "ok" and is_made_again and not entry.is_failure:
+            episode.known = entry
+            return False
+        episode.reused += 1
+        episode.is_behind = recovery == "restart"
+        self.known.append(CallResult(episode.number, episode.attempt, entry.record, entry.value))
+        return True
+
+    def _had_ended(self, episode: Episode) -> bool:
+        """Whether the journal has all episodes of a group to their ends."""
+        assert self.journal is not None
+        group = [other for other in self.episodes if other.group == episode.group]
+        return all(self.journal.has_ended(self._end_key(other)) for other in group)
+
+    def _begin_again(self, episode: Episode) -> None:
+        """The environment has not seen what the journal answered in its place, and now it is asked."""
+        self.turns.forget(episode.number)
+        self.calls.end(episode.environment)
+        episode.restarted, episode.reads_journal = True, False
+        episode.begin(self.calls.factory.make())
+        episode.key = self._key(episode, "reset", episode.attempt)
+        call_id = self._call_id(episode, "reset")
+        self.calls.reset(episode.number, episode.attempt, call_id, episode.environment, episode.row, episode.seed)
+
+    def _write_answer(self, result: CallResult) -> None:
+        """Write down what an environment answered, and compare it with what it answered before."""
+        episode = self.episodes[result.episode]
+        if self.journal is None or result.attempt != episode.attempt or episode.end:
+            return
+        entry = JournalEntry(result.record, result.value)
+        if episode.known is not None and result.record.outcome == "ok" and not entry.is_failure:
+            refuse_other_answer(episode.known, entry, f"call {result.record.call_id} ({result.record.name})")
+            episode.replayed += 1
+            return
+        key = episode.key
+        if entry.is_failure:
+            key = self._key(episode, "reset" if result.record.name == "reset" else "step", episode.attempt)
+        self.journal.write_answer(key, entry)
+
+    def _tell_difference(self, episode: Episode) -> None:
+        messages = episode.row.get("prompt_messages")
+        if messages is None or len(episode.turns) < 2:
+            return
+        turns = [(turn.text, turn.observation if turn.observed else None) for turn in episode.turns]
+        self.engine.encoder.tell_difference(messages, turns, episode.prompt + episode.response)
+
+
+def environment_faults(run: Any) -> Iterator[str]:
+    """What does not go with an environment, or was not tried with one."""
+    environment = run.environment
+    if environment is None:
+        if getattr(run.reward, "needs_environment", False):
+            yield "reward is of the environment, and environment is null. Set environment=..., or another reward."
+        return
+    said = f"environment is {type(environment).__name__}"
+    if not run.rollout.draws_turns:
+        yield f"{said}: {type(run.rollout).__name__} draws no turns of episodes. Set rollout=hf."
+    if run.trainer.rollout_ahead:
+        yield f"{said}: trainer.rollout_ahead is 1, and episodes are not drawn ahead. Set trainer.rollout_ahead=0."
+    if run.replay is not None or run.algorithm.replay_fraction:
+        yield f"{said}: the replay buffer does not keep the masks of episodes. Set replay=off."
+    if run.algorithm.needs_greedy_baseline:
+        yield f"{said}: the greedy baseline of algorithm=remax was not tried with episodes. Choose another algorithm."
+    if run.algorithm.selection is not None:
+        yield f"{said}: algorithm.selection was not tried with episodes. Set algorithm.selection=null."
+    if run.critic is not None and run.algorithm.needs_values and run.rollout.max_new_tokens > environment.max_tokens:
+        yield f"{said}: rollout.max_new_tokens exceeds environment.max_tokens. Lower it."
+    if run.rollout.min_new_tokens:
+        yield f"{said}: rollout.min_new_tokens is {run.rollout.min_new_tokens}: a turn ends when it ends. Set it to 0."
+    for role, sharding in run.shardings().items():
+        if role == "actor" and type(sharding).__name__ not in ("NoSharding", "DDP"):
+            name = type(sharding).__name__
+            yield f"{said}: sharding {name} divides the actor, and its ranks would draw other turns. Set sharding=ddp."

@@ -1,0 +1,231 @@
+"""The journal of episodes: what the model drew and what environments answered, on disk as it arrives.
+
+    step 12 of a run:   turn drawn ──> journal    environment answers ──> journal    episode ends ──> journal
+    killed, resumed:    step 12 is drawn again, turn by turn, from the weights of the checkpoint before it; a call that
+                        the journal knows is not made again, or made and compared, as the environment allows
+
+An answer is kept under a hash of what led to it: environment, stream, step, prompt, sample, tokens of the episode.
+Other weights draw other tokens, under which nothing is found. A line holds a record and its checksum; one that a kill
+cut short is left out. Records are in the operating system's hands when the loop goes on: the process may be killed, and
+the machine may not lose power.
+
+What an environment says of itself as `recovery`:
+
+    stateless      its answers depend on the action alone: those in the journal are reused
+    deterministic  the actions are carried out again, and every answer must be the one in the journal
+    restart        neither: groups of which every episode had ended are reused, all others start anew
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import re
+import secrets
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.environments.base import CallRecord, Observation, StepResult
+from verl.errors import RolloutError
+
+log = logging.getLogger(__name__)
+
+_FILE = re.compile(r"step-(\d+)\.(\d+)\.rank-\d+\.[0-9a-f]+\.jsonl")
+_CHECKPOINT = re.compile(r"global_step_(\d+)")
+SHOWN = 300  # characters of an answer in a message
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """An answer of an environment, as it was.
+
+    Attributes:
+        value: an observation of `reset`, a `StepResult` of `step`; None where the outcome is not ok.
+    """
+
+    record: CallRecord
+    value: Observation | StepResult
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it failed for no fault of the model, or a tool in it did."""
+        calls = self.value.info.get("calls", ()) if isinstance(self.value, StepResult) else ()
+        return any(record.outcome == "infra" for record in (self.record, *calls))
+
+
+class EpisodeJournal:
+    """The journal of one process, of the step that it is at.
+
+    Args:
+        directory: beside the checkpoints; all processes of a run, and all runs that resume it, share it.
+        identity: of the environment's settings; answers of others are not found.
+    """
+
+    def __init__(self, directory: Path, identity: str, rank: int):
+        self.directory, self._identity, self._rank = directory, identity.encode(), rank
+        self._step: int | None = None
+        self._file: Any = None
+        self._answers: dict[str, JournalEntry] = {}
+        self._turns: dict[str, list[int]] = {}
+        self._ends: set[str] = set()
+        self.is_resumed = False
+
+    def open(self, step: int) -> None:
+        """Be at a step: what earlier processes wrote of it is known from here on."""
+        if step == self._step:
+            return
+        self.close()
+        self._step = step
+        self._answers, self._turns, self._ends = {}, {}, set()
+        found = sorted((life, path) for at, life, path in self._files() if at == step)
+        for _, path in found:
+            self._load(path)
+        self.is_resumed = bool(found)
+        self._prune(step)
+        life = 1 + max((life for life, _ in found), default=0)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        name = f"step-{step:08d}.{life}.rank-{self._rank}.{secrets.token_hex(4)}.jsonl"
+        self._file = open(self.directory / name, "wb", buffering=0)  # noqa: SIM115
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._step = None
+
+    def key(self, *parts: Any, tokens: Sequence[int] = ()) -> str:
+        """What stands for a place in an episode.
+
+        Args:
+            tokens: of the episode so far, its prompt included.
+        """
+        digest = hashlib.blake2b(self._identity, digest_size=16)
+        digest.update(repr(parts).encode())
+        digest.update(array("q", tokens).tobytes())
+        return digest.hexdigest()
+
+    def answer(self, key: str) -> JournalEntry | None:
+        return self._answers.get(key)
+
+    def has_ended(self, key: str) -> bool:
+        return key in self._ends
+
+    def write_turn(self, key: str, tokens: Sequence[int]) -> bool:
+        """Write a turn of the model; returns whether the journal has other tokens for it already."""
+        known = self._turns.get(key)
+        if known is None:
+            self._write({"turn": key, "tokens": list(tokens)})
+        return known is not None and known != list(tokens)
+
+    def write_answer(self, key: str, entry: JournalEntry) -> None:
+        value: Any = entry.value
+        if isinstance(value, StepResult):
+            calls = [asdict(call) for call in value.info.get("calls", ())]
+            value = {"step": [_plain(value.observation), value.reward, value.terminated, value.truncated, calls]}
+        else:
+            value = {"reset": _plain(value)}
+        self._write({"answer": key, "record": asdict(entry.record), **value})
+
+    def write_end(self, key: str) -> None:
+        self._write({"end": key})
+
+    def forget_failures(self) -> None:
+        """The run ends because of failures that were not the model's: whoever resumes it tries again."""
+        if self._file is not None:
+            self._write({"forget": "infra"})
+            self._forget_failures()
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        text = json.dumps(record, ensure_ascii=True, separators=(",", ":")).encode()
+        self._file.write(b"%08x %s\n" % (zlib.crc32(text), text))
+
+    def _load(self, path: Path) -> None:
+        for record in _records(path):
+            if "turn" in record:
+                self._turns[record["turn"]] = record["tokens"]
+            elif "answer" in record:
+                self._answers[record["answer"]] = _entry(record)
+            elif "end" in record:
+                self._ends.add(record["end"])
+            else:
+                self._forget_failures()
+
+    def _forget_failures(self) -> None:
+        self._answers = {key: entry for key, entry in self._answers.items() if not entry.is_failure}
+
+    def _files(self) -> Iterator[tuple[int, int, Path]]:
+        if self.directory.is_dir():
+            for path in self.directory.iterdir():
+                if found := _FILE.fullmatch(path.name):
+                    yield int(found[1]), int(found[2]), path
+
+    def _prune(self, step: int) -> None:
+        """Remove what no resume can need: steps before the newest checkpoint."""
+        if self._rank:
+            return
+        saved = [int(found[1]) for path in self.directory.parent.glob("*") if (found := _CHECKPOINT.match(path.name))]
+        newest = max((at for at in saved if at < step), default=None)
+        for at, _, path in list(self._files()):
+            if newest is not None and at < newest:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+
+def refuse_other_answer(known: JournalEntry, found: JournalEntry, where: str) -> None:
+    """Stop the run where a deterministic environment does not answer as it did before.
+
+    Raises:
+        RolloutError: with both answers.
+    """
+    before, now = _comparable(known), _comparable(found)
+    if before != now:
+        raise RolloutError(
+            f"environment: {where} answers {_shown(now)}, and before the run was interrupted it answered "
+            f"{_shown(before)}. It says that it is deterministic (recovery), and its state cannot be brought back. "
+            "Mend it, or let it say recovery = 'restart'."
+        )
+
+
+def _comparable(entry: JournalEntry) -> Any:
+    value = entry.value
+    if isinstance(value, StepResult):
+        calls = [(call.name, call.outcome, call.error) for call in value.info.get("calls", ())]
+        return [_plain(value.observation), float(value.reward), value.terminated, value.truncated, calls]
+    return _plain(value)
+
+
+def _plain(observation: Observation) -> Any:
+    if observation is None or isinstance(observation, str):
+        return observation
+    return [dict(message) for message in observation]
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= SHOWN else text[: SHOWN - 4] + " ..."
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, up to the first line that is not whole."""
+    with open(path, "rb") as file:
+        for line in file:
+            checksum, _, text = line.rstrip(b"\n").partition(b" ")
+            if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
+                return
+            yield json.loads(text)
+
+
+def _entry(record: Mapping[str, Any]) -> JournalEntry:
+    value: Any = record.get("reset")
+    if "step" in record:
+        observation, reward, terminated, truncated, calls = record["step"]
+        info = {"calls": [CallRecord(**call) for call in calls]} if calls else {}
+        value = StepResult(observation, reward, terminated, truncated, info)
+    return JournalEntry(CallRecord(**record["record"]), value)

@@ -1,0 +1,136 @@
+"""Environments of tools: a turn with calls is answered by their results, a turn without is the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.environments.base import Action, CallRecord, Environment, InfraError, Outcome, StepResult, ToolError
+from verl.environments.tool_calls import ParseFault, ToolCall
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Something that the model may call.
+
+    Attributes:
+        parameters: the JSON schema of its arguments.
+        function: called with the arguments by name, a coroutine function or not; raises `ToolError` for what is the
+            model's fault.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    function: Callable[..., Any]
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+    @property
+    def parameter_names(self) -> list[str]:
+        return list(self.parameters.get("properties", {}))
+
+
+class ToolEnvironment(Environment):
+    """One episode with tools. The calls of a turn run side by side and are answered in the order of the calls.
+
+    Args:
+        tools: by name.
+        timeout_s: of each call.
+        suffix: what follows each answer where the prompt is no chat.
+    """
+
+    times_calls = True
+
+    def __init__(self, tools: Mapping[str, Tool], timeout_s: float, suffix: str = "\n"):
+        self.tools, self.timeout_s, self.suffix = tools, timeout_s, suffix
+        self.is_chat = False
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> None:
+        self.is_chat = row.get("prompt_messages") is not None
+
+    async def step(self, action: Action) -> StepResult:
+        if not action.calls:
+            return StepResult(terminated=True)
+        ids = [f"{action.call_id}.{place}" for place in range(len(action.calls))]
+        found = await asyncio.gather(*map(self._answer, action.calls, ids))
+        records = [record for record, _ in found]
+        if self.is_chat:
+            messages = [{"role": "tool", "name": record.name, "content": text} for record, text in found]
+            return StepResult(messages, info={"calls": records})
+        return StepResult("".join(f"{text}{self.suffix}" for _, text in found), info={"calls": records})
+
+    async def _answer(self, call: ToolCall | ParseFault, call_id: str) -> tuple[CallRecord, str]:
+        if isinstance(call, ParseFault):
+            return CallRecord(call_id, "", "tool_error", 0.0, call.reason), f"error: {call.reason}"
+        begin = time.monotonic()
+        outcome, text = await self._run(call)
+        error = text if outcome != "ok" else ""
+        return CallRecord(call_id, call.name, outcome, time.monotonic() - begin, error[:300]), text
+
+    async def _run(self, call: ToolCall) -> tuple[Outcome, str]:
+        tool = self.tools[call.name]
+        if fault := argument_fault(tool, call.arguments):
+            return "tool_error", f"error: {fault}"
+        try:
+            return "ok", as_text(await asyncio.wait_for(_called(tool.function, call.arguments), self.timeout_s))
+        except TimeoutError:
+            return "timeout", f"error: {call.name} gave no answer within {self.timeout_s:g} s"
+        except ToolError as error:
+            return "tool_error", f"error: {error}"
+        except (InfraError, OSError, MemoryError) as error:
+            return "infra", f"{type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001 - of the tool, on the model's arguments
+            return "tool_error", f"error: {type(error).__name__}: {error}"
+
+
+async def _called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    found = function(**arguments)
+    return await found if inspect.isawaitable(found) else found
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list, tuple),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def argument_fault(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
+    """What is wrong with the arguments of a call, for the model."""
+    properties: Mapping[str, Any] = tool.parameters.get("properties", {})
+    unknown = [name for name in arguments if name not in properties]
+    if unknown and not tool.parameters.get("additionalProperties"):
+        return f"{tool.name} has no argument {unknown[0]!r}; it takes {', '.join(properties) or 'none'}"
+    required: Sequence[str] = tool.parameters.get("required", ())
+    if missing := [name for name in required if name not in arguments]:
+        return f"{tool.name} needs the argument {missing[0]!r}"
+    for name, value in arguments.items():
+        kind = properties.get(name, {}).get("type")
+        known = _TYPES.get(kind, ()) if isinstance(kind, str) else ()
+        if known and (not isinstance(value, known) or (isinstance(value, bool) and kind in ("integer", "number"))):
+            return f"argument {name!r} of {tool.name} is {value!r}: expected {kind}"
+    return None
+
+
+def as_text(value: Any) -> str:
+    """What a tool gave, as the model reads it."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)

@@ -1,0 +1,241 @@
+"""Context parallelism: processes that share the tokens of one packed line, and what attention exchanges for it.
+
+allgather  own queries x keys and values of the line, gathered for each layer, and again in its backward pass, which
+           adds their gradients up to parts; nothing gathered is kept in between
+ulysses    tokens of all heads ── all-to-all ──> all tokens of some heads ── attention ──> all-to-all back
+
+Everything else of a model works on the tokens that a process has. Source of the exchanges: Liu et al. 2023,
+arXiv:2309.14509 (ulysses: Jacobs et al.), and Llama Team 2024, arXiv:2407.21783, section 3.3.2 (all-gather).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from verl.ops.context_shards import ContextShard, PieceBlock, shard_line
+from verl.ops.packing import GatherIndex, PackedRows, gather_rows
+
+ContextStyle = Literal["allgather", "ulysses"]
+AttendLine = Callable[[Tensor, Tensor, Tensor, PackedRows, int | None, float | None], Tensor]
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The processes that share the tokens of the same rows.
+
+    Attributes:
+        group: of torch.distributed.
+        size, rank: how many they are, and the number of this one among them.
+        style: how attention exchanges; see the module.
+    """
+
+    group: Any
+    size: int
+    rank: int
+    style: ContextStyle = "allgather"
+
+    def shard(self, packing: PackedRows) -> ContextLine:
+        """This process's share of a packed line."""
+        shard = shard_line(packing, self.size, self.rank)
+        return ContextLine(packing.tokens[shard.own], packing.positions[shard.own], packing, shard, self)
+
+
+@dataclass(frozen=True)
+class ContextLine:
+    """The tokens that this process has of a packed line.
+
+    Attributes:
+        tokens, positions, predictors: as those of the whole line, `PackedRows`.
+        whole: that line.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    whole: PackedRows
+    shard: ContextShard
+    context: ContextGroup
+
+    @property
+    def predictors(self) -> GatherIndex:
+        return self.shard.predictors
+
+    def to(self, device: torch.device | str) -> ContextLine:
+        moved = {name: getattr(self, name).to(device) for name in ("tokens", "positions", "whole", "shard")}
+        return replace(self, **moved)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None, whole: AttendLine
+    ) -> Tensor:
+        """Attention of the own queries [n H D] over the keys and values of the line, [n K D] of each process.
+
+        Args:
+            whole: attention over a whole line.
+        """
+        if self.context.style == "ulysses":
+            return self._by_heads(query, key, value, window, scaling, whole)
+        return _GatheredAttention.apply(query, key, value, self, window, scaling)
+
+    def _by_heads(self, query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
+        window, scaling, whole = how
+        size, heads, kv_heads = self.context.size, query.shape[1], key.shape[1]
+        if heads % size:
+            raise NotImplementedError(f"ulysses over {size} processes cannot divide {heads} heads")
+        repeats = next(n for n in range(1, heads // kv_heads + 1) if heads % (kv_heads * n) == 0 == kv_heads * n % size)
+        key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
+        query, key, value = (_ToHeads.apply(x, self) for x in (query, key, value))
+        return _ToTokens.apply(whole(query, key, value, self.whole, window, scaling), self)
+
+    def join(self, own: Tensor) -> Tensor:
+        """[M ...] of all response tokens from [m ...] of those that this process predicts, in their order.
+
+        Every process has to go on with the same computation: gradients reach each one's own part alone.
+        """
+        return _Join.apply(own, self)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, line: ContextLine) -> Tensor:
+        ctx.line = line
+        gathered = _gather(own, max(line.shard.counts), line.context)
+        return gathered.index_select(0, line.shard.joined)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].index_select(0, ctx.line.shard.predicted), None
+
+
+class _ToHeads(torch.autograd.Function):
+    """[n H D] of all heads to [N H/size D] of all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: ContextLine) -> Tensor:
+        ctx.line = line
+        return _to_heads(x, line)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _to_tokens(grads[0], ctx.line), None
+
+
+class _ToTokens(torch.autograd.Function):
+    """[N H/size D] of all tokens to [n H D] of all heads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: ContextLine) -> Tensor:
+        ctx.line = line
+        return _to_tokens(x, line)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _to_heads(grads[0], ctx.line), None
+
+
+def _to_heads(x: Tensor, line: ContextLine) -> Tensor:
+    size, sizes, own = line.context.size, line.shard.sizes, x.shape[0]
+    parts = x.unflatten(1, (size, -1)).transpose(0, 1).contiguous()  # [size n h D]
+    found = x.new_empty(sum(sizes), *parts.shape[2:])
+    dist.all_to_all_single(found, parts.flatten(0, 1), list(sizes), [own] * size, group=line.context.group)
+    return found.index_select(0, _dense(line))
+
+
+def _to_tokens(x: Tensor, line: ContextLine) -> Tensor:
+    size, sizes = line.context.size, line.shard.sizes
+    own = sizes[line.context.rank]
+    sent = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy_(0, _dense(line), x)
+    found = x.new_empty(size * own, *x.shape[1:])
+    dist.all_to_all_single(found, sent, [own] * size, list(sizes), group=line.context.group)
+    return found.unflatten(0, (size, own)).transpose(0, 1).flatten(1, 2)
+
+
+def _dense(line: ContextLine) -> Tensor:
+    """[N] place of each token of the line where those of all ranks follow each other without padding."""
+    sizes = torch.tensor(line.shard.sizes, device=line.shard.place.device)
+    rank, within = line.shard.place // sizes.max(), line.shard.place % sizes.max()
+    return (sizes.cumsum(0) - sizes)[rank] + within
+
+
+def _gather(own: Tensor, most: int, context: ContextGroup) -> Tensor:
+    """[size * most ...] from [n ...] of each process."""
+    if own.shape[0] < most:
+        own = torch.cat([own, own.new_zeros(most - own.shape[0], *own.shape[1:])])
+    found = own.new_empty(context.size * most, *own.shape[1:])
+    if most:
+        dist.all_gather_into_tensor(found, own.contiguous(), group=context.group)
+    return found
+
+
+class _GatheredAttention(torch.autograd.Function):
+    """Own queries over gathered keys and values; both are gathered again, and scores made again, going backward."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, line: ContextLine, *how: Any) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.line, ctx.how = line, how
+        keys, values = _gather_line(key, value, line)
+        out = query.new_zeros(*query.shape[:2], value.shape[2])
+        for block in line.shard.blocks:
+            found = _attend_block(block, query[block.queries], keys[block.entries], values[block.entries], *how)
+            out[block.queries[block.is_query]] = found[block.is_query]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        query, key, value = ctx.saved_tensors
+        line, (grad,) = ctx.line, grads
+        keys, values = _gather_line(key, value, line)
+        into_query, into = torch.zeros_like(query), [torch.zeros_like(keys), torch.zeros_like(values)]
+        for block in line.shard.blocks:
+            with torch.enable_grad():
+                given = [query[block.queries], keys[block.entries], values[block.entries]]
+                given = [x.detach().requires_grad_() for x in given]
+                found = _attend_block(block, *given, *ctx.how)
+                above = grad[block.queries].masked_fill(~block.is_query[:, :, None, None], 0.0)
+                of_query, *of_line = torch.autograd.grad(found, given, above)
+            into_query[block.queries[block.is_query]] = of_query[block.is_query]
+            for whole, part in zip(into, of_line, strict=True):
+                whole[block.entries] += part  # each entry once
+        of_key, of_value = _scatter_line(*into, line)
+        return into_query, of_key, of_value, None, None, None
+
+
+def _gather_line(key: Tensor, value: Tensor, line: ContextLine) -> tuple[Tensor, Tensor]:
+    """Keys and values of the whole line, [N K D], in one exchange."""
+    both = torch.cat([key.flatten(1), value.flatten(1)], dim=1)
+    found = _gather(both, max(line.shard.sizes), line.context).index_select(0, line.shard.place)
+    keys, values = found.split([key[0].numel(), value[0].numel()], dim=1)
+    return keys.unflatten(1, key.shape[1:]), values.unflatten(1, value.shape[1:])
+
+
+def _scatter_line(keys: Tensor, values: Tensor, line: ContextLine) -> tuple[Tensor, Tensor]:
+    """Gradients of the whole line, added up over the processes, to each its own tokens."""
+    sizes, context = line.shard.sizes, line.context
+    both = torch.cat([keys.flatten(1), values.flatten(1)], dim=1)
+    sent = both.new_zeros(context.size * max(sizes), both.shape[1]).index_copy_(0, line.shard.place, both)
+    own = both.new_empty(max(sizes), both.shape[1])
+    dist.reduce_scatter_tensor(own, sent, group=context.group)
+    key, value = own[: sizes[context.rank]].split([keys[0].numel(), values[0].numel()], dim=1)
+    return key.unflatten(1, keys.shape[1:]), value.unflatten(1, values.shape[1:])
+
+
+def _attend_block(
+    block: PieceBlock, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float | None
+) -> Tensor:
+    """[count Q H D] of the queries [count Q H D] over the entries [E K D] that the block sees."""
+    k, v = (gather_rows(x, block.keys).unflatten(0, (block.count, block.width)).transpose(1, 2) for x in (keys, values))
+    heads = F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        k,
+        v,
+        attn_mask=block.mask(window),
+        scale=scaling,
+        enable_gqa=query.shape[2] != keys.shape[1],
+    )
+    return heads.transpose(1, 2)

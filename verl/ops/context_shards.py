@@ -1,0 +1,209 @@
+"""Which tokens of a packed line each of several processes has, and which keys its queries see.
+
+    line      | 0 | 1 | 2 | 3 |     cut into 2 * size chunks; rank r has the chunks r and 2 * size - 1 - r, so that
+    rank 0      x           x       early queries, which see few keys, and late ones come to equal work
+    rank 1          x   x
+
+The queries of a rank are cut into pieces of one segment each. A piece sees keys of its own row alone: those of a shared
+prompt and those of its segment, in the order of the row, so that place and position of a key are the same number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from verl.ops.packing import BLOCK_SLACK, GatherIndex, PackedRows, gather_index
+
+PIECE = 1024  # queries; a piece computes all keys of its last query for each of them
+MASKED_SCORES = 2**24  # of a block: one that needs a mask holds it, and the scores of its backward pass
+
+
+@dataclass(frozen=True)
+class PieceBlock:
+    """Pieces of similar size that attend together.
+
+    Attributes:
+        queries: [count, Q] entries of the rank's tokens; beyond its length a piece repeats its last one.
+        is_query: [count, Q] which are real.
+        positions: [count, Q] of the queries in their rows.
+        entries: [E] entries of the whole line that any piece sees, each once.
+        keys: [count * K] of each piece, from `entries`.
+        count, width: pieces, and keys of each (K).
+        masks: by window and device; made once, for all layers and their recomputation.
+    """
+
+    queries: Tensor
+    is_query: Tensor
+    positions: Tensor
+    entries: Tensor
+    keys: GatherIndex
+    count: int
+    width: int
+    masks: dict[tuple[int | None, torch.device], Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    def mask(self, window: int | None) -> Tensor:
+        """Which keys each query sees, [count, 1, Q, K]."""
+        known = (window, self.positions.device)
+        if known not in self.masks:
+            behind = self.positions[:, :, None] - torch.arange(self.width, device=self.positions.device)
+            seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+            self.masks[known] = seen[:, None]
+        return self.masks[known]
+
+    def to(self, device: torch.device | str) -> PieceBlock:
+        names = ("queries", "is_query", "positions", "entries", "keys")
+        return replace(self, masks={}, **{name: getattr(self, name).to(device) for name in names})
+
+
+@dataclass(frozen=True)
+class ContextShard:
+    """What one rank has of a packed line.
+
+    Attributes:
+        own: [n] entries of the line.
+        sizes: n of every rank.
+        place: [N] of each entry of the line among the tokens of all ranks, padded to the most that a rank has.
+        blocks: of attention.
+        predictors: the states that predict the response tokens of this rank, from its own tokens.
+        predicted: [m] which response tokens those are, in the order of mask.nonzero().
+        counts: m of every rank.
+        joined: [M] of each response token among those of all ranks, padded likewise.
+    """
+
+    own: Tensor
+    sizes: tuple[int, ...]
+    place: Tensor
+    blocks: tuple[PieceBlock, ...]
+    predictors: GatherIndex
+    predicted: Tensor
+    counts: tuple[int, ...]
+    joined: Tensor
+
+    def to(self, device: torch.device | str) -> ContextShard:
+        names = ("own", "place", "predictors", "predicted", "joined")
+        moved = {name: getattr(self, name).to(device) for name in names}
+        return replace(self, blocks=tuple(block.to(device) for block in self.blocks), **moved)
+
+
+def shard_line(packing: PackedRows, size: int, rank: int) -> ContextShard:
+    """The share of a rank in a packed line; a rank to which no token comes has the first one, for nobody."""
+    length = len(packing.tokens)
+    owned = [torch.cat(_chunks(length, size, r)) for r in range(size)]
+    owned = [own if len(own) else torch.zeros(1, dtype=torch.int64) for own in owned]
+    sizes = tuple(len(own) for own in owned)
+    place = _places(owned, length)
+    holder = place // max(sizes)
+    predicting = [(holder[packing.predictors.index] == r).nonzero()[:, 0] for r in range(size)]
+    counts, own = tuple(len(found) for found in predicting), owned[rank]
+    local = torch.full((length,), -1)
+    local[own] = torch.arange(len(own))
+    return ContextShard(
+        own,
+        sizes,
+        place,
+        tuple(_blocks(packing, own)),
+        gather_index(local[packing.predictors.index[predicting[rank]]], len(own)),
+        predicting[rank],
+        counts,
+        _places(predicting, len(packing.predictors.index)),
+    )
+
+
+def _chunks(length: int, size: int, rank: int) -> list[Tensor]:
+    edges = [length * i // (2 * size) for i in range(2 * size + 1)]
+    return [torch.arange(edges[i], edges[i + 1]) for i in (rank, 2 * size - 1 - rank)]
+
+
+def _places(owned: list[Tensor], length: int) -> Tensor:
+    """Of each of `length` entries, its place where the ranks' entries, each padded to the most, follow each other."""
+    most, place = max(max(len(own) for own in owned), 1), torch.zeros(length, dtype=torch.int64)
+    for rank in reversed(range(len(owned))):  # an entry that two have is the first one's
+        place[owned[rank]] = rank * most + torch.arange(len(owned[rank]))
+    return place
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Queries low to high of a segment (block and number in it of the packing), the first of them at `at` of a rank."""
+
+    block: int
+    row: int
+    low: int
+    high: int
+    at: int
+    prefix: int
+
+    @property
+    def queries(self) -> int:
+        return self.high - self.low
+
+    @property
+    def keys(self) -> int:
+        return self.prefix + self.high
+
+
+def _blocks(packing: PackedRows, own: Tensor) -> Iterator[PieceBlock]:
+    pieces = sorted(_pieces(packing, own), key=lambda piece: (-piece.queries, -piece.keys, piece.at))
+    while pieces:
+        first, taken, rest = pieces[0], list[_Piece](), list[_Piece]()
+        for piece in pieces:
+            is_alike = piece.queries >= BLOCK_SLACK * first.queries and (
+                BLOCK_SLACK * first.keys <= piece.keys <= first.keys or piece is first
+            )
+            is_small = (len(taken) + 1) * first.queries * first.keys <= MASKED_SCORES or not taken
+            (taken if is_alike and is_small else rest).append(piece)
+        pieces = rest
+        yield _block(packing, taken)
+
+
+def _pieces(packing: PackedRows, own: Tensor) -> Iterator[_Piece]:
+    """The tokens of a rank, cut where a segment ends, where its tokens do not follow each other, and by `PIECE`."""
+    slots = packing.out.index[own]
+    first = 0
+    for number, block in enumerate(packing.blocks):
+        inside = ((slots >= first) & (slots < first + block.count * block.queries)).nonzero()[:, 0]
+        if len(inside):
+            slot = slots[inside] - first
+            row, query = slot // block.queries, slot % block.queries
+            breaks = (row.diff() != 0) | (query.diff() != 1) | (inside.diff() != 1)
+            edges = [0, *(breaks.nonzero()[:, 0] + 1).tolist(), len(inside)]
+            for low, high in itertools.pairwise(edges):
+                of_prefix = int(block.prefix_lengths[row[low]]) if block.prefix else 0
+                for start in range(low, high, PIECE):
+                    stop, begin = min(start + PIECE, high), int(query[start])
+                    yield _Piece(number, int(row[low]), begin, begin + stop - start, int(inside[start]), of_prefix)
+        first += block.count * block.queries
+
+
+def _block(packing: PackedRows, pieces: list[_Piece]) -> PieceBlock:
+    queries, width = max(piece.queries for piece in pieces), max(piece.keys for piece in pieces)
+    lengths = torch.tensor([piece.queries for piece in pieces])[:, None]
+    column = torch.arange(queries)
+    within = torch.minimum(column, lengths - 1)
+    starts = torch.tensor([[piece.at, piece.prefix + piece.low] for piece in pieces])
+    keys = torch.stack([_keys(packing, piece, width) for piece in pieces])
+    entries, index = torch.unique(keys, return_inverse=True)
+    is_key = torch.arange(width) < torch.tensor([piece.keys for piece in pieces])[:, None]
+    return PieceBlock(
+        starts[:, :1] + within,
+        column < lengths,
+        starts[:, 1:] + within,
+        entries,
+        gather_index(index.flatten(), len(entries), is_real=is_key.flatten()),
+        len(pieces),
+        width,
+    )
+
+
+def _keys(packing: PackedRows, piece: _Piece, width: int) -> Tensor:
+    """[width] entries of the line: the row's tokens up to the last query, which is repeated."""
+    block = packing.blocks[piece.block]
+    before = sum(other.count * other.keys for other in packing.blocks[: piece.block])
+    slots = packing.keys.index[before + piece.row * block.keys : before + (piece.row + 1) * block.keys]
+    row = torch.cat([slots[: piece.prefix], slots[block.prefix : block.prefix + piece.high]])
+    return torch.cat([row, row[-1:].expand(width - len(row))])

@@ -1,0 +1,129 @@
+"""Deadlines of code that runs in this process: a call that does not return in time ends with its line.
+
+main thread     a signal (SIGURG, which is ignored by default) raises where the call stands, again every second;
+                a call inside of a library that never comes back to Python ends the process, in words
+other threads   the call runs in a thread of its own, and is left behind there
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+BATCH_TIMEOUT_S = 60.0  # of a call that rates a whole batch, where nothing else is said
+REPEATED_S, GRACE_S = 1.0, 60.0
+STACK_LINES = 4
+log = logging.getLogger(__name__)
+
+
+class CallFailed(Exception):
+    """A call came to nothing: in another process, or in this one by its deadline.
+
+    Attributes:
+        kind: of the exception that the function raised; None where it did not answer in time, or its process ended.
+    """
+
+    def __init__(self, words: str, kind: str | None):
+        super().__init__(words)
+        self.kind = kind
+
+
+class _Late(BaseException):
+    """Raised where a call stands; no `except Exception` of the user takes it for a failure of its own."""
+
+
+def call_within(timeout_s: float, call: Callable[[], Value], file: str | None = None) -> Value:
+    """What a call gives.
+
+    Args:
+        file: the user's own, whose innermost line is named.
+    Raises:
+        CallFailed: it did not return in time.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return in_thread(call, timeout_s, file)
+    try:
+        with _interrupted(timeout_s):
+            return call()
+    except _Late as late:
+        raise CallFailed(_words(timeout_s, traceback.extract_tb(late.__traceback__), file), None) from None
+
+
+def in_thread(call: Callable[[], Value], timeout_s: float | None = None, file: str | None = None) -> Value:
+    """The same from a thread of its own, which ends with the process; without a deadline where there is none."""
+    given: list[Any] = []
+    failed: list[BaseException] = []
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            given.append(context.run(call))
+        except BaseException as error:  # noqa: BLE001 - raised to who waits
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="reward call", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if failed:
+        raise failed[0]
+    if not given:
+        frame = sys._current_frames().get(thread.ident or 0)
+        raise CallFailed(_words(timeout_s or 0.0, traceback.extract_stack(frame) if frame else [], file), None)
+    return given[0]
+
+
+@contextmanager
+def _interrupted(timeout_s: float) -> Iterator[None]:
+    over, main = threading.Event(), threading.main_thread().ident
+    assert main is not None, "the main thread runs"
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not over.is_set():
+            raise _Late
+
+    def watch() -> None:
+        wait_s, last = timeout_s, time.monotonic() + timeout_s + GRACE_S
+        while not over.wait(wait_s):
+            if time.monotonic() > last:
+                _end_process(timeout_s, main)
+            signal.pthread_kill(main, signal.SIGURG)
+            wait_s = REPEATED_S
+
+    before = signal.signal(signal.SIGURG, interrupt)
+    threading.Thread(target=watch, name="reward deadline", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.signal(signal.SIGURG, signal.SIG_DFL if before is None else before)
+
+
+def _end_process(timeout_s: float, thread: int) -> None:
+    frame = sys._current_frames().get(thread)
+    stack = "" if frame is None else "".join(traceback.format_stack(frame)[-STACK_LINES:])
+    words = (
+        f"The reward function has not returned for {timeout_s + GRACE_S:g} s (reward.timeout_s is {timeout_s:g}) and "
+        f"cannot be interrupted: it waits inside of a library. The run ends here, unfinished. It is at:\n{stack}"
+    )
+    log.critical("%s", words)
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    os.write(2, words.encode())
+    os._exit(1)
+
+
+def _words(timeout_s: float, frames: list[traceback.FrameSummary], file: str | None) -> str:
+    own = [frame for frame in frames if frame.filename == file]
+    place = f"\n  It was at line {own[-1].lineno}: {own[-1].line}".rstrip(": ") if own else ""
+    return f"no answer within {timeout_s:g} s (reward.timeout_s){place}"

@@ -1,0 +1,29 @@
+"""`reward=environment`: the rewards that the environment gave, each on the last token of its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from verl.component import component
+from verl.errors import RewardError
+from verl.protocol import DataProto
+from verl.rewards.base import Reward, RewardDescription, RewardResult
+
+
+@component
+class EpisodeReward(RewardDescription, Reward):
+    """The sum of the rewards of an episode's turns; needs `environment`."""
+
+    needs_environment: ClassVar[bool] = True
+
+    @property
+    def producer(self) -> Callable:
+        return self.rate_batch
+
+    def rate_batch(self, batch: DataProto) -> RewardResult:
+        """`turn_rewards` [B T] as they are."""
+        if "turn_rewards" not in batch:
+            raise RewardError("The batch has no turn_rewards: reward=environment rates episodes of an environment.")
+        rewards = batch["turn_rewards"]
+        return RewardResult(rewards.double().sum(dim=1).cpu().numpy(), token_scores=rewards)

@@ -1,0 +1,447 @@
+"""Turns of episodes by `rollout=hf`: keys and values of an episode stay in a slot from turn to turn.
+
+    add ──> queue ── a slot each ──> prefill of the new tokens ──> decode, one token of every live turn ──> DrawnTurn
+                        ^                                                                              |
+                        └── slots of episodes that wait for their environment, oldest first ───────────┘
+
+A slot holds a row of its own length, so turns start and end at any time. Where there are more episodes than slots, an
+episode that waits gives up its slot, and is computed again when it goes on. A model for which slots were not shown to
+be right is decoded turn by turn, from whole rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from verl.errors import ConfigError
+from verl.model_paths.decode import Decoder
+from verl.models.call import call_model
+from verl.models.parallel_info import Autocast, computing_in
+from verl.ops.logprobs import log_probs_of
+from verl.rollout.base import DrawnTurn, TurnEngine, TurnLimits, TurnRequest
+from verl.rollout.token_sampler import TokenSampler
+from verl.utils.progress import report
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+PREFILL_TOKENS = 8192  # of one forward pass, padding included
+FIRST_LENGTH = 64  # tokens of a slot; it grows by half
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # nats between slots and a plain forward pass; others 0.3
+
+
+class SlotLayer(DynamicLayer):
+    """Keys and values of one layer, a row of its own length per slot: [slots + 1, H, L, D]; the last slot is scratch.
+
+    Attributes:
+        slots, positions: [b q] where the tokens of the present call go, and [b] the rows that attend.
+        width: keys that are looked at.
+    """
+
+    def __init__(self, num_slots: int):
+        super().__init__()
+        self.num_slots = num_slots
+        self.rows = self.slots = self.positions = torch.zeros(0, dtype=torch.int64)
+        self.width = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            shape = (self.num_slots + 1, key_states.shape[1], self.width)
+            self.keys = key_states.new_zeros(*shape, key_states.shape[3])
+            self.values = value_states.new_zeros(*shape, value_states.shape[3])
+        assert self.keys is not None
+        assert self.values is not None
+        if self.keys.shape[2] < self.width:
+            longer = max(self.width, self.keys.shape[2] * 3 // 2)
+            self.keys, self.values = (_longer(x, longer) for x in (self.keys, self.values))
+        self.keys[self.slots, :, self.positions] = key_states.transpose(1, 2)
+        self.values[self.slots, :, self.positions] = value_states.transpose(1, 2)
+        return self.keys[self.rows, :, : self.width], self.values[self.rows, :, : self.width]
+
+    def copy(self, source: int, targets: Tensor, length: int) -> None:
+        """Give other slots the first tokens of one."""
+        for states in (self.keys, self.values):
+            assert states is not None
+            states[targets, :, :length] = states[source, :, :length]
+
+
+def _longer(states: Tensor, length: int) -> Tensor:
+    made = states.new_zeros(*states.shape[:2], length, states.shape[3])
+    made[:, :, : states.shape[2]] = states
+    return made
+
+
+class SlotCache(DynamicCache):
+    """The layers of a model, each a `SlotLayer`."""
+
+    def __init__(self, config: Any, num_slots: int):
+        super().__init__(config=config)
+        self.layers = [SlotLayer(num_slots) for _ in self.layers]
+        self.num_slots = num_slots
+
+    def place(self, rows: Tensor, slots: Tensor, positions: Tensor, width: int) -> None:
+        """Where the tokens of the next call go."""
+        for layer in self.layers:
+            layer.rows, layer.slots, layer.positions, layer.width = rows, slots, positions, width  # type: ignore
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def copy(self, source: int, targets: Tensor, length: int) -> None:
+        for layer in self.layers:
+            layer.copy(source, targets, length)  # type: ignore[union-attr]
+
+
+class SlotModel:
+    """A model over a `SlotCache`: reads further tokens of some slots and gives the logits after the last of each."""
+
+    def __init__(self, model: Any, autocast: Autocast, num_slots: int):
+        self.model, self.autocast = model, autocast
+        self.device = model.device
+        self.cache = SlotCache(model.config, num_slots)
+
+    def read(self, slots: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [b V], float32 at least.
+
+        Args:
+            slots: of each row.
+            starts: tokens that the slot holds already.
+            tokens: further ones, at least one.
+        """
+        lengths = [len(line) for line in tokens]
+        longest = max(lengths)
+        pad = torch.tensor([longest - length for length in lengths])
+        place = torch.arange(longest)
+        is_pad = place < pad[:, None]
+        ids = torch.zeros(len(tokens), longest, dtype=torch.int64)
+        for row, line in enumerate(tokens):
+            ids[row, longest - len(line) :] = torch.tensor(line)
+        rows = torch.tensor(slots)
+        positions = (torch.tensor(starts)[:, None] + place - pad[:, None]).masked_fill(is_pad, 0)
+        targets = rows[:, None].expand_as(ids).masked_fill(is_pad, self.cache.num_slots)
+        width = max(start + length for start, length in zip(starts, lengths, strict=True))
+        width = max(FIRST_LENGTH, width) if self.cache.layers[0].keys is None else width
+        rows, targets, positions, ids = (x.to(self.device) for x in (rows, targets, positions, ids))
+        self.cache.place(rows, targets, positions, width)
+        mask = (torch.arange(width, device=self.device) <= positions[:, :, None])[:, None]
+        with computing_in(self.autocast, self.model):
+            out = call_model(
+                self.model,
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        logits = out.logits[:, -1]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def slots_fault(model: Any, decoder: Decoder) -> str | None:
+    """Why the keys and values of episodes cannot be kept in slots; None where they can."""
+    if decoder.paths.cache != "in_place" or not decoder.paths.pads_prompts:
+        return "its cache is not ours"
+    layers = DynamicCache(config=model.config).layers
+    if any(type(layer) is not DynamicLayer for layer in layers) or not layers:
+        return "a layer keeps something else than all keys and values"
+    return None
+
+
+@torch.no_grad()
+def slots_distance(model: Any, autocast: Autocast) -> float:
+    """Largest distance, in nats, of log-probs over slots from those of a plain forward pass, on rows of two lengths."""
+    size = model.config.get_text_config().vocab_size
+    rows = [[(7 * i + 3 * row) % size for i in range(length)] for row, length in enumerate((11, 5))]
+    slots = SlotModel(model, autocast, 3)
+    found = [
+        slots.read([2, 0], [0, 0], [rows[0][:6], rows[1][:2]]),
+        slots.read([0, 2], [2, 6], [rows[1][2:], rows[0][6:]]),
+    ]
+    found[1] = found[1].flip(0)
+    worst = 0.0
+    for step, cuts in enumerate(((6, 2), (11, 5))):
+        for row, cut in enumerate(cuts):
+            ids = torch.tensor([rows[row][:cut]], device=model.device)
+            with computing_in(autocast, model):
+                plain = call_model(model, input_ids=ids, use_cache=False).logits[0, -1]
+            gap = plain.float().log_softmax(-1) - found[step][row].float().log_softmax(-1)
+            worst = max(worst, float(gap.abs().max()))
+    return worst
+
+
+def slot_bytes(model: Any, tokens: int) -> int:
+    """Of the keys and values of one episode of so many tokens."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * size * tokens * model.dtype.itemsize
+
+
+def num_slots(model: Any, limits: TurnLimits, max_rows: int) -> int:
+    """Episodes whose keys and values fit.
+
+    Raises:
+        ConfigError: not one.
+    """
+    each = slot_bytes(model, limits.row_tokens)
+    fitting = int(limits.kv_cache_gib * GIB // each)
+    if fitting < 1:
+        raise ConfigError(
+            f"environment.kv_cache_gib is {limits.kv_cache_gib:g}: keys and values of one episode of "
+            f"{limits.row_tokens} tokens take {each / GIB:.3g} GiB. Raise it, or lower environment.max_tokens."
+        )
+    return min(fitting, max_rows)
+
+
+@dataclass
+class _LiveTurn:
+    """A turn that is being drawn."""
+
+    request: TurnRequest
+    slot: int
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+
+class _Drawing:
+    """What both ways of drawing turns share: the sampling rule."""
+
+    def __init__(self, sampler: TokenSampler, stop_ids: Tensor, device: Any):
+        self.sampler, self.device = sampler, device
+        self.stops = set(stop_ids.tolist())
+
+    def choose(self, logits: Tensor, turns: Sequence[TurnRequest], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The next token of each turn, and its log-prob."""
+
+        def column(values: Any) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.int64, device=self.device)
+
+        tokens = self.sampler.choose(
+            logits,
+            column(turn.prompt_id for turn in turns),
+            column(turn.sample_id for turn in turns),
+            column(positions),
+            column(turn.turn for turn in turns),
+        )
+        return tokens, log_probs_of(logits[:, None], tokens[:, None], self.sampler.temperature)[:, 0]
+
+
+class SlotTurns(TurnEngine):
+    """Turns over slots; see the module.
+
+    Attributes:
+        evictions: episodes that gave up their slot and had to be computed again.
+    """
+
+    def __init__(self, drawing: _Drawing, model: SlotModel):
+        self.drawing, self.slots = drawing, model
+        self.evictions = 0
+        self._queue: deque[TurnRequest] = deque()
+        self._live: list[_LiveTurn] = []
+        self._logits = torch.zeros(0)
+        self._free = list(range(model.cache.num_slots - 1, -1, -1))
+        self._held: dict[int, tuple[int, list[int]]] = {}  # episode -> slot and the tokens in it, longest unused first
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._queue) + len(self._live)
+
+    def add(self, turn: TurnRequest) -> None:
+        self._queue.append(turn)
+
+    def forget(self, episode: int) -> None:
+        slot, _ = self._held.pop(episode, (None, None))
+        if slot is not None:
+            self._free.append(slot)
+
+    @torch.no_grad()
+    def advance(self) -> list[DrawnTurn]:
+        report()
+        self._admit()
+        if not self._live:
+            return []
+        turns = [live.request for live in self._live]
+        tokens, log_probs = self.drawing.choose(self._logits, turns, [len(live.tokens) for live in self._live])
+        going, ended = [], []
+        for row, (live, token, log_prob) in enumerate(
+            zip(self._live, tokens.tolist(), log_probs.tolist(), strict=True)
+        ):
+            live.tokens.append(token)
+            live.log_probs.append(log_prob)
+            is_complete = token in self.drawing.stops
+            if is_complete or len(live.tokens) >= live.request.max_new_tokens:
+                self._held[live.request.episode] = (live.slot, live.request.tokens + live.tokens[:-1])
+                ended.append(DrawnTurn(live.request.episode, live.tokens, live.log_probs, is_complete))
+            else:
+                going.append(row)
+        self._live = [self._live[row] for row in going]
+        if self._live:
+            self._logits = self.slots.read(
+                [live.slot for live in self._live],
+                [len(live.request.tokens) + len(live.tokens) - 1 for live in self._live],
+                [live.tokens[-1:] for live in self._live],
+            )
+        return ended
+
+    def close(self) -> None:
+        self._queue.clear()
+        self._live, self._held = [], {}
+
+    def _slot_for(self, turn: TurnRequest) -> tuple[int, int] | None:
+        """A slot, and how many tokens of the episode it holds; None where all are in use."""
+        if turn.episode in self._held:
+            slot, tokens = self._held.pop(turn.episode)
+            if turn.tokens[: len(tokens)] == tokens:
+                return slot, len(tokens)
+            return slot, 0
+        if self._free:
+            return self._free.pop(), 0
+        if self._held:
+            self.evictions += 1
+            slot, _ = self._held.pop(next(iter(self._held)))
+            return slot, 0
+        return None
+
+    def _admit(self) -> None:
+        """Read what is new of the turns that get a slot; a prompt that several episodes begin with is read once."""
+        fresh: list[tuple[_LiveTurn, int]] = []
+        while self._queue and (found := self._slot_for(self._queue[0])) is not None:
+            fresh.append((_LiveTurn(self._queue.popleft(), found[0]), found[1]))
+        if not fresh:
+            return
+        first: dict[tuple[int, ...], int] = {}  # whole prompts -> who reads them
+        reading, same = [], {}
+        for number, (live, start) in enumerate(fresh):
+            key = tuple(live.request.tokens)
+            if start == 0 and key in first:
+                same[number] = first[key]
+            else:
+                reading.append(number)
+                if start == 0:
+                    first[key] = number
+        logits: dict[int, Tensor] = {}
+        for part in self._parts(reading, fresh):
+            found = self.slots.read(
+                [fresh[i][0].slot for i in part],
+                [fresh[i][1] for i in part],
+                [fresh[i][0].request.tokens[fresh[i][1] :] for i in part],
+            )
+            logits |= dict(zip(part, found, strict=True))
+        for source in set(same.values()):
+            copies = [number for number, other in same.items() if other == source]
+            live = fresh[source][0]
+            targets = torch.tensor([fresh[i][0].slot for i in copies], device=self.drawing.device)
+            self.slots.cache.copy(live.slot, targets, len(live.request.tokens))
+            logits |= dict.fromkeys(copies, logits[source])
+        made = torch.stack([logits[number] for number in range(len(fresh))])
+        self._logits = torch.cat([self._logits, made]) if self._live else made
+        self._live += [live for live, _ in fresh]
+
+    @staticmethod
+    def _parts(numbers: list[int], fresh: list[tuple[_LiveTurn, int]]) -> list[list[int]]:
+        """Rows for one forward pass each, longest first."""
+        length = {i: len(fresh[i][0].request.tokens) - fresh[i][1] for i in numbers}
+        parts: list[list[int]] = []
+        for i in sorted(numbers, key=lambda i: -length[i]):
+            if not parts or (len(parts[-1]) + 1) * length[parts[-1][0]] > PREFILL_TOKENS:
+                parts.append([])
+            parts[-1].append(i)
+        return parts
+
+
+class RowTurns(TurnEngine):
+    """Turns from whole rows, for models whose keys and values are not kept: all that wait are drawn together."""
+
+    def __init__(self, drawing: _Drawing, decoder: Decoder, autocast: Autocast):
+        self.drawing, self.decoder, self.autocast = drawing, decoder, autocast
+        self._queue: list[TurnRequest] = []
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._queue)
+
+    def add(self, turn: TurnRequest) -> None:
+        self._queue.append(turn)
+
+    def advance(self) -> list[DrawnTurn]:
+        if not self._queue:
+            return []
+        limit = max(turn.max_new_tokens for turn in self._queue)
+        turns, self._queue = (
+            [turn for turn in self._queue if turn.max_new_tokens == limit],
+            [turn for turn in self._queue if turn.max_new_tokens != limit],
+        )
+        found: list[DrawnTurn] = []
+        lengths = torch.tensor([len(turn.tokens) for turn in turns])
+        decoder = Decoder(**{**vars(self.decoder), "max_new_tokens": limit, "shares": False})
+        for rows in decoder.batches(lengths, 512):
+            part = [turns[row] for row in rows.tolist()]
+            found += self._decode(decoder, part)
+        return found
+
+    def _decode(self, decoder: Decoder, turns: list[TurnRequest]) -> list[DrawnTurn]:
+        width, device = max(len(turn.tokens) for turn in turns), self.drawing.device
+        tokens = torch.zeros(len(turns), width, dtype=torch.int64)
+        mask = torch.zeros(len(turns), width, dtype=torch.bool)
+        for row, turn in enumerate(turns):
+            tokens[row, width - len(turn.tokens) :] = torch.tensor(turn.tokens)
+            mask[row, width - len(turn.tokens) :] = True
+
+        def choose(logits: Tensor, rows: Tensor, t: int) -> Tensor:
+            asked = [turns[row] for row in rows.tolist()]
+            return self.drawing.choose(logits, asked, [t] * len(asked))[0]
+
+        with computing_in(self.autocast, decoder.model):
+            out = decoder.decode(tokens.to(device), mask.to(device), 1, choose)
+        drawn = []
+        for row, turn in enumerate(turns):
+            made = out.responses[row][out.mask[row]].tolist()
+            log_probs = out.log_probs[row][out.mask[row]].tolist()
+            drawn.append(DrawnTurn(turn.episode, made, log_probs, made[-1] in self.drawing.stops))
+        return drawn
+
+
+def turn_engine(
+    model: Any,
+    autocast: Autocast,
+    decoder: Decoder,
+    sampler: TokenSampler,
+    stop_ids: Tensor,
+    slots: int,
+    is_proven: bool,
+) -> TurnEngine:
+    """Turns over slots where that was shown to be right for this model, else from whole rows."""
+    drawing = _Drawing(sampler, stop_ids, stop_ids.device)
+    made: TurnEngine = RowTurns(drawing, decoder, autocast)
+    if is_proven:
+        made = SlotTurns(drawing, SlotModel(model, autocast, slots))
+    made.dtype = torch.promote_types(model.dtype, torch.float32)
+    return made
+
+
+def prove_slots(model: Any, autocast: Autocast, decoder: Decoder) -> bool:
+    """Whether keys and values may be kept in slots; says once why not."""
+    fault = slots_fault(model, decoder)
+    if fault is None:
+        try:
+            distance = slots_distance(model, autocast)
+        except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
+            fault = f"{type(error).__name__}: {error}"
+        else:
+            narrow = autocast is not None
+            allowed = 0.3 if narrow else TOLERANCE.get(model.dtype, 0.3)
+            fault = None if distance <= allowed else f"log-probs differ by {distance:.3g} nats"
+    if fault is not None:
+        log.warning("Each turn of an episode is computed from its whole row: %s.", fault)
+    return fault is None

@@ -1,0 +1,152 @@
+"""What a sandbox is: one call that runs a Python program apart from this process, and what became of it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveInt
+
+from verl.component import BuildContext, Description, component
+from verl.errors import SandboxError
+
+# ok:       the program ended with exit status 0
+# error:    it ended with another status, or by a signal that it raised itself
+# timeout:  it was ended after timeout_s
+# memory:   it asked for more than memory_mib
+# output:   it wrote more than max_output_kib, and was ended
+# infra:    the sandbox failed, and not the program: nothing is known about it
+Outcome = Literal["ok", "error", "timeout", "memory", "output", "infra"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A Python program and what it is given.
+
+    Attributes:
+        code: run as `__main__`, in a directory of its own.
+        files: by a relative name, which lie in that directory.
+        stdin: what it reads from standard input.
+        timeout_s, memory_mib: its own limits; None for those of the sandbox, which no program may exceed.
+    """
+
+    code: str
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    stdin: str = ""
+    timeout_s: float | None = None
+    memory_mib: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            parts = name.split("/")
+            if not name or "\0" in name or name.startswith("/") or any(part in ("", ".", "..") for part in parts):
+                raise ValueError(f"files has {name!r}: expected a relative name such as data/cases.txt.")
+        for name, limit in (("timeout_s", self.timeout_s), ("memory_mib", self.memory_mib)):
+            if limit is not None and not (math.isfinite(limit) and limit > 0):
+                raise ValueError(f"{name} is {limit!r}: must be above 0.")
+
+
+@dataclass(frozen=True)
+class ExecutionResult:
+    """What became of a program.
+
+    Attributes:
+        stdout, stderr: what it wrote, as UTF-8; bytes that are none are replaced.
+        exit_status: as a shell has it, 128 + N after signal N; None where it was ended or is not known.
+        detail: of an outcome `infra`, what failed.
+        seconds: from when the program was handed over.
+    """
+
+    outcome: Outcome
+    stdout: str = ""
+    stderr: str = ""
+    exit_status: int | None = None
+    detail: str = ""
+    seconds: float = 0.0
+
+
+@component
+class Sandbox(Description):
+    """Base of what `sandbox` may be.
+
+    Args:
+        timeout_s: for one program, at most.
+        memory_mib: of one program and what it starts, at most.
+        max_output_kib: of its standard output, and as much of its standard error.
+        max_concurrency: programs at a time.
+    Attributes:
+        protects: whether a program is kept from this machine.
+    """
+
+    timeout_s: Annotated[float, Field(gt=0, lt=1e6)] = 10.0
+    memory_mib: Annotated[int, Field(ge=64, lt=2**30)] = 256
+    max_output_kib: Annotated[int, Field(ge=1, lt=2**20)] = 256
+    max_concurrency: PositiveInt = 4
+    protects: ClassVar[bool] = True
+
+    def build(self, context: BuildContext) -> CodeRunner:
+        raise NotImplementedError
+
+
+class CodeRunner:
+    """The running form of a `Sandbox`. `close` it; it may be closed again."""
+
+    def __init__(self, described: Sandbox):
+        self.described = described
+
+    def run(
+        self,
+        code: str,
+        files: Mapping[str, str | bytes] | None = None,
+        stdin: str = "",
+        timeout_s: float | None = None,
+        memory_mib: int | None = None,
+    ) -> ExecutionResult:
+        """Run a program and wait for its end. May be called from several threads.
+
+        Raises:
+            ValueError: a name in `files` leads out of the program's directory, or a limit is no positive number.
+            SandboxError: the sandbox was closed.
+        """
+        return self.execute(Program(code, files or {}, stdin, timeout_s, memory_mib))
+
+    def run_all(self, programs: Sequence[Program]) -> list[ExecutionResult]:
+        """Run programs side by side, `max_concurrency` at a time; results in their order."""
+        if len(programs) < 2:
+            return [self.execute(program) for program in programs]
+        threads = min(len(programs), self.described.max_concurrency)
+        with concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="verl sandbox") as pool:
+            return list(pool.map(self.execute, programs))
+
+    def execute(self, program: Program) -> ExecutionResult:
+        """Run one program."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what is running, and refuse further programs."""
+
+    def limits(self, program: Program) -> tuple[float, int]:
+        """Seconds and MiB that a program has: its own limits, within those of the sandbox."""
+        described = self.described
+        return (
+            min(program.timeout_s or described.timeout_s, described.timeout_s),
+            min(program.memory_mib or described.memory_mib, described.memory_mib),
+        )
+
+
+_OUT_OF_MEMORY = re.compile(r"(?:[\w.]*\.)?_?\w*MemoryError\b")
+
+
+def outcome_of(exit_status: int, stderr: str) -> Outcome:
+    """Of a program that ended by itself; its own traceback says whether it lacked memory."""
+    if exit_status == 0:
+        return "ok"
+    return "memory" if _OUT_OF_MEMORY.match(stderr.rstrip().rpartition("\n")[2]) else "error"
+
+
+def closed_error() -> SandboxError:
+    return SandboxError("The sandbox was closed: it runs no more programs.")

@@ -1,0 +1,376 @@
+"""A pool of jails that stand ready: a program is handed to one, which ends with it; a thread makes the next one.
+
+run ── take ──> warm jail ── program ──> its first process ── fork ──> the program
+ │                │ stdout, stderr, memory and time are watched from here
+ └── outcome <────┘ the first process ends, and the kernel ends what is left of the jail
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import marshal
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl.sandbox import seccomp
+from verl.sandbox.base import CodeRunner, ExecutionResult, Outcome, Program, closed_error, outcome_of
+
+if TYPE_CHECKING:
+    from verl.sandbox.jail import Jail, JailCommand
+
+START_TIMEOUT_S = 30.0  # of one jail; 10 ms on an idle machine
+END_TIMEOUT_S = 10.0  # from SIGKILL to the end of a jail
+ATTEMPTS = 3  # of one program, each in a fresh jail, where a jail ends without a report: it has left nothing behind
+LOOK_EVERY_S = 0.05  # at the memory of a jail
+INTERPRETER_MIB = 32  # of address space, beside the program's own
+MAX_FILES = 128
+MAKERS = 2  # threads
+
+
+@dataclass
+class _Process:
+    """A jail that is running.
+
+    Attributes:
+        process: bubblewrap outside of the jail, which ends with it.
+        control: to the first process of the jail.
+        first: process id of that one, as seen from here.
+    """
+
+    process: subprocess.Popen
+    control: socket.socket
+    first: int
+
+    def kill(self) -> None:
+        """End all of it, and wait."""
+        self.control.close()
+        for pid in (self.first, self.process.pid):  # the second where the first one's end does not end it
+            if self.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(END_TIMEOUT_S / 2)
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+
+class JailFailed(Exception):
+    """A jail could not be made, or ended without a report of its program."""
+
+
+class JailPool(CodeRunner):
+    """The running form of `Jail`."""
+
+    described: Jail
+
+    def __init__(self, described: Jail, command: JailCommand):
+        super().__init__(described)
+        self._command, self._filter = command, seccomp.program()
+        self._slots = threading.BoundedSemaphore(described.max_concurrency)
+        self._changed = threading.Condition()
+        self._warm: deque[_Process] = deque()
+        self._failure: str | None = None
+        self._is_closed = False
+        self._wanted = self._being_made = 0
+        # These threads make all jails and live as long as the pool: a jail ends with the thread that made it.
+        self._makers = [
+            threading.Thread(target=self._make_all, name="verl jails", daemon=True)
+            for _ in range(min(MAKERS, described.pool_size))
+        ]
+        for maker in self._makers:
+            maker.start()
+        atexit.register(self.close)
+
+    def __enter__(self) -> JailPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def execute(self, program: Program) -> ExecutionResult:
+        started, failure = time.perf_counter(), ""
+        with self._slots:
+            for _ in range(ATTEMPTS):
+                try:
+                    return _Execution(self, self._take(), program).result(started)
+                except JailFailed as error:
+                    failure = str(error)
+        return ExecutionResult("infra", detail=failure, seconds=time.perf_counter() - started)
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for maker in self._makers:
+            maker.join(START_TIMEOUT_S)
+        while self._warm:
+            self._warm.pop().kill()
+
+    # Jails that stand ready
+
+    def _take(self) -> _Process:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        with self._changed:
+            self._wanted += 1
+            self._changed.notify_all()
+            try:
+                while True:
+                    if self._is_closed:
+                        raise closed_error()
+                    while self._warm:
+                        jail = self._warm.popleft()
+                        if jail.process.poll() is None:
+                            return jail
+                        jail.kill()  # it died while it stood ready
+                    if self._failure is not None:
+                        failure, self._failure = self._failure, None
+                        raise JailFailed(failure)
+                    left_s = deadline - time.monotonic()
+                    if left_s <= 0:
+                        raise JailFailed(f"no jail stood ready within {START_TIMEOUT_S:g} s")
+                    self._changed.wait(left_s)
+            finally:
+                self._wanted -= 1
+                self._changed.notify_all()  # there is room for a further jail
+
+    def _make_all(self) -> None:
+        while True:
+            with self._changed:
+                while not self._is_closed and not self._makes_another():
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                self._being_made += 1
+            try:
+                jail, failure = self._made(), None
+            except (JailFailed, OSError) as error:
+                jail, failure = None, f"{error}"
+            with self._changed:
+                self._being_made -= 1
+                self._failure = failure
+                if jail is not None:
+                    self._warm.append(jail)
+                self._changed.notify_all()
+                if failure is not None and not self._is_closed:
+                    self._changed.wait(0.2)
+
+    def _makes_another(self) -> bool:
+        if self._failure is not None and not self._wanted:
+            return False  # a machine that cannot make one is asked again with the next program
+        return len(self._warm) + self._being_made < self.described.pool_size
+
+    def _made(self) -> _Process:
+        """A jail whose first process waits for a program."""
+        ours, theirs = socket.socketpair()
+        seen, told = os.pipe()
+        filter_fd = os.memfd_create("verl-seccomp")
+        binary = os.open(self._command.bwrap, os.O_RDONLY)
+        try:
+            os.write(filter_fd, self._filter)
+            os.lseek(filter_fd, 0, os.SEEK_SET)
+            fds = (binary, filter_fd, told, theirs.fileno())
+            arguments = self._command.arguments(self.described.disk_mib, *fds)
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(
+                arguments, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=fds, env={}, cwd="/", bufsize=0
+            )
+        except BaseException:
+            ours.close()
+            os.close(seen)
+            raise
+        finally:
+            theirs.close()
+            for fd in (told, filter_fd, binary):
+                os.close(fd)
+        jail = _Process(process, ours, process.pid)
+        try:
+            ours.settimeout(START_TIMEOUT_S)
+            ready = ours.recv(1)
+            with open(seen, "rb") as info:
+                if ready:
+                    jail.first = int(json.load(info)["child-pid"])
+        except (OSError, ValueError, KeyError) as error:
+            jail.kill()
+            raise JailFailed(f"a jail did not start within {START_TIMEOUT_S:g} s ({error})") from error
+        if not ready:
+            assert process.stderr is not None
+            said = process.stderr.read(2000).decode(errors="replace").strip()
+            jail.kill()
+            raise JailFailed(f"a jail cannot be made on this machine: {said or f'exit status {process.returncode}'}")
+        return jail
+
+
+class _Execution:
+    """One program in one jail, from its hand-over to its outcome."""
+
+    def __init__(self, pool: JailPool, jail: _Process, program: Program):
+        self._described, self._jail, self._program = pool.described, jail, program
+        self._timeout_s, self._memory_mib = pool.limits(program)
+        self._texts: dict[int, bytearray] = {}
+        self._cut: Outcome | None = None
+
+    def result(self, started: float) -> ExecutionResult:
+        jail = self._jail
+        try:
+            self._hand_over()
+            self._watch(time.monotonic() + self._timeout_s)
+            report = self._report()
+            if report is None and self._cut is None:
+                raise JailFailed("a jail ended without a report of its program")
+        finally:
+            jail.kill()
+        stdout, stderr = (bytes(text).decode("utf-8", "replace") for text in self._texts.values())
+        outcome, status = self._outcome(report, stderr)
+        return ExecutionResult(outcome, stdout, stderr, status, seconds=time.perf_counter() - started)
+
+    def _hand_over(self) -> None:
+        contents = {name: x.encode() if isinstance(x, str) else x for name, x in self._program.files.items()}
+        program = {"code": self._program.code, "files": contents, "limits": self._limits()}
+        text = marshal.dumps(program, 2)  # the form of any Python 3
+        try:
+            self._jail.control.sendall(len(text).to_bytes(8, "little") + text)
+        except OSError as error:
+            raise JailFailed(f"a jail ended before it had its program ({error})") from error
+
+    def _limits(self) -> dict[str, int]:
+        described, mib = self._described, 2**20
+        return {
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MEMLOCK": 0,
+            "RLIMIT_MSGQUEUE": 0,
+            "RLIMIT_CPU": int(self._timeout_s) + 2,  # of one process, where its clock fails to end it
+            "RLIMIT_FSIZE": described.disk_mib * mib,
+            "RLIMIT_NOFILE": MAX_FILES,
+            "RLIMIT_NPROC": described.max_processes + 1,  # the jail's first process counts
+            "RLIMIT_AS": (self._memory_mib + INTERPRETER_MIB) * mib,
+        }
+
+    def _watch(self, deadline: float) -> None:
+        """Until the jail has ended, or is to be ended: move its input and output, and look at its memory."""
+        process, poll = self._jail.process, select.poll()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        given, written = self._program.stdin.encode("utf-8", "surrogatepass"), 0
+        fd_in, fd_out, fd_err = process.stdin.fileno(), process.stdout.fileno(), process.stderr.fileno()
+        self._texts = {fd_out: bytearray(), fd_err: bytearray()}
+        is_open = {fd_out, fd_err}
+        for fd in is_open:
+            poll.register(fd, select.POLLIN)
+        if given:
+            os.set_blocking(fd_in, False)
+            poll.register(fd_in, select.POLLOUT)
+        else:
+            process.stdin.close()
+        look = time.monotonic() + LOOK_EVERY_S
+        while is_open:
+            now = time.monotonic()
+            if now >= deadline:
+                self._cut = "timeout"
+                return
+            if now >= look:
+                look = now + LOOK_EVERY_S
+                if memory_mib(self._jail.first) > self._memory_mib + INTERPRETER_MIB:
+                    self._cut = "memory"
+                    return
+            for fd, _ in poll.poll(max(1.0, 1000 * (min(look, deadline) - now))):
+                if fd == fd_in:
+                    try:
+                        written += os.write(fd, given[written : written + 2**16])
+                    except BlockingIOError:
+                        continue
+                    except OSError:  # it reads no more
+                        written = len(given)
+                    if written >= len(given):
+                        poll.unregister(fd)
+                        process.stdin.close()
+                    continue
+                piece = os.read(fd, 2**16)
+                if not piece:
+                    poll.unregister(fd)
+                    is_open.remove(fd)
+                elif self._is_too_much(self._texts[fd], piece):
+                    self._cut = "output"
+                    return
+        self._wait(deadline)
+
+    def _wait(self, deadline: float) -> None:
+        """For a program that closed its output and goes on."""
+        while self._cut is None and not select.select([self._jail.control], [], [], LOOK_EVERY_S)[0]:
+            if time.monotonic() >= deadline:
+                self._cut = "timeout"
+            elif memory_mib(self._jail.first) > self._memory_mib + INTERPRETER_MIB:
+                self._cut = "memory"
+
+    def _is_too_much(self, text: bytearray, piece: bytes) -> bool:
+        most = self._described.max_output_kib * 1024
+        text += piece[: most - len(text)]
+        return len(text) >= most and len(piece) > 0
+
+    def _report(self) -> tuple[int, float] | None:
+        """Wait status and CPU seconds of the program, as the first process says; None where it did not."""
+        if self._cut is not None:
+            return None
+        self._jail.control.settimeout(END_TIMEOUT_S)
+        try:
+            status, cpu_s = self._jail.control.recv(4096).split()
+            return int(status), float(cpu_s)
+        except (OSError, ValueError):
+            return None
+
+    def _outcome(self, report: tuple[int, float] | None, stderr: str) -> tuple[Outcome, int | None]:
+        if self._cut is not None or report is None:
+            return self._cut or "infra", None
+        status = os.waitstatus_to_exitcode(report[0])
+        code = 128 - status if status < 0 else status
+        if status in (-signal.SIGXCPU, -signal.SIGKILL) and report[1] >= self._timeout_s:
+            return "timeout", code
+        return outcome_of(code, stderr), code
+
+
+def memory_mib(first: int) -> float:
+    """Of a process and all that descend from it: each page once, where the kernel says so."""
+    resident, pids = 0, _descendants(first)
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/statm", "rb") as file:
+            resident += int(file.read().split()[1]) * PAGE
+    if resident <= 64 * 2**20 or len(pids) < 2:
+        return resident / 2**20
+    proportional = 0
+    for pid in pids:  # a page that several of them share counts by its part in each
+        try:
+            with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+                proportional += next(int(line.split()[1]) for line in file if line.startswith(b"Pss:")) * 1024
+        except PermissionError:
+            return resident / 2**20
+        except (OSError, StopIteration):  # it has ended meanwhile
+            continue
+    return proportional / 2**20
+
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def _descendants(first: int) -> list[int]:
+    found, ahead = [], [first]
+    while ahead:
+        pid = ahead.pop()
+        found.append(pid)
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
+                    ahead += map(int, file.read().split())
+    return found
