@@ -153,20 +153,6 @@ def _without_expandable(settings: str) -> str:
 _PROC = Path("/proc")
 
 
-def free_main_memory() -> int | None:
-    """Free main memory: what the kernel says, or what is left of the limit of this container."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        return min(free, int(limit) - int(used)) if limit != "max" else free
-    except (OSError, ValueError):
-        return free
-
-
 def peak_memory() -> dict[int, int]:
     """Process id -> the most bytes that were resident at a time, of this process and its living descendants.
 

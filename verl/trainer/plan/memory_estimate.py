@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from verl.checkpoint.save.host_buffer import free_main_memory
 from verl.engines.sharding import FSDP, NoSharding, Sharding
 from verl.models.lora import LoRA
 from verl.models.model_stats import ModelStats, model_stats
 from verl.trainer.config import LoopSettings, PPOSettings
-from verl.utils.memory import free_main_memory, gpu_memory_from_outside
+from verl.utils.memory import gpu_memory_from_outside
 from verl.workers.base import TrainedRole
 
 GIB = 2**30
