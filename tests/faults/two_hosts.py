@@ -135,10 +135,10 @@ class TwoHosts:
         first, second = self.hosts
         for words in ("link set lo up", "link add lan type bridge", f"addr add {first.address}/24 dev lan"):
             ip(first, *words.split(), check=with_head)  # its address stays when the other host goes, as behind a switch
-        ip(first, *"link set lan up".split())
-        ip(first, *"link del cable".split(), check=False)
+        ip(first, *["link", "set", "lan", "up"])
+        ip(first, *["link", "del", "cable"], check=False)
         ip(first, *f"link add cable type veth peer name cable netns {second.init}".split())
-        ip(first, *"link set cable master lan up".split())
+        ip(first, *["link", "set", "cable", "master", "lan", "up"])
         for words in ("link set lo up", f"addr add {second.address}/24 dev cable", "link set cable up"):
             ip(second, *words.split())
         if with_head:
