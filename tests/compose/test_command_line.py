@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -163,13 +160,10 @@ def test_a_name_that_is_no_directory_below_that_of_runs_is_refused(name, said):
         assert getattr(LoopSettings(**{key: "lr/1e-3, größer"}), key) == "lr/1e-3, größer"
 
 
-def test_whatever_is_wrong_with_arguments_is_told_at_once_without_a_word_of_hydra(tmp_path):
+def test_whatever_is_wrong_with_arguments_is_told_at_once_without_a_word_of_hydra(fork_server, tmp_path):
     wrong = ["--trainer.seed=3", "grpo", "trainer.seed=1,2"]
     for arguments in ([*wrong, "trainer.total_steps=3#"], [*wrong, "~trainer.sed"], ["hydra.foo=1"]):
-        done = subprocess.run(
-            [sys.executable, str(conf_dir().parent / "main_ppo.py"), *arguments],
-            capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(conf_dir().parent)},
-        )  # fmt: skip
+        done = fork_server.run([conf_dir().parent / "main_ppo.py", *arguments], tmp_path)
         assert done.returncode == 2
         assert not RAW.search(done.stderr), done.stderr
         assert "Traceback" not in done.stderr

@@ -24,7 +24,7 @@ from verl.utils.progress import Progress, report, report_to
 class RayReply(NamedTuple):
     """What became of a call; `error` is the traceback if it failed."""
 
-    parcel: Serialized | None
+    serialized: Serialized | None
     error: str | None = None
 
 

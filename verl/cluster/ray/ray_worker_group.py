@@ -251,9 +251,9 @@ class RayTransport:
             return group.on_error(number, rank, str(error))
         self.progress.advance(slot=rank)
         if isinstance(answer, RayReply):
-            if answer.parcel is None:
+            if answer.serialized is None:
                 return group.on_error(number, rank, answer.error or "")
-            answer = deserialize(answer.parcel)
+            answer = deserialize(answer.serialized)
         return group.on_reply(number, rank, answer)
 
     def look(self, ranks: Sequence[int]) -> None:
