@@ -54,13 +54,33 @@ def test_without_a_command_the_help_is_shown():
     assert "--version" in result.output
 
 
+HELPS = """
+import typer
+from typer.testing import CliRunner
+from verl.cli.main import app
+
+def commands(command, words):
+    yield words
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, [*words, name])
+
+found = [words for words in commands(typer.main.get_command(app), []) if words not in (["ppo"], ["sft"])]
+failed = [words for words in found if CliRunner().invoke(app, [*words, "--help"]).exit_code]
+print(len(found), str(failed).replace(" ", ""), "torch" in sys.modules)
+"""
+
+
 def test_the_module_runs_as_the_command_without_loading_torch():
     code = (
         "import sys, runpy; sys.argv = ['verl', '--version']\ntry: runpy.run_module('verl.cli', run_name='__main__')\n"
     )
-    code += "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    code += "except SystemExit as end: print(end.code, 'torch' in sys.modules)\n"
+    code += HELPS
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout.split() == [verl.__version__, "0", "False"]
+    version, status, has_torch, count, failed, has_torch_after_help = ended.stdout.split()
+    assert (version, status, has_torch) == (verl.__version__, "0", "False")
+    assert int(count) > 20
+    assert (failed, has_torch_after_help) == ("[]", "False"), "--help of every command is there without torch"
 
 
 def test_the_commands_that_train_take_hydras_words_and_end_with_its_status(monkeypatch):

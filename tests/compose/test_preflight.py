@@ -41,6 +41,7 @@ REFUSED = {
     "a reward server": (["reward=remote_http", f"reward.endpoint.base_url={NOBODY}"], "reward.endpoint.base_url is"),
     "a store": (["storage=s3", "storage.bucket=verl-tests", f"storage.endpoint_url={NOBODY}"], "storage leads to s3:"),
     "a cluster": (["trainer=ray", "trainer.placement.address=127.0.0.1:9"], "trainer.placement.address is"),
+    "a function of a compiled module": (["reward=function", "reward.path=math:nope"], "reward.path is 'math:nope'"),
     "a directory": (["checkpoint.save_dir=/proc/nowhere"], "checkpoint.save_dir leads to /proc/nowhere: it cannot be"),
 }
 

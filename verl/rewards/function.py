@@ -18,6 +18,7 @@ from verl.rewards.deadline import BATCH_TIMEOUT_S, CallFailed, call_within
 from verl.rewards.import_path import (
     Signature,
     awaited,
+    is_defined_in_source,
     own_line,
     path_faults,
     required_arguments,
@@ -94,6 +95,14 @@ class RewardFunction(RewardDescription):
             return
         for name in required_arguments(self.path, (*texts, *self.kwargs)):
             yield f"path is {self.path!r}, which takes {name}", name
+
+    def preflight(self, context: BuildContext) -> Iterator[str]:
+        if is_defined_in_source(self.path):
+            return
+        try:
+            self.build(context).close()  # what only an import can tell, in a process of its own
+        except RewardError as error:
+            yield f"path is {self.path!r}: {error}"
 
     def build(self, context: BuildContext) -> Reward:
         if not self.per_sample:

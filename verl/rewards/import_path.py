@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import difflib
 import hashlib
 import importlib
@@ -58,6 +59,18 @@ def path_faults(path: str, kwargs: dict, texts: Sequence[str] = ("prompts", "res
         yield f"{seen}: {file.name} defines no {name}. {hint}"
     elif isinstance(node := names.get(name), _Function):
         yield from _signature_faults(node, seen, kwargs, texts, file)
+
+
+def is_defined_in_source(path: str) -> bool:
+    """Whether a function can be judged by its source, as `path_faults` does: it is not of a compiled module, nor made
+    by an assignment or imported from elsewhere."""
+    module, _, name = path.rpartition(":")
+    file, _ = source_file(module)
+    if file is None:
+        return False
+    with contextlib.suppress(SyntaxError, ValueError):
+        return isinstance(dict(_top_level_names(ast.parse(file.read_bytes()).body)).get(name), _Function)
+    return False
 
 
 def required_arguments(path: str, given: Sequence[str]) -> list[str]:
