@@ -270,7 +270,7 @@ def set_fields(made: Description, values: Mapping[str, Any]) -> list[str]:
     """Set the fields of a new description from `values`, and give every fault of them, each opening with its field.
 
     Args:
-        values: may hold `UNSOUND` for a field whose fault is told already. It is set to that, as is every field that
+        values: may hold `UNSOUND` for a field whose fault is known already. It is set to that, as is every field that
             turns out to be at fault.
     """
     kind = type(made)
@@ -376,7 +376,7 @@ def shown(value: Any) -> str:
 
 
 def _located(loc: Sequence[int | str], value: Any, annotation: Any) -> tuple[str, Any, Any]:
-    """The path of a fault, with the value and the annotation there; a union is told as a whole."""
+    """The path of a fault, with the value and the annotation there; a union is reported as a whole."""
     path = str(loc[0])
     for key, after in itertools.zip_longest(loc[1:], loc[2:]):
         choices = [choice for choice in _choices(annotation) if choice is not type(None)]

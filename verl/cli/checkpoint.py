@@ -32,7 +32,7 @@ ADDRESS = "Checkpoints in object storage, such as s3://BUCKET/PREFIX, or one of 
 
 
 def remote_summaries(address: str, level: Level = "quick") -> list[CheckpointSummary]:
-    """What a tier holds, in order of publication; those that do not verify are told as they are.
+    """What a tier holds, in order of publication; those that do not verify are listed as they are.
 
     Raises:
         CheckpointNotFound: nothing is there.

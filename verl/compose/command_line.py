@@ -279,7 +279,7 @@ def swept_paths(arguments: Sequence[str], sweeper: Any) -> tuple[str, ...]:
 
 
 def _refuse_sweeps(assigned: Overrides, faults: list[str]) -> None:
-    """Several values without -m: told, and left out."""
+    """Several values without -m: reported, and left out."""
     for group in [option for option in assigned.options if len(divided(option)) > 1]:
         assigned.options.remove(group)
         faults.append(f"{group} has several values: add -m for a sweep over them, or give one.")

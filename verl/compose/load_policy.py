@@ -148,7 +148,7 @@ def _trust_nothing(config: DictConfig, saved: SavedPolicy, assigned: Overrides, 
     """Take no code over that the user has not named: what a saved configuration says is not the user's word.
 
     Args:
-        others: faults to be told beside.
+        others: faults to be reported with it.
     Raises:
         ConfigError: it names components or functions outside of verl.
     """

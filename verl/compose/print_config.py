@@ -43,7 +43,7 @@ def differences(config: DictConfig, root: str, choices: Mapping[str, str | None]
     found: dict[str, tuple[Any, Any]] = {}
     for group in dict.fromkeys([*default, *choices]):
         now, before = choices.get(group), default.get(group)
-        is_list = group in LISTS and now is None  # Hydra names no list: its members are told one by one
+        is_list = group in LISTS and now is None  # Hydra names no list: its members are listed one by one
         if now != before and not is_list and not group.startswith("hydra/"):
             found[group] = now, before
     chosen = {group: _text(now) for group, (now, _) in found.items() if now is not None and group not in CHOOSERS}

@@ -100,7 +100,7 @@ class ChatTemplate:
 
 
 def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors) -> tuple[list[str], list[list[int]]]:
-    """The text and the tokens of every prompt; both are empty for rows that `bad` was told of.
+    """The text and the tokens of every prompt; both are empty for rows that `bad` received.
 
     A text is tokenised as it is, with the special tokens that the tokenizer puts before a text. Chat messages go
     through the chat template, up to where the assistant begins to speak; the template writes its own special tokens.

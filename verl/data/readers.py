@@ -142,7 +142,7 @@ def read_rows(files: Sequence[str | Path], bad: RowErrors, name: str = "data_fil
 
     Args:
         files: paths ending in `.parquet` or `.jsonl`.
-        bad: is told of lines that are no row, which are left out here.
+        bad: receives lines that are no row, which are left out here.
         name: what messages call this list.
     Raises:
         ConfigError: a file is missing, is no parquet or JSONL, or holds nothing.
@@ -170,7 +170,7 @@ READ_AHEAD_BYTES = 16 << 20  # of JSON lines, whose columns only all of them tel
 
 
 def columns_of(files: Sequence[str | Path]) -> frozenset[str] | None:
-    """The columns of files, where they can be told without reading much: of parquet, and of JSONL that is not large.
+    """The columns of files, where they are known without reading much: of parquet, and of JSONL that is not large.
 
     None where they cannot: a file is large, or cannot be read, which is reported when it is.
     """

@@ -66,7 +66,7 @@ def from_prompts(
 
     Args:
         completion_key: the column; None takes `completion` or else `response`.
-        bad: is told of rows that cannot be used, which are left out.
+        bad: receives rows that cannot be used, which are left out.
     Raises:
         ConfigError: the tokenizer has no EOS, or no row has a column.
     """
@@ -95,7 +95,7 @@ def from_conversations(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErr
     """By row, in order, a conversation of which the assistant's turns are learned, each with its end token.
 
     Args:
-        bad: is told of rows that cannot be used, which are left out.
+        bad: receives rows that cannot be used, which are left out.
     Raises:
         ConfigError: no row has the column, there is no template, or the tokenizer cannot tell where its tokens lie.
     """

@@ -4,7 +4,7 @@ prompts ── one prefill each ──> cache ── repeated per sample ──>
                                               ^                       |
                                               └── finished rows leave ┘
 
-What of this a model allows is told by its `ModelPaths`; at the least each token is computed from its whole row.
+What of this a model allows is in its `ModelPaths`; at the least each token is computed from its whole row.
 """
 
 from __future__ import annotations

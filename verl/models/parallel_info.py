@@ -119,7 +119,7 @@ class Numerics:
 def compute_type(model: nn.Module, autocast: Autocast = None) -> str:
     """The coarsest type in which a model computes: `float64`, `float32`, `tf32`, `float16`, `bfloat16` or narrower.
 
-    That of its weights, of `autocast`, or for float32 what torch is told to multiply it in
+    That of its weights, of `autocast`, or for float32 what torch is set to multiply it in
     (`torch.set_float32_matmul_precision`).
     """
     if autocast is not None:

@@ -33,7 +33,7 @@ class Monitoring(Description):
         max_skips: so many skips in a row of the same kind, and the run stops after all.
         spike_factor: a watched metric spikes when its size is above its running median by more than this factor times
             its usual deviation; null watches none.
-        spike_history: steps before the first spike can be told.
+        spike_history: steps before the first spike can be reported.
         spike_window: steps that the running median looks back.
         watched: keys of metrics.
         max_dumps: batches written to `anomalies/` in one run.

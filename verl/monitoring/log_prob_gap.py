@@ -130,7 +130,7 @@ class GapWatch:
         self._is_beyond = False
 
     def add(self, metrics: Mapping[str, float], numerics: Numerics | None) -> Excess | None:
-        """Look at a step; a gap that is not there, or not finite, is none: the latter is told by its own check.
+        """Look at a step; a gap that is not there, or not finite, is none: the latter has a check of its own.
 
         Args:
             numerics: of trainer and engine; None where they are not known.

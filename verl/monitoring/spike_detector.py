@@ -40,7 +40,7 @@ class SpikeDetector:
 
         spike:  |x| > median + factor * max(1.4826 * MAD, 0.1 * median, 0.001)
 
-    Both are robust: a spike joins the history and hardly moves the band. A metric that stays beyond it is told once,
+    Both are robust: a spike joins the history and hardly moves the band. A metric that stays beyond is reported once,
     until it has been back; after half a window beyond, the band has followed.
 
     Args:

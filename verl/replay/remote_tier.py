@@ -2,7 +2,7 @@
 
 demoted ── upload ──> confirmed ──> the local file goes
 drawn ahead ── fetch ──> hashed ──> a local file for a while
-             └── no answer: others are drawn for now     └── altered or missing: lost, and told
+             └── no answer: others are drawn for now     └── altered or missing: lost, and reported
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def reshard(
         device: where slices are put together and received.
         group: of torch.distributed; None for all processes.
         lend: give what this rank holds already as it lies there, uncopied.
-        received: is told the bytes of each part that has arrived from another rank.
+        received: called with the bytes of each part that has arrived from another rank.
     Yields:
         (name, slice) in the order of the plan's target, tensors that this rank holds there only.
     """

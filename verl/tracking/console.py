@@ -177,7 +177,7 @@ class ConsoleTracker(Tracker):
         print_line(self._console, visible(text), style, wraps=wraps)
 
     def _left(self, step: int) -> str:
-        """Remaining time as `eta m:ss`; empty where it cannot be told or nothing remains."""
+        """Remaining time as `eta m:ss`; empty where it is unknown or nothing remains."""
         if self._total is None or step >= self._total or not self._durations_s:
             return ""
         seconds = round(sum(self._durations_s) / len(self._durations_s) * (self._total - step))

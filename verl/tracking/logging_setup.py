@@ -72,7 +72,7 @@ def _file_lines(run_dir: Path) -> logging.FileHandler:
 
 
 class _RunLog(logging.FileHandler):
-    """A file whose disk may be full: that is told once and stops nothing; lines wait in memory for room."""
+    """A file whose disk may be full: that is reported once and stops nothing; lines wait in memory for room."""
 
     _has_told = False
 
@@ -90,7 +90,7 @@ class _RunLog(logging.FileHandler):
 
 
 class _WithoutTraceback(logging.Formatter):
-    """The message alone: an error that ends the run is told with its traceback at the end, and run.log has all."""
+    """The message alone: an error that ends the run is printed with its traceback at the end, and run.log has all."""
 
     def format(self, record: logging.LogRecord) -> str:
         record = copy.copy(record)

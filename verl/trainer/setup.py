@@ -114,7 +114,7 @@ def resume_faults(resume: str | None) -> Iterator[str]:
     if resume is None or resume == LATEST or is_address(resume):
         return
     before = logging.root.manager.disable
-    logging.disable()  # what is passed over is told when it is read in full
+    logging.disable()  # what is passed over is reported when it is read in full
     try:
         find(resume, Path(), verify=False)
     except ConfigError as error:
@@ -229,7 +229,7 @@ class RoleSharding:
 
 
 def sharding_faults(roles: Sequence[RoleSharding], settings: LoopSettings, is_placed: bool = False) -> list[str]:
-    """What is wrong between shardings, the number of processes, and the models; each fault is told once.
+    """What is wrong between shardings, the number of processes, and the models; each fault is reported once.
 
     Args:
         is_placed: a placement says which role has how many processes, and itself what is wrong with that.

@@ -388,7 +388,7 @@ def _checkpoint(
 def _to_save(
     trainer: LoopTrainer, result: TrainResult, metrics: dict[str, float]
 ) -> tuple[dict[str, SavedRoleState], PartStates, dict[str, Any]]:
-    """What a checkpoint holds of the roles, of everything else, and what is told beside it."""
+    """What a checkpoint holds of the roles, of everything else, and metadata beside it."""
     roles, state = trainer.state()
     rate = metrics.get("actor/lr", metrics.get("sft/lr"))
     progress = {

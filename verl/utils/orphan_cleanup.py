@@ -118,7 +118,7 @@ class OrphanCleanup:
         self._reset()
 
     def _tell(self, messages: Iterable[dict[str, Any]]) -> None:
-        """A clean-up process that is gone is started again, and told everything."""
+        """A clean-up process that is gone is started again, and everything is registered with it anew."""
         fault: OSError | None = None
         for _ in range(2):
             try:

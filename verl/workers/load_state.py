@@ -60,7 +60,7 @@ class RoleState:
 
 @dataclass(frozen=True)
 class RemoteRoleState:
-    """What is told of a trained role whose processes write their tensors themselves.
+    """Metadata of a trained role whose processes write their tensors themselves.
 
     Attributes:
         updates: see `RoleState`.

@@ -256,7 +256,7 @@ class RankCheckpointWriter:
         return RankInfo(tuple(self._trained), socket.gethostname(), sees_nonce(FileSystem(), directory, nonce))
 
     def states(self) -> dict[str, RemoteRoleState]:
-        """What the driver is told of the roles."""
+        """Metadata of the roles for the driver."""
         return {
             name: RemoteRoleState(worker.engine.updates, _num_bytes(worker)) for name, worker in self._trained.items()
         }

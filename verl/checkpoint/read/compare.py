@@ -133,7 +133,7 @@ def _max_abs(first: CheckpointReader, a: LogicalTensor, second: CheckpointReader
 
 
 def _file_differences(first: Checkpoint, second: Checkpoint) -> Iterator[CheckpointDifference]:
-    """Files that hold no tensors, by digest; JSON files that both have are told by key instead."""
+    """Files that hold no tensors, by digest; JSON files that both have are compared by key instead."""
     one, two = _plain_files(first), _plain_files(second)
     by_key = _documents(first) & _documents(second)
     for path in sorted((one.keys() | two.keys()) - by_key):
@@ -157,7 +157,7 @@ def _plain_files(published: Checkpoint) -> dict[str, str]:
 
 
 def _documents(published: Checkpoint) -> set[str]:
-    """Files that are told by key: settings, not vocabularies."""
+    """Files that are compared by key: settings, not vocabularies."""
     small = {entry.path for entry in published.manifest.contents.values() if entry.size <= DOCUMENT_LIMIT_BYTES}
     return {path for path in small if path.endswith((".json", ".yaml")) and path != STATE and INDEX_NAME not in path}
 

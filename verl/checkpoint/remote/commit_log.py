@@ -98,7 +98,7 @@ class CommitLog:
 
         Raises:
             CheckpointFenced: it is, and another one came after it.
-            ConfigError: the store replaces an object that it was told not to.
+            ConfigError: the store replaces an object although the request forbids it.
         """
         assert self.claim, "a claim has a name"
         if any(record.kind == "claim" and record.claim == self.claim for record in self.records()):

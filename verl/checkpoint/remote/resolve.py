@@ -134,7 +134,7 @@ def newest_of_tiers(
     """The newest checkpoint that is whole, on the local disk or in the store, and its `trainer_state.json`; from the
     store it is fetched.
 
-    A damaged one is told, and its copy in the other tier is taken, or the one before it; so is one whose objects the
+    A damaged one is named, and its copy in the other tier is taken, or the one before it; so is one whose objects the
     store does not give.
 
     Args:

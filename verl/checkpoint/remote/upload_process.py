@@ -1,7 +1,7 @@
 """The upload process (`python -m verl.checkpoint.remote.upload_process`), and `Uploader`, the trainer's side of it.
 
-The process is started with the run, told of each checkpoint, restarted when it died, and waited for at the end;
-training never waits for it. It looks at the directory when it is told to, and uploads what the store is to get and has
+The process is started with the run, notified of each checkpoint, restarted when it died, and waited for at the end;
+training never waits for it. It looks at the directory when it is asked to, and uploads what the store is to get and has
 not confirmed, the newest first: that is the one to resume from. It ends with the trainer. Imports no torch.
 """
 
@@ -129,7 +129,7 @@ class UploadWorker:
 
         Raises:
             CheckpointFenced: another trainer has claimed the tier.
-            StorageError: the store does not answer, or refuses; what was uploaded is told and recorded.
+            StorageError: the store does not answer, or refuses; what was uploaded is reported and recorded.
         """
         if not self._has_claim:
             self._log.take_claim()
@@ -175,7 +175,7 @@ class UploadWorker:
 
 
 def serve(channel: Channel, setting: UploadSettings, progress: Progress) -> None:
-    """Upload when told to, until told to finish or hung up on."""
+    """Upload when asked to, until asked to finish or the channel is closed."""
     logging.basicConfig(format="uploader: %(levelname)s %(name)s: %(message)s", level=logging.ERROR)
     with contextlib.suppress(OSError):
         os.nice(setting.niceness)
@@ -217,7 +217,7 @@ def serve(channel: Channel, setting: UploadSettings, progress: Progress) -> None
             pause_s = setting.shortest_pause_s
         except CheckpointFenced as error:
             tell(UploadEvent(kind="fenced", error=str(error)))
-            asked.wait()  # to be told to finish; nothing is uploaded any more
+            asked.wait()  # for the request to finish; nothing is uploaded any more
             break
         except (StorageError, CheckpointError, VerlError, OSError) as error:
             what, is_refused = redact(f"{type(error).__name__}: {error}"), isinstance(error, StorageRefused)
@@ -308,7 +308,7 @@ class Uploader:
         A store that refuses is not waited for.
 
         Returns:
-            What was told meanwhile.
+            Messages that arrived meanwhile.
         """
         if self._child is None:
             return []
@@ -387,7 +387,7 @@ class Uploader:
             self._changed.notify_all()
 
     def _watch(self) -> None:
-        """End a process that makes no progress with what it was told, and start it again."""
+        """End a process that makes no progress with its request, and start it again."""
         watched, watch = None, None
         pause_s = min(LOOK_EVERY_S, self._timeout_s / 2)
         while not self._is_over.wait(pause_s):

@@ -178,7 +178,7 @@ class CheckpointWriter:
         """What has become of saves since it was last asked.
 
         Args:
-            raises: raise the error of the first that failed; the others are told by the next call.
+            raises: raise the error of the first that failed; the others are reported by the next call.
         Raises:
             CheckpointError: a save failed; nothing of it was published.
         """

@@ -207,7 +207,7 @@ class CheckpointSaver:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What trackers are told of where this run comes from."""
+        """What trackers record of where this run comes from."""
         parent = None if self.parent is None else asdict(self.parent)
         return {"run_id": self.run_id, "parent": parent, "ancestors": self.ancestors}
 
@@ -287,7 +287,7 @@ class CheckpointSaver:
     def asked_for(self) -> tuple[bool, str | None]:
         """Whether somebody has put a file `save` into the run's directory, and the tag that it holds, if any.
 
-        The file is taken away; a tag that is no name for a checkpoint is told, and the save goes without it.
+        The file is taken away; a tag that is no name for a checkpoint is reported, and the save goes on without it.
         """
         if self._writer is None or not (file := self._run_dir / ASKED).exists():
             return False, None

@@ -6,7 +6,7 @@ resume=latest      the first of them that holds checkpoints of this training; re
 resume=PATH        where that checkpoint lies, if it is one of them, else as without resume
 checkpoint.save_dir=DIR   DIR, or a refusal
 
-Which training a checkpoint is of is told by its identity (`verl.trainer.state.training_identity`). A directory that a
+A checkpoint belongs to the training with its identity (`verl.trainer.state.training_identity`). A directory that a
 living run holds is refused by the name of who holds it, and so is a place in the object storage behind it that a run
 on another machine holds.
 """
