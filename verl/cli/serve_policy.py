@@ -48,11 +48,16 @@ def serve_policy(
         server = server_of(trainer, host, port, record, max_tokens, kv_cache_gib, ignore_sampling, timeout_s)
         typer.echo(f"{saved.told} at {server.url}")
         # serve_forever cannot be ended from a handler of its own thread
-        for number in (signal.SIGINT, signal.SIGTERM):
+        ends = (signal.SIGINT, signal.SIGTERM)
+        before = [
             signal.signal(number, lambda *_: threading.Thread(target=server.shutdown, daemon=True).start())
+            for number in ends
+        ]
         try:
             server.serve_forever(poll_interval=0.1)
         finally:
+            for number, handler in zip(ends, before, strict=True):
+                signal.signal(number, handler)
             server.server_close()
             server.endpoint.close()
 

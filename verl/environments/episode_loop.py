@@ -432,8 +432,10 @@ class _Play:
         if journal is None:
             return False
         recovery = getattr(episode.environment, "recovery", "restart")
-        own, any_attempt = (self._key(episode, what, attempt) for attempt in (episode.attempt, 0))
-        episode.key = own if recovery == "restart" else any_attempt
+        episode.key = self._key(episode, what, episode.attempt if recovery == "restart" else 0)
+        if not journal.is_resumed:
+            return False
+        own = episode.key if recovery == "restart" else self._key(episode, what, episode.attempt)
         if what == "reset" and recovery == "restart":
             episode.reads_journal &= self._had_ended(episode)
             episode.restarted |= not episode.reads_journal and journal.answer(own) is not None

@@ -27,7 +27,7 @@ import secrets
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,6 @@ class EpisodeJournal:
         self._answers: dict[str, JournalEntry] = {}
         self._turns: dict[str, list[int]] = {}
         self._ends: set[str] = set()
-        self.is_resumed = False
 
     def open(self, step: int) -> None:
         """Be at a step: what earlier processes wrote of it is known from here on."""
@@ -86,12 +85,16 @@ class EpisodeJournal:
         found = sorted((life, path) for at, life, path in self._files() if at == step)
         for _, path in found:
             self._load(path)
-        self.is_resumed = bool(found)
         self._prune(step)
         life = 1 + max((life for life, _ in found), default=0)
         self.directory.mkdir(parents=True, exist_ok=True)
         name = f"step-{step:08d}.{life}.rank-{self._rank}.{secrets.token_hex(4)}.jsonl"
         self._file = open(self.directory / name, "wb", buffering=0)  # noqa: SIM115
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether earlier processes wrote answers of this step."""
+        return bool(self._answers)
 
     def close(self) -> None:
         if self._file is not None:
@@ -126,11 +129,11 @@ class EpisodeJournal:
     def write_answer(self, key: str, entry: JournalEntry) -> None:
         value: Any = entry.value
         if isinstance(value, StepResult):
-            calls = [asdict(call) for call in value.info.get("calls", ())]
+            calls = [vars(call) for call in value.info.get("calls", ())]
             value = {"step": [_plain(value.observation), value.reward, value.terminated, value.truncated, calls]}
         else:
             value = {"reset": _plain(value)}
-        self._write({"answer": key, "record": asdict(entry.record), **value})
+        self._write({"answer": key, "record": vars(entry.record), **value})
 
     def write_end(self, key: str) -> None:
         self._write({"end": key})
