@@ -309,6 +309,7 @@ class ShardedParallelism(DataParallelism):
             local,
             self.fully and autocast is not None,
             whole,
+            functools.partial(settle, core) if self.fully else lambda: None,
         )
 
     def settle(self, model: nn.Module) -> None:
