@@ -105,6 +105,11 @@ def _rollout_faults(run: Any) -> Iterator[str]:
             f"rollout is a {type(run.rollout).__name__}: it takes no weights from an actor in {stages} pipeline stages "
             "(sharding.pp). Set rollout=hf, where the stages are put together for generation, or sharding.pp=1."
         )
+    if stages > 1 and run.environment is not None:
+        yield (
+            f"environment is {type(run.environment).__name__}: episodes were not tried with an actor in {stages} "
+            "pipeline stages (sharding.pp). Set sharding.pp=1."
+        )
     limit_s = getattr(shardings["actor"], "timeout_s", float("inf"))
     if is_divided and run.rollout.call_timeout_s >= limit_s:
         yield (

@@ -302,9 +302,11 @@ def _batch(run: Any) -> Iterator[str]:
     for role, layout in role_layouts(run).items():
         if role not in ("actor", "critic"):
             continue
-        limit, shares = getattr(run, role).micro_batch_tokens, layout.shares
+        limit, shares, sharding = getattr(run, role).micro_batch_tokens, layout.shares, layout.sharding
         together = layout.token_shares // shares
         own = -(-rows // (algorithm.mini_batches * shares))
+        if sharding.pipeline_ways(layout.processes) > 1:
+            limit = sharding.micro_batch_tokens(limit, own * width)
         per = max(1, limit * together // width)
         where = "each process" if together == 1 else f"{together} processes that share their tokens"
         yield (
