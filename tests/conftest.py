@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import rich
 import torch
+from faults.fork_server import ForkServer
 from random_models import save_random_model
 from storage.gcs_server import gcs_server
 from storage.oss_server import oss_server
@@ -119,6 +120,13 @@ def prompts(tokenizer) -> Callable[..., DataProto]:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Runs scripts without the seconds that their imports take."""
+    with ForkServer() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

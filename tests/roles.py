@@ -23,11 +23,16 @@ PPO = Algorithm(advantage=GAE(), policy_loss=PPOClip())
 
 
 def start_actor(
-    model: ModelSource, rollout: Rollout | None = None, algorithm: Algorithm = PPO, seed: int = 0, **options: Any
+    model: ModelSource,
+    rollout: Rollout | None = None,
+    algorithm: Algorithm = PPO,
+    seed: int = 0,
+    device: str = "cpu",
+    **options: Any,
 ) -> ActorWorker:
-    """An actor on the CPU; `options` are those of `Actor`."""
+    """An actor; `options` are those of `Actor`."""
     description = Actor(model=model, **{"optimizer": AdamW(lr=1e-3), **options})
-    context = BuildContext(seed=seed, tokenizer=model.load_tokenizer())
+    context = BuildContext(device=device, seed=seed, tokenizer=model.load_tokenizer())
     return description.start(
         context, Parallelism(), algorithm, rollout or HFRollout(max_new_tokens=8), total_updates=10
     )

@@ -11,8 +11,6 @@ import itertools
 import json
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,12 +206,10 @@ def test_a_command_that_looks_at_a_run_is_done_with_it(command, finished, model3
 
 
 @pytest.mark.parametrize("command", of_kind("script"))
-def test_a_script_prints_what_the_page_shows(command, users_files):
+def test_a_script_prints_what_the_page_shows(command, users_files, fork_server):
     words = shlex.split(command.text)[1:]
     extra = [] if {"--help", "--dry_run"} & set(words) else ["--dry_run"]
-    done = subprocess.run(
-        [sys.executable, ROOT / words[0], *words[1:], *extra], capture_output=True, text=True, check=False
-    )
+    done = fork_server.run([ROOT / words[0], *words[1:], *extra], users_files)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == command.output.strip() or not command.output
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,17 +30,16 @@ ROOT = Path(__file__).resolve().parents[1]
         pytest.param("make_plan_table.py", marks=pytest.mark.exhaustive),
     ],
 )
-def test_what_is_made_from_the_code_and_the_results_is_up_to_date(script):
-    done = subprocess.run([sys.executable, ROOT / "scripts" / script, "--check"], capture_output=True, text=True)
+def test_what_is_made_from_the_code_and_the_results_is_up_to_date(script, fork_server, tmp_path):
+    done = fork_server.run([ROOT / "scripts" / script, "--check"], tmp_path)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
     "families", [["llama", "llama4_text", "bert", "musicgen"], pytest.param([], marks=pytest.mark.exhaustive)]
 )
-def test_the_table_of_model_families_is_that_of_the_installed_libraries(families):
-    check = [sys.executable, ROOT / "scripts/make_models_table.py", "--check", *families]
-    done = subprocess.run(check, capture_output=True, text=True)
+def test_the_table_of_model_families_is_that_of_the_installed_libraries(families, fork_server, tmp_path):
+    done = fork_server.run([ROOT / "scripts/make_models_table.py", "--check", *families], tmp_path)
     assert done.returncode == 0, done.stderr
     known = re.findall(r"^\| ([\w-]+) \| (?:fast|plain|refused|not built)", (ROOT / "docs/models.md").read_text(), re.M)
     assert known == all_families()

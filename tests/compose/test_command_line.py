@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,8 @@ from verl.compose.compose import compose_root
 from verl.compose.from_yaml import compose_over_default
 from verl.compose.schema import conf_dir
 from verl.compose.validate import validate
+from verl.errors import ConfigError
+from verl.trainer.config import LoopSettings
 
 RAW = re.compile(r"hydra\.cc|Lexer|token recognition|viable|mismatched|PPORoot|object_type|full_key|usage:|HYDRA_|See ")
 ODD = (
@@ -115,6 +114,15 @@ def test_every_field_that_holds_a_path_is_known_as_one():
         ("algorithm=gr-po", "Did you mean grpo?"),
         ("~traner", "Did you mean trainer?"),
         ("traner@x=local", "Did you mean trainer?"),
+        ("~trainer", "~trainer: a run needs one. Write trainer=OPTION; there are local, "),
+        ("~algorithm=ppo", "a run needs one"),
+        ("trainer.seed=${trainer.total_steps", "the reference cannot be read. Write ${other.key}, closed"),
+        ("trainer.experiment_name=a${x", "trainer.experiment_name is 'a${x': the reference cannot be read"),
+        ("reward={_target_:}", "reward={_target_:}: its _target_ is empty"),
+        ('algorithm="ppo', "no such option; there are cispo, "),
+        ("-m trainer.seed=range(3,1)", "stands for no value, so the sweep has no jobs"),
+        ("-m trainer.seed=glob(*)", "stands for no value, so the sweep has no jobs"),
+        ("-m algorithm=glob(zz*)", "no option is called so, so the sweep has no jobs; there are cispo, "),
     ],
 )
 def test_an_argument_that_cannot_be_read_is_told_in_our_words(argument, said):
@@ -124,13 +132,38 @@ def test_an_argument_that_cannot_be_read_is_told_in_our_words(argument, said):
     assert not RAW.search(fault)
 
 
-def test_whatever_is_wrong_with_arguments_is_told_at_once_without_a_word_of_hydra(tmp_path):
+def test_what_may_be_left_out_or_refers_to_another_key_or_chooses_options_is_let_through():
+    words = ["-m", "~replay", "~storage", "~trainer.total_steps", "algorithm=glob(g*)", "trainer.seed=range(1,3)"]
+    words += ["trainer.experiment_name=a_${trainer.seed}", "trainer.total_steps=${oc.decode:${oc.env:STEPS,3}}"]
+    assert command_line("ppo", words)[1].faults == []
+
+
+def test_what_is_given_twice_is_told_and_the_last_counts():
+    arguments, assigned = command_line("ppo", ["trainer.seed=1", "trainer.seed=2", "algorithm=grpo", "algorithm=ppo"])
+    assert assigned.notes[-2:] == [
+        "trainer.seed is given 2 times: 2 counts, not 1.",
+        "algorithm is given 2 times: ppo counts, not grpo.",
+    ]
+    assert compose_root("ppo", arguments).trainer.seed == 2
+    assert command_line("ppo", ["trainer.seed=2", "trainer.seed=2"])[1].notes == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("../x", "leads out of"), ("/x", "leads out of"), ("a/../../b", "leads out of"), ("~/x", "leads out of"),
+     ("", "is empty"), ("a" * 300, "is longer than 200 bytes"), ("a\nb", "cannot be printed")],
+)  # fmt: skip
+def test_a_name_that_is_no_directory_below_that_of_runs_is_refused(name, said):
+    for key in ("project_name", "experiment_name"):
+        with pytest.raises(ConfigError, match=said):
+            LoopSettings(**{key: name})
+        assert getattr(LoopSettings(**{key: "lr/1e-3, größer"}), key) == "lr/1e-3, größer"
+
+
+def test_whatever_is_wrong_with_arguments_is_told_at_once_without_a_word_of_hydra(fork_server, tmp_path):
     wrong = ["--trainer.seed=3", "grpo", "trainer.seed=1,2"]
     for arguments in ([*wrong, "trainer.total_steps=3#"], [*wrong, "~trainer.sed"], ["hydra.foo=1"]):
-        done = subprocess.run(
-            [sys.executable, str(conf_dir().parent / "main_ppo.py"), *arguments],
-            capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(conf_dir().parent)},
-        )  # fmt: skip
+        done = fork_server.run([conf_dir().parent / "main_ppo.py", *arguments], tmp_path)
         assert done.returncode == 2
         assert not RAW.search(done.stderr), done.stderr
         assert "Traceback" not in done.stderr
@@ -220,6 +253,8 @@ def test_a_component_that_is_written_out_takes_the_place_of_the_default_option(w
         (["++trainer.seed=[1"], "[1 opens what is not closed, or is no value"),
         (["sharding@nowhere.sharding=ddp"], "sharding@nowhere.sharding: nothing is chosen there yet. Write +sharding@"),
         (["hydra/launcher=nope"], "hydra/launcher=nope: Hydra has no such option"),
+        (["trainer.seed=${now:}"], "the reference in trainer.seed cannot be resolved ("),
+        (["++hydra.run.dir=null"], "hydra.run.dir=null: it cannot be set (field 'hydra.run.dir' is not Optional)."),
     ],
 )
 def test_each_way_in_which_hydra_fails_to_compose_has_words_of_ours(overrides, said):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from faults.fork_server import ForkServer
 
 from verl.compose.schema import conf_dir
 
@@ -29,11 +31,20 @@ print("HEAVY AFTER CHECK", sorted(heavy))
 """
 
 
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
 def run(tmp_path: Path, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    of_child = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, env=of_child, check=False
-    )
+    """In an interpreter of its own."""
+    words = [sys.executable, *arguments]
+    env = {**os.environ, **ENVIRONMENT, **(environment or {})}
+    return subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
+
+
+@pytest.fixture
+def run_script(fork_server: ForkServer, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """Run a script in a process that has imported everything already."""
+    return lambda *words: fork_server.run(words, tmp_path, {**os.environ, **ENVIRONMENT})
 
 
 def test_help_lists_the_groups_and_neither_help_nor_check_imports_anything_heavy(tmp_path):
@@ -54,9 +65,9 @@ def test_a_reader_that_leaves_is_no_error_of_what_is_only_shown(flags, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_faults_print_as_a_list_without_traceback_exit_2_and_leave_no_directory(tmp_path):
-    done = run(
-        tmp_path, str(ROOT / "main_ppo.py"), "actor=lama8b", "trainer.lr=1", "trainer.backend=dp3", "trainer.seed=-1"
+def test_faults_print_as_a_list_without_traceback_exit_2_and_leave_no_directory(tmp_path, run_script):
+    done = run_script(
+        str(ROOT / "main_ppo.py"), "actor=lama8b", "trainer.lr=1", "trainer.backend=dp3", "trainer.seed=-1"
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[0] == "4 faults in the configuration:"
@@ -87,14 +98,14 @@ def test_what_this_machine_lacks_is_refused_before_the_warm_start_and_leaves_not
     assert not (tmp_path / "cache/warm_starts").exists()  # no warm start was made
 
 
-def test_a_run_that_is_refused_while_it_is_built_leaves_no_directory(tmp_path):
+def test_a_run_that_is_refused_while_it_is_built_leaves_no_directory(tmp_path, run_script):
     script = tmp_path / "script.py"
     script.write_text(
         "from verl.compose.launch import entry_point\nfrom verl.errors import ConfigError\n@entry_point('sft')\n"
         "def main(job):\n    job.record()\n    (job.run_dir / 'budget.txt').touch()\n"
         "    raise ConfigError('data.x is 1: no.')\nmain()\n"
     )
-    done = run(tmp_path, str(script))
+    done = run_script(str(script))
     assert (done.returncode, done.stderr) == (2, "data.x is 1: no.\n")
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
@@ -134,10 +145,12 @@ main()
         ),
     ],
 )
-def test_a_failed_run_says_the_sentence_that_matters_and_then_one_traceback_at_most(raised, first, traces, tmp_path):
+def test_a_failed_run_says_the_sentence_that_matters_and_then_one_traceback_at_most(
+    raised, first, traces, tmp_path, run_script
+):
     script = tmp_path / "script.py"
     script.write_text(FAILING.format(raised=raised))
-    done = run(tmp_path, str(script))
+    done = run_script(str(script))
     assert done.returncode == 1
     assert done.stderr.splitlines()[0] == first
     assert (done.stdout + done.stderr).count("Traceback (most recent call last)") == traces
@@ -146,16 +159,16 @@ def test_a_failed_run_says_the_sentence_that_matters_and_then_one_traceback_at_m
 
 
 @pytest.mark.parametrize("argument", ["trainer.experiment_name=${nowhere}", "trainer.seed=[", "hydra.foo=1"])
-def test_what_cannot_be_composed_is_told_in_words_too(argument, tmp_path):
-    done = run(tmp_path, str(ROOT / "main_sft.py"), argument)
+def test_what_cannot_be_composed_is_told_in_words_too(argument, tmp_path, run_script):
+    done = run_script(str(ROOT / "main_sft.py"), argument)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.strip()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cfg_job_prints_yaml_alone_on_standard_output(tmp_path):
-    done = run(tmp_path, str(ROOT / "main_ppo.py"), "trainer.backend=local", "actor=llama8b", "--cfg", "job")
+def test_cfg_job_prints_yaml_alone_on_standard_output(tmp_path, run_script):
+    done = run_script(str(ROOT / "main_ppo.py"), "trainer.backend=local", "actor=llama8b", "--cfg", "job")
     assert done.returncode == 0
     assert done.stdout.startswith("_target_: verl.trainer.ppo_config.PPORun\n")
     assert done.stderr == "trainer.backend=local became sharding=none\n"
@@ -221,17 +234,19 @@ def test_under_torchrun_one_process_drives_as_many_workers_as_it_has_started(tmp
         ("2", "2", "trainer.n_gpus_per_node=4", "trainer.n_gpus_per_node is 4: torchrun has started 2 processes"),
     ],
 )
-def test_what_torchrun_has_started_and_a_run_cannot_use_is_refused(of_all, here, argument, said, tmp_path, monkeypatch):
+def test_what_torchrun_has_started_and_a_run_cannot_use_is_refused(
+    of_all, here, argument, said, tmp_path, run_script, monkeypatch
+):
     places = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": of_all, "LOCAL_WORLD_SIZE": here}
     for name, value in places.items():
         monkeypatch.setenv(name, value)
-    done = run(tmp_path, str(ROOT / "main_ppo.py"), "sharding=fsdp", argument)
+    done = run_script(str(ROOT / "main_ppo.py"), "sharding=fsdp", argument)
     assert done.returncode == 2
     assert said in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_sweep_gives_each_job_its_values_and_directory(tmp_path):
+def test_a_sweep_gives_each_job_its_values_and_directory(tmp_path, run_script):
     script = tmp_path / "script.py"
     script.write_text(
         "from verl.compose.launch import entry_point\n"
@@ -241,7 +256,7 @@ def test_a_sweep_gives_each_job_its_values_and_directory(tmp_path):
         "    print('JOB', job.config.trainer.seed, job.run_dir.relative_to(job.run_dir.parents[3]))\n"
         "main()\n"
     )
-    done = run(tmp_path, str(script), "-m", "trainer.seed=3,4")
+    done = run_script(str(script), "-m", "trainer.seed=3,4")
     jobs = [line.split() for line in done.stdout.splitlines() if line.startswith("JOB")]
     assert [job[1] for job in jobs] == ["3", "4"], done.stderr
     assert [Path(job[2]).name for job in jobs] == ["0", "1"]
@@ -249,8 +264,8 @@ def test_a_sweep_gives_each_job_its_values_and_directory(tmp_path):
     assert len(list(tmp_path.glob("multirun/verl/sft_tiny/*/*/config.yaml"))) == 2
 
 
-def test_a_job_that_fails_does_not_end_the_sweep(tmp_path):
-    done = run(tmp_path, str(ROOT / "main_ppo.py"), "-m", "actor.optimizer.lr=-1,1e-3", "trainer.group_sise=2")
+def test_a_job_that_fails_does_not_end_the_sweep(tmp_path, run_script):
+    done = run_script(str(ROOT / "main_ppo.py"), "-m", "actor.optimizer.lr=-1,1e-3", "trainer.group_sise=2")
     assert done.returncode == 2
     assert done.stderr.count("group_sise is not a known key") == 2
     assert "Job 0 of the sweep ended with status 2" in done.stderr

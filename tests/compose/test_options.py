@@ -21,9 +21,15 @@ from verl.compose.schema import conf_dir, group_options, json_schema, root_keys
 from verl.compose.validate import refuse_here, validate
 from verl.errors import ConfigError
 
-SFT_ONLY = {"data=arithmetic_sft", "data=sft_files", "trainer=sft", "experiment=arithmetic_sft"}
+SFT_ONLY = {
+    "data=arithmetic_sft", "data=calculator_sft", "data=guess_number_sft", "data=sft_files", "trainer=sft",
+    "experiment=arithmetic_sft",
+    "experiment=calculator_sft", "experiment=guess_number_sft",
+}  # fmt: skip
 PPO_ONLY = {"data=arithmetic", "data=files", "trainer=local", "trainer=ray", "trainer=mesh"}
 PPO_ONLY |= {"experiment=arithmetic_ppo", "experiment=arithmetic_grpo", "experiment=gsm8k_qwen2_0_5b"}
+PPO_ONLY |= {f"data={name}" for name in ("calculator", "guess_number", "episodes")}
+PPO_ONLY |= {"experiment=calculator_grpo", "experiment=guess_number_grpo"}
 OPTIONS = [f"{group}={option}" for group, options in group_options(conf_dir()).items() for option in options]
 CLIENTS = {"storage=oss": "ossfs", "storage=gcs": "gcsfs"}  # packages that an option cannot do without
 OPTIONAL = {  # an option that asks for a package, and the extra of setup.py that brings it
@@ -49,6 +55,16 @@ NEEDED = {  # what an option leaves to the user
     "storage=s3": ["storage.bucket=models"],
     "storage=gcs": ["storage.bucket=models"],
     "storage=oss": ["storage.bucket=models", "storage.endpoint_url=https://oss-cn-hangzhou.aliyuncs.com"],
+    "reward=environment": ["environment=guess_number", "data=guess_number"],
+    "environment=guess_number": ["reward=environment", "data=guess_number"],
+    "data=guess_number": ["reward=environment", "environment=guess_number"],
+    "data=episodes": ["reward=environment", "environment=function", "environment.path=rule.py:World"],
+    "environment=function": ["environment.path=rule.py:World"],
+    "environment=python_tools": ["environment.path=rule.py"],
+    "environment=gymnasium": ["environment.env_id=FrozenLake-v1"],
+    "environment=textarena": ["environment.env_id=GuessTheNumber-v0"],
+    "environment=reasoning_gym": ["environment.task=leg_counting"],
+    "environment=mcp": ["environment.command=[server]"],
     "rollout=server": ["rollout.endpoint.base_url=http://localhost:8000"],
     "data=files": ["data.train_files=[rows.jsonl]", "data.max_prompt_length=16"],
     "experiment=gsm8k_qwen2_0_5b": ["data.train_files=[rows.jsonl]", "data.eval_files=[rows.jsonl]"],

@@ -6,8 +6,6 @@ import csv
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from cli.small_runs import small_run
@@ -25,13 +23,11 @@ from verl.tracking.sweep_table import outcomes, table, write
 ROOT = conf_dir().parent
 
 
-def test_the_jobs_of_a_sweep_are_compared(tmp_path, model64, monkeypatch, caplog):
+def test_the_jobs_of_a_sweep_are_compared(fork_server, tmp_path, model64, monkeypatch, caplog):
     arguments = [*small_run(model64, tmp_path), "trainer.total_steps=2", "checkpoint.save_interval=1", "tracker=wandb"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "main_ppo.py"), "-m", "checkpoint=sync,async", *arguments],
-        capture_output=True, text=True, cwd=tmp_path, env={**environment, "COLUMNS": "80"}, check=False,
-    )  # fmt: skip
+    environment = {**os.environ, "WANDB_MODE": "offline", "COLUMNS": "80"}
+    words = [ROOT / "main_ppo.py", "-m", "checkpoint=sync,async", *arguments]
+    done = fork_server.run(words, tmp_path, environment)
     assert done.returncode == 0, done.stderr
     assert "Sweep of 2 jobs" in done.stdout
     (directory,) = tmp_path.glob("multirun/verl/*/*")

@@ -125,6 +125,23 @@ def test_every_estimator_credits_an_episode_as_if_observations_were_not_there(es
         assert not found[name][~mask].any()
 
 
+def test_a_discount_by_turn_does_not_count_the_tokens_of_a_turn():
+    rows = played(started(Algorithm(advantage=GRPO(), policy_loss=PPOClip())))
+    mask, rewards = rows["response_mask"], rows["token_level_rewards"]
+    values = torch.randn(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * mask
+    rows = rows.union(DataProto.from_dict({"values": values}))
+    found = GAE(gamma=0.5, lam=0.8, whiten=False, discount="turn")(rows)["advantages"]
+    for row in range(len(rows)):
+        advantage = following = 0.0
+        places, turns = mask[row].nonzero()[:, 0].tolist(), rows["turn_ids"][row]
+        for place, after in reversed(list(zip(places, [*places[1:], None], strict=True))):
+            is_last = after is not None and turns[after] != turns[place]
+            gamma, decay = (0.5, 0.4) if is_last else (1.0, 1.0)
+            advantage = float(rewards[row, place]) + gamma * following - float(values[row, place]) + decay * advantage
+            following = float(values[row, place])
+            assert float(found[row, place]) == pytest.approx(advantage, abs=1e-9)
+
+
 @pytest.mark.parametrize("loss", [PPOClip(), GSPO(), CISPO()], ids=lambda x: type(x).__name__)
 def test_losses_metrics_and_kl_do_not_see_observations(loss):
     algorithm = Algorithm(advantage=GRPO(), policy_loss=loss, kl=KLInLoss(coef=0.1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,9 @@ from faults.fork_server import ForkServer
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[ForkServer]:
-    """Starts trainers; one for all tests of the group `fork server`."""
-    with ForkServer() as started:
-        yield started
+def server(fork_server: ForkServer) -> ForkServer:
+    """Starts trainers."""
+    return fork_server
 
 
 @pytest.fixture(scope="session")

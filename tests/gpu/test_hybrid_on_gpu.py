@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from gpu.needs import gpus
 
 from verl.hybrid.actor import HybridActor
 from verl.hybrid.benchmark import measure_switch_overhead
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = gpus()
 
 
 def test_generating_leaves_no_memory_behind_and_a_switch_takes_none(dir32, tokenizer):

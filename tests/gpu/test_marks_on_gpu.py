@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu.needs import gpus
 
 from verl.weight_verification.compare import differing
 from verl.weight_verification.fingerprint import ProbeVectors, WeightFingerprint, as_array, fingerprint, full_precision
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
-]
+pytestmark = gpus()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from gpu.needs import gpus
 from trainer.runs import PPO_ALGORITHM, ppo_run, read_lines, weights, without_times
 
 from verl.component import BuildContext
@@ -15,10 +16,7 @@ from verl.rollout.hf import HFRollout
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
-]
+pytestmark = gpus()
 
 
 def train(model, directory, **parts):

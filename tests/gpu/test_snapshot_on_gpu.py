@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from checkpoint.requests import request, same_bits, tensors_of
+from gpu.needs import gpus
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.save.async_writer import CheckpointWriter
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
-]
+pytestmark = gpus()
 
 
 def test_tensors_on_the_device_are_saved_as_the_compute_stream_left_them(tmp_path):

@@ -69,7 +69,7 @@ def test_a_full_disk_and_full_memory_cost_the_oldest_rows_and_are_counted(tmp_pa
         buffer.append(scored_rows(24, seed=step, version=step, longest=longest), step)
     lost = buffer.stats()["replay/lost_rows"]
     assert lost > 0
-    assert buffer.tail.num_bytes < 4 * 2**20
+    assert buffer.write_buffer.num_bytes < 4 * 2**20
     found = buffer.sample(ALL)
     assert found is not None
     assert len(found) == 11 * 24 - lost

@@ -38,7 +38,7 @@ def with_cold_rows(directory: Path, store: Path, timeout_s: float = 60.0) -> Tie
     buffer.cold.settle()
     buffer.settle()
     assert buffer.stats()["replay/rows_cold"] == 24  # 288 rows, of which the newest 261 stay here: a whole shard goes
-    buffer.shelf.sweep()
+    buffer.disk_tier.sweep()
     return buffer
 
 
@@ -126,7 +126,7 @@ def test_rows_in_place_of_lost_ones_may_be_in_the_store_too(tmp_path):
         buffer_state(buffer)
     cold.settle()
     buffer.settle()
-    buffer.shelf.sweep()
+    buffer.disk_tier.sweep()
     stored = sorted((tmp_path / "store").rglob("rows_*.arrow"))
     assert len(stored) == 8
     for path in stored[::2]:
@@ -196,7 +196,7 @@ def test_a_shard_that_expires_on_its_way_to_the_store_stays_nowhere(is_swept, tm
         buffer_state(buffer)
     first = f"replay/{next(iter(buffer.cold._uploads))}"
     if is_swept:
-        buffer.shelf.sweep()
+        buffer.disk_tier.sweep()
     begins.set()
     buffer.cold.settle()
     buffer.settle()
@@ -213,6 +213,6 @@ def test_rows_that_expire_in_the_store_leave_no_file_here(tmp_path):
         buffer.append(scored_rows(24, seed=step, version=step), step)
     assert len(buffer.released) == 1
     assert len([*(tmp_path / "here").glob("rows_000000000000_*")]) == 1, "a save under way may link it"
-    buffer.shelf.sweep()
+    buffer.disk_tier.sweep()
     assert not [*(tmp_path / "here").glob("rows_000000000000_*")]
     buffer.close()

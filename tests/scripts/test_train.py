@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -175,15 +173,8 @@ def test_the_run_that_the_flags_ask_for_is_the_one_that_runs(tmp_path, dir32, mo
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
 
 
-def test_faults_of_the_run_end_the_script_with_status_2(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "train.py"), "--seed", "-1"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+def test_faults_of_the_run_end_the_script_with_status_2(fork_server, tmp_path):
+    done = fork_server.run([ROOT / "scripts" / "train.py", "--seed", "-1"], tmp_path)
     assert (done.returncode, done.stderr) == (2, "trainer.seed is -1: must not be negative.\n")
     assert done.stdout == "python main_ppo.py trainer.seed=-1\n"
 

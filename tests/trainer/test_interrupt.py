@@ -4,45 +4,48 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from cluster.processes_of import wait_until_gone, workers_of
+from faults.fork_server import Child
 from trainer.runs import read_lines
 
 from verl.models.pretrained import Pretrained
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARDINGS = {"none": [], "ddp": ["sharding=ddp", "trainer.n_gpus_per_node=2"]}
 
 
 @pytest.mark.parametrize(
-    ("sharding", "number"), [("none", signal.SIGINT), ("none", signal.SIGTERM), ("ddp", signal.SIGTERM)]
+    ("sharding", "number"),
+    [
+        ("none", signal.SIGINT),
+        pytest.param("none", signal.SIGTERM, marks=pytest.mark.exhaustive),  # in faults/test_killed_training.py too
+        ("ddp", signal.SIGTERM),
+    ],
 )
-def test_an_interrupted_run_writes_what_is_finished_and_leaves_nothing_running(sharding, number, model32, tmp_path):
+def test_an_interrupted_run_writes_what_is_finished_and_leaves_nothing_running(
+    sharding, number, fork_server, model32, tmp_path
+):
     run_dir = tmp_path / "run"
     (tmp_path / "rate.py").write_text("def variety(prompts, responses):\n    return [len(set(r)) for r in responses]\n")
     choices = ["actor=pretrained", f"actor.model.path={model32.path}", "reward=function", "reward.path=rate.py:variety"]
     length = ["trainer.total_steps=100000", "data.held_out=4", "actor.optimizer.lr=1e-3"]
     sizes = ["trainer.prompts_per_step=4", "trainer.group_size=2", "rollout.max_new_tokens=6", "trainer.eval_samples=0"]
-    quiet = ["trainer.num_threads=1", "tracker.tensorboard=null", "tracker.curves=null", f"hydra.run.dir={run_dir}"]
-    command = [sys.executable, ROOT / "main_ppo.py", *choices, *length, *sizes, *quiet, *SHARDINGS[sharding]]
-    with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path)
+    quiet = ["trainer.num_threads=1", "tracker.tensorboard=null", "tracker.curves=null"]
+    process = fork_server.start(tmp_path, "run", [*choices, *length, *sizes, *quiet, *SHARDINGS[sharding]])
     try:
         _wait_for_steps(run_dir / "metrics.jsonl", 3, process)
         workers = workers_of(process.pid)
         assert len(workers) == (2 if sharding == "ddp" else 0)
-        process.send_signal(number)
-        status = process.wait(timeout=240)
+        process.kill(number)
+        status = process.wait(240)
     finally:
         process.kill()
         process.wait()
-    told = (tmp_path / "output").read_text()
+    told = process.said()
     assert status == (130 if number == signal.SIGINT else 143), told
     assert "stopping once this step is done and saved" in told
     assert "Interrupted after step" in told
@@ -59,10 +62,10 @@ def test_an_interrupted_run_writes_what_is_finished_and_leaves_nothing_running(s
     assert (run_dir / "critic" / "config.json").is_file()
 
 
-def _wait_for_steps(file: Path, count: int, process: subprocess.Popen) -> None:
+def _wait_for_steps(file: Path, count: int, process: Child) -> None:
     """Until so many lines of metrics are there; the run must not end before."""
     end = time.monotonic() + 120
     while not (file.is_file() and file.read_bytes().count(b"\n") > count):
-        assert process.poll() is None, "the run ended by itself"
+        assert process.is_running(), "the run ended by itself"
         assert time.monotonic() < end, "no steps were made"
         time.sleep(0.1)

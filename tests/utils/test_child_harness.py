@@ -17,7 +17,7 @@ from verl.utils.child_process.process import ChildLog, ChildProcess
 from verl.utils.progress import Progress, state_of
 
 CHILD = """
-import os, subprocess, sys
+import atexit, os, subprocess, sys
 from verl.utils.child_process.process import run_child
 
 def serve(channel, setting, progress):
@@ -29,6 +29,8 @@ def serve(channel, setting, progress):
             channel.send(subprocess.Popen(["sleep", "600"]).pid)
         elif order == "exit":
             sys.exit(3)
+        elif order == "say something at the end":
+            atexit.register(print, "the exit function was called")
         else:
             channel.send((setting, sys.path[0], sorted(name for name in os.environ if name.startswith("VERL_"))))
 
@@ -65,6 +67,14 @@ def test_a_child_gets_its_setting_and_its_parents_paths_and_hands_nothing_of_the
     assert log.text(0) == "a line of the child\n"
     child.end(timeout_s=30)
     assert child.exit_code() == 0
+
+
+def test_a_child_whose_parent_hangs_up_calls_its_exit_functions_and_ends_with_0(child):
+    child, _, log = child
+    child.channel.send("say something at the end")
+    child.channel.close()
+    assert child.await_exit(60.0) == 0
+    assert "the exit function was called" in log.text(0)
 
 
 def test_a_child_that_ends_by_itself_says_how(child):

@@ -7,7 +7,7 @@ B responses, T response length. An estimator runs on the whole batch of a step, 
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import PositiveFloat
@@ -61,6 +61,8 @@ class GAE(AdvantageEstimator):
         gamma: discount per token, in [0, 1].
         lam: in [0, 1]; 1 is Monte Carlo, 0 is TD(0).
         whiten: bring the advantages to mean 0 and variance 1.
+        discount: where gamma and lam act: from each token to the next, or from each turn of an episode to the next, so
+            that a turn's length does not count; tokens of one turn then follow each other undiscounted.
     Raises:
         ConfigError: gamma or lam outside [0, 1].
     """
@@ -68,14 +70,20 @@ class GAE(AdvantageEstimator):
     gamma: UnitInterval = 1.0
     lam: UnitInterval = 1.0
     whiten: bool = True
+    discount: Literal["token", "turn"] = "token"
 
     needs_values: ClassVar[bool] = True
 
     @torch.no_grad()
     def __call__(self, batch: DataProto) -> DataProto:
         mask, rewards, values = batch["response_mask"], batch["token_level_rewards"], batch["values"]
-        delta = rewards + self.gamma * _next_on_mask(values, mask) - values
-        advantages = discounted_sums(delta, mask, self.gamma * self.lam)
+        gamma: float | Tensor = self.gamma
+        decay: float | Tensor = self.gamma * self.lam
+        if self.discount == "turn":
+            acts = _ends_turn(batch, mask)
+            gamma, decay = (torch.where(acts, x, 1.0).to(values.dtype) for x in (gamma, decay))
+        delta = rewards + gamma * _next_on_mask(values, mask) - values
+        advantages = discounted_sums(delta, mask, decay)
         returns = torch.where(mask, advantages + values, 0.0)
         if self.whiten:
             advantages = masked_whiten(advantages, mask)
@@ -142,11 +150,19 @@ def _next_on_mask(values: Tensor, mask: Tensor) -> Tensor:
     return padded.gather(-1, later)
 
 
-def discounted_sums(delta: Tensor, mask: Tensor, decay: float) -> Tensor:
-    """[B, T]: x_t = delta_t + decay * x_{t+1} along the tokens on the mask, 0 off it."""
+def _ends_turn(batch: DataProto, mask: Tensor) -> Tensor:
+    """[B, T]: True where the next token on the mask is of another turn; in a row without turns nowhere."""
+    if "turn_ids" not in batch:
+        return torch.zeros_like(mask)
+    turns = batch["turn_ids"].double()
+    return _next_on_mask(turns + 1, mask) != turns + 1
+
+
+def discounted_sums(delta: Tensor, mask: Tensor, decay: float | Tensor) -> Tensor:
+    """[B, T]: x_t = delta_t + decay_t * x_{t+1} along the tokens on the mask, 0 off it."""
     # Off the mask x_t = 0 + 1 * x_{t+1} carries the running sum over.
     steps = torch.where(mask, delta, 0.0).t().contiguous()
-    decays = torch.where(mask, delta.new_tensor(decay), 1.0).t().contiguous()
+    decays = torch.where(mask, torch.as_tensor(decay, dtype=delta.dtype, device=delta.device), 1.0).t().contiguous()
     sums = torch.empty_like(steps)
     running = delta.new_zeros(delta.shape[0])
     for t in reversed(range(delta.shape[1])):

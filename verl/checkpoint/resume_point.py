@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,13 @@ class ResumePoint:
         published: the checkpoint.
         state: its `trainer_state.json`.
         why: what was looked for, and why this one.
+        storage: the place that `resume` gave the address of, from which it was fetched.
     """
 
     published: Checkpoint
     state: dict[str, Any]
     why: str
+    storage: Storage | None = None
 
     @property
     def step(self) -> int:
@@ -187,7 +189,8 @@ def _point(published: Checkpoint, why: str) -> ResumePoint:
 def _fetched(address: str, save_dir: Path, storage: Storage | None) -> ResumePoint:
     """The checkpoint that an address leads to, hashed while it was fetched."""
     try:
-        return _point(bring(address, save_dir, storage), f"fetched from {address}")
+        published, place = bring(address, save_dir, storage)
+        return replace(_point(published, f"fetched from {address}"), storage=place)
     except (CheckpointNotFound, StorageError) as error:
         raise ConfigError(f"resume is {address!r}: {error}") from error
 

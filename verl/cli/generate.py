@@ -36,7 +36,7 @@ def evaluate(
     """
     from verl.compose.load_policy import root_of
 
-    with _faults_told(), _located(path) as saved, _running(saved, root_of(saved), overrides or [], data) as trainer:
+    with faults_told(), located(path) as saved, running(saved, root_of(saved), overrides or [], data) as trainer:
         if trainer.eval_data is None:
             raise ConfigError("data has no rows that are held out. Give --data FILE, or data.eval_files=[...].")
         metrics, rows = trainer.evaluate(saved.step), len(trainer.eval_data)
@@ -66,14 +66,14 @@ def generate(
         raise typer.BadParameter("give --prompt or --data, not both", param_hint="--prompt")
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     settings = [f"rollout.{key}={value}" for key, value in given.items() if value is not None]
-    with _faults_told(), TemporaryDirectory("verl-prompts-") as directory, _located(path) as saved:
+    with faults_told(), TemporaryDirectory("verl-prompts-") as directory, located(path) as saved:
         if prompt:
             data = Path(directory) / "prompts.jsonl"
             asked = [[{"role": "user", "content": text}] if chat else text for text in prompt]
             data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
             settings.append("data.prompt_key=prompt")
         unrated = ["reward=length"]  # any that costs nothing: no response is rated
-        with _running(saved, "ppo", [*unrated, *(overrides or []), *settings], data) as trainer:
+        with running(saved, "ppo", [*unrated, *(overrides or []), *settings], data) as trainer:
             rows = _responses(trainer, samples, greedy)
     for row in rows:
         typer.echo(json.dumps(row) if as_json else f"{row['prompt']}\n  -> {row['response']}")
@@ -93,7 +93,7 @@ def _responses(trainer: Any, samples: int, greedy: bool) -> list[dict[str, Any]]
 
 
 @contextmanager
-def _located(path: str) -> Iterator[SavedPolicy]:
+def located(path: str) -> Iterator[SavedPolicy]:
     """The policy that a path means; of an address, a copy that is fetched for as long as it is asked."""
     from verl.compose.load_policy import locate_policy
 
@@ -103,11 +103,11 @@ def _located(path: str) -> Iterator[SavedPolicy]:
     from verl.checkpoint.remote.resolve import bring
 
     with TemporaryDirectory("verl-fetched-") as directory:
-        yield locate_policy(str(bring(path, Path(directory)).directory))
+        yield locate_policy(str(bring(path, Path(directory))[0].directory))
 
 
 @contextmanager
-def _running(saved: SavedPolicy, root: str, overrides: Sequence[str], data: Path | None) -> Iterator[Any]:
+def running(saved: SavedPolicy, root: str, overrides: Sequence[str], data: Path | None = None) -> Iterator[Any]:
     """The trainer of a saved policy, which trains nothing and leaves nothing behind."""
     from verl.component import BuildContext
     from verl.compose.load_policy import policy_run
@@ -124,7 +124,7 @@ def _running(saved: SavedPolicy, root: str, overrides: Sequence[str], data: Path
 
 
 @contextmanager
-def _faults_told() -> Iterator[None]:
+def faults_told() -> Iterator[None]:
     """What is wrong with the question, or with what was saved, is a message and status 2."""
     try:
         yield

@@ -18,6 +18,7 @@ from verl.cli.models import print_families, print_kept, print_summary
 from verl.cli.plan import plan
 from verl.cli.resume_check import resume_check
 from verl.cli.samples import samples
+from verl.cli.serve_policy import serve_policy
 from verl.errors import ConfigError
 from verl.tracking.console import reader_may_leave
 from verl.utils.component_exits import component_exits
@@ -52,6 +53,7 @@ app.command("resume-check")(resume_check)
 app.command()(lineage)
 app.command("eval")(evaluate)
 app.command()(generate)
+app.command("serve-policy")(serve_policy)
 app.command()(plan)
 app.command()(samples)
 

@@ -23,6 +23,7 @@ from verl.storage.config import is_address
 from verl.tracking.console import end_cut, fitting_columns, visible
 
 BUFFER = "buffer"
+EPISODE = "episode"  # the column of turns
 OF_BUFFER = ("sample", "policy_version", "advantage")  # beside the columns of the data
 
 
@@ -167,14 +168,18 @@ th, td { padding: .3rem .5rem; border-bottom: 1px solid #ddd; vertical-align: to
 td.number { text-align: right; font-variant-numeric: tabular-nums }
 td.text { white-space: pre-wrap; overflow-wrap: anywhere; font-family: ui-monospace, monospace; max-width: 40rem }
 td.prompt { cursor: pointer }
+span.model { background: #e3f0e3 } span.reward { color: #2458a6 }
+span.environment { color: #8a5a00; background: #fbf1de }
 @media (prefers-color-scheme: dark) {
+  span.model { background: #213021 } span.reward { color: #8ab4f8 }
+  span.environment { color: #e0b060; background: #33291a }
   body { color: #ddd; background: #181818 } th { background: #2a2a2a } th, td { border-color: #444 }
 }
 """
 
 _SCRIPT = """
 const rows = JSON.parse(document.getElementById("rows").textContent);
-const OF_BUFFER = new Set(["sample", "policy_version", "advantage"]);
+const OF_BUFFER = new Set(["sample", "policy_version", "advantage", "episode"]);
 const ofData = [...new Set(rows.flatMap((row) => Object.keys(row.others)))].filter((name) => !OF_BUFFER.has(name));
 const columns = [
   ["step", "step"], ["source", "source"], ["prompt_id", "prompt id"], ["score", "reward"], ["length", "tokens"],
@@ -214,6 +219,31 @@ function compare(left, right, falls) {
   return (left < right ? -1 : 1) * (falls ? -1 : 1);
 }
 
+// Who wrote what: the model's tokens, which are trained on, and the environment's, which are masked.
+function turnsOf(episode) {
+  const parts = [];
+  const add = (kind, text, title) => {
+    const span = document.createElement("span");
+    Object.assign(span, {className: kind, textContent: text, title});
+    parts.push(span);
+  };
+  episode.turns.forEach((turn, number) => {
+    const said = turn.text + (turn.is_complete ? "" : " ... cut");
+    add("model", said, `turn ${number}, ${turn.tokens} tokens of the model`);
+    if (turn.reward) add("reward", ` [${+turn.reward.toPrecision(6)}]`, "reward of the turn");
+    parts.push(document.createTextNode("\\n"));
+    if (turn.observation === null) return;
+    const text = typeof turn.observation === "string" ? turn.observation
+      : turn.observation.map((message) => message.content).join("\\n");
+    const told = (call) => `${call.name} ${call.outcome} ${call.seconds.toPrecision(3)} s ${call.error}`;
+    const calls = turn.calls.map(told);
+    add("environment", text, ["of the environment, masked", ...calls].join("\\n"));
+    parts.push(document.createTextNode("\\n"));
+  });
+  add("reward", `ended by ${episode.end}`, `${episode.seconds.toPrecision(3)} s`);
+  return parts;
+}
+
 function cell(row, name) {
   const td = document.createElement("td"), value = valueOf(row, name);
   td.textContent = value === null ? "" : typeof value === "number" ? +value.toPrecision(6) : value;
@@ -223,7 +253,9 @@ function cell(row, name) {
     td.title = "this prompt through all steps";
     td.onclick = () => change({exact: row.prompt, sort: "step"});
   }
-  if (name === "response") td.title = JSON.stringify(row.others, null, 1);
+  if (name === "response" && row.others.episode) {
+    td.replaceChildren(...turnsOf(row.others.episode));
+  } else if (name === "response") td.title = JSON.stringify(row.others, null, 1);
   return td;
 }
 
@@ -322,6 +354,7 @@ def samples(
     limit: Annotated[int, typer.Option(help="Rows shown; 0 for all.")] = 20,
     html: Annotated[Path | None, typer.Option(help="Write one page with all chosen rows, to sort and filter.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON.")] = False,
+    turns: Annotated[bool, typer.Option("--turns", help="Episodes turn by turn.")] = False,
 ) -> None:
     """Browse the rollouts of a run: the rows of its replay buffer, and the samples that it dumped."""
     with one_line_errors():
@@ -335,6 +368,8 @@ def samples(
             print_json([sample.as_json() for sample in shown])
         elif compare:
             _compare(found)
+        elif turns:
+            _print_turns(shown)
         else:
             _print_samples(shown)
             typer.echo(f"{len(shown)} of {len(found)} rows" + ("" if len(shown) == len(found) else " (--limit)"))
@@ -423,9 +458,40 @@ def _print_samples(shown: Sequence[DumpedSample]) -> None:
     print_table(list(table), list(zip(*table.values(), strict=True)))
 
 
+def _print_turns(shown: Sequence[DumpedSample]) -> None:
+    """Who wrote what, the rewards where they fell, and the time of each call."""
+    episodes = [sample for sample in shown if isinstance(sample.others.get(EPISODE), dict)]
+    if not episodes:
+        raise ConfigError("--turns: none of the chosen rows is an episode. Runs with an environment dump episodes.")
+    for sample in episodes:
+        record = sample.others[EPISODE]
+        told = f"step {sample.step}  {sample.source}  reward {_number(sample.score)}  ended by {record['end']}"
+        typer.echo(f"{told}  {len(record['turns'])} turns  {record['seconds']:.3g} s")
+        rows = [["", "prompt", _line(sample.prompt), "", ""]]
+        for number, turn in enumerate(record["turns"]):
+            cut = "" if turn["is_complete"] else f"{CUT} cut"
+            reward = f"{turn['reward']:g}" if turn["reward"] else ""
+            rows.append([str(number), "model", _line(turn["text"]) + cut, reward, ""])
+            calls = ", ".join(
+                f"{c['name'] or 'unread call'} {c['outcome']} {c['seconds']:.3g} s" for c in turn["calls"]
+            )
+            if turn["observation"] is not None:
+                rows.append(["", "environment", _line(observation_text(turn["observation"])), "", calls])
+        print_table(["turn", "who", "text", "reward", "calls"], rows)
+        typer.echo("")
+
+
+def observation_text(observation: Any) -> str:
+    """An observation as one text."""
+    if isinstance(observation, str):
+        return observation
+    return "\n".join(str(message.get("content", "")) for message in observation)
+
+
 def data_columns(samples: Sequence[DumpedSample]) -> list[str]:
     """What is known of responses beside the text and its score: columns of the data, such as `answer`."""
-    return [name for name in dict.fromkeys(key for one in samples for key in one.others) if name not in OF_BUFFER]
+    hidden = (*OF_BUFFER, EPISODE)
+    return [name for name in dict.fromkeys(key for one in samples for key in one.others) if name not in hidden]
 
 
 def shares(widths: dict[str, int], room: int) -> dict[str, int]:

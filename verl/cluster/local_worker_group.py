@@ -65,6 +65,10 @@ class InlineWorkerGroup:
             future.set_exception(error)
         return future
 
+    def worker(self, role: str) -> Any:
+        """A role itself, as it is in this process."""
+        return self._host.workers[role]
+
     def close(self) -> None:
         """Let go of the models."""
         self._host.close()

@@ -67,9 +67,9 @@ def serialize(value: Any) -> Serialized:
     return Serialized(head.getvalue(), kept.buffers)
 
 
-def deserialize(parcel: Serialized | tuple[bytes, Sequence[Any]]) -> Any:
+def deserialize(serialized: Serialized | tuple[bytes, Sequence[Any]]) -> Any:
     """The value again. Its tensors share the memory of the buffers, and may be as read-only as they are."""
-    head, buffers = parcel
+    head, buffers = serialized
     return pickle.loads(head, buffers=buffers)
 
 

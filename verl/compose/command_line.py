@@ -16,10 +16,10 @@ from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import Override, Quote, QuotedString, ValueType
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import OmegaConf, grammar_parser
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from verl.component import hint, nearest
 from verl.compose.compose import compose_root, readable
@@ -32,6 +32,7 @@ _OF_A_PACKAGE = re.compile(r"^\+?[\w/]+@[\w./:]*=|^\+?[\w/]+/[\w/@]+=")  # group
 _OTHER_SEARCH_PATH = ("--config-path", "-cp", "hydra.searchpath", "+hydra.searchpath")
 _CONFIG_DIR = ("--config-dir", "-cd")
 _PATH = re.compile(r"(^|[._])(path|paths|dir|dirs|directory|file|files|root|resume)$")
+QUOTES = "'\""
 _NO_PATH = ("", "null", "???")
 
 SWITCHES = ("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m",
@@ -75,6 +76,10 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
     assigned.options = [option for option in assigned.options if not _refuse_file(option, is_searched, faults)]
     if not sweeps:
         _refuse_sweeps(assigned, faults)
+    else:
+        _refuse_empty_sweeps(assigned, faults)
+    _refuse_unreadable(root, assigned, faults)
+    assigned.notes += _twice(pairs)
     assigned.faults = [*faults, *assigned.faults]
     assigned.values = with_copies(root, assigned)
     options = [readable(option) for option in [*_replaced(assigned), *assigned.options]]
@@ -240,7 +245,11 @@ def _not_assigned(root: str, word: str) -> str | None:
         key = word[1:].partition("=")[0]
         top, keys = re.split(r"[.@]", key, maxsplit=1)[0], root_keys(root)
         known = top in keys or top.startswith("hydra")
-        return None if known else f"{word}: {root}.yaml has no {top} to leave out.{hint(nearest(top, keys))}"
+        if not known:
+            return f"{word}: {root}.yaml has no {top} to leave out.{hint(nearest(top, keys))}"
+        options = group_options(conf_dir()).get(top, [])
+        is_needed = key == top and options and not {"none", "off"} & {*options} and top not in CHOOSERS
+        return f"{word}: a run needs one. Write {top}=OPTION; there are {', '.join(options)}." if is_needed else None
     if _OF_A_PACKAGE.match(word):
         group, keys = word.lstrip("+").partition("@")[0].partition("=")[0], [*group_options(conf_dir())]
         known = group in keys or group.startswith("hydra/")
@@ -284,6 +293,64 @@ def _refuse_sweeps(assigned: Overrides, faults: list[str]) -> None:
             )
 
 
+def _refuse_empty_sweeps(assigned: Overrides, faults: list[str]) -> None:
+    """Several values that come to none: such a sweep has no jobs."""
+    for group in list(assigned.options):
+        name = group.partition("=")[0]
+        globbed = _override(group)
+        if globbed is not None and globbed.value_type == ValueType.GLOB_CHOICE_SWEEP:
+            known = group_options(conf_dir()).get(name, [])
+            if not globbed.value().filter(known):
+                assigned.options.remove(group)
+                faults.append(
+                    f"{group}: no option is called so, so the sweep has no jobs; there are {', '.join(known)}."
+                )
+    for pair in list(assigned.values):
+        parsed = _parsed(pair[1]) if isinstance(pair[1], str) else None
+        if parsed is None or not parsed.is_sweep_override():
+            continue
+        is_glob = parsed.value_type == ValueType.GLOB_CHOICE_SWEEP  # which chooses among the options of a group
+        if is_glob or next(iter(parsed.sweep_iterator()), None) is None:
+            assigned.values.remove(pair)
+            faults.append(f"{pair[0]}={pair[1]} stands for no value, so the sweep has no jobs. Write the values.")
+
+
+def _refuse_unreadable(root: str, assigned: Overrides, faults: list[str]) -> None:
+    """Options, components and references that Hydra's grammar does not read."""
+    for option in list(assigned.options):
+        if _override(readable(option)) is None:
+            assigned.options.remove(option)
+            faults.append(_no_option(option.replace("=", "/", 1)))
+    for pair in list(assigned.values):
+        key, value = pair
+        if key in root_keys(root) and isinstance(value, str):
+            kind = re.match(r"'?\{\s*['\"]?_target_['\"]?\s*:\s*['\"]?([\w.$]*)", value)
+            if kind is not None and not kind[1]:
+                assigned.values.remove(pair)
+                faults.append(
+                    f"{key}={value.strip(QUOTES)}: its _target_ is empty. Write {{_target_:package.module.Class,...}}."
+                )
+                continue
+        if isinstance(value, str) and "${" in value:
+            parsed = _parsed(value)
+            text = value if parsed is None or parsed.is_sweep_override() else str(parsed.value())
+            try:
+                grammar_parser.parse(text)
+            except GrammarParseError:
+                assigned.values.remove(pair)
+                faults.append(f"{key} is {text!r}: the reference cannot be read. Write ${{other.key}}, closed.")
+
+
+def _twice(pairs: Sequence[tuple[str, Any]]) -> Iterator[str]:
+    """What is given more than once, with different values."""
+    given: dict[str, list[str]] = {}
+    for key, value in pairs:
+        given.setdefault(key, []).append(str(value))
+    for key, values in given.items():
+        if len(set(values)) > 1:
+            yield f"{key} is given {len(values)} times: {values[-1]} counts, not {', '.join(values[:-1])}."
+
+
 def _refuse_file(option: str, is_searched: bool, faults: list[str]) -> bool:
     """Whether the file of an option cannot be a part of a run; the reason is added to the faults."""
     group, _, choice = option.lstrip("+").partition("=")
@@ -319,12 +386,39 @@ def composition_faults(root: str, error: Exception) -> Iterator[str]:
         yield _unknown(root, found[1] or found[2])
     else:
         matches = ((re.search(pattern, text, re.DOTALL), words) for pattern, words in _WORDS)
-        first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-        yield next(
-            (words.format(*found.groups()) for found, words in matches if found is not None),
-            f"the configuration cannot be composed: {first.rstrip('.')}. `verl {root} --help` lists what can be "
-            "chosen.",
-        )
+        told = next((words.format(*found.groups()) for found, words in matches if found is not None), None)
+        other = _of_other_root(root, text)
+        yield other or told or _in_brief(root, error)
+
+
+def _of_other_root(root: str, text: str) -> str | None:
+    """What is said where an option is one of the other command's: it refers to what this one does not have."""
+    missing = re.search(r"Interpolation key '(\w+)[^']*' not found", text)
+    (other,) = {"ppo", "sft"} - {root}
+    if missing is None or missing[1] in root_keys(root) or missing[1] not in root_keys(other):
+        return None
+    return (
+        f"an option that was chosen refers to ${{{missing[1]}}}, which `verl {other}` has and `verl {root}` does not: "
+        f"it is for `verl {other}`. `verl {root} --help` lists what can be chosen."
+    )
+
+
+def _in_brief(root: str, error: BaseException) -> str:
+    """The override that Hydra stumbled over, and the reason, which is told by the innermost of its errors."""
+    first = _first_line(error)
+    cause = error
+    while (below := cause.__cause__ or cause.__context__) is not None:
+        cause = below
+    reason = "" if cause is error else f" ({_first_line(cause).rstrip('.')})"
+    what = first.removeprefix("Error merging override ").rstrip(".").lstrip("+")
+    words = (
+        f"{what}: it cannot be set" if what != first.rstrip(".") else f"the configuration cannot be composed: {what}"
+    )
+    return f"{words}{reason}. `verl {root} --help` lists what can be chosen."
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _no_option(path: str) -> str:
@@ -359,6 +453,10 @@ _WORDS = (  # what Hydra says, and what we say
     (
         r"Unsupported interpolation type (\S+)",
         "${{{0}:...}}: there is no resolver {0}. Write ${{key}} to refer to another key.",
+    ),
+    (
+        r"raised while resolving interpolation: (.*?)\s+full_key: (\S+)",
+        "the reference in {1} cannot be resolved ({0}). `--cfg job` shows the whole configuration.",
     ),
     (r"An item is already at '([^']+)'", "{0} is there already: write {0}=VALUE, or ++{0}=VALUE, without a single +."),
     (

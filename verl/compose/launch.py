@@ -13,6 +13,7 @@ import atexit
 import functools
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -31,13 +32,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl import errors
 from verl.component import BuildContext
 from verl.compose import schema
 from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_paths
 from verl.compose.overrides import Overrides
 from verl.compose.print_config import print_start, remove_refused, save_config
 from verl.compose.schema import conf_dir
-from verl.errors import CheckpointError, ConfigError, VerlError, WorkerError
+from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, WorkerError
 from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG, setup_logging
 from verl.utils import torchrun
@@ -171,10 +173,13 @@ def entry_point(root: str) -> Callable[[Callable[[LaunchedRun], Any]], Callable[
 
 def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[str]) -> None:
     statuses: list[int] = []
+    is_composed = False
 
     def task(config: DictConfig) -> None:
+        nonlocal is_composed
         import rich
 
+        is_composed = True
         running = HydraConfig.get()
         run_dir = Path(running.runtime.output_dir)
         overrides: Any = OmegaConf.to_container(running.overrides.task, resolve=False)
@@ -209,8 +214,22 @@ def _run_hydra(root: str, main: Callable[[LaunchedRun], Any], faults: Sequence[s
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=root)(task)()
     except (HydraException, OmegaConfBaseException) as error:  # it cannot be composed at all
         raise ConfigError([*faults, *composition_faults(root, error)]) from error
+    except (OSError, AssertionError, TypeError, ValueError) as error:
+        if is_composed:
+            raise
+        raise ConfigError([*faults, _of_hydra_itself(error)]) from error
     if any(statuses):
         sys.exit(max(statuses))
+
+
+def _of_hydra_itself(error: Exception) -> str:
+    """What is said where Hydra fails before the run begins: at its log, or at the directory that it makes."""
+    if isinstance(error, OSError):
+        key = "hydra.sweep.dir" if any(word in ("-m", "--multirun") for word in sys.argv) else "hydra.run.dir"
+        return f"{key} leads to {error.filename}: it cannot be made ({error.strerror}). Set {key}=DIR to another place."
+    given = ", ".join(word for word in sys.argv[1:] if word.startswith("hydra")) or "its arguments"
+    reason = f": {error}" if str(error) else ""
+    return f"{given}: Hydra does not take it ({type(error).__name__}{reason}). `--cfg hydra` shows what there is."
 
 
 def starting_words(script: str, count: int = 1) -> list[str]:
@@ -297,6 +316,8 @@ def ending_words(error: BaseException, log: Path | None = None) -> str:
         cause = below
     sentence, _, detail = str(error).strip().partition("\n")
     if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the worker's own
+        if (said := _said_on_purpose(detail)) is not None:
+            return f"{sentence.partition(' verl.errors.')[0]} {said}{_in_log(log)}"
         last = next(line for line in reversed(detail.splitlines()) if line.strip())
         return f"{sentence} {last.strip()}\n\n{detail[detail.rindex(_TRACEBACK) :]}{_in_log(log)}"
     if isinstance(error, VerlError) and (isinstance(cause, (VerlError, OSError)) or not _is_of_code(cause)):
@@ -307,6 +328,17 @@ def ending_words(error: BaseException, log: Path | None = None) -> str:
 
 
 _TRACEBACK = "Traceback (most recent call last):"
+_OF_VERL = re.compile(r"^verl\.errors\.(\w+): ", re.MULTILINE)
+
+
+def _said_on_purpose(traces: str) -> str | None:
+    """The message of what ended a worker, where verl raised it and it was no code of the user's."""
+    found = [*_OF_VERL.finditer(traces)]
+    kind = getattr(errors, found[-1][1], None) if found else None
+    last = traces[traces.rindex(_TRACEBACK) :]
+    if kind is None or not issubclass(kind, (ConfigError, CheckpointError, StorageError)):
+        return None
+    return traces[found[-1].end() :].strip() if _OF_VERL.search(last) else None
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])

@@ -71,30 +71,30 @@ class CalculatorPrompts(PromptSource):
 
 @component
 class CalculatorSFT(TextSource, Description):
-    """Other tasks than `CalculatorPrompts`: how a call looks, how its result is read, and that short sums need none.
+    """Other tasks than `CalculatorPrompts`: how a call looks, how its result is read, and a habit of making none.
 
         57831-204=    calc(57831-204)<eos>    57627\\n    57627<eos>      differences are computed by a call
         61+803*5=     calc(61+803*5)<eos>     4076\\n     4076<eos>       so are expressions of three numbers
-        7+5=          12<eos>                                             short sums and products mostly are not
+        7+5=          12<eos>                                             sums and products mostly are not
 
     Args:
         max_digits: of the numbers of differences.
-        short_digits: of the numbers of short sums and products.
-        short_share: of the problems, short sums and products.
-        short_calls: share of short sums and products that are computed by a call.
+        pair_digits: of the numbers of sums and products of two; not those that are to be learned.
+        pair_share: of the problems, sums and products of two numbers.
+        pair_calls: share of these that are computed by a call; the others are answered at once.
         train_size, held_out: problems, each one or two texts.
         seed: which.
         max_length: most tokens of a text.
     """
 
     max_digits: Annotated[int, Field(ge=1, le=9)] = 7
-    short_digits: Annotated[int, Field(ge=1, le=2)] = 2
-    short_share: UnitInterval = 0.4
-    short_calls: UnitInterval = 0.1
-    train_size: PositiveInt = 8000
+    pair_digits: tuple[PositiveInt, ...] = (1, 2, 5, 6)
+    pair_share: UnitInterval = 0.4
+    pair_calls: UnitInterval = 0.1
+    train_size: PositiveInt = 6000
     held_out: PositiveInt = 200
     seed: int = 0
-    max_length: PositiveInt = 96
+    max_length: PositiveInt = 64
 
     def rows(self, split: Split) -> list[dict[str, str]]:
         """Texts of a split, each a prompt and a completion that ends before its end-of-text token."""
@@ -112,9 +112,9 @@ class CalculatorSFT(TextSource, Description):
 
     def _problem(self, chosen: random.Random) -> tuple[str, bool]:
         """An expression, and whether it is computed by a call."""
-        if chosen.random() < self.short_share:
-            left, right = (_number(chosen, 1, self.short_digits) for _ in range(2))
-            return f"{left}{chosen.choice('+*')}{right}", chosen.random() < self.short_calls
+        if chosen.random() < self.pair_share:
+            left, right = (_number(chosen, digits, digits) for digits in chosen.choices(self.pair_digits, k=2))
+            return f"{left}{chosen.choice('+*')}{right}", chosen.random() < self.pair_calls
         if chosen.random() < 0.5:
             left, right = (_number(chosen, 1, self.max_digits) for _ in range(2))
             return f"{left}-{right}", True

@@ -502,8 +502,15 @@ def environment_faults(run: Any) -> Iterator[str]:
             yield "reward is of the environment, and environment is null. Set environment=..., or another reward."
         return
     said = f"environment is {type(environment).__name__}"
+    for name, columns in run.data.columns().items():
+        where = "rows of data" if name == "data" else f"rows of data.{name}"
+        for column in environment.columns_read():
+            if column not in columns:
+                yield f"{said}: the {where} have no column {column!r}. Their columns: {', '.join(sorted(columns))}."
     if not run.rollout.draws_turns:
         yield f"{said}: {type(run.rollout).__name__} draws no turns of episodes. Set rollout=hf."
+    if getattr(run.rollout, "protocol", "openai") != "openai" or getattr(run.rollout, "log_probs", "") == "trainer":
+        yield f"{said}: turns of episodes need the ids and log-probs of the server. Set rollout.protocol=openai."
     if run.trainer.rollout_ahead:
         yield f"{said}: trainer.rollout_ahead is 1, and episodes are not drawn ahead. Set trainer.rollout_ahead=0."
     if run.replay is not None or run.algorithm.replay_fraction:

@@ -89,7 +89,8 @@ class ObservationEncoder:
 
         Args:
             is_chat: the prompt is a chat, so that the template's words go around the contents.
-            last: the last token that the model wrote; None before its first turn.
+            last: the last token that the model wrote; None before its first turn: then, in a chat, the observation
+                follows a turn of the model without words.
         """
         messages = as_messages(observation)
         if not is_chat:
@@ -98,12 +99,7 @@ class ObservationEncoder:
             messages = [{"role": "user", "content": ""}]
         between = self._between(tuple(message["role"] for message in messages))
         ids = list(between[0])
-        if last is None:
-            raise ConfigError(
-                "environment: `reset` gave an observation, and the prompt is a chat that has been rendered up to the "
-                "model's turn. Put it into the prompt, or write prompts as text."
-            )
-        if last in ids[: len(self._end) or 1] and last in self.stop_ids:
+        if last is not None and last in ids[: len(self._end) or 1] and last in self.stop_ids:
             ids = ids[ids.index(last) + 1 :]
         for message, piece in zip(messages, between[1:], strict=True):
             ids += self._content(message["content"])

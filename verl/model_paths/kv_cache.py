@@ -1,7 +1,7 @@
 """A preallocated key-value cache: a new token copies itself alone, not all that came before it.
 
 prompts [b H P D] ── one for all n samples, as long as every sample is there ──┐
-samples [b n H t D] ── written token by token, in rooms that grow ─────────────┴──> attention
+samples [b n H t D] ── written token by token, in buffers that grow ───────────┴──> attention
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PreallocatedLayer(DynamicLayer):
     def __init__(self, max_length: int):
         super().__init__()
         self.max_length = max_length
-        self._rooms: tuple[Tensor, Tensor] | None = None
+        self._buffers: tuple[Tensor, Tensor] | None = None
         self.shared: tuple[Tensor, Tensor] | None = None
 
     def share(self, repeats: int) -> None:
@@ -45,17 +45,19 @@ class PreallocatedLayer(DynamicLayer):
         return super().get_seq_length() + (self.shared[0].shape[2] if self.shared is not None else 0)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:  # the prompts: kept as they are, and moved to a room with the first new token
+        if (
+            not self.is_initialized
+        ):  # the prompts: kept as they are, and moved to a larger buffer with the first new token
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states, value_states
             return key_states, value_states
         length, added = self.keys.shape[2], key_states.shape[2]
-        if self._rooms is None or self._rooms[0].shape[2] < length + added:
+        if self._buffers is None or self._buffers[0].shape[2] < length + added:
             self._move(length + added)
-        assert self._rooms is not None
-        for room, states in zip(self._rooms, (key_states, value_states), strict=True):
-            room[:, :, length : length + added] = states
-        self.keys, self.values = (room[:, :, : length + added] for room in self._rooms)
+        assert self._buffers is not None
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, length : length + added] = states
+        self.keys, self.values = (buffer[:, :, : length + added] for buffer in self._buffers)
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -69,23 +71,23 @@ class PreallocatedLayer(DynamicLayer):
                 for prefix, tail in zip(self.shared, own, strict=True)
             )
             self.shared = None
-        had_room = self._rooms is not None
-        self._rooms = None
+        had_buffers = self._buffers is not None
+        self._buffers = None
         self.keys, self.values = (x.index_select(0, indices) for x in (self.keys, self.values))
-        if had_room:
+        if had_buffers:
             self._move(self.keys.shape[2] + 1)
 
     def _move(self, needed: int) -> None:
-        """Into rooms for `needed` tokens and some more."""
+        """Move both into buffers for `needed` tokens and some more."""
         length = self.keys.shape[2]
         size = max(needed, min(self.max_length, length + max(FIRST_ROOM, length // 2)))
         made = []
         for states in (self.keys, self.values):
-            room = states.new_empty(*states.shape[:2], size, states.shape[3])
-            room[:, :, :length] = states
-            made.append(room)
-        self._rooms = (made[0], made[1])
-        self.keys, self.values = (room[:, :, :length] for room in self._rooms)
+            buffer = states.new_empty(*states.shape[:2], size, states.shape[3])
+            buffer[:, :, :length] = states
+            made.append(buffer)
+        self._buffers = (made[0], made[1])
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
 
 
 def select_rows(cache: Any, rows: Tensor) -> None:

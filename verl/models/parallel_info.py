@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from verl.resharding.layout import Mesh, TensorLayout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelInfo:
     """Left on a model, as its attribute `divided`, by what has divided it.
 
@@ -25,6 +25,7 @@ class ParallelInfo:
         stage_group: of torch.distributed, the processes that hold the stages of its pipeline, in order; with one, it
             cannot be called before it is `gathered`. None where each process has all layers.
         casts_weights: it computes in the narrower type that it was told, without being asked each time.
+        settle: lets go of weights that the last forward pass has gathered.
         gathered: a context in which its weights are whole in this process, so that a forward pass needs no sibling.
         mesh: of all processes that hold it.
         rank: of this process in the mesh.
@@ -44,6 +45,7 @@ class ParallelInfo:
     casts_weights: bool = False
     stage_group: Any = None
     gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    settle: Callable[[], None] = lambda: None
 
 
 def compute_device(model: Any) -> torch.device:
@@ -56,6 +58,12 @@ def casts_weights(model: Any) -> bool:
     """Whether a model computes in a narrower type by itself."""
     divided = getattr(model, "divided", None)
     return divided is not None and divided.casts_weights
+
+
+def release_gathered(model: Any) -> None:
+    """Let go of weights that a forward pass has gathered here: embedding and head, the largest, stay otherwise."""
+    if (divided := getattr(model, "divided", None)) is not None:
+        divided.settle()
 
 
 def weights_gathered(model: Any) -> AbstractContextManager[None]:

@@ -55,7 +55,7 @@ def accuracy_by_calls(batch: DataProto, is_right: Sequence[bool]) -> dict[str, f
 
 
 def calls_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The calls of tools of an episode; of an environment without tools, its steps."""
+    """The calls of tools of an episode."""
     return [call for turn in record["turns"] for call in turn["calls"] if call["name"]]
 
 

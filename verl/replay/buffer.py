@@ -54,8 +54,8 @@ class TieredBuffer:
         self.disk, self._device = disk or FileSystem(), torch.device(device)
         directory.mkdir(parents=True, exist_ok=True)
         memory = settings.memory_mib * MIB
-        self.index, self.shelf, self._hot = RowIndex(), DiskTier(self.disk, memory // 8), MemoryTier()
-        self.tail = WriteBuffer(self.disk, directory, settings.shard_mib * MIB, memory // 4)
+        self.index, self.disk_tier, self._hot = RowIndex(), DiskTier(self.disk, memory // 8), MemoryTier()
+        self.write_buffer = WriteBuffer(self.disk, directory, settings.shard_mib * MIB, memory // 4)
         self._hot_bytes = memory // 4  # what is left is for the file being made, the index, and a batch that is drawn
         self.num_groups = self.num_steps = self.num_lost = 0
         self.released: list[str] = []
@@ -89,7 +89,7 @@ class TieredBuffer:
         first_row = self.index.end
         self.index.append({name: record.column(name).to_numpy() for name in INDEX})
         self._into_hot(first_row, RowSegment.of(record))
-        if (given_up := self.tail.add(first_row, record)) is not None:
+        if (given_up := self.write_buffer.add(first_row, record)) is not None:
             self.num_lost += self.index.lose(*given_up)
         self.num_groups += int(groups[-1]) + 1
         self.num_steps += 1
@@ -97,9 +97,9 @@ class TieredBuffer:
 
     def settle(self) -> None:
         """Take note of what threads have done, and let rows move on from layer to layer."""
-        if written := self.tail.collect():
+        if written := self.write_buffer.collect():
             for shard in written:
-                self.shelf.add(shard, self.directory / shard.name)
+                self.disk_tier.add(shard, self.directory / shard.name)
             give_back()
         self._expire()
         if self.cold is not None:
@@ -141,7 +141,7 @@ class TieredBuffer:
         Raises:
             ReplayCorrupt: a file is not what was written.
         """
-        return rows_from_arrow(list(self._parts(numbers)), pad_token_id, self.shelf.touched)
+        return rows_from_arrow(list(self._parts(numbers)), pad_token_id, self.disk_tier.touched)
 
     def iterate(self, size: int, rank: int = 0, world_size: int = 1, pad_token_id: int = 0) -> Iterator[DataProto]:
         """All rows that are here, oldest first, in batches; with several processes each has its share of the shards."""
@@ -156,22 +156,22 @@ class TieredBuffer:
     def stats(self) -> dict[str, float]:
         """Rows by layer; see docs/metrics.md."""
         hot = self.index.end - self._hot_first
-        far = sum(placed.shard.num_rows for placed in self.shelf if placed.is_stored)
+        far = sum(placed.shard.num_rows for placed in self.disk_tier if placed.is_stored)
         return {
             "replay/rows": float(len(self)),
             "replay/rows_hot": float(hot),
             "replay/rows_warm": float(max(0, len(self) - hot - far)),
             "replay/rows_cold": float(far),
             "replay/lost_rows": float(self.num_lost),
-            "replay/memory_mib": (self._hot.num_bytes + self.tail.num_bytes) / MIB,
+            "replay/memory_mib": (self._hot.num_bytes + self.write_buffer.num_bytes) / MIB,
         }
 
     def fill_hot(self) -> None:
         """Read the newest rows from their files into device memory, as they were before a restart."""
-        for placed in reversed(self.shelf.placed):
+        for placed in reversed(self.disk_tier.placed):
             if placed.path is None:
                 return
-            opened = self.shelf.opened(placed)
+            opened = self.disk_tier.opened(placed)
             for start, segment in zip(reversed(opened.starts.tolist()), reversed(opened.segments)):
                 end = placed.first_row + start + segment.num_rows
                 if (count := end - (self.index.end - self.settings.hot_rows)) <= 0:
@@ -184,8 +184,8 @@ class TieredBuffer:
 
     def close(self) -> None:
         """Write the last rows, for whoever browses them, and end the threads. The files stay."""
-        self.tail.seal()
-        self.tail.close()
+        self.write_buffer.seal()
+        self.write_buffer.close()
         if self.cold is not None:
             self.cold.close()
 
@@ -231,18 +231,24 @@ class TieredBuffer:
         return index.first + np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
 
     def _parts(self, numbers: np.ndarray) -> Iterator[SegmentRows]:
-        places, tail_first = np.arange(len(numbers)), self.tail.first
+        places, unwritten_first = np.arange(len(numbers)), self.write_buffer.first
         is_hot = numbers >= self._hot_first
-        in_tail = ~is_hot & (numbers >= (self.index.end if tail_first is None else tail_first))
-        for layer, is_here in ((self._hot, is_hot), (self.tail, in_tail), (self.shelf, ~is_hot & ~in_tail)):
+        in_write_buffer = ~is_hot & (numbers >= (self.index.end if unwritten_first is None else unwritten_first))
+        for layer, is_here in (
+            (self._hot, is_hot),
+            (self.write_buffer, in_write_buffer),
+            (self.disk_tier, ~is_hot & ~in_write_buffer),
+        ):
             if is_here.any():
                 yield from layer.find(numbers[is_here], places[is_here])
 
     def _far(self, rows: np.ndarray) -> Iterator[tuple[ShardLocation, np.ndarray]]:
         """The shards of these rows that are in the store alone."""
-        in_shards = rows[rows < min(self._hot_first, self.index.end if self.tail.first is None else self.tail.first)]
+        in_shards = rows[
+            rows < min(self._hot_first, self.index.end if self.write_buffer.first is None else self.write_buffer.first)
+        ]
         if len(in_shards):
-            yield from ((placed, has) for placed, has in self.shelf.holding(in_shards) if placed.path is None)
+            yield from ((placed, has) for placed, has in self.disk_tier.holding(in_shards) if placed.path is None)
 
     def _bring(self, cold: RemoteTier, placed: list[ShardLocation]) -> list[ShardLocation]:
         """Fetch shards; gives those that could not be had."""
@@ -256,7 +262,7 @@ class TieredBuffer:
 
     def _leave_fetched(self, cold: RemoteTier) -> None:
         """Go without the files that were fetched for earlier steps."""
-        for one in self.shelf:
+        for one in self.disk_tier:
             if one.is_stored and one.path is not None:
                 one.path = one.mapped = None
         cold.forget()
@@ -269,17 +275,17 @@ class TieredBuffer:
         groups = index["group"]
         index.drop_before(index.first + int(np.searchsorted(groups, groups[surplus - 1], side="right")))
         self._hot.drop_before(index.first)
-        stored = self.shelf.drop_before(index.first)
+        stored = self.disk_tier.drop_before(index.first)
         self.released += [shard.name for shard in stored]
-        self.shelf.doomed += [self.directory / index_name(shard) for shard in stored]
+        self.disk_tier.to_delete += [self.directory / index_name(shard) for shard in stored]
 
     def _demote(self, cold: RemoteTier) -> None:
         """Bring the oldest shards to the store; their files go once it has confirmed them."""
         self._confirmed |= {shard.name for shard in cold.uploaded()}
-        expired = self._confirmed - {placed.shard.name for placed in self.shelf}  # on their way there
+        expired = self._confirmed - {placed.shard.name for placed in self.disk_tier}  # on their way there
         self.released += sorted(expired)
         self._confirmed -= expired
-        for placed in self.shelf:
+        for placed in self.disk_tier:
             if placed.shard.end > self.index.end - self.settings.near_rows:
                 break
             if placed.path is None or placed.is_stored:
@@ -287,19 +293,19 @@ class TieredBuffer:
             if placed.shard.name not in self._confirmed:
                 cold.upload(placed.shard, placed.path)
                 continue
-            index = index_file(self.shelf.opened(placed).index())
+            index = index_file(self.disk_tier.opened(placed).index())
             try:
                 write_bytes(self.disk, self.directory / index_name(placed.shard), index)
             except OSError:
                 continue  # until there is room
             self._confirmed.remove(placed.shard.name)
             placed.is_stored = True
-            self.shelf.leave(placed)
+            self.disk_tier.leave(placed)
 
     def _stretches(self) -> list[tuple[int, int, bool]]:
         """First row, end, and whether they are in the store alone: of each shard, and of the rows in none yet."""
-        found = [(placed.first_row, placed.shard.end, placed.path is None) for placed in self.shelf]
-        return found if self.tail.first is None else [*found, (self.tail.first, self.index.end, False)]
+        found = [(placed.first_row, placed.shard.end, placed.path is None) for placed in self.disk_tier]
+        return found if self.write_buffer.first is None else [*found, (self.write_buffer.first, self.index.end, False)]
 
 
 def _sums(x: torch.Tensor, mask: torch.Tensor) -> np.ndarray:

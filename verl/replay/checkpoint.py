@@ -33,12 +33,12 @@ _log = logging.getLogger(__name__)
 
 def buffer_state(buffer: TieredBuffer) -> ReplayState:
     """All rows, on the disk when this returns; what the disk refused comes along as bytes."""
-    shards, refused = buffer.tail.seal()
+    shards, refused = buffer.write_buffer.seal()
     for shard in shards:
-        buffer.shelf.add(shard, buffer.directory / shard.name)
+        buffer.disk_tier.add(shard, buffer.directory / shard.name)
     buffer.settle()
     entries, shared = [], {}
-    for placed in buffer.shelf:
+    for placed in buffer.disk_tier:
         is_far = placed.is_stored
         entries.append({**placed.shard.as_json(), "place": "cold" if is_far else "here"})
         name = index_name(placed.shard) if is_far else placed.shard.name
@@ -148,17 +148,17 @@ def files_of(directory: Path) -> list[Path]:
 
 
 def _take_over(buffer: TieredBuffer, source: Path, shard: ReplayShard, is_far: bool, verify: bool) -> dict[str, Any]:
-    """Put a shard on the shelf; what is known of its rows."""
+    """Add a shard to the disk tier; what is known of its rows."""
     name = index_name(shard) if is_far else shard.name
     path = buffer.directory / name
     if not duplicate(buffer.disk, source / name, path):
         shutil.copyfile(source / name, path)
     if is_far:
-        buffer.shelf.add(shard, None, is_stored=True)
+        buffer.disk_tier.add(shard, None, is_stored=True)
         return read_index(path.read_bytes())
     if verify and hash_buffers([buffer.disk.map(path)]) != shard.leaves:
         raise ReplayCorrupt(f"{source / name} holds other bytes than were written")
-    buffer.shelf.add(shard, path)
+    buffer.disk_tier.add(shard, path)
     return MappedShard(buffer.disk, path, shard).index()
 
 

@@ -233,7 +233,7 @@ class DiskTier:
         self._disk, self._most_touched = disk, touched_bytes
         self.placed: list[ShardLocation] = []
         self._touched: dict[int, tuple[MappedShard, int]] = {}
-        self.doomed: list[Path] = []  # files that nothing of the buffer needs, but perhaps a save under way
+        self.to_delete: list[Path] = []  # files that nothing of the buffer needs, but perhaps a save under way
 
     def __iter__(self) -> Iterator[ShardLocation]:
         return iter(self.placed)
@@ -294,14 +294,14 @@ class DiskTier:
     def leave(self, placed: ShardLocation) -> None:
         """Forget the file of a shard, which is removed by the next `sweep`."""
         if placed.path is not None:
-            self.doomed.append(placed.path)
+            self.to_delete.append(placed.path)
         if placed.mapped is not None:
             self._touched.pop(id(placed.mapped), None)
         placed.path = placed.mapped = None
 
     def sweep(self) -> None:
         """Remove the files that were left."""
-        for path in self.doomed:
+        for path in self.to_delete:
             with contextlib.suppress(FileNotFoundError):
                 try:
                     self._disk.unlink(path)
@@ -309,4 +309,4 @@ class DiskTier:
                     raise
                 except OSError as error:
                     _log.warning("%s could not be removed: %s", path, error)
-        self.doomed = []
+        self.to_delete = []

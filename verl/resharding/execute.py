@@ -97,7 +97,7 @@ class _Building:
         assert box is not None
         return self.own(move.name)[_within(move.box, box)].detach().contiguous()
 
-    def room(self, move: Move) -> Tensor:
+    def receive_buffer(self, move: Move) -> Tensor:
         """Where a part is received."""
         shape = [stop - start for start, stop in move.box]
         return torch.empty(shape, dtype=self.dtypes[move.name], device=self.device)
@@ -125,9 +125,9 @@ def _exchange(moves: list[Move], building: _Building, group: Any) -> list[tuple[
         if move.source == building.rank:
             ops.append(dist.P2POp(dist.isend, building.part(move), group=group, group_peer=move.target))
         elif move.target == building.rank:
-            room = building.room(move)
-            arrived.append((move, room))
-            ops.append(dist.P2POp(dist.irecv, room, group=group, group_peer=move.source))
+            buffer = building.receive_buffer(move)
+            arrived.append((move, buffer))
+            ops.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=move.source))
     if ops:
         for work in dist.batch_isend_irecv(ops):
             work.wait()

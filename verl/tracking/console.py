@@ -141,7 +141,8 @@ class ConsoleTracker(Tracker):
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
         for row in rows[: self._settings.sample_rows]:
-            self._print(sample_line(f"{name} sample", row, self._width), "cyan", wraps=False)
+            shown = {key: value for key, value in row.items() if key != "episode"}  # too long for a line
+            self._print(sample_line(f"{name} sample", shown, self._width), "cyan", wraps=False)
 
     def message(self, text: str) -> None:
         self._print(text)

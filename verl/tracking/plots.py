@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 PANELS: dict[str, list[str]] = {
     "reward": ["reward/mean"],
-    "accuracy": ["*accuracy", "*/mean@*", "*/best@*"],
+    "accuracy": ["*accuracy", "*/accuracy_*_call", "*/mean@*", "*/best@*"],
+    "episodes": ["*/call_share", "*/turns"],
     "KL (nats)": ["kl/*_nats", "actor/approx_kl*"],
     "response length (tokens)": ["*response_length_tokens"],
     "policy loss": ["actor/loss"],

@@ -15,6 +15,8 @@ from verl.component import Description, component
 from verl.monitoring.config import Monitoring
 from verl.trainer.timers import Profile
 
+LONGEST_NAME = 200  # bytes, of 255 that file systems allow: suffixes follow
+
 
 @component
 class LoopSettings(Description):
@@ -61,6 +63,9 @@ class LoopSettings(Description):
     safety: Monitoring = field(default_factory=Monitoring)
 
     def faults(self) -> Iterator[str]:
+        for name in ("project_name", "experiment_name"):
+            if (fault := _name_fault(getattr(self, name))) is not None:
+                yield f"{name} is {getattr(self, name)!r}: {fault}, and directories are called after it."
         if (fault := _device_fault(self.device)) is not None:
             yield f"device is {self.device!r}: {fault}. Set auto, cpu, cuda or cuda:N."
         if self.device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", self.device):
@@ -135,6 +140,19 @@ class SFTSettings(LoopSettings):
     """
 
     batch_size: PositiveInt = 64
+
+
+def _name_fault(name: str) -> str | None:
+    """What keeps a name from being that of a directory below another one."""
+    if not name.strip():
+        return "it is empty"
+    if name.startswith(("/", "~")) or any(part in (".", "..", "") for part in name.split("/")):
+        return "it leads out of the directory of runs"
+    if any(len(part.encode()) > LONGEST_NAME for part in name.split("/")):
+        return f"it is longer than {LONGEST_NAME} bytes"
+    if not name.isprintable():
+        return "it has characters that cannot be printed"
+    return None
 
 
 def _device_fault(device: str) -> str | None:

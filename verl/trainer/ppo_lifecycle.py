@@ -159,6 +159,17 @@ class PPOLifecycle:
         if run.reward_as_role is not None:
             self.reward = RemoteRewardModel(roles["rm"], run.reward_as_role)
 
+    @property
+    def actor_worker(self) -> Any:
+        """The actor itself.
+
+        Raises:
+            ConfigError: it lives in another process.
+        """
+        if (worker := getattr(self._cluster, "worker", None)) is None:
+            raise ConfigError("trainer: the actor lives in another process. Set trainer=local, with one process.")
+        return worker("actor")
+
     def _longest_prompt(self) -> int | None:
         """Tokens of the longest prompt of the data, as far as the data tell."""
         longest = [getattr(data, "longest", None) for data in (self.train_data, self.eval_data) if data is not None]

@@ -94,7 +94,7 @@ class ReplayMixing:
             return {}
         self.buffer.append(self.new(experience), step)
         if not is_saving:
-            self.buffer.shelf.sweep()
+            self.buffer.disk_tier.sweep()
             self._release(self.buffer)
         return self.buffer.stats()
 

@@ -19,7 +19,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from verl import config
+from verl.checkpoint.commit.upload_state import manifest_digest
 from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.resume_point import find
 from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
@@ -166,7 +168,12 @@ def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -
 
 def restore_of(saving: CheckpointSaver) -> RestoreSource | None:
     """What roles need to go on from the checkpoint of a run; `find` has hashed all of it."""
-    return None if saving.resumed is None else RestoreSource(saving.resumed.published.directory, verify=False)
+    point = saving.resumed
+    if point is None:
+        return None
+    storage = point.storage or saving.storage
+    manifest = "" if storage is None else manifest_digest(FileSystem(), point.published)
+    return RestoreSource(point.published.directory, verify=False, storage=storage, manifest=manifest)
 
 
 def rank_writers_of(

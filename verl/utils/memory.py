@@ -55,13 +55,21 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(total, free, torch.cuda.memory_allocated(device))
 
 
+CUDNN_VARIABLE = "VERL_CUDNN_SDPA"  # 1: leave cuDNN among the kernels of attention
+
+
 def make_current(device: str) -> None:
     """Have kernels that take the current device take this one: called where a model is about to be built, and not in a
-    driver without models, in which it would open a CUDA context."""
+    driver without models, in which it would open a CUDA context.
+
+    cuDNN's attention is turned off, unless `VERL_CUDNN_SDPA=1` asks for it: it makes a plan for each shape that it
+    meets, in up to seconds, and packed rows have new shapes in every micro-batch.
+    """
     if device.startswith("cuda"):
         import torch
 
         torch.cuda.set_device(torch.device(device).index or 0)
+        torch.backends.cuda.enable_cudnn_sdp(os.environ.get(CUDNN_VARIABLE) == "1")
 
 
 def gpu_memory_from_outside(index: int) -> DeviceMemory | None:

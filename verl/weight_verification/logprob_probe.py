@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.models.parallel_info import Autocast, compute_device, computing_in
+from verl.models.parallel_info import Autocast, compute_device, computing_in, release_gathered
 from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.weight_verification.fingerprint import as_array
@@ -41,6 +41,7 @@ def trainer_log_probs(model: Any, rows: tuple[tuple[int, ...], ...], autocast: A
     tokens = torch.tensor(rows, device=compute_device(model))
     with computing_in(autocast, model):
         logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+    release_gathered(model)
     following = tokens[:, 1:]
     return as_array(log_probs_of(response_positions(logits, following.shape[1]), following))
 

@@ -122,7 +122,8 @@ class RLHost(Description):
         make_current(context.device)
         host = RoleProcess()
         try:
-            self._start_roles(host, with_tokenizer(context, self.actor))
+            here = self if self.restore is None else replace(self, restore=self.restore.here())
+            here._start_roles(host, with_tokenizer(context, self.actor))
             host.saves({name: role for name, role in host.workers.items() if isinstance(role, TrainedWorker)})
         except BaseException:
             host.close()
@@ -179,7 +180,8 @@ class SFTHost(Description):
         parallel = host.parallel(self.shardings()["learner"], context)
         seed_everything(derive_seed(context.seed, "learner"))
         context = with_tokenizer(context, self.learner)
-        host.workers["learner"] = SFTWorker.start(self.learner, context, parallel, self.total_updates, self.restore)
+        restore = None if self.restore is None else self.restore.here()
+        host.workers["learner"] = SFTWorker.start(self.learner, context, parallel, self.total_updates, restore)
         host.saves({"actor": host.workers["learner"]})
         return host
 

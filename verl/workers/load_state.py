@@ -17,8 +17,10 @@ from verl.checkpoint.core.checkpoint import open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.export import plain_directory
 from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.read.discovery import FETCHED
 from verl.checkpoint.read.lazy_tensors import DeviceMap, LazyTensor, lazy_tensors
 from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.remote.resolve import bring_same
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
 from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, FileFault
@@ -34,6 +36,7 @@ from verl.models.hf_state_dict import (
 )
 from verl.models.pretrained import ModelSource, Pretrained
 from verl.resharding.dtensor import ReadableTensor, local, own_part
+from verl.storage.config import Storage
 from verl.utils.external_input import parse_mapping, whole_number
 from verl.utils.progress import report
 
@@ -72,6 +75,9 @@ SavedRoleState = RoleState | RemoteRoleState
 """What a save is given of a role."""
 
 
+OF_WORKERS = "of_workers"  # what other machines than the driver's have fetched, below the directory of checkpoints
+
+
 @dataclass(frozen=True)
 class RestoreSource:
     """The checkpoint that roles start from; travels to the processes where they live.
@@ -79,24 +85,50 @@ class RestoreSource:
     Args:
         directory: of the published checkpoint.
         verify: hash what is read.
+        storage: where it is too, for processes that do not see the directory; None where nowhere.
+        manifest: the digest of its manifest, by which the store knows it.
     """
 
     directory: Path
     verify: bool = True
+    storage: Storage | None = None
+    manifest: str = ""
+
+    def here(self) -> RestoreSource:
+        """The same where this process sees it: on another machine than the driver's, fetched from the store.
+
+        Raises:
+            CheckpointNotFound: it is neither here nor in a store.
+            StorageError: the store does not answer.
+        """
+        if self.directory.is_dir():
+            return self
+        if self.storage is None:
+            raise self._absent("")
+        report(f"fetching {self.directory.name}")
+        into = self.directory.parent / FETCHED / OF_WORKERS
+        published = bring_same(self.storage, self.manifest, into)
+        if published is None:
+            raise self._absent(f", nor in {self.storage.address}")
+        return RestoreSource(published.directory, verify=False)  # all of it was hashed on its way
+
+    def _absent(self, more: str) -> CheckpointNotFound:
+        host = socket.gethostname()
+        return CheckpointNotFound(
+            f"{self.directory}, which the run resumes from, is not on the machine {host}{more}: each machine reads the "
+            "checkpoint. Put checkpoint.save_dir on a file system that all of them mount at this path, give the run a "
+            f"storage to save to, from which each machine fetches it, or copy {self.directory} to {host}."
+        )
 
     def reader(self) -> CheckpointReader:
         """Reads the checkpoint.
 
         Raises:
-            CheckpointNotFound: this process, perhaps on another machine than the driver, has no such directory.
+            CheckpointNotFound: this process has no such directory.
         """
         disk = FileSystem()
         if not self.directory.is_dir():
-            raise CheckpointNotFound(
-                f"{self.directory}, which the run resumes from, is not on the machine {socket.gethostname()}: each "
-                "machine reads the checkpoint. Put checkpoint.save_dir on a file system that all of them mount at this "
-                f"path, or copy {self.directory} to {socket.gethostname()}."
-            )
+            raise self._absent("")
         return CheckpointReader(open_checkpoint(disk, self.directory), disk, self.verify, writable=True)
 
     def model(self, described: ModelSource, component: str) -> ModelSource:

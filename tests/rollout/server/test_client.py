@@ -6,14 +6,18 @@ import re
 
 import pytest
 import torch
+from environments.episodes import Scripted
 from http_client.servers import Say, serving
 from random_models import save_random_model
 from roles import start_actor
 from rollout.speaking import Speaker, gap
 
+from verl.component import BuildContext
+from verl.environments.base import StepResult
+from verl.environments.episode_loop import EpisodeEngine
 from verl.errors import ConfigError, RolloutError
 from verl.ops.counter_rng import EVALUATION
-from verl.rollout.base import GenerationRequest
+from verl.rollout.base import GenerationRequest, TurnLimits
 from verl.rollout.hf import HFRollout
 from verl.rollout.server.config import ServerRollout
 
@@ -267,3 +271,41 @@ def test_log_probs_that_would_be_wrong_are_refused_where_the_trainer_cannot_tell
     with pytest.raises(ConfigError, match=r"log-probs must be log_softmax\(logits / temperature\)") as refused:
         attached(Speaker(dir32, mode), weights="fixed", **options)
     assert remedy in str(refused.value)
+
+
+def test_turns_of_episodes_are_requests_of_their_own_with_seeds_by_turn(attached, speaker, prompts):
+    actor = attached(speaker, stop_token_ids=tuple(range(20, 60)))
+    request, sampler = GenerationRequest(1, 2), actor.sampler
+
+    def answer(row, turn, action):
+        return StepResult("12", float(turn), terminated=turn >= 3)
+
+    def played(rows):
+        environment, context = Scripted(answer=answer, max_tokens=30), BuildContext()
+        engine = EpisodeEngine(environment, sampler, sampler.options, actor.tokenizer, sampler.wish.stop_ids, context)
+        found = engine.generate(rows, request)
+        engine._calls.close()
+        return found
+
+    rows = played(prompts())
+    assert gap(actor, rows) < 1e-5
+    assert max(len(record["turns"]) for record in rows["episode"]) == 3
+    backwards = played(prompts("9-", "what is 6*7? ", "34+5=", "1+2=", ids=[3, 2, 1, 0]))
+    texts = [
+        {
+            (prompt, sample): [turn["text"] for turn in record["turns"]]
+            for prompt, sample, record in zip(
+                found["prompt_ids"].tolist(), found["sample_ids"].tolist(), found["episode"], strict=True
+            )
+        }
+        for found in (rows, backwards)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_turns_need_the_servers_own_log_probs(attached, speaker):
+    actor = attached(speaker, log_probs="trainer")
+    with pytest.raises(ConfigError, match="turns of episodes need those of the server"):
+        actor.sampler.turns(GenerationRequest(0), TurnLimits(32, 1.0))
+    with pytest.raises(ConfigError, match="episodes of up to 500 tokens"):
+        attached(speaker).sampler.turns(GenerationRequest(0), TurnLimits(500, 1.0))

@@ -139,7 +139,7 @@ def test_small_chunks_carry_the_same_weights(engines, monkeypatch):
     vllm._stream = None
     monkeypatch.setattr(vllm, "_chunk_bytes", 80_000)  # some ten chunks; q, k and v come in different ones
     vllm.sync()
-    assert vllm._stream.chunk_bytes < 150_000
+    assert vllm._stream.chunk_bytes <= 80_000  # larger tensors came by their rows
     assert agreement(*engines())[0] >= 0.99
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from weight_verification.rank_models import Unquantized, full_weights, rank_model
 
+from verl.rollout.vllm.messages import ChunkEntry
 from verl.rollout.vllm.server.weight_loader import InPlaceLoader, UnsupportedLayer, adjoined, give_back_free_memory
 
 
@@ -43,10 +44,18 @@ def engine(rank: int, size: int, *, packs: bool) -> nn.Module:
     return model
 
 
-def land(model: nn.Module, weights: dict[str, torch.Tensor], *, per_chunk: int = 100) -> None:
-    """In chunks of so many tensors, whose memory is used again."""
+def land(model: nn.Module, weights: dict[str, torch.Tensor], *, per_chunk: int = 100, rows: int = 0) -> None:
+    """In chunks of so many tensors, whose memory is used again; or of so many rows of one tensor."""
     landing = InPlaceLoader(model, {name: tuple(tensor.shape) for name, tensor in weights.items()})
     names = list(weights)
+    for name, tensor in weights.items() if rows else ():
+        for begin in range(0, len(tensor), rows):
+            part = tensor[begin : begin + rows].clone()
+            landing.take(name, part, ChunkEntry(name, tuple(part.shape), 0, begin, tuple(tensor.shape)))
+            landing.keep()
+            part.fill_(-1.0)
+    if rows:
+        return
     for start in range(0, len(names), per_chunk):
         chunk = {name: weights[name].clone() for name in names[start : start + per_chunk]}
         for name, tensor in chunk.items():
@@ -80,6 +89,18 @@ def test_each_rank_holds_its_part_of_every_tensor(size, packs, per_chunk):
             assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_tensor_that_comes_by_its_rows_lands_like_a_whole_one(size, packs, rows):
+    for rank in range(size):
+        model = engine(rank, size, packs=packs)
+        land(model, full_weights(), rows=rows)
+        expected, found = wanted(rank, size), held(model)
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+
+
 def test_a_packed_layer_gives_its_memory_back_before_it_takes_new():
     model = engine(0, 1, packs=True)
     seen = []
@@ -96,10 +117,11 @@ def test_a_packed_layer_gives_its_memory_back_before_it_takes_new():
     assert seen == [None]
 
 
-def test_a_head_is_packed_anew_after_the_embedding_that_it_is_tied_to():
+@pytest.mark.parametrize("rows", [0, 5])
+def test_a_head_is_packed_anew_after_the_embedding_that_it_is_tied_to(rows):
     model = engine(0, 1, packs=True)
     model.lm_head = model.embed_tokens
-    land(model, full_weights())
+    land(model, full_weights(), rows=rows)
     assert torch.equal(model.lm_head.packed, model.embed_tokens.weight)
     assert torch.equal(model.lm_head.packed[:51], full_weights()["embed_tokens.weight"])
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -203,8 +205,9 @@ def _seen(
     return published, remote.state(published)
 
 
-def bring(address: str, save_dir: Path, storage: Storage | None = None) -> Checkpoint:
-    """Fetch what an address names: a tier, of which the newest is meant, or one checkpoint of it.
+def bring(address: str, save_dir: Path, storage: Storage | None = None) -> tuple[Checkpoint, Storage]:
+    """Fetch what an address names: a tier, of which the newest is meant, or one checkpoint of it; and the place of the
+    tier.
 
     It is fetched into a directory of its own below `save_dir/fetched`, which may be removed at any time.
 
@@ -216,7 +219,32 @@ def bring(address: str, save_dir: Path, storage: Storage | None = None) -> Check
     """
     tier, record = find_at(address, storage)
     place = hashlib.blake2b(tier.store.address.encode(), digest_size=6).hexdigest()
-    return pull(tier, record or tier.newest().record, CheckpointStore(save_dir / FETCHED / place))
+    fetched = pull(tier, record or tier.newest().record, CheckpointStore(save_dir / FETCHED / place))
+    return fetched, storage_at(tier.store.address, storage)
+
+
+def bring_same(storage: Storage, manifest: str, directory: Path) -> Checkpoint | None:
+    """Fetch the checkpoint with this manifest into a directory, once for all processes of this machine that ask at
+    once; None where the store does not have it.
+
+    Raises:
+        BadCheckpoint: it is damaged.
+        StorageError: the store does not answer.
+    """
+    tier = RemoteStore(storage.connect())
+    try:
+        record = next((one for one in reversed(tier.records()) if one.manifest == manifest), None)
+        if record is None:
+            return None
+        directory.mkdir(parents=True, exist_ok=True)
+        fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            return pull(tier, record, CheckpointStore(directory))
+        finally:
+            os.close(fd)
+    finally:
+        tier.store.close()
 
 
 def find_at(address: str, storage: Storage | None = None) -> tuple[RemoteStore, LogRecord | None]:

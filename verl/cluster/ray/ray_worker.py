@@ -24,8 +24,34 @@ from verl.utils.progress import Progress, report, report_to
 class RayReply(NamedTuple):
     """What became of a call; `error` is the traceback if it failed."""
 
-    parcel: Serialized | None
+    serialized: Serialized | None
     error: str | None = None
+
+
+LOOPBACK = "127.0.0.1"
+_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
+
+
+def free_address(host: str) -> str:
+    """Where processes can meet at an address of this machine."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return f"tcp://{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
+
+
+def interface_of(address: str) -> str:
+    """The network interface of this machine that has an address of IPv4; empty where none does."""
+    if sys.platform != "linux":
+        return ""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # one without an address
+                told = fcntl.ioctl(asking, _ADDRESS_OF_INTERFACE, name.encode()[:15].ljust(256, b"\0"))
+                if socket.inet_ntoa(told[20:24]) == address:
+                    return name
+    return ""
 
 
 def own_gpu(ids: Sequence[str], visible: str | None) -> int:
@@ -64,12 +90,6 @@ class RoleWorker:
     def versions(self) -> dict[str, str]:
         """What must be the same on every machine of a run."""
         return versions()
-
-    def free_address(self, host: str) -> str:
-        """Where the processes of the group can meet, on this machine."""
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, 0))
-            return f"tcp://{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
 
     def start(self, payload: bytes, search_path: Sequence[str], env: Mapping[str, str], num_threads: int) -> RayReply:
         """Build the roles: `payload` is the pickled (host description, build context)."""

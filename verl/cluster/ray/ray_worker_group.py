@@ -28,7 +28,7 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.cluster.ray.ray_init import RaySession
-from verl.cluster.ray.ray_worker import RayReply, RoleWorker, own_gpu
+from verl.cluster.ray.ray_worker import LOOPBACK, RayReply, RoleWorker, free_address, interface_of, own_gpu
 from verl.cluster.rpc import (
     END_TIMEOUT_S,
     STACK_TIMEOUT_S,
@@ -165,18 +165,19 @@ class RayTransport:
 
         refuse_mixed_versions(asked("versions"), "trainer.placement.address")
         places = asked("place")
-        nodes, self.pids = [place.address for place in places], [place.pid for place in places]
+        self.pids = [place.pid for place in places]
         self._shares_store = {place.node for place in places} == {ray.get_runtime_context().get_node_id()}
-        is_one_machine = len(set(nodes)) == 1
-        address = asked("free_address", "127.0.0.1" if is_one_machine else nodes[0])[0]
+        is_one_machine = len({place.address for place in places}) == 1
         search_path, starts = tuple(map(os.path.abspath, sys.path)), []
         is_on_gpu = context.device.startswith("cuda")
         for rank, (actor, place) in enumerate(zip(self._actors, places, strict=True)):
             device = f"cuda:{place.gpu}" if is_on_gpu else context.device
             own = replace(context, rank=rank, world_size=size, device=device, tokenizer=None)
-            env = {"VERL_RENDEZVOUS": address, "RANK": str(rank), "WORLD_SIZE": str(size)}
-            if is_one_machine and sys.platform == "linux":
-                env["GLOO_SOCKET_IFNAME"] = "lo"  # no need to resolve the machine's name
+            meeting = places[0].local_meeting if is_one_machine else places[0].meeting
+            env = {"VERL_RENDEZVOUS": meeting, "RANK": str(rank), "WORLD_SIZE": str(size)}
+            network = place.local_network if is_one_machine else place.network
+            if network:  # no need to resolve the machine's name, which may lead to its loopback alone
+                env["GLOO_SOCKET_IFNAME"] = network
             starts.append(actor.start.remote(pickle.dumps((host, own)), search_path, env, self._setting.num_threads))
         group.begin_start(lambda number, _: self._inbox.put((number, starts))).result()
 
@@ -250,9 +251,9 @@ class RayTransport:
             return group.on_error(number, rank, str(error))
         self.progress.advance(slot=rank)
         if isinstance(answer, RayReply):
-            if answer.parcel is None:
+            if answer.serialized is None:
                 return group.on_error(number, rank, answer.error or "")
-            answer = deserialize(answer.parcel)
+            answer = deserialize(answer.serialized)
         return group.on_reply(number, rank, answer)
 
     def look(self, ranks: Sequence[int]) -> None:
@@ -325,19 +326,35 @@ class RayTransport:
         return self._logs / f"{name}rank_{rank}.log"
 
 
-class _NodeBundle(NamedTuple):
+class _Place(NamedTuple):
+    """Where a worker lives.
+
+    Attributes:
+        address: of its machine in the cluster.
+        meeting, local_meeting: where a group could meet there, for other machines and for this one alone.
+        network, local_network: the interfaces of both; empty where they are not known, or the user has chosen.
+        gpu: its own, as the worker's process numbers those that it sees.
+    """
+
     address: str
     pid: int
     node: str
-    gpu: int  # as the worker's process numbers those that it sees
+    meeting: str
+    local_meeting: str
+    network: str
+    local_network: str
+    gpu: int
 
 
 class _RayWorker(RoleWorker):
     """An actor that knows its machine."""
 
-    def place(self) -> _NodeBundle:
+    def place(self) -> _Place:
+        own, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        is_chosen = "GLOO_SOCKET_IFNAME" in os.environ
+        networks = ("", "") if is_chosen else (interface_of(own), interface_of(LOOPBACK))
         gpu = own_gpu([str(number) for number in ray.get_gpu_ids()], os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return _NodeBundle(ray.util.get_node_ip_address(), os.getpid(), ray.get_runtime_context().get_node_id(), gpu)
+        return _Place(own, os.getpid(), node, free_address(own), free_address(LOOPBACK), *networks, gpu)
 
 
 def _ending(error: RayActorError) -> str:

@@ -19,14 +19,15 @@ from torch import Tensor
 from verl.errors import ConfigError, RolloutError
 from verl.http_client.client import HTTPClient
 from verl.http_client.request import RequestReport
-from verl.models.parallel_info import Autocast, compute_device, computing_in
+from verl.models.parallel_info import Autocast, compute_device, computing_in, release_gathered
 from verl.ops.batching import micro_batches
 from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
-from verl.rollout.base import GenerationRequest, RolloutEngine, SyncResult, assemble
+from verl.rollout.base import GenerationRequest, RolloutEngine, SyncResult, TurnEngine, TurnLimits, assemble
 from verl.rollout.server.logprob_check import LogProbCheck
 from verl.rollout.server.protocols import GenerateRequest, SamplingRequest, ServerProtocol
+from verl.rollout.server.turns import ServerTurns
 from verl.rollout.server.weight_update import ServerWeightUpdate
 from verl.weight_verification.logprob_probe import ALLOWED_NATS
 
@@ -120,6 +121,26 @@ class ServerSampler(RolloutEngine):
         begun, self._begun = self._begun, None
         self._await(begun)
         return self._rows(begun)
+
+    def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
+        """See `RolloutEngine.turns`.
+
+        Raises:
+            ConfigError: the server does not tell log-probs, or an episode is too long for it.
+        """
+        if self.parts.source != "server":
+            raise ConfigError(
+                "environment: log-probs come from the trainer (rollout.log_probs), and turns of episodes need those of "
+                "the server. Let the server tell them (docs/rollout_server.md), or set rollout=hf."
+            )
+        limit = self.parts.limit
+        if limit is not None and limits.row_tokens > limit:
+            raise ConfigError(
+                f"environment.max_tokens makes episodes of up to {limits.row_tokens} tokens, their prompts included, "
+                f"and the server takes {limit}. Lower it."
+            )
+        seed = self.seed if self.options.send_seed else None
+        return ServerTurns(self.parts.client, self.parts.protocol, self.wish, request, seed)
 
     def _begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         assert self._begun is None
@@ -222,6 +243,7 @@ class ServerSampler(RolloutEngine):
             with computing_in(self.autocast, self.model):
                 logits = response_positions(self.model(**inputs, use_cache=False).logits, responses.shape[1])
             found[part, : responses.shape[1]] = log_probs_of(logits, responses, self.options.temperature).float().cpu()
+        release_gathered(self.model)
         return found
 
     def _gaps(self) -> tuple[float | None, float | None]:

@@ -39,6 +39,7 @@ class ServerRollout(Rollout):
     """
 
     runs_ahead: ClassVar[bool] = True
+    draws_turns: ClassVar[bool] = True
     generates_here: ClassVar[bool] = False
 
     endpoint: Endpoint

@@ -89,11 +89,24 @@ ALIGNMENT = 64  # bytes, of each tensor in a chunk
 
 @dataclass(frozen=True)
 class ChunkEntry:
-    """Where one tensor of a chunk lies."""
+    """Where one tensor of a chunk lies, or some rows of one that no chunk holds.
+
+    Attributes:
+        shape: of what lies there.
+        begin: the first of its rows.
+        whole: the shape of the tensor, where these are some of its rows; None where it is all of it.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    begin: int = 0
+    whole: tuple[int, ...] | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the tensor is there with this."""
+        return self.whole is None or self.begin + self.shape[0] == self.whole[0]
 
 
 ChunkPlan = list[list[ChunkEntry]]  # of each chunk in turn
@@ -164,9 +177,10 @@ class SizedTensor(Protocol):
 
 
 def plan_chunks(weights: Iterable[SizedTensor], dtype: torch.dtype, chunk_bytes: int) -> tuple[ChunkPlan, int]:
-    """Spread tensors over chunks, none of them cut in two, and no block of them that would fit in one chunk.
+    """Spread tensors over chunks: none is cut that fits in one, and no block of them either. A larger one goes through
+    several, some rows at a time.
 
-    Also gives the bytes of the largest chunk.
+    Also gives the bytes of the largest chunk, which are more than `chunk_bytes` only where a single row is.
     """
     chunks: ChunkPlan = [[]]
     end = largest = 0
@@ -175,6 +189,16 @@ def plan_chunks(weights: Iterable[SizedTensor], dtype: torch.dtype, chunk_bytes:
         whole = sum(_aligned(size) for _, size in sizes)
         for number, (weight, size) in enumerate(sizes):
             needed = whole if number == 0 and whole <= chunk_bytes else size
+            rows = weight.shape[0] if len(weight.shape) else 1
+            if size > chunk_bytes and rows > 1:
+                for begin, count in _row_ranges(rows, max(1, chunk_bytes // (size // rows))):
+                    if chunks[-1]:
+                        chunks.append([])
+                    shape = (count, *weight.shape[1:])
+                    chunks[-1].append(ChunkEntry(weight.name, shape, 0, begin, tuple(weight.shape)))
+                    end = prod(shape) * dtype.itemsize
+                    largest, end = max(largest, end), _aligned(end)
+                continue
             if chunks[-1] and end + needed > chunk_bytes:
                 chunks.append([])
                 end = 0
@@ -182,6 +206,11 @@ def plan_chunks(weights: Iterable[SizedTensor], dtype: torch.dtype, chunk_bytes:
             largest = max(largest, end + size)
             end += _aligned(size)
     return chunks, largest
+
+
+def _row_ranges(rows: int, most: int) -> Iterable[tuple[int, int]]:
+    """First row and number of rows, at most so many at a time."""
+    return ((begin, min(most, rows - begin)) for begin in range(0, rows, most))
 
 
 def _aligned(size: int) -> int:

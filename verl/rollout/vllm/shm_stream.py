@@ -109,16 +109,19 @@ class StreamWriter:
         note: Callable[[str, Tensor], object] = lambda name, tensor: None,
     ) -> float:
         """The same with tensors that come by name, in the order of the plan."""
-        copying = 0.0
+        copying, name, tensor = 0.0, "", torch.empty(0)
         for number, places in enumerate(chunks):
             self._wait_until_left(number - 1, is_reader_alive)
             for place in places:
                 start = time.perf_counter()
-                name, tensor = next(tensors)
+                if place.begin == 0:
+                    name, tensor = next(tensors)
                 assert name == place.name
-                chunk_view(self._chunks[number % 2], place, dtype).copy_(tensor)
+                part = tensor if place.whole is None else tensor[place.begin : place.begin + place.shape[0]]
+                chunk_view(self._chunks[number % 2], place, dtype).copy_(part)
                 copying += time.perf_counter() - start
-                note(name, tensor)
+                if place.is_last:
+                    note(name, tensor)
             if self._chunks.is_cuda:
                 torch.cuda.synchronize(self._chunks.device)
             self._head[FILLED] = number + 1
@@ -166,13 +169,34 @@ class StreamReader:
         else:
             self._chunks = _opened(handle.on_device)
         self.waited_s = 0.0
+        self._arriving = torch.empty(0)  # a tensor that comes by its rows
 
     def is_of(self, handle: StreamHandle, number: int) -> bool:
         """Whether it is this reader of that stream."""
         return self._is_of == (handle.name, number)
 
     def chunk(self, number: int, places: Sequence[ChunkEntry], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a chunk by name, views of it that last until `leave`.
+        """The tensors of a chunk by name, views of it that last until `leave`; one that comes by its rows is put
+        together, and given with the last of them.
+
+        Raises:
+            StreamBroken: the trainer is gone, or has given up.
+        """
+        for place, tensor in self.pieces(number, places, dtype):
+            if place.whole is None:
+                yield place.name, tensor
+                continue
+            if place.begin == 0:
+                self._arriving = torch.empty(place.whole, dtype=dtype, device=tensor.device)
+            self._arriving[place.begin : place.begin + place.shape[0]] = tensor
+            if place.is_last:
+                whole, self._arriving = self._arriving, torch.empty(0)
+                yield place.name, whole
+
+    def pieces(
+        self, number: int, places: Sequence[ChunkEntry], dtype: torch.dtype
+    ) -> Iterator[tuple[ChunkEntry, Tensor]]:
+        """What lies in a chunk: tensors, and rows of some, as views of it that last until `leave`.
 
         Raises:
             StreamBroken: the trainer is gone, or has given up.
@@ -182,7 +206,7 @@ class StreamReader:
         self.waited_s += time.perf_counter() - start
         for place in places:
             report(LOADING)
-            yield place.name, chunk_view(self._chunks[number % 2], place, dtype)
+            yield place, chunk_view(self._chunks[number % 2], place, dtype)
 
     def _may_go_on(self) -> bool:
         report("waiting for weights of the trainer")  # who is to blame, if that takes long

@@ -37,6 +37,7 @@ from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_plan import SaveOutcome, SaveReport
 from verl.checkpoint.save.save_request import SaveRequest
 from verl.errors import CheckpointError, CheckpointFenced
+from verl.storage.config import Storage
 from verl.trainer.state.distributed_save import RankWriters
 from verl.trainer.state.driver_state import RNG, PartStates
 from verl.trainer.state.lineage import Lineage, ParentCheckpoint, code_version
@@ -210,6 +211,11 @@ class CheckpointSaver:
         parent = None if self.parent is None else asdict(self.parent)
         return {"run_id": self.run_id, "parent": parent, "ancestors": self.ancestors}
 
+    @property
+    def storage(self) -> Storage | None:
+        """Where the checkpoints of the run lie beside its disk."""
+        return None if self._tier is None else self._tier.storage
+
     def start(self, run_dir: Path) -> None:
         """Claim the directory and record the run.
 
@@ -232,12 +238,16 @@ class CheckpointSaver:
         self._run_dir = run_dir
         self._write_pointer(run_dir)
         if self.parts is not None and (fault := self.parts.look(store)) is not None:
-            _log.warning(
-                "%s: the driver gathers and writes every checkpoint, and a resume or a restart of this run will be "
-                "refused where a machine does not have the checkpoint. Put checkpoint.save_dir where all machines see "
-                "it; then every process also writes its own part.",
-                fault,
+            later = (
+                f"at a resume or a restart of this run, machines that do not have the checkpoint fetch it from "
+                f"{self._tier.address}"
+                if self._tier is not None
+                else "a resume or a restart of this run will be refused where a machine does not have the checkpoint"
             )
+            _log.warning(
+                "%s: the driver gathers and writes every checkpoint, and %s. Put checkpoint.save_dir where all "
+                "machines see it; then every process also writes its own part.", fault, later,
+            )  # fmt: skip
             self.parts = None
         facts = {"run_dir": str(run_dir), "code": self._code, "identity": self.identity}
         self.lineage.add("run", **self.facts, **facts)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.resharding.layout import Box
+from verl.rollout.vllm.messages import ChunkEntry
 from verl.weight_verification.fingerprint import plain_name
 from verl.weight_verification.vllm_params import EXPERTS, PACKED, kinds_of, layer_parts
 
@@ -77,6 +78,10 @@ class InPlaceLoader:
         self._shapes = shapes
         self._writers: dict[str, list[Callable[[str, Tensor], None]]] = {name: [] for name in shapes}
         self._packings: list[PackedLayer] = []
+        self._copies: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {}  # places, and what of a tensor is there
+        self._whole_only: set[str] = set()  # tensors that are not taken by their rows
+        self._after: dict[str, list[Callable[[], None]]] = {}  # once a tensor is there
+        self._arriving = torch.empty(0)
         self._embeddings: dict[int, str] = {}  # of a parameter: the name that it comes by
         modules = dict(model.named_modules())
         for path, module in modules.items():
@@ -90,10 +95,28 @@ class InPlaceLoader:
         return {name: _hull(slices, self._shapes[name]) for name, slices in self._slices.items()}
 
     @torch.no_grad()
-    def take(self, name: str, tensor: Tensor) -> None:
-        """Put one tensor where it belongs; it may be a view that lasts until `keep`."""
+    def take(self, name: str, tensor: Tensor, place: ChunkEntry | None = None) -> None:
+        """Put one tensor where it belongs, or some rows of one; it may be a view that lasts until `keep`."""
+        if place is not None and place.whole is not None:
+            return self._take_rows(name, tensor, place)
         for taker in self._writers[name]:
             taker(name, tensor)
+        return None
+
+    def _take_rows(self, name: str, rows: Tensor, place: ChunkEntry) -> None:
+        if name in self._whole_only:
+            if place.begin == 0:
+                self._arriving = rows.new_empty(place.whole or ())
+            self._arriving[place.begin : place.begin + len(rows)] = rows
+            if place.is_last:
+                whole, self._arriving = self._arriving, torch.empty(0)
+                self.take(name, whole)
+            return
+        for target, read in self._copies[name]:
+            copy_rows(target, read, rows, place.begin)
+        if place.is_last:
+            for follow in self._after.get(name, ()):
+                follow()
 
     def keep(self) -> None:
         """Let what waits for the rest of its layer outlast the memory that it came in."""
@@ -138,6 +161,7 @@ class InPlaceLoader:
         self._packings.append(packing)
         for name in dict.fromkeys(piece.name for piece in pieces):
             self._writers[name].append(packing.take)
+            self._whole_only.add(name)
         for piece in packing.pieces:
             self._slices.setdefault(piece.name, []).append(piece.source)
 
@@ -158,9 +182,9 @@ class InPlaceLoader:
             if "VocabParallelEmbedding" not in (kinds := kinds_of(layer)) or not hasattr(layer, "cpu_linear"):
                 continue
             if "ParallelLMHead" in kinds or layer is head:
-                self._writers[self._embeddings[id(layer.weight)]].append(
-                    lambda _, __, layer=layer: repack_weight(layer)
-                )
+                name = self._embeddings[id(layer.weight)]
+                self._writers[name].append(lambda _, __, layer=layer: repack_weight(layer))
+                self._after.setdefault(name, []).append(lambda layer=layer: repack_weight(layer))
             else:
                 layer.cpu_linear = torch.nn.functional.linear
 
@@ -183,6 +207,7 @@ class InPlaceLoader:
         read = self._moved(name, source)
         self._slices.setdefault(name, []).append(source)
         self._writers[name].append(lambda _, tensor: target.copy_(tensor[read]))
+        self._copies.setdefault(name, []).append((target, read))
 
     def _moved(self, name: str, source: tuple[slice, ...]) -> tuple[slice, ...]:
         """Where a slice of the whole tensor lies in what comes of it."""
@@ -190,6 +215,15 @@ class InPlaceLoader:
             return source
         moved = zip(source, self._starts[name], strict=False)
         return tuple(slice(part.start - start, part.stop - start) for part, start in moved)
+
+
+def copy_rows(target: Tensor, read: tuple[slice, ...], rows: Tensor, begin: int) -> None:
+    """Copy what some rows of a tensor, from `begin` on, have of the slice `read` of it, whose place `target` is."""
+    wanted = read[0] if read else slice(0, len(target))
+    low, high = max(wanted.start, begin), min(wanted.stop, begin + len(rows))
+    if low < high:
+        part = rows[(slice(low - begin, high - begin), *read[1:])]
+        target[low - wanted.start : high - wanted.start].copy_(part)
 
 
 def pack_weight(layer: Any, weight: Tensor) -> None:

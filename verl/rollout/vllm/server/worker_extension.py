@@ -106,7 +106,7 @@ class WorkerExtension:
     def _loader_or_reason(self, feed: FeedPlan) -> InPlaceLoader | str:
         """The places of these tensors, found with the first load; or why vLLM has to load its model anew."""
         if self._found is None:
-            coming = {place.name: place.shape for places in feed.chunks for place in places}
+            coming = {place.name: place.whole or place.shape for places in feed.chunks for place in places}
             shapes = coming | {name: part.shape for name, part in feed.slices.items()}
             starts = {name: part.start for name, part in feed.slices.items()}
             try:
@@ -128,8 +128,8 @@ def _report_layer(*_: Any) -> None:
 
 def _land(landing: InPlaceLoader, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> None:
     for number, places in enumerate(chunks):
-        for name, tensor in reader.chunk(number, places, dtype):
-            landing.take(name, tensor)
+        for place, tensor in reader.pieces(number, places, dtype):
+            landing.take(place.name, tensor, place)
         landing.keep()
         reader.leave(number)
 

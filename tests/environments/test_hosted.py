@@ -1,0 +1,225 @@
+"""Environments in processes of their own: planted faults, each with its outcome; tools of a user's file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import textwrap
+
+import pytest
+from environments.episodes import engine_of, prompts_of, tiny
+
+from verl.environments.base import InfraError
+from verl.environments.hosted import FunctionEnvironment, HostPool, PythonTools
+from verl.environments.tool_calls import ToolCall
+from verl.rollout.base import GenerationRequest
+
+EACH = tuple(range(6, 100))  # every character ends a turn
+
+WORLD = '''
+import os, sys, time
+
+class World:
+    """Does what the row says with its second turn, once for each file that is named."""
+
+    def reset(self, row, seed):
+        self.row, self.turn = row, 0
+        print("noise on stdout")
+
+    def step(self, action):
+        self.turn += 1
+        fault = self.row["fault"]
+        if self.turn == 2 and (self.row["always"] or not os.path.exists(self.row["mark"])):
+            open(self.row["mark"], "w").close()
+            if fault == "dies":
+                os._exit(3)
+            if fault == "hangs":
+                time.sleep(60)
+            if fault == "raises":
+                raise ValueError("a bug of the environment")
+            if fault == "bad json":
+                os.write(replies.file.fileno(), b"{not json\\n")
+                time.sleep(60)
+            if fault == "answers twice":
+                import json
+                wrong = {"observation": "twice", "reward": 9.0, "terminated": False, "truncated": False, "info": {}}
+                replies.send({"id": replies.last + 100000, "value": wrong})
+            if fault == "returns 100 MB":
+                return "x" * 100_000_000, 1.0, False, False, {}
+            if fault == "no tuple":
+                return 5
+        return "ok", 1.0, self.turn >= 3, False, {}
+
+class Watched:
+    last = 0
+    file = None
+    def send(self, reply):
+        pass
+
+import gc
+for found in gc.get_objects():
+    if type(found).__name__ == "Replies":
+        replies = found
+        replies.last = 0
+'''
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny()
+
+
+@pytest.fixture
+def world(tmp_path):
+    file = tmp_path / "world.py"
+    file.write_text(WORLD)
+    return f"{file}:World"
+
+
+# fault -> what the record of the episode says when it happens once, and when it happens always
+FAULTS = {
+    "none": ("terminated", "", "terminated"),
+    "dies": ("terminated", "has ended", "dropped"),
+    "hangs": ("timeout", "", "timeout"),
+    "raises": ("terminated", "ValueError: a bug of the environment", "dropped"),
+    "bad json": ("terminated", "no JSON", "dropped"),
+    "answers twice": ("terminated", "", "terminated"),
+    "returns 100 MB": ("terminated", "the answer has 95 MiB, and 8 may pass", "dropped"),
+    "no tuple": ("terminated", "step gave int", "dropped"),
+}
+
+
+@pytest.mark.parametrize("always", [False, True], ids=["once", "always"])
+def test_each_planted_fault_has_its_outcome_and_never_a_wrong_reward(model, world, tmp_path, always):
+    names = list(FAULTS)
+    texts = [f"{place}=" for place in range(len(names))]
+    marks = [str(tmp_path / f"mark{place}") for place in range(len(names))]
+    prompts = prompts_of(model[1], texts, fault=names, mark=marks, always=[always] * len(names))
+    environment = FunctionEnvironment(path=world, step_timeout_s=8.0, retries=2 if not always else 1, processes=1)
+    found = {}
+    for place, name in enumerate(names):  # each alone, so that a process that dies takes no other with it
+        engine = engine_of(environment, model=model, stop_token_ids=EACH)
+        try:
+            rows = engine.generate(prompts[[place]], GenerationRequest(1, 1))
+        finally:
+            engine.close()
+        found[name] = rows["episode"][0]
+        assert not rows["turn_rewards"].any() or found[name]["end"] != "dropped"
+    for name, (once, why, when_always) in FAULTS.items():
+        record = found[name]
+        assert record["end"] == (when_always if always else once), (name, record)
+        if why:
+            assert why in record["infra"][0], name
+            assert record["attempts"] == 2
+        if record["end"] == "terminated":
+            assert record["reward"] == 3.0
+
+
+def test_a_process_that_dies_costs_other_episodes_nothing_but_time(model, world, tmp_path):
+    faults = ["dies", "none", "none", "none", "none"]
+    marks = [str(tmp_path / f"mark{place}") for place in range(5)]
+    prompts = prompts_of(model[1], [f"{i}=" for i in range(5)], fault=faults, mark=marks, always=[False] * 5)
+    engine = engine_of(FunctionEnvironment(path=world, step_timeout_s=20.0), model=model, stop_token_ids=EACH)
+    try:
+        rows = engine.generate(prompts, GenerationRequest(1, 2))
+    finally:
+        engine.close()
+    assert all(record["end"] == "terminated" and record["reward"] == 3.0 for record in rows["episode"])
+    assert any(record["attempts"] > 1 for record in rows["episode"])
+
+
+def test_a_class_that_is_not_there_is_told_when_the_environment_starts(model, tmp_path):
+    (tmp_path / "world.py").write_text("class Other:\n    pass\n")
+
+    async def start(path):
+        pool = HostPool(FunctionEnvironment(path=path))
+        try:
+            await pool.start()
+        finally:
+            await pool.stop()
+
+    with pytest.raises(InfraError, match="has no attribute 'World'"):
+        asyncio.run(start(f"{tmp_path}/world.py:World"))
+    with pytest.raises(InfraError, match="has no reset and no step"):
+        asyncio.run(start(f"{tmp_path}/world.py:Other"))
+
+
+TOOLS = '''
+import time
+
+def add(a: int, b: int = 2) -> int:
+    """Add two numbers.
+
+    a: the first one
+    """
+    return a + b
+
+def divide(a: float, b: float) -> float:
+    """Divide."""
+    return a / b
+
+def wait(seconds: float) -> str:
+    """Wait."""
+    time.sleep(seconds)
+    return "waited"
+
+def down() -> str:
+    """Raises what is no fault of the model."""
+    raise ConnectionError("no network")
+
+def _private():
+    pass
+'''
+
+
+def test_public_functions_of_a_file_are_tools_with_schemas_and_typed_outcomes(tmp_path):
+    (tmp_path / "tools.py").write_text(textwrap.dedent(TOOLS))
+    options = PythonTools(path=str(tmp_path / "tools.py"), step_timeout_s=1.0)
+    schemas = {schema["function"]["name"]: schema["function"] for schema in options.tool_schemas()}
+    assert list(schemas) == ["add", "divide", "wait", "down"]
+    assert schemas["add"]["description"] == "Add two numbers."
+    assert schemas["add"]["parameters"] == {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "description": "the first one"}, "b": {"type": "integer"}},
+        "required": ["a"],
+    }
+    json.dumps(schemas)
+
+    async def play():
+        from verl.environments.base import Action
+        from verl.environments.tool_calls import ParseFault
+
+        pool = options.factory(None)
+        await pool.start()
+        try:
+            environment = pool.make()
+            await environment.reset({}, 0)
+            calls = (
+                ToolCall("wait", {"seconds": 0.3}),
+                ToolCall("add", {"a": 1}),
+                ToolCall("divide", {"a": 1.0, "b": 0.0}),
+                ToolCall("add", {"a": "x"}),
+                ToolCall("wait", {"seconds": 30.0}),
+                ParseFault("add(", "the parenthesis is not closed"),
+                ToolCall("down", {}),
+            )
+            found = await environment.step(Action("", calls))
+            assert not found.terminated
+            again = await environment.step(Action("", (ToolCall("add", {"a": 5, "b": 6}),)))
+            assert again.observation == "11\n"
+            assert (await environment.step(Action("done", ()))).terminated
+            return found
+        finally:
+            await pool.stop()
+
+    found = asyncio.run(play())
+    records = found.info["calls"]
+    assert [record.outcome for record in records] == [
+        "ok", "ok", "tool_error", "tool_error", "timeout", "tool_error", "infra",
+    ]  # fmt: skip
+    lines = found.observation.splitlines()
+    assert lines[:2] == ["waited", "3"]  # in the order of the calls, though the first came last
+    assert lines[2].startswith("error: ZeroDivisionError")
+    assert lines[3] == "error: argument 'a' of add is 'x': expected integer"
+    assert lines[4] == "error: wait gave no answer within 1 s"
+    assert lines[5] == "error: the parenthesis is not closed"

@@ -1,0 +1,152 @@
+"""A training killed inside of its episodes and resumed ends as the one that was never killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faults.courses import QUIET
+from faults.fork_server import Child, Cut, ForkServer
+from faults.scenarios import fast_directory
+
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.reader import CheckpointReader
+
+pytestmark = pytest.mark.xdist_group("fork server")
+STEPS = 4
+JOURNAL = "verl.environments.journal:EpisodeJournal"
+TURNS = "verl.environments.episode_loop:_Play"
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[Path]:
+    with fast_directory() as directory:
+        yield directory
+
+
+class Training:
+    """One training in as many runs as it takes."""
+
+    def __init__(self, server: ForkServer, model: Path, directory: Path, recovery: str, save_interval: int = 2):
+        self.server, self.directory, self.num_runs = server, directory, 0
+        directory.mkdir()
+        environment = f"{{_target_:environments.digit_game.DigitGames,recovery:{recovery},max_tokens:40,max_turns:4}}"
+        letters = list(range(12, 60))  # any of them ends a turn: random weights seldom end one by themselves
+        self.arguments = [
+            f"environment={environment}", "reward=environment", "actor=pretrained", f"actor.model.path={model}",
+            "algorithm=grpo", "algorithm.mini_batches=2", "actor.optimizer.lr=1e-3", "trainer.group_size=4",
+            "trainer.prompts_per_step=4", "data.digits=1", "data.held_out=2", "data.train_size=12",
+            "rollout.max_new_tokens=6", f"rollout.stop_token_ids={letters}", "trainer.num_threads=1",
+            "trainer.eval_samples=0", f"trainer.total_steps={STEPS}", "trainer.eval_interval=2", *QUIET,
+            "checkpoint=sync", f"checkpoint.save_interval={save_interval}", "checkpoint.keep_last_n=null",
+            f"checkpoint.save_dir={directory}/checkpoints", "trainer.save_final=false", "resume=latest",
+        ]  # fmt: skip
+
+    def start(self, cut: Cut | None = None) -> Child:
+        self.num_runs += 1
+        return self.server.start(self.directory, f"run_{self.num_runs}", self.arguments, cut=cut)
+
+    def cut_at(self, cut: Cut) -> None:
+        child = self.start(cut)
+        assert child.wait() == -signal.SIGKILL, child.said()
+
+    def finish(self) -> None:
+        child = self.start()
+        assert child.wait() == 0, child.said()
+
+    def digest(self) -> str:
+        newest = CheckpointDirectory(self.directory / "checkpoints").newest()
+        assert newest.step == STEPS
+        return CheckpointReader(newest).digest()
+
+    def counted(self, name: str) -> float:
+        """Sum of a metric over all steps of all runs."""
+        files = self.directory.glob("run_*/metrics.jsonl")
+        lines = [json.loads(text) for file in files for text in file.read_text().splitlines()]
+        return sum(line.get(name, 0.0) for line in lines)
+
+    def num_answers(self) -> int:
+        return sum(
+            path.read_bytes().count(b'"answer"') for path in self.directory.glob("checkpoints/episode_journal/*")
+        )
+
+
+@pytest.fixture(scope="module")
+def whole(server, dir32, base):
+    """Of each kind of environment, the training that was not killed."""
+    made: dict[str, Training] = {}
+
+    def training(recovery: str) -> Training:
+        if recovery not in made:
+            made[recovery] = Training(server, dir32, base / f"whole_{recovery}", recovery)
+            made[recovery].finish()
+        return made[recovery]
+
+    return training
+
+
+@pytest.mark.parametrize(
+    "recovery",
+    ["deterministic", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("stateless", "restart"))],
+)
+def test_kills_inside_of_episodes_leave_no_trace(recovery, whole, server, dir32, base):
+    training = Training(server, dir32, base / f"cut_{recovery}", recovery)
+    training.cut_at(Cut(f"{JOURNAL}.write_turn", step=1, call=9))
+    training.cut_at(Cut(f"{JOURNAL}.write_answer", step=3, call=30, after=True))
+    training.finish()
+    assert training.digest() == whole(recovery).digest()
+    assert training.num_answers() > 60
+    counts = {name: training.counted(f"episode/journal_{name}") for name in ("reused", "replayed", "restarted")}
+    expected = {"deterministic": "replayed", "stateless": "reused", "restart": "restarted"}[recovery]
+    assert counts[expected] >= 10
+    if recovery == "deterministic":
+        assert counts["restarted"] == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recovery", ["deterministic", "stateless", "restart"])
+def test_twenty_kills_at_random_moments_leave_no_trace(recovery, whole, server, dir32, base, record_property):
+    twin, coin = whole(recovery), random.Random(7)
+    training = Training(server, dir32, base / f"random_{recovery}", recovery)
+    kills = 0
+    while kills < 20:
+        method, step = coin.choice(["write_turn", "write_answer", "write_end"]), coin.randint(1, STEPS)
+        child = training.start(
+            Cut(f"{JOURNAL}.{method}", step=step, call=coin.randint(1, 30), after=coin.random() < 0.5)
+        )
+        status = child.wait()
+        assert status in (0, -signal.SIGKILL), child.said()
+        if status == 0:
+            assert training.digest() == twin.digest()
+            training = Training(server, dir32, base / f"random_{recovery}_{kills}", recovery)
+        kills += status != 0
+    training.finish()
+    assert training.digest() == twin.digest()
+    record_property("fault_cases", kills)
+
+
+@pytest.mark.exhaustive
+def test_twenty_kills_by_the_clock_leave_no_trace(whole, server, dir32, base, record_property):
+    twin, coin, kills, trainings = whole("deterministic"), random.Random(11), 0, 0
+    while kills < 20:
+        trainings += 1
+        training = Training(server, dir32, base / f"clock_{trainings}", "deterministic", save_interval=STEPS)
+        for _ in range(4):
+            child, before = training.start(), training.num_answers()
+            end = time.monotonic() + 120
+            while child.is_running() and training.num_answers() == before and time.monotonic() < end:
+                time.sleep(0.002)
+            time.sleep(coin.uniform(0.0, 0.3))
+            child.kill()
+            if child.wait() == 0:
+                break
+            kills += 1
+        else:
+            training.finish()
+        assert training.digest() == twin.digest()
+    record_property("fault_cases", kills)

@@ -1,0 +1,107 @@
+"""`verl serve-policy`: a saved policy behind an OpenAI-compatible endpoint that is exact in tokens."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from verl.cli.generate import OVERRIDES, PATH, faults_told, located, running
+from verl.errors import ConfigError
+from verl.utils.temporary_directory import TemporaryDirectory
+
+DEFAULT_ROW_TOKENS = 4096
+
+
+def serve_policy(
+    path: Annotated[str, PATH],
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at; others than this machine's are not protected.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    record: Annotated[Path | None, typer.Option(help="A file for every request: token ids and log-probs.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Of a conversation; else what the model holds.")] = None,
+    kv_cache_gib: Annotated[float, typer.Option(min=0.0, help="For keys and values of turns under way.")] = 2.0,
+    ignore_sampling: Annotated[
+        bool, typer.Option("--ignore-sampling", help="Draw as the run does where a request asks otherwise.")
+    ] = False,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="For one turn.")] = 600.0,
+) -> None:
+    """Serve a saved policy to OpenAI's clients at http://HOST:PORT/v1, until Ctrl-C.
+
+    Turns of one conversation go on from the very tokens that were drawn.
+    """
+    settings = ["reward=length", "data.prompt_key=prompt", *(overrides or [])]  # no response is rated
+    with (
+        faults_told(),
+        TemporaryDirectory("verl-prompts-") as directory,
+        located(path) as saved,
+        running(saved, "ppo", settings, one_prompt(Path(directory))) as trainer,
+    ):
+        if trainer.description.environment is not None:
+            raise ConfigError("environment: the endpoint takes the place of environments. Add environment=null.")
+        server = server_of(trainer, host, port, record, max_tokens, kv_cache_gib, ignore_sampling, timeout_s)
+        typer.echo(f"{saved.told} at {server.url}")
+        # serve_forever cannot be ended from a handler of its own thread
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: threading.Thread(target=server.shutdown, daemon=True).start())
+        try:
+            server.serve_forever(poll_interval=0.1)
+        finally:
+            server.server_close()
+            server.endpoint.close()
+
+
+def one_prompt(directory: Path) -> Path:
+    """A file of prompts, without which no run is composed; it is not asked."""
+    file = directory / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "-"}) + "\n")
+    return file
+
+
+def server_of(
+    trainer: Any,
+    host: str,
+    port: int,
+    record: Path | None = None,
+    max_tokens: int | None = None,
+    kv_cache_gib: float = 2.0,
+    ignore_sampling: bool = False,
+    timeout_s: float = 600.0,
+) -> Any:
+    """A server of a trainer's policy, which listens and does not serve yet.
+
+    Raises:
+        ConfigError: its engine draws no turns, or it cannot listen there.
+    """
+    from verl.ops.counter_rng import EVALUATION
+    from verl.rollout.base import GenerationRequest, TurnLimits, stop_tokens
+    from verl.serving.endpoint import PolicyEndpoint
+    from verl.serving.http_api import PolicyServer
+
+    rollout, tokenizer = trainer.description.rollout, trainer.tokenizer
+    if not rollout.draws_turns:
+        raise ConfigError(f"rollout is {type(rollout).__name__}: it draws no turns of conversations. Set rollout=hf.")
+    actor = trainer.actor_worker
+    held = trainer.description.actor.model.max_positions()
+    if max_tokens is not None and held is not None and max_tokens > held:
+        raise ConfigError(f"--max-tokens is {max_tokens}: more than the model, which holds {held}.")
+    row_tokens = max_tokens or held or DEFAULT_ROW_TOKENS
+    stops = stop_tokens(actor.model, tokenizer, rollout.stop_token_ids).tolist()
+    request, limits = GenerationRequest(0, stream=EVALUATION), TurnLimits(row_tokens, kv_cache_gib)
+    template = getattr(trainer.description.data, "chat_template", None)
+    endpoint = PolicyEndpoint(
+        lambda: actor.sampler.turns(request, limits),
+        tokenizer, template, stops, rollout.max_new_tokens, row_tokens, record,
+    )  # fmt: skip
+    sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p}
+    try:
+        return PolicyServer(endpoint, host, port, "policy", sampling, ignore_sampling, timeout_s)
+    except OSError as error:
+        endpoint.close()
+        raise ConfigError(f"--port is {port}: cannot listen at {host}:{port} ({error}). Choose another.") from error

@@ -1,0 +1,22 @@
+"""A task of reasoning_gym: one question, one answer. Runs in any interpreter that has reasoning_gym."""
+
+import reasoning_gym
+
+_tasks = {}
+
+
+class Task:
+    """Question and score of the row's `index`."""
+
+    def __init__(self, task, **arguments):
+        key = task, repr(sorted(arguments.items()))
+        if key not in _tasks:
+            _tasks[key] = reasoning_gym.create_dataset(task, **{"size": 1_000_000, "seed": 0, **arguments})
+        self.data = _tasks[key]
+
+    def reset(self, row, seed):
+        self.entry = self.data[int(row.get("index", row["prompt_id"]))]
+        return self.entry["question"] + "\n"
+
+    def step(self, action):
+        return None, float(self.data.score_answer(answer=action.text.strip(), entry=self.entry)), True, False, {}

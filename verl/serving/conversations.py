@@ -1,0 +1,156 @@
+"""Which tokens a request continues, and which requests make one row of training.
+
+A conversation that comes back with the messages that it was answered with goes on from the very tokens that were drawn:
+nothing is decoded and encoded again. Any other list of messages is rendered anew and is a conversation of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RecordedTurn:
+    """One request as it was answered.
+
+    Attributes:
+        prompt_ids: everything before the turn.
+        token_ids, log_probs: of the turn, the token that ended it included.
+        is_complete: it ended by itself; False where a limit cut it.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    is_complete: bool
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.prompt_ids + self.token_ids
+
+
+@dataclass(frozen=True)
+class MergedRow:
+    """Requests that are one sequence.
+
+    Attributes:
+        ids: of the first request's prompt and all that followed.
+        mask: which of them the policy wrote.
+        log_probs: of those; 0 elsewhere.
+    """
+
+    request_ids: tuple[str, ...]
+    ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    log_probs: tuple[float, ...]
+
+
+def merge_turns(turns: Sequence[RecordedTurn]) -> list[MergedRow]:
+    """Requests as rows, each joined to the longest earlier one whose tokens, prompt and turn, its prompt begins with.
+
+    Where two requests continue the same one, the first becomes part of its row, the other a row of its own that begins
+    with the same tokens: those are on the mask of the first alone, so that no turn is trained twice.
+    """
+    rows: list[MergedRow] = []
+    ends: dict[tuple[int, ...], int] = {}  # tokens of a row as far as they were when a turn ended -> the row
+    lengths: list[int] = []  # of those, each once, ascending
+    for turn in turns:
+        known = [n for n in lengths if n <= len(turn.prompt_ids) and turn.prompt_ids[:n] in ends]
+        place = ends[turn.prompt_ids[: known[-1]]] if known else None
+        if place is not None and rows[place].ids == turn.prompt_ids[: known[-1]]:
+            rows[place] = _joined(rows[place], turn)
+        else:
+            rows.append(_joined(None, turn))
+            place = len(rows) - 1
+        ends[turn.ids] = place
+        lengths = sorted({*lengths, len(turn.ids)})
+    return rows
+
+
+def _joined(row: MergedRow | None, turn: RecordedTurn) -> MergedRow:
+    before = MergedRow((), (), (), ()) if row is None else row
+    between, count = len(turn.prompt_ids) - len(before.ids), len(turn.token_ids)
+    return MergedRow(
+        (*before.request_ids, turn.request_id),
+        turn.ids,
+        (*before.mask, *[False] * between, *[True] * count),
+        (*before.log_probs, *[0.0] * between, *turn.log_probs),
+    )
+
+
+@dataclass(frozen=True)
+class KnownConversation:
+    """What a conversation came to with one turn.
+
+    Attributes:
+        number: of the conversation; turns of one share its keys and values.
+        ids: all tokens, the last turn's included.
+        num_turns: of the policy.
+    """
+
+    number: int
+    prompt_id: int
+    sample_id: int
+    ids: tuple[int, ...]
+    num_turns: int
+
+
+class KnownConversations:
+    """Conversations by their messages, the last used ones."""
+
+    def __init__(self, limit: int = 4096):
+        self._limit = limit
+        self._known: OrderedDict[str, KnownConversation] = OrderedDict()
+
+    def find(self, messages: Sequence[Message], tools: Any) -> tuple[KnownConversation, list[Message]] | None:
+        """The conversation that a request goes on with, and the messages that are new in it."""
+        for end in range(len(messages) - 1, 0, -1):
+            if messages[end - 1].get("role") != "assistant":
+                continue
+            if (found := self._known.get(key_of(messages[:end], tools))) is not None:
+                new = list(messages[end:])
+                return (found, new) if all(message.get("role") != "assistant" for message in new) else None
+            return None  # its last turn is not one of ours
+        return None
+
+    def add(self, messages: Sequence[Message], tools: Any, conversation: KnownConversation) -> None:
+        """Remember a conversation, whose last message is the policy's."""
+        self._known[key_of(messages, tools)] = conversation
+        while len(self._known) > self._limit:
+            self._known.popitem(last=False)
+
+
+def key_of(messages: Sequence[Message], tools: Any) -> str:
+    """What two lists of messages have in common that mean the same: fields that say nothing are left out."""
+    return json.dumps([[_canonical(message) for message in messages], tools or None], sort_keys=True)
+
+
+def _canonical(message: Message) -> list[Any]:
+    calls = [
+        [call.get("id"), call["function"]["name"], call["function"]["arguments"]]
+        for call in message.get("tool_calls") or ()
+    ]
+    return [message.get("role"), text_of(message), calls, message.get("tool_call_id"), message.get("name")]
+
+
+def text_of(message: Message) -> str:
+    """The text of a message, whose content may be a list of texts.
+
+    Raises:
+        ValueError: it holds something else, such as an image.
+    """
+    content = message.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(x, dict) and x.get("type") == "text" for x in content):
+        return "".join(part["text"] for part in content)
+    raise ValueError("messages: a content is no text; only texts are understood")

@@ -1,0 +1,242 @@
+"""Draws the turns of all requests side by side, in a thread of its own, and records each with its tokens.
+
+request ── messages ──> tokens ──> queue ──> the engine's turns, side by side ──> answer
+              ^                                                 |
+              └── tokens of the conversation, as drawn <────────┴──> record: ids and log-probs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import queue
+import threading
+import uuid
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.data.chat_template import ChatTemplate
+from verl.environments.observation_tokens import ObservationEncoder
+from verl.environments.tool_calls import ToolCall, format_of, parse_calls
+from verl.errors import ConfigError, RolloutError
+from verl.rollout.base import DrawnTurn, TurnEngine, TurnRequest
+from verl.serving.conversations import KnownConversation, KnownConversations, Message, RecordedTurn, text_of
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.2
+END_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to a request.
+
+    Attributes:
+        message: of the assistant, as chat completions have it.
+        continues: whether the tokens before the turn are those of an earlier request, as they were drawn.
+    """
+
+    turn: RecordedTurn
+    message: dict[str, Any]
+    finish_reason: str
+    continues: bool
+
+
+@dataclass(frozen=True)
+class _Pending:
+    future: Future[DrawnTurn]
+    request: TurnRequest
+
+
+class PolicyEndpoint:
+    """Answers chats with the policy. Thread-safe; `close` it.
+
+    Args:
+        turns: makes the engine of turns; called in the endpoint's thread, which alone uses it.
+        stop_ids: tokens that end a turn.
+        max_new_tokens: of a turn, at most.
+        row_tokens: of a conversation, at most.
+        record: a file to which each request is written as a line of JSON; None for none.
+    Attributes:
+        recorded: every request that was answered, in the order of the answers.
+    """
+
+    def __init__(
+        self,
+        turns: Callable[[], TurnEngine],
+        tokenizer: Any,
+        chat_template: str | None,
+        stop_ids: Sequence[int],
+        max_new_tokens: int,
+        row_tokens: int,
+        record: Path | None = None,
+    ):
+        self.tokenizer, self.max_new_tokens, self.row_tokens = tokenizer, max_new_tokens, row_tokens
+        self.chat = ChatTemplate(tokenizer, chat_template)
+        self.encoder = ObservationEncoder(tokenizer, self.chat, stop_ids, max_tokens=row_tokens)
+        self.style = format_of(self.chat.source)
+        self.recorded: list[RecordedTurn] = []
+        self._known, self._lock = KnownConversations(), threading.Lock()
+        self._begun: Counter[int] = Counter()
+        self._numbers = 0
+        self._record = None if record is None else open(record, "a", encoding="utf-8")  # noqa: SIM115
+        self._waiting: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+        self._failure: str | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._draw_all, args=(turns,), name="verl policy", daemon=True)
+        self._thread.start()
+
+    def complete(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        sample: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """Draw the next turn of a chat.
+
+        Args:
+            sample: keys the noise of a new conversation; None numbers those that begin with the same tokens.
+        Raises:
+            ConfigError: the chat template does not take the messages, or they are too long.
+            RolloutError: the engine failed, or gave no turn within `timeout_s`.
+        """
+        with self._lock:
+            before, continues = self._place_of(messages, tools, sample)
+        room = self.row_tokens - len(before.ids)
+        if room < 1:
+            raise ConfigError(f"messages: {len(before.ids)} tokens, and a conversation has at most {self.row_tokens}.")
+        limit = min(max_tokens or self.max_new_tokens, self.max_new_tokens, room)
+        ids = list(before.ids)
+        request = TurnRequest(before.number, ids, before.prompt_id, before.sample_id, before.num_turns, limit)
+        drawn = self._drawn(request, timeout_s)
+        turn = RecordedTurn(
+            f"chatcmpl-{uuid.uuid4().hex}", before.ids, tuple(drawn.tokens), tuple(drawn.log_probs), drawn.is_complete
+        )
+        message, finish_reason = self._message(drawn, tools)
+        after = KnownConversation(before.number, before.prompt_id, before.sample_id, turn.ids, before.num_turns + 1)
+        with self._lock:
+            self._known.add([*messages, message], tools, after)
+            self.recorded.append(turn)
+            if self._record is not None:
+                self._record.write(json.dumps(asdict(turn) | {"continues": continues}) + "\n")
+                self._record.flush()
+        return Completion(turn, message, finish_reason, continues)
+
+    def close(self) -> None:
+        """End the thread; requests under way fail. May be called again."""
+        self._is_closed = True
+        self._waiting.put(None)
+        self._thread.join(END_TIMEOUT_S)
+        if self._record is not None:
+            self._record.close()
+
+    def _place_of(self, messages: Sequence[Message], tools: Any, sample: int | None) -> tuple[KnownConversation, bool]:
+        """The tokens before the turn, and whether they go on from those of an earlier one."""
+        if (found := self._known.find(messages, tools)) is not None:
+            known, new = found
+            texts = [{"role": message["role"], "content": text_of(message)} for message in new]
+            ids = self.encoder.encode(texts, is_chat=True, last=known.ids[-1])
+            # A number of its own: two requests may go on from one turn, and keys and values belong to one of them.
+            number = self._next_number()
+            return KnownConversation(
+                number, known.prompt_id, known.sample_id, (*known.ids, *ids), known.num_turns
+            ), True
+        rendered = self.chat.render([_for_template(m) for m in messages], "messages", reply_follows=True, tools=tools)
+        ids = tuple(self.tokenizer(rendered, add_special_tokens=False).input_ids)
+        prompt_id = int.from_bytes(hashlib.blake2b(array("q", ids).tobytes(), digest_size=4).digest()) >> 1
+        if sample is None:
+            sample = self._begun[prompt_id]
+            self._begun[prompt_id] += 1
+        return KnownConversation(self._next_number(), prompt_id, sample, ids, 0), False
+
+    def _next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _message(self, drawn: DrawnTurn, tools: Any) -> tuple[dict[str, Any], str]:
+        text = self.tokenizer.decode(drawn.tokens[:-1] if drawn.is_complete else drawn.tokens)
+        if not drawn.is_complete:  # what was cut is never a call
+            return {"role": "assistant", "content": text}, "length"
+        parsed = parse_calls(text, self.style, _parameters(tools))
+        calls = [call for call in parsed if isinstance(call, ToolCall)]
+        if not calls or len(calls) < len(parsed):  # one that cannot be read is the client's to see, as text
+            return {"role": "assistant", "content": text}, "stop"
+        functions = [{"name": call.name, "arguments": json.dumps(dict(call.arguments))} for call in calls]
+        made = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": f} for f in functions]
+        return {"role": "assistant", "content": text, "tool_calls": made}, "tool_calls"
+
+    # The thread that draws
+
+    def _drawn(self, request: TurnRequest, timeout_s: float | None) -> DrawnTurn:
+        future: Future[DrawnTurn] = Future()
+        if self._failure is not None or self._is_closed:
+            raise RolloutError(self._failure or "the endpoint was closed")
+        self._waiting.put(_Pending(future, request))
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            raise RolloutError(f"no turn was drawn within {timeout_s:g} s") from None
+
+    def _draw_all(self, turns: Callable[[], TurnEngine]) -> None:
+        pending: dict[int, Future[DrawnTurn]] = {}
+        try:
+            engine = turns()
+            try:
+                while not self._is_closed:
+                    self._take(engine, pending)
+                    for drawn in engine.advance() if engine.num_pending else ():
+                        engine.forget(drawn.episode)
+                        pending.pop(drawn.episode).set_result(drawn)
+            finally:
+                engine.close()
+        except BaseException as error:
+            log.exception("The policy's endpoint has failed.")
+            self._failure = f"the engine has failed: {type(error).__name__}: {error}"
+        reason = RolloutError(self._failure or "the endpoint was closed")
+        while not self._waiting.empty():
+            if (left := self._waiting.get()) is not None:
+                pending[left.request.episode] = left.future
+        for future in pending.values():
+            future.set_exception(reason)
+
+    def _take(self, engine: TurnEngine, pending: dict[int, Future[DrawnTurn]]) -> None:
+        """Requests that have come; waits for one where nothing is drawn."""
+        is_idle = not engine.num_pending
+        while True:
+            try:
+                item = self._waiting.get(timeout=IDLE_WAIT_S) if is_idle else self._waiting.get_nowait()
+            except queue.Empty:
+                return
+            if item is None:
+                return
+            pending[item.request.episode] = item.future
+            engine.add(item.request)
+            is_idle = False
+
+
+def _parameters(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, list[str]]:
+    functions = [tool["function"] for tool in tools or ()]
+    return {f["name"]: list((f.get("parameters") or {}).get("properties") or {}) for f in functions}
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """A message as chat templates take it: texts, and arguments of calls as mappings."""
+    made: dict[str, Any] = {"role": message["role"], "content": text_of(message)}
+    made |= {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        with contextlib.suppress(TypeError, ValueError):
+            arguments = json.loads(arguments)
+        calls.append({"type": "function", "function": {"name": call["function"]["name"], "arguments": arguments}})
+    return made | ({"tool_calls": calls, "content": ""} if calls else {})
