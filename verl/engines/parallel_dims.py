@@ -300,16 +300,16 @@ class ShardedParallelism(DataParallelism):
         siblings = self.degrees.siblings
         first = self.rank // siblings * siblings
         model.divided = ParallelInfo(  # type: ignore[assignment]
-            self.device,
-            self.mesh,
-            self.rank,
-            tuple(range(first, first + siblings)),
-            self._sibling_group,
-            tensor_layout,
-            local,
-            self.fully and autocast is not None,
-            whole,
-            functools.partial(settle, core) if self.fully else lambda: None,
+            device=self.device,
+            mesh=self.mesh,
+            rank=self.rank,
+            siblings=tuple(range(first, first + siblings)),
+            sibling_group=self._sibling_group,
+            layout_of=tensor_layout,
+            local=local,
+            casts_weights=self.fully and autocast is not None,
+            gathered=whole,
+            settle=functools.partial(settle, core) if self.fully else lambda: None,
         )
 
     def settle(self, model: nn.Module) -> None:

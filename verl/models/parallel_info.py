@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from verl.resharding.layout import Mesh, TensorLayout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelInfo:
     """Left on a model, as its attribute `divided`, by what has divided it.
 
