@@ -49,6 +49,7 @@ NEEDED = {  # what an option leaves to the user
     "reward=code_tests": ["sandbox=none", "reward.tests_key=answer"],
     "sandbox=remote": ["sandbox.endpoint.base_url=http://localhost:49999"],
     "sharding=hsdp": ["trainer.n_gpus_per_node=4"],
+    "sharding=cp": ["trainer.n_gpus_per_node=2"],
     "sharding=pp": ["trainer.n_gpus_per_node=2"],
     "sharding=tp_fsdp": ["trainer.n_gpus_per_node=4"],
     "storage=s3": ["storage.bucket=models"],
