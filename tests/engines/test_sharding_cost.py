@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP, NoSharding, usual
+from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP, NoSharding, Parallel, usual
 from verl.models.model_stats import ModelStats
 
 N = 1_000_000
@@ -23,6 +23,9 @@ SIZES = ModelStats(
         (TP(tensor_parallel=2), (2, 1, 2), 8 * (N + 64_000)),  # the embedding is whole
         (TP(), (1, 1, 4), 4 * (N + 3 * 64_000)),
         (TPFSDP(tensor_parallel=2), (1, 2, 2), 4 * (N + 64_000)),
+        (Parallel(cp=2), (1, 4, 1), 4 * N),
+        (Parallel(cp=2, tp=2), (1, 2, 2), 4 * (N + 64_000)),
+        (Parallel(dp_replicate=2, cp=2), (2, 2, 1), 8 * N),
     ],
 )
 def test_what_rests_is_divided_by_shards_and_siblings(sharding, mesh, bytes_at_rest):
@@ -39,6 +42,16 @@ def test_traffic_is_that_of_ring_algorithms():
     assert TP().cost(4, SIZES, tokens=10).per_micro_batch == 2 * 3 / 4 * 4 * 4 * 64 * 10 * 4
     assert FSDP().cost(1, SIZES).per_step(8) == 0
     assert FSDP().cost(4, SIZES).per_step(3, 2) == 3 * FSDP().cost(4, SIZES).per_micro_batch
+
+
+def test_processes_that_share_tokens_send_keys_and_values_of_each_layer():
+    weights = FSDP().cost(4, SIZES).per_micro_batch
+    gathered = Parallel(cp=4).cost(4, SIZES, tokens=10).per_micro_batch - weights
+    assert gathered == 3 * 10 * (32 + 32) * 3 * 4 * 4  # to three others, keys and values, three times, layers, bytes
+    exchanged = Parallel(cp=2, cp_style="ulysses").cost(4, SIZES, tokens=10).per_micro_batch - weights
+    assert exchanged == 10 * (64 + 32 + 32 + 64) // 2 * 2 * 4 * 4
+    assert Parallel(cp=2).token_shares(4) == 4
+    assert Parallel(cp=2).row_shares(4) == Parallel(cp=2, tp=2).token_shares(4) == 2
 
 
 def test_a_block_and_the_embedding_are_gathered_or_all_weights():

@@ -32,6 +32,9 @@ CHAIN: Chain = [
     (TPFSDP(), 4, False),
     (DDP(timeout_s=60.0), 2, True),
     (TP(), 2, False),
+    (Parallel(cp=2), 2, False),
+    (Parallel(cp=2, tp=2, cp_style="ulysses"), 4, False),
+    (Parallel(cp=2), 4, False),
     (FSDP(), 1, False),
     (NoSharding(), 1, False),
 ]

@@ -14,7 +14,7 @@ from trainer.saved_runs import course, fit, newest
 
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.placement import DeviceMesh
-from verl.engines.sharding import DDP
+from verl.engines.sharding import DDP, Parallel
 from verl.errors import WorkerDied, WorkerHung
 
 pytestmark = pytest.mark.xdist_group("two processes")
@@ -26,15 +26,15 @@ SHARED = {"sharding": DDP(timeout_s=60.0), "n_gpus_per_node": 2}
 
 @pytest.fixture
 def striking(monkeypatch):
-    """Sends a signal to the last worker in the midst of a call of a name in a step."""
+    """Sends a signal to a worker, the last one unless another is named, in the midst of a call of a name in a step."""
 
-    def strike(call: str, step: int, number: int):
+    def strike(call: str, step: int, number: int, rank: int = -1):
         submit = LocalWorkerGroup.submit
 
         def submit_and_strike(cluster, role, method, args):
             future = submit(cluster, role, method, args)
             if f"{role}.{method}" == call and cluster.step == step:
-                os.kill(cluster.pids[-1], number)
+                os.kill(cluster.pids[rank], number)
             return future
 
         monkeypatch.setattr(LocalWorkerGroup, "submit", submit_and_strike)
@@ -64,6 +64,49 @@ def test_a_worker_that_stops_in_a_step_is_named(striking, model32, tmp_path):
     striking("actor.update", 2, signal.SIGSTOP)
     shared = {**SHARED, "sharding": DDP(timeout_s=600.0, call_timeout_s=20.0)}
     with pytest.raises(WorkerHung, match=r"rank 1 failed in actor\.update at step 2[\s\S]*does not react at all"):
+        fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
+    assert wait_until_gone(workers_of(os.getpid())) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("call", ["actor.generate", "actor.update", "critic.update", "actor.save_part"])
+def test_a_pipeline_stage_that_is_killed_is_named(call, stage, striking, model32, tmp_path):
+    striking(call, 2, signal.SIGKILL, stage)
+    shared = {**SHARED, "sharding": Parallel(pp=2, timeout_s=60.0)}
+    with pytest.raises(WorkerDied, match=rf"rank {stage} failed in [\w.]+ at step 2[\s\S]*SIGKILL"):
+        fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
+    assert wait_until_gone(workers_of(os.getpid())) == []
+    assert newest(tmp_path).step == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("sent", "call", "error"),
+    [
+        (signal.SIGKILL, "actor.compute_log_probs", WorkerDied),
+        (signal.SIGKILL, "actor.update", WorkerDied),
+        (signal.SIGSTOP, "actor.update", WorkerHung),
+    ],
+)
+def test_a_worker_that_shares_tokens_and_is_lost_is_named(sent, call, error, striking, model32, tmp_path):
+    striking(call, 2, sent)
+    shared = {"sharding": Parallel(cp=2, timeout_s=600.0, call_timeout_s=20.0), "n_gpus_per_node": 2}
+    with pytest.raises(error, match=r"rank 1 failed in [\w.]+ at step 2"):
+        fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
+    assert wait_until_gone(workers_of(os.getpid())) == []
+    assert newest(tmp_path).step == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("timeout_s", "call_timeout_s"), [(600.0, 20.0), (20.0, 600.0)])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_pipeline_stage_that_stops_is_named(stage, timeout_s, call_timeout_s, striking, model32, tmp_path):
+    """By the driver's deadline for calls, or by the time-out of an exchange with its neighbour, which gives up."""
+    striking("actor.update", 2, signal.SIGSTOP, stage)
+    shared = {**SHARED, "sharding": Parallel(pp=2, timeout_s=timeout_s, call_timeout_s=call_timeout_s)}
+    told = rf"rank {stage} failed in actor\.update at step 2[\s\S]*(does not react at all|it is stopped)"
+    with pytest.raises(WorkerHung, match=told):
         fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
     assert wait_until_gone(workers_of(os.getpid())) == []
 

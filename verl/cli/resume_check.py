@@ -142,7 +142,7 @@ def laid_over(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
     return [*kept, *later]
 
 
-SHARDINGS = ("none", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp")
+SHARDINGS = ("none", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp", "cp")
 LEG_SCRIPT = ("-m", "verl.cli.resume_worker")
 ASIDE, ROOT = "VERL_TOPOLOGY_ASIDE", "VERL_TOPOLOGY_ROOT"
 OF_EACH_PROCESS = ("rng",)

@@ -101,6 +101,10 @@ class Sharding(Description):
         """Into how many shares rows are divided."""
         return max(self.parts(world_size)) + 1
 
+    def token_shares(self, world_size: int) -> int:
+        """Into how many shares the tokens of a batch are divided: those of rows, and of each row's tokens."""
+        return self.row_shares(world_size) * self.degrees(world_size).cp
+
     def micro_batch_tokens(self, budget: int, total: int) -> int:
         """Tokens of a micro-batch that a process has of so many, where the role allows a budget."""
         return min(budget, total)
@@ -428,6 +432,31 @@ class Parallel(FSDP):
         return ParallelDegrees(
             pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=shard, cp=self.cp, tp=self.tp, ep=self.ep
         )
+
+    def cost(
+        self,
+        world_size: int,
+        sizes: ModelStats,
+        tokens: int = 0,
+        weight_bytes: int = 4,
+        compute_bytes: int | None = None,
+        trains: bool = True,
+    ) -> ShardingCost:
+        cost = super().cost(world_size, sizes, tokens, weight_bytes, compute_bytes, trains)
+        sent = self.context_elements(sizes, tokens, trains) * (compute_bytes or weight_bytes)
+        return replace(cost, per_micro_batch=cost.per_micro_batch + int(sent))
+
+    def context_elements(self, sizes: ModelStats, tokens: int, trains: bool = True) -> float:
+        """Numbers that a process sends for attention in a micro-batch in which it has so many tokens.
+
+        allgather: keys and values to every other process, and going backward again, with their gradients back.
+        ulysses: the others' heads of queries, keys, values and of what attention gives, and of all their gradients.
+        """
+        if self.cp_style == "allgather":
+            once = (self.cp - 1) * 2 * sizes.keys * (3 if trains else 1)
+        else:
+            once = _part(self.cp) * (2 * sizes.attention + 2 * sizes.keys) * (2 if trains else 1)
+        return sizes.layers / self.pp * tokens * once / self.tp
 
     def build(self, context: BuildContext) -> Parallelism:
         from verl.engines.parallel_dims import ShardedParallelism

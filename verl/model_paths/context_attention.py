@@ -1,7 +1,8 @@
 """Context parallelism: processes that share the tokens of one packed line, and what attention exchanges for it.
 
 allgather  own queries x keys and values of the line, gathered for each layer, and again in its backward pass, which
-           adds their gradients up to parts; nothing gathered is kept in between
+           adds their gradients up to parts; nothing gathered is kept in between. On a CPU what attention gave and
+           the sums of its softmax are kept, elsewhere scores are computed again
 ulysses    tokens of all heads ── all-to-all ──> all tokens of some heads ── attention ──> all-to-all back
 
 Everything else of a model works on the tokens that a process has. Source of the exchanges: Liu et al. 2023,
@@ -168,42 +169,117 @@ def _gather(own: Tensor, most: int, context: ContextGroup) -> Tensor:
         own = torch.cat([own, own.new_zeros(most - own.shape[0], *own.shape[1:])])
     found = own.new_empty(context.size * most, *own.shape[1:])
     if most:
-        dist.all_gather_into_tensor(found, own.contiguous(), group=context.group)
+        dist.all_gather_single(found, own.contiguous(), group=context.group)
     return found
 
 
 class _GatheredAttention(torch.autograd.Function):
-    """Own queries over gathered keys and values; both are gathered again, and scores made again, going backward."""
+    """Own queries over gathered keys and values, which are gathered again going backward."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, line: ContextLine, *how: Any) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.line, ctx.how = line, how
         keys, values = _gather_line(key, value, line)
-        out = query.new_zeros(*query.shape[:2], value.shape[2])
+        out, sums = query.new_zeros(*query.shape[:2], value.shape[2]), None
         for block in line.shard.blocks:
-            found = _attend_block(block, query[block.queries], keys[block.entries], values[block.entries], *how)
+            q, k, v = query[block.queries], keys[block.entries], values[block.entries]
+            if _keeps_sums(query, value):
+                found, of_block = _attend_with_sums(block, q, k, v, *how)
+                sums = query.new_zeros(query.shape[:2], dtype=of_block.dtype) if sums is None else sums
+                sums[block.queries[block.is_query]] = of_block[block.is_query]
+            else:
+                found = _attend_block(block, q, k, v, *how)
             out[block.queries[block.is_query]] = found[block.is_query]
+        ctx.save_for_backward(query, key, value, *([] if sums is None else [out, sums]))
+        ctx.line, ctx.how = line, how
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        query, key, value = ctx.saved_tensors
+        query, key, value, *kept = ctx.saved_tensors
         line, (grad,) = ctx.line, grads
         keys, values = _gather_line(key, value, line)
         into_query, into = torch.zeros_like(query), [torch.zeros_like(keys), torch.zeros_like(values)]
         for block in line.shard.blocks:
-            with torch.enable_grad():
-                given = [query[block.queries], keys[block.entries], values[block.entries]]
-                given = [x.detach().requires_grad_() for x in given]
-                found = _attend_block(block, *given, *ctx.how)
-                above = grad[block.queries].masked_fill(~block.is_query[:, :, None, None], 0.0)
-                of_query, *of_line = torch.autograd.grad(found, given, above)
+            given = [query[block.queries], keys[block.entries], values[block.entries]]
+            above = grad[block.queries].masked_fill(~block.is_query[:, :, None, None], 0.0)
+            if kept:
+                out, sums = (x[block.queries] for x in kept)
+                of_query, *of_line = _backward_with_sums(block, *given, out, sums, above, *ctx.how)
+            else:
+                with torch.enable_grad():
+                    given = [x.detach().requires_grad_() for x in given]
+                    of_query, *of_line = torch.autograd.grad(_attend_block(block, *given, *ctx.how), given, above)
             into_query[block.queries[block.is_query]] = of_query[block.is_query]
             for whole, part in zip(into, of_line, strict=True):
                 whole[block.entries] += part  # each entry once
         of_key, of_value = _scatter_line(*into, line)
         return into_query, of_key, of_value, None, None, None
+
+
+def _keeps_sums(query: Tensor, value: Tensor) -> bool:
+    """Whether attention gives the logarithms of its sums, so that its backward pass needs no second forward pass."""
+    return query.device.type == "cpu" and query.shape[2] == value.shape[2]
+
+
+def _parts(block: PieceBlock, window: int | None, dtype: torch.dtype) -> list[tuple[slice, bool, Tensor | None]]:
+    """Ranges of keys, whether queries see them causally, and a mask: of one piece, keys before it and its own."""
+    queries = block.queries.shape[1]
+    before = block.width - queries
+    if block.count == 1 and (window is None or block.width <= window):
+        parts = [(slice(0, before), False, None), (slice(before, block.width), True, None)]
+        return parts if before else parts[1:]
+    mask = block.mask(window)
+    return [(slice(0, block.width), False, torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf")))]
+
+
+def _by_heads(block: PieceBlock, entries: Tensor, heads: int) -> Tensor:
+    """[count H K D] of each piece, from [E K D]; heads with the same keys have each their own."""
+    x = gather_rows(entries, block.keys).unflatten(0, (block.count, block.width)).transpose(1, 2)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _attend_with_sums(
+    block: PieceBlock, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float | None
+) -> tuple[Tensor, Tensor]:
+    """See `_attend_block`; beside it the logarithm of the sum of each query's scores, [count Q H]."""
+    q = query.transpose(1, 2)
+    k, v = (_by_heads(block, x, q.shape[1]) for x in (keys, values))
+    out, sums = None, None
+    for part, is_causal, mask in _parts(block, window, q.dtype):
+        found, of_part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k[:, :, part], v[:, :, part], 0.0, is_causal, attn_mask=mask, scale=scaling
+        )
+        if out is None or sums is None:
+            out, sums = found, of_part
+        else:
+            total = torch.logaddexp(sums, of_part)
+            out = (out * (sums - total).exp()[..., None] + found * (of_part - total).exp()[..., None]).to(q.dtype)
+            sums = total
+    assert out is not None
+    assert sums is not None
+    return out.transpose(1, 2), sums.transpose(1, 2)
+
+
+def _backward_with_sums(
+    block: PieceBlock, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, sums: Tensor, grad: Tensor, *how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the arguments of `_attend_with_sums` by what it gave: each part's are those of the whole softmax."""
+    window, scaling = how
+    with torch.enable_grad():  # of the way from entries to pieces
+        entries = [x.detach().requires_grad_() for x in (keys, values)]
+        pieces = [_by_heads(block, x, query.shape[2]) for x in entries]
+    q, out, grad, sums = (x.transpose(1, 2).contiguous() for x in (query, out, grad, sums))
+    k, v = (x.detach() for x in pieces)
+    of_query, of_pieces = torch.zeros_like(q), [torch.zeros_like(k), torch.zeros_like(v)]
+    for part, is_causal, mask in _parts(block, window, q.dtype):
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k[:, :, part], v[:, :, part], out, sums, 0.0, is_causal, attn_mask=mask, scale=scaling
+        )
+        of_query += found[0]
+        for whole, x in zip(of_pieces, found[1:], strict=True):
+            whole[:, :, part] += x
+    of_keys, of_values = torch.autograd.grad(pieces, entries, of_pieces)
+    return of_query.transpose(1, 2), of_keys, of_values
 
 
 def _gather_line(key: Tensor, value: Tensor, line: ContextLine) -> tuple[Tensor, Tensor]:
@@ -220,7 +296,7 @@ def _scatter_line(keys: Tensor, values: Tensor, line: ContextLine) -> tuple[Tens
     both = torch.cat([keys.flatten(1), values.flatten(1)], dim=1)
     sent = both.new_zeros(context.size * max(sizes), both.shape[1]).index_copy_(0, line.shard.place, both)
     own = both.new_empty(max(sizes), both.shape[1])
-    dist.reduce_scatter_tensor(own, sent, group=context.group)
+    dist.reduce_scatter_single(own, sent, group=context.group)
     key, value = own[: sizes[context.rank]].split([keys[0].numel(), values[0].numel()], dim=1)
     return key.unflatten(1, keys.shape[1:]), value.unflatten(1, values.shape[1:])
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from verl.ops.packing import BLOCK_SLACK, GatherIndex, PackedRows, gather_index
 
 PIECE = 1024  # queries; a piece computes all keys of its last query for each of them
+KEPT_MASK = 2**20  # numbers of a mask that is kept
 MASKED_SCORES = 2**24  # of a block: one that needs a mask holds it, and the scores of its backward pass
 
 
@@ -34,7 +35,7 @@ class PieceBlock:
         entries: [E] entries of the whole line that any piece sees, each once.
         keys: [count * K] of each piece, from `entries`.
         count, width: pieces, and keys of each (K).
-        masks: by window and device; made once, for all layers and their recomputation.
+        masks: by window and device, where they are small; made once, for all layers and their recomputation.
     """
 
     queries: Tensor
@@ -49,11 +50,13 @@ class PieceBlock:
     def mask(self, window: int | None) -> Tensor:
         """Which keys each query sees, [count, 1, Q, K]."""
         known = (window, self.positions.device)
-        if known not in self.masks:
-            behind = self.positions[:, :, None] - torch.arange(self.width, device=self.positions.device)
-            seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-            self.masks[known] = seen[:, None]
-        return self.masks[known]
+        if known in self.masks:
+            return self.masks[known]
+        behind = self.positions[:, :, None] - torch.arange(self.width, device=self.positions.device)
+        seen = (behind >= 0 if window is None else (behind >= 0) & (behind < window))[:, None]
+        if seen.numel() <= KEPT_MASK:
+            self.masks[known] = seen
+        return seen
 
     def to(self, device: torch.device | str) -> PieceBlock:
         names = ("queries", "is_query", "positions", "entries", "keys")

@@ -109,7 +109,7 @@ def micro_batch_limit(run: Any, role: RoleMemory, *, scores: bool = False) -> in
     if not is_whole:
         rows = -(-rows // run.algorithm.mini_batches)
     per_row = tokens_per_row(run, role.name, run.response_tokens, is_whole)
-    return max(1, int(-(-rows // role.layout.shares) * per_row))
+    return max(1, int(-(-rows // role.layout.token_shares) * per_row))
 
 
 def tokens_per_row(run: Any, role: str, response: int, is_whole: bool = True) -> float:

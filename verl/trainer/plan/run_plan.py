@@ -302,12 +302,14 @@ def _batch(run: Any) -> Iterator[str]:
     for role, layout in role_layouts(run).items():
         if role not in ("actor", "critic"):
             continue
-        tokens, shares = getattr(run, role).micro_batch_tokens, layout.shares
+        limit, shares = getattr(run, role).micro_batch_tokens, layout.shares
+        together = layout.token_shares // shares
         own = -(-rows // (algorithm.mini_batches * shares))
-        per = max(1, tokens // width)
+        per = max(1, limit * together // width)
+        where = "each process" if together == 1 else f"{together} processes that share their tokens"
         yield (
-            f"{role}: {own} rows of a mini-batch in each process, at most {width} tokens each, in "
-            f"{-(-own // per)} micro-batch{'es' * (own > per)} of {tokens} tokens."
+            f"{role}: {own} rows of a mini-batch in {where}, at most {width} tokens each, in "
+            f"{-(-own // per)} micro-batch{'es' * (own > per)} of {limit * together} tokens."
         )
         yield from _remainder(rows // algorithm.mini_batches, shares, "rows of a mini-batch", "processes")
 

@@ -70,7 +70,7 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
     for role in memory.roles:
         if role.name == "actor" and not run.algorithm.needs_old_log_probs:
             continue
-        tokens = int(own[role.name] * tokens_per_row(run, role.name, new))
+        tokens = int(rows / role.memory.layout.token_shares * tokens_per_row(run, role.name, new))
         seconds, bound = work[role.name].pass_s(tokens, width, _calls(role, tokens))
         named = {"actor": "old log-probs", "critic": "values", "reference": "reference log-probs"}  # reward: its name
         found.append(StageTime(named.get(role.name, role.name), seconds, bound))
@@ -78,7 +78,7 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
         if role.memory.gradients:
             updates = run.algorithm.epochs * run.algorithm.mini_batches
             per_row = tokens_per_row(run, role.name, new, run.algorithm.mini_batches == 1)
-            tokens = int(run.algorithm.epochs * own[role.name] * per_row)
+            tokens = int(run.algorithm.epochs * rows / role.memory.layout.token_shares * per_row)
             found.append(_update(run, role, work[role.name], tokens, width, updates, device))
     if hasattr(run.rollout, "kv_cache_gib"):
         size = work["actor"].sizes.parameters * work["actor"].itemsize
