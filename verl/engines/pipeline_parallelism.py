@@ -56,7 +56,8 @@ class PipelineParallelism(ShardedParallelism):
         least_micro_batches: int,
     ):
         super().__init__(context, timeout_s, degrees, fully=False)
-        self.schedule, self.least_micro_batches = schedule, least_micro_batches
+        self.schedule: Schedule = schedule
+        self.least_micro_batches = least_micro_batches
         self.stage, self.num_stages = self.rank // (self.world_size // degrees.pp), degrees.pp
         self.stage_group = self._device_mesh[STAGE].get_group()
         self._last = self.dist.get_global_rank(self.stage_group, degrees.pp - 1)
@@ -121,7 +122,8 @@ class PipelineParallelism(ShardedParallelism):
                         data = torch.empty_like(parameter, device=self.device)
                     else:
                         data = parameter.to(self.device)
-                    own = data if data is parameter else nn.Parameter(data, requires_grad=parameter.requires_grad)
+                    trains = parameter.requires_grad
+                    own = data if isinstance(data, nn.Parameter) else nn.Parameter(data, requires_grad=trains)
                     at_stage(own, None if held == everywhere else held[0])
                     made[id(parameter)] = own
                     self._stages[id(own)] = held
@@ -182,5 +184,5 @@ class PipelineParallelism(ShardedParallelism):
         """See `Parallelism.clip`."""
         return super().clip([p for p in parameters if not is_elsewhere(p)], limit)
 
-    def _holders(self, parameter: Tensor) -> int:
-        return super()._holders(parameter) // self.num_stages * len(self._stages[id(parameter)])
+    def _holders(self, x: Tensor) -> int:
+        return super()._holders(x) // self.num_stages * len(self._stages[id(x)])
