@@ -61,6 +61,7 @@ NEEDED = {  # what an option leaves to the user
     "data=episodes": ["reward=environment", "environment=function", "environment.path=rule.py:World"],
     "environment=function": ["environment.path=rule.py:World"],
     "environment=python_tools": ["environment.path=rule.py"],
+    "environment=python_sandbox": ["sandbox=none"],
     "environment=gymnasium": ["environment.env_id=FrozenLake-v1"],
     "environment=textarena": ["environment.env_id=GuessTheNumber-v0"],
     "environment=reasoning_gym": ["environment.task=leg_counting"],

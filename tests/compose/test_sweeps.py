@@ -64,7 +64,9 @@ def test_a_sweep_file_makes_a_multirun_of_it(option):
     assert any("," in str(values) for values in config.hydra.sweeper.params.values())
 
 
-@pytest.mark.parametrize(("sharding", "processes"), [("none", 1), ("ddp", 2), ("fsdp", 2), ("tp", 2), ("cp", 2)])
+@pytest.mark.parametrize(
+    ("sharding", "processes"), [("none", 1), ("ddp", 2), ("fsdp", 2), ("tp", 2), ("cp", 2), ("pp", 2)]
+)
 def test_a_sweep_over_shardings_divides_over_two_processes_what_can_be_divided(sharding, processes):
     config = compose_hydra("sweep=sharding_checkpoint", f"sharding={sharding}")
     assert sharding in config.hydra.sweeper.params.sharding.split(",")

@@ -55,8 +55,8 @@ def test_longer_blocks_change_no_number_but_by_rounding(prompts, monkeypatch):
         torch.testing.assert_close(found[1][2][name], weight, rtol=0, atol=1e-4)  # Adam divides by small numbers
 
 
-def _cut(multiple, batch, budget, paths, _):
-    return cut_into_micro_batches(batch, budget, paths, multiple)
+def _cut(multiple, batch, budget, paths, context, _):
+    return cut_into_micro_batches(batch, budget, paths, context, multiple)
 
 
 @pytest.mark.parametrize(("asked", "stays"), [(None, False), ("1", True)])

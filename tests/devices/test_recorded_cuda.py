@@ -12,7 +12,8 @@ import torch.distributed as dist
 from roles import experience, start_actor
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-from verl.checkpoint.save.host_buffer import HostBuffer
+from verl.checkpoint.save import host_buffer
+from verl.checkpoint.save.host_buffer import HostBuffer, HostBufferPool
 from verl.checkpoint.save.snapshot import _pin
 from verl.component import BuildContext
 from verl.engines import engine as engine_module
@@ -231,3 +232,22 @@ def _recorded(found, name, real):
         return real(*args, **kwargs)
 
     return call
+
+
+def test_a_second_copy_of_all_tensors_is_made_only_where_main_memory_has_room_for_it(monkeypatch):
+    free = 10 << 20
+    monkeypatch.setattr(host_buffer, "free_main_memory", lambda: free)
+    pool = HostBufferPool()
+    first = pool.acquire(None, 8 << 20)  # there has to be one, however little is free
+    assert first is not None
+    first.fit(8 << 20)
+    assert pool.acquire(None, 9 << 20) is None  # 1.2 times of that is not free
+    second = pool.acquire(None, 8 << 20)
+    assert second is not None
+    second.fit(8 << 20)
+    free = 0
+    pool.give_back(second)
+    assert pool.acquire(None, 8 << 20) is second  # its memory is there already
+    pool.give_back(first)
+    pool.give_back(second)
+    pool.release()

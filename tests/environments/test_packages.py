@@ -122,7 +122,7 @@ def test_tools_of_an_mcp_server_are_called_over_stdio(tmp_path):
     found = asyncio.run(play())
     assert [record.outcome for record in found.info["calls"]] == ["ok", "tool_error", "tool_error"]
     assert found.observation.splitlines()[0] == "5"
-    assert "it failed" in found.observation
+    assert "error: Error executing tool fail" in found.observation
 
     async def gone():
         factory = MCPTools(command=(sys.executable, "-c", "raise SystemExit(3)")).factory(None)

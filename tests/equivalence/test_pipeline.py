@@ -8,10 +8,12 @@ import pytest
 import torch
 from equivalence.courses import assert_same, run_course
 from equivalence.laboratory import laboratory
+from equivalence.one_update import one_update, rows_with_holes
 from random_models import save_random_model
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
-from verl.engines.sharding import Parallel
+from verl.component import BuildContext
+from verl.engines.sharding import NoSharding, Parallel
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 
@@ -23,8 +25,13 @@ LAYOUTS = {
     "pp4": Parallel(pp=4, pp_micro_batches=3),
     "pp2 dp2 gpipe": Parallel(pp=2, dp_replicate=2, pp_schedule="gpipe"),
 }
-QUICK = ("tp2 pp2", "pp2 dp2")
-IN_SHORT = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in LAYOUTS]
+
+
+def in_short(*quick):
+    """All layouts, those that are not named in the exhaustive suite alone."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.exhaustive) for name in LAYOUTS]
+
+
 # 5, 4 and 1 responses: counts that do not divide, shares without rows
 PROMPTS = [[0, 1, 2, 3, 4], [7, 6, 5, 2], [3]]
 
@@ -52,20 +59,14 @@ def alone(deep64, tmp_path_factory):
     return run_course(ppo_run(deep64, PPO_ALGORITHM, group_size=1), PROMPTS, tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("name", IN_SHORT)
+@pytest.mark.parametrize("name", in_short("tp2 pp2", "pp2 dp2"))
 def test_ppo_through_stages_is_that_of_one_process(name, bench, alone, deep64, tmp_path):
     run = ppo_run(deep64, PPO_ALGORITHM, group_size=1, sharding=LAYOUTS[name], n_gpus_per_node=4, micro_batch_tokens=40)
     assert_same(alone, bench.course(run, PROMPTS, tmp_path).result(timeout=120))
 
 
-CASES = {
-    "qwen3": {},
-    "llama": {"tie_word_embeddings": True},
-}
-
-
-@pytest.mark.parametrize("name", IN_SHORT)
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("name", in_short("pp2 dp2"))
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.exhaustive), "llama"])
 def test_grpo_of_a_tied_model_through_stages_is_that_of_one_process(family, name, bench, tmp_path):
     model = saved_model(tmp_path, family, tie_word_embeddings=True)
 
@@ -80,7 +81,7 @@ def test_grpo_of_a_tied_model_through_stages_is_that_of_one_process(family, name
     assert_same(alone, bench.course(together, prompts, tmp_path).result(), 1e-6 if family == "qwen3" else 1e-9)
 
 
-@pytest.mark.parametrize("name", IN_SHORT)
+@pytest.mark.parametrize("name", in_short("tp2 pp2"))
 def test_an_adapter_learns_the_same_through_stages(name, bench, deep64, tmp_path):
     def run(**parts):
         made = ppo_run(deep64, GRPO_ALGORITHM, group_size=3, **parts)
@@ -91,3 +92,20 @@ def test_an_adapter_learns_the_same_through_stages(name, bench, deep64, tmp_path
     prompts = [[2, 0, 5], [1]]
     together = run(sharding=LAYOUTS[name], n_gpus_per_node=4)
     assert_same(run_course(run(), prompts, tmp_path / "one"), bench.course(together, prompts, tmp_path).result())
+
+
+@pytest.mark.parametrize("name", ["tp2 pp2", "pp2 dp2"])
+def test_scores_loss_and_every_gradient_of_rows_with_masked_tokens_are_those_of_one_process(name, bench, model64):
+    """Tokens masked in the midst of a response, shared prompts, a row of one token, a replica without rows."""
+    for rows, options in (
+        (rows_with_holes([9, 3, 1], 4, [14, 3, 6, 1]), {"tokens": 30}),
+        (rows_with_holes([9, 3], 2, [8, 5]), {"lora": LoRA(rank=2), "checkpointing": True}),
+        (rows_with_holes([4], 1, [7]), {}),
+    ):
+        wanted = one_update(model64, NoSharding().build(BuildContext()), rows, **options)
+        seen = set()
+        for found in bench.updated(model64, LAYOUTS[name], rows, options).result(timeout=120):
+            gaps = {key: float((x - wanted[key]).abs().max()) for key, x in found.items()}
+            assert {key: gap for key, gap in gaps.items() if not gap <= 1e-9} == {}
+            seen |= found.keys()
+        assert seen == wanted.keys()

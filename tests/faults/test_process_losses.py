@@ -26,15 +26,15 @@ SHARED = {"sharding": DDP(timeout_s=60.0), "n_gpus_per_node": 2}
 
 @pytest.fixture
 def striking(monkeypatch):
-    """Sends a signal to the last worker in the midst of a call of a name in a step."""
+    """Sends a signal to a worker, the last one unless another is named, in the midst of a call of a name in a step."""
 
-    def strike(call: str, step: int, number: int):
+    def strike(call: str, step: int, number: int, rank: int = -1):
         submit = LocalWorkerGroup.submit
 
         def submit_and_strike(cluster, role, method, args):
             future = submit(cluster, role, method, args)
             if f"{role}.{method}" == call and cluster.step == step:
-                os.kill(cluster.pids[-1], number)
+                os.kill(cluster.pids[rank], number)
             return future
 
         monkeypatch.setattr(LocalWorkerGroup, "submit", submit_and_strike)
@@ -69,6 +69,18 @@ def test_a_worker_that_stops_in_a_step_is_named(striking, model32, tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("call", ["actor.generate", "actor.update", "critic.update", "actor.save_part"])
+def test_a_pipeline_stage_that_is_killed_is_named(call, stage, striking, model32, tmp_path):
+    striking(call, 2, signal.SIGKILL, stage)
+    shared = {**SHARED, "sharding": Parallel(pp=2, timeout_s=60.0)}
+    with pytest.raises(WorkerDied, match=rf"rank {stage} failed in [\w.]+ at step 2[\s\S]*SIGKILL"):
+        fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
+    assert wait_until_gone(workers_of(os.getpid())) == []
+    assert newest(tmp_path).step == 1
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("sent", "call", "error"),
     [
@@ -84,6 +96,19 @@ def test_a_worker_that_shares_tokens_and_is_lost_is_named(sent, call, error, str
         fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
     assert wait_until_gone(workers_of(os.getpid())) == []
     assert newest(tmp_path).step == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("timeout_s", "call_timeout_s"), [(600.0, 20.0), (20.0, 600.0)])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_pipeline_stage_that_stops_is_named(stage, timeout_s, call_timeout_s, striking, model32, tmp_path):
+    """By the driver's deadline for calls, or by the time-out of an exchange with its neighbour, which gives up."""
+    striking("actor.update", 2, signal.SIGSTOP, stage)
+    shared = {**SHARED, "sharding": Parallel(pp=2, timeout_s=timeout_s, call_timeout_s=call_timeout_s)}
+    told = rf"rank {stage} failed in actor\.update at step 2[\s\S]*(does not react at all|it is stopped)"
+    with pytest.raises(WorkerHung, match=told):
+        fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
+    assert wait_until_gone(workers_of(os.getpid())) == []
 
 
 @pytest.mark.exhaustive

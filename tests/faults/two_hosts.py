@@ -1,6 +1,6 @@
 """Two hosts on one machine: each has a network, a disk, a process table and a name of its own (root only).
 
-    host A 10.213.77.1 ── veth pair ── 10.213.77.2 host B       DISK: the same path on both, another disk
+    host A 10.213.77.1 ── bridge ── veth pair ── 10.213.77.2 host B       DISK: the same path on both, another disk
 
 What is not below DISK, /dev/shm or HOME is the same on both, as on machines that were installed alike.
 """
@@ -133,11 +133,14 @@ class TwoHosts:
 
     def _join(self, with_head: bool = True) -> None:
         first, second = self.hosts
-        ip(first, "link", "del", "cable", check=False)
+        for words in ("link set lo up", "link add lan type bridge", f"addr add {first.address}/24 dev lan"):
+            ip(first, *words.split(), check=with_head)  # its address stays when the other host goes, as behind a switch
+        ip(first, *["link", "set", "lan", "up"])
+        ip(first, *["link", "del", "cable"], check=False)
         ip(first, *f"link add cable type veth peer name cable netns {second.init}".split())
-        for host in self.hosts:
-            for words in (f"addr add {host.address}/24 dev cable", "link set cable up", "link set lo up"):
-                ip(host, *words.split())
+        ip(first, *["link", "set", "cable", "master", "lan", "up"])
+        for words in ("link set lo up", f"addr add {second.address}/24 dev cable", "link set cable up"):
+            ip(second, *words.split())
         if with_head:
             first.ray("--head", f"--port={PORT}", f"--temp-dir={DISK}/ray", "--include-dashboard=false")
         second.ray(f"--address={self.address}")

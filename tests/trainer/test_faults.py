@@ -20,7 +20,7 @@ from verl.algorithms.kl import KLInReward, NoKL
 from verl.component import BuildContext, component
 from verl.data.files import PromptFiles
 from verl.engines.optimizer import AdamW
-from verl.engines.sharding import DDP, FSDP, HSDP, TP, NoSharding
+from verl.engines.sharding import DDP, FSDP, HSDP, TP, NoSharding, Parallel
 from verl.errors import ConfigError, RewardError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
@@ -28,6 +28,7 @@ from verl.replay.config import TieredReplay
 from verl.rewards.base import RewardDescription
 from verl.rewards.function import CallableReward, RewardFunction
 from verl.rollout.hf import HFRollout
+from verl.rollout.vllm.config import VLLMRollout
 from verl.tracking.base import Trackers
 from verl.tracking.jsonl import JsonLines
 from verl.trainer.config import PPOSettings
@@ -112,6 +113,20 @@ def test_several_processes_without_a_sharding_are_refused(model32):
     (fault,) = faults_of(model32, n_gpus_per_node=2)
     assert fault.startswith("trainer.n_gpus_per_node is 2: sharding=none runs in one process")
     ppo_run(model32, n_gpus_per_node=2, sharding=DDP())
+
+
+def test_stages_that_a_model_or_a_rollout_does_not_have_are_refused(model32):
+    """The model has two layers."""
+    (fault,) = faults_of(model32, n_gpus_per_node=4, sharding=Parallel(pp=4))
+    assert fault.startswith("sharding.pp is 4: the model has 2 layers, and every stage needs one. The nearest layout")
+    assert fault.endswith("(layers of actor.model)")
+    (fault,) = faults_of(model32, n_gpus_per_node=4, sharding=Parallel(pp=2))
+    assert "dp_shard would be 2" in fault
+    assert fault.endswith("Set dp_replicate=2.")
+    found = faults_of(model32, n_gpus_per_node=2, sharding=Parallel(pp=2), rollout=VLLMRollout())
+    told = "rollout is a VLLMRollout: it takes no weights from an actor in 2 pipeline stages"
+    assert any(fault.startswith(told) for fault in found)
+    ppo_run(model32, n_gpus_per_node=2, sharding=Parallel(pp=2))
 
 
 def test_processes_that_cannot_be_grouped_and_heads_that_cannot_be_divided_are_refused(model32):

@@ -81,7 +81,7 @@ class GAE(AdvantageEstimator):
         decay: float | Tensor = self.gamma * self.lam
         if self.discount == "turn":
             acts = _ends_turn(batch, mask)
-            gamma, decay = (torch.where(acts, x, 1.0).to(values.dtype) for x in (gamma, decay))
+            gamma, decay = (torch.where(acts, values.new_tensor(x), values.new_ones(())) for x in (gamma, decay))
         delta = rewards + gamma * _next_on_mask(values, mask) - values
         advantages = discounted_sums(delta, mask, decay)
         returns = torch.where(mask, advantages + values, 0.0)

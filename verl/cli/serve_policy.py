@@ -81,12 +81,15 @@ def server_of(
     """
     from verl.ops.counter_rng import EVALUATION
     from verl.rollout.base import GenerationRequest, TurnLimits, stop_tokens
+    from verl.rollout.hf import HFRollout
     from verl.serving.endpoint import PolicyEndpoint
     from verl.serving.http_api import PolicyServer
 
     rollout, tokenizer = trainer.description.rollout, trainer.tokenizer
-    if not rollout.draws_turns:
-        raise ConfigError(f"rollout is {type(rollout).__name__}: it draws no turns of conversations. Set rollout=hf.")
+    if not isinstance(rollout, HFRollout):
+        raise ConfigError(
+            f"rollout is {type(rollout).__name__}: the endpoint was tried with rollout=hf alone. Set that."
+        )
     actor = trainer.actor_worker
     held = trainer.description.actor.model.max_positions()
     if max_tokens is not None and held is not None and max_tokens > held:

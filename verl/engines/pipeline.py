@@ -346,7 +346,7 @@ def _timed_stage(times: list[ChunkTime]) -> Any:
 def refuse_untrue(model: Any) -> None:
     """Refuse a model that computes something else when it is cut into stages.
 
-    Tried on its twin (`verl.model_paths.twin`): one forward pass of all layers, and one through two stages.
+    Tried on its twin (`verl.model_paths.twin`): one forward pass of all layers, and passes through two stages.
 
     Raises:
         ConfigError: with what differs.
@@ -361,25 +361,31 @@ def refuse_untrue(model: Any) -> None:
         ids = first + torch.arange(TRIAL_TOKENS)[None] * 7 % (end - first)
         with torch.no_grad():
             whole = states_of(twin.model, input_ids=ids)
-            count = len(stack.layers)
-            bounds, line = [0, -(-count // 2), count], None
-            for stage in (0, 1):
-                cut = StageCut(stack, bounds, stage)
-                with cut.running():
-                    found = cut.run(lambda: states_of(twin.model, input_ids=ids), line)
-                line = None if found is None else found.reshape(-1, found.shape[-1])
+            found = [_through_two_stages(twin.model, stack, first, ids) for first in range(len(stack.layers) + 1)]
     except (NoTwin, AssertionError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ConfigError(
             f"model is a {type(base).__name__}: it could not be tried out whether it may be cut into pipeline stages "
             f"({type(error).__name__}: {error}). {remedy}"
         ) from error
-    assert line is not None
-    distance = float((line.view_as(whole) - whole).abs().max() / whole.abs().max().clamp_min(1e-6))
+    distance = max(float((x.view_as(whole) - whole).abs().max()) for x in found) / float(whole.abs().max() + 1e-6)
     if not distance <= TRIAL_BOUND:
         raise ConfigError(
             f"model is a {type(base).__name__}: cut into pipeline stages it gives other numbers than whole (by "
             f"{distance:.2g} of the largest), since it does more between its embedding, layers and norm. {remedy}"
         )
+
+
+def _through_two_stages(model: Any, stack: DecoderStack, num_first: int, ids: Tensor) -> Tensor:
+    """States of a model that is cut after so many layers; one of the stages may have none."""
+    line = None
+    for stage in (0, 1):
+        cut = StageCut(stack, [0, num_first, len(stack.layers)], stage)
+        with cut.running():
+            found = cut.run(lambda: states_of(model, input_ids=ids), line)
+        assert found is not None
+        line = found.reshape(-1, found.shape[-1])
+    assert line is not None
+    return line
 
 
 class WholeWeights:

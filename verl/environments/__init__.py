@@ -4,5 +4,6 @@
 
 `base` is what an environment is, `episode_loop` plays episodes side by side, `calls` runs an environment's code with
 deadlines and typed outcomes, `tool_calls` reads the calls in a turn, `observation_tokens` makes tokens of what comes
-back, `rows` makes a batch of episodes, `journal` keeps them on disk as they are played. The others are environments.
+back, `rows` makes a batch of episodes, `journal` keeps them on disk as they are played. The others are
+environments.
 """

@@ -12,8 +12,11 @@ from verl.environments.base import Action, Environment, EnvironmentDescription, 
 
 
 class _Game(Environment):
+    recovery = "deterministic"
+
     def __init__(self, options: GuessNumber):
         self.options, self.secret, self.guesses = options, 0, 0
+        self.recovery = "deterministic"
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> None:
         self.secret, self.guesses = int(row["secret"]), 0

@@ -27,6 +27,7 @@ from verl.environments.base import (
     EnvironmentDescription,
     EnvironmentFactory,
     InfraError,
+    Recovery,
     StepResult,
     ToolError,
 )
@@ -230,6 +231,7 @@ class HostedEnvironment(Environment):
     def __init__(self, pool: HostPool):
         self.pool, self.host, self.number = pool, None, next(self.numbers)
         self.host: Host | None = None
+        self.recovery = pool.options.recovery
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         self.host = await self.pool.host()
@@ -240,7 +242,9 @@ class HostedEnvironment(Environment):
     async def step(self, action: Action) -> StepResult:
         assert self.host is not None
         calls = [dict(vars(call)) for call in action.calls]
-        found = await self.host.request("step", env=self.number, action={"text": action.text, "calls": calls})
+        found = await self.host.request(
+            "step", env=self.number, action={"text": action.text, "calls": calls, "call_id": action.call_id}
+        )
         try:
             return StepResult(
                 found["observation"],
@@ -274,12 +278,14 @@ class HostedDescription(EnvironmentDescription):
     Args:
         processes: beside each process of the actor.
         python: the interpreter that runs them, with packages of its own; None: this one.
+        recovery: what the environments say of themselves, see `verl.environments.base.Environment`.
     """
 
     has_rewards: ClassVar[bool] = True
 
     processes: PositiveInt = 1
     python: str | None = None
+    recovery: Recovery = "restart"
 
     def faults_here(self) -> Iterator[str]:
         if self.python is not None and not Path(self.python).exists():
@@ -417,7 +423,9 @@ class _ToolPool(HostPool):
 
     def make(self) -> ToolEnvironment:
         assert isinstance(self.options, PythonTools)
-        return ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix)
+        made = ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix)
+        made.recovery = self.options.recovery
+        return made
 
 
 @component

@@ -43,9 +43,9 @@ class ParallelInfo:
     layout_of: Callable[[Tensor], TensorLayout]
     local: Callable[[Tensor], Tensor]
     casts_weights: bool = False
-    stage_group: Any = None
     gathered: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     settle: Callable[[], None] = lambda: None
+    stage_group: Any = None
 
 
 def compute_device(model: Any) -> torch.device:

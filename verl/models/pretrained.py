@@ -71,6 +71,10 @@ class ModelSource(Description):
         """The numbers of attention heads and of key-value heads, or None where they cannot be known without loading."""
         return None
 
+    def layer_count(self) -> int | None:
+        """The number of layers, or None where it cannot be known without loading."""
+        return None
+
     def policy_fault(self) -> str | None:
         """Why this cannot be a policy nor a value function, by its configuration; None if that tells nothing."""
         return None
@@ -330,6 +334,9 @@ class Pretrained(ModelSource):
         config = self._config()
         heads = config.get("num_attention_heads")
         return None if heads is None else (heads, config.get("num_key_value_heads") or heads)
+
+    def layer_count(self) -> int | None:
+        return self._config().get("num_hidden_layers")
 
     def value_head(self, name: str = VALUE_HEAD_FILE) -> Path | None:
         file = Path(self.path) / name

@@ -108,6 +108,9 @@ class TinyModel(ModelSource):
     def attention_heads(self) -> tuple[int, int]:
         return self.num_heads, self.num_heads
 
+    def layer_count(self) -> int:
+        return self.num_layers
+
     def load_config(self) -> Any:
         from transformers import Qwen2Config
 

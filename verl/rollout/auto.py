@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.component import BuildContext, component
 from verl.models.parallel_info import Autocast, compute_device
@@ -34,6 +34,8 @@ class AutoRollout(Rollout):
         max_model_len: as of `VLLMRollout`; `hf` needs no limit.
     """
 
+    takes_stages: ClassVar[bool] = True
+
     max_model_len: int | None = None
 
     def with_room_for(self, prompt: int) -> AutoRollout:
@@ -53,6 +55,9 @@ class AutoRollout(Rollout):
 
     def choice(self, model: Any, autocast: Autocast = None) -> tuple[type[Rollout], str]:
         """The engine's description, and why it is this one."""
+        divided = getattr(model, "divided", None)
+        if divided is not None and divided.stage_group is not None:
+            return HFRollout, "the model is divided into pipeline stages"
         device, size = compute_device(model).type, sum(p.numel() for p in model.parameters())
         if size < FROM_ON.get(device, 0):
             limit = f"{FROM_ON[device] / 1e6:.0f} million"

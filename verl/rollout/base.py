@@ -41,6 +41,7 @@ class Rollout(Description):
         runs_ahead: the engine holds weights of its own, so that it can draw while the trainer changes its.
         generates_here: on the machines of the trainer, rather than on a server's.
         may_change: the engine reads `options` with every call, so that others may be put in their place.
+        takes_stages: the engine takes weights from an actor whose layers are pipeline stages.
         call_timeout_s: how long an engine in another process is waited for without progress; 0 where there is none.
         draws_turns: its engine draws single turns of episodes, as `environment` needs; see `RolloutEngine.turns`.
     """
@@ -48,6 +49,7 @@ class Rollout(Description):
     runs_ahead: ClassVar[bool] = False
     generates_here: ClassVar[bool] = True
     may_change: ClassVar[bool] = False
+    takes_stages: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 0.0
     draws_turns: ClassVar[bool] = False
 

@@ -41,6 +41,7 @@ class HFRollout(Rollout):
     """
 
     may_change: ClassVar[bool] = True
+    takes_stages: ClassVar[bool] = True
     draws_turns: ClassVar[bool] = True
 
     max_rows: PositiveInt = 512

@@ -72,7 +72,7 @@ class SlotLayer(DynamicLayer):
         """Give other slots the first tokens of one."""
         for states in (self.keys, self.values):
             assert states is not None
-            states[targets, :, :length] = states[source, :, :length]
+            states[targets, :, :length] = states[source, :, :length].clone()  # of the same memory
 
 
 def _longer(states: Tensor, length: int) -> Tensor:

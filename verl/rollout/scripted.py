@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -25,6 +25,8 @@ class ScriptedRollout(Rollout):
     Args:
         texts: the responses; each is ended by the end-of-text token unless it fills `max_new_tokens`.
     """
+
+    takes_stages: ClassVar[bool] = True
 
     texts: Annotated[tuple[str, ...], Field(min_length=1)]
 

@@ -99,6 +99,12 @@ def _rollout_faults(run: Any) -> Iterator[str]:
     shardings, adapter = run.shardings(), run.actor.lora
     is_divided = shardings["actor"].parameter_shards(_processes(run, shardings)["actor"]) > 1
     yield from run.rollout.faults_beside(None if adapter is None else adapter.rank, is_divided)
+    stages = shardings["actor"].degrees(_processes(run, shardings)["actor"]).pp
+    if stages > 1 and not run.rollout.takes_stages:
+        yield (
+            f"rollout is a {type(run.rollout).__name__}: it takes no weights from an actor in {stages} pipeline stages "
+            "(sharding.pp). Set rollout=hf, where the stages are put together for generation, or sharding.pp=1."
+        )
     limit_s = getattr(shardings["actor"], "timeout_s", float("inf"))
     if is_divided and run.rollout.call_timeout_s >= limit_s:
         yield (

@@ -218,7 +218,7 @@ class RoleSharding:
         path: of the sharding in the configuration.
         sharding: its own, or that of the run.
         count: processes that hold it.
-        model: whose heads must be divisible, and its path; None for a role whose model is not looked at.
+        model: whose heads and layers must be divisible, and its path; None for a role whose model is not looked at.
     """
 
     path: str
@@ -251,6 +251,9 @@ def sharding_faults(roles: Sequence[RoleSharding], settings: LoopSettings, is_pl
         found = None if role.model is None else role.model.attention_heads()
         if found is not None and (fault := role.sharding.heads_fault(*found, role.count)) is not None:
             heads.setdefault(role.path, f"{role.path}.{fault} (heads of {role.model_path})")
+        layers = None if role.model is None else role.model.layer_count()
+        if layers is not None and (fault := role.sharding.layers_fault(layers, role.count)) is not None:
+            heads.setdefault(role.path, f"{role.path}.{fault} (layers of {role.model_path})")
     return list(heads.values())
 
 

@@ -149,11 +149,11 @@ class CheckpointWriter:
         assert self._is_open, "this writer was closed"
         plan, pieces = plan_of(request)
         snapshot = Snapshot(pieces, self._num_copy_threads)
-        host_buffer = self._host_buffers.acquire(self._watch() if self.when_busy == "wait" else None)
+        host_buffer = self._host_buffers.acquire(self._watch() if self.when_busy == "wait" else None, plan.num_bytes)
         if host_buffer is None and self.when_busy == "wait":
             raise self._stands_still()
         if host_buffer is None:
-            log.warning("the checkpoint of step %d was skipped: two earlier saves are still under way", plan.step)
+            log.warning("the checkpoint of step %d was skipped: earlier saves are still under way", plan.step)
             self.note(SaveOutcome(step=plan.step, tag=plan.tag, was_skipped=True))
             return False
         job = self._last = _Job(plan=plan, snapshot=snapshot, host_buffer=host_buffer, began=began, staging=staging)

@@ -11,12 +11,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 from verl.checkpoint.core.direct_io import PAGE_BYTES, ImageSource, page_aligned
 from verl.errors import CheckpointWriteFailed
 from verl.utils.progress import ProgressWatch, report
 
 MOST_ARENAS = 2
+ROOM_FACTOR = 1.2  # of a second buffer, that must be free in main memory
 HEAD_BYTES = PAGE_BYTES  # the first page says how far the rest is filled
 FAILED = -1
 LOOK_EVERY_S = 0.001
@@ -86,18 +88,28 @@ class HostBufferPool:
         self._free = list(reversed(self._all))  # taken from the end: the second one is used only when the first is busy
         self._changed = threading.Condition()
 
-    def acquire(self, watch: ProgressWatch | None) -> HostBuffer | None:
-        """A free one; None where all are in use.
+    def acquire(self, watch: ProgressWatch | None, num_bytes: int = 0) -> HostBuffer | None:
+        """A free one; None where all are in use. A second one beside one that is in use is made only where main memory
+        has room for it: otherwise the first is waited for, as if all were in use.
 
         Args:
+            num_bytes: that it is to hold.
             watch: of those that use them: it is waited for them, as long as they make progress; None waits for nobody.
         """
         with self._changed:
-            while not self._free:
+            while not self._free or not self._has_room(num_bytes):
                 if watch is None or watch.is_overdue:
                     return None
                 self._changed.wait(timeout=WAIT_EVERY_S)
             return self._free.pop()
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Whether the next free one can hold so much without taking the memory that this machine needs."""
+        asked = num_bytes - self._free[-1].num_bytes
+        if asked <= 0 or len(self._free) == len(self._all):  # one buffer there has to be
+            return True
+        free = free_main_memory()
+        return free is None or ROOM_FACTOR * asked <= free
 
     def give_back(self, host_buffer: HostBuffer) -> None:
         """Free for the next save. The one whose memory is there already is taken first."""
@@ -180,3 +192,17 @@ def _forget_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def free_main_memory() -> int | None:
+    """Free main memory: what the kernel says, or what is left of the limit of this container."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        return min(free, int(limit) - int(used)) if limit != "max" else free
+    except (OSError, ValueError):
+        return free

@@ -22,10 +22,10 @@ MAX_REPLY = 8 << 20  # characters
 
 
 class Action:
-    """One turn of the model: its `text`, and the tool `calls` in it."""
+    """One turn of the model: its `text`, the tool `calls` in it, and the `call_id` that a repetition has too."""
 
-    def __init__(self, text, calls=()):
-        self.text, self.calls = text, calls
+    def __init__(self, text, calls=(), call_id=""):
+        self.text, self.calls, self.call_id = text, calls, call_id
 
     def __str__(self):
         return self.text
@@ -111,7 +111,7 @@ class World:
                     environment = self.make()
                     reply["value"] = settled(loop, environment.reset(request["row"], request["seed"]))
                 elif op == "step":
-                    action = Action(request["action"]["text"], request["action"].get("calls", ()))
+                    action = Action(**request["action"])
                     reply["value"] = as_reply(settled(loop, environment.step(action)))
                 else:
                     if hasattr(environment, "close"):

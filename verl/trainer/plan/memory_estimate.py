@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from verl.checkpoint.save.host_buffer import free_main_memory
 from verl.engines.sharding import FSDP, NoSharding, Sharding
 from verl.models.lora import LoRA
 from verl.models.model_stats import ModelStats, model_stats
@@ -260,20 +261,6 @@ def _scoring(name: str, sizes: ModelStats, layout: RoleLayout, dtype: str, compu
 def _computed_in(role: TrainedRole) -> int:
     """Bytes of a number in the type that a role computes in."""
     return getattr(torch, role.autocast or role.model.dtype).itemsize
-
-
-def free_main_memory() -> int | None:
-    """Free main memory: what the kernel says, or what is left of the limit of this container."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        return min(free, int(limit) - int(used)) if limit != "max" else free
-    except (OSError, ValueError):
-        return free
 
 
 def changes(

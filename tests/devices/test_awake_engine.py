@@ -1,0 +1,72 @@
+"""An engine that keeps its GPU memory while the trainer works: counted, refused where it does not fit; and the limit of
+the probe by the types of both sides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from verl.component import BuildContext
+from verl.compose.compose import compose_root
+from verl.compose.validate import validate
+from verl.errors import ConfigError, WeightSyncError
+from verl.trainer.plan import run_plan
+from verl.trainer.plan.devices import device_named
+from verl.trainer.plan.memory import memory_plan
+from verl.trainer.plan.run_plan import log_plan
+from verl.weight_verification.logprob_probe import ALLOWED_NATS
+from verl.weight_verification.verifier import TrainerSide, VerifyReply, verify_sync
+
+CORRECTION = "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS,level:token,cap:2.0}"
+AHEAD = ("trainer.rollout_ahead=1", CORRECTION)
+SLEEPLESS = ("rollout.sleep=false",)
+
+
+def run_of(*choices):
+    sizes = ["actor=tiny_scratch", "critic=none", "algorithm=grpo", "rollout=vllm", "rollout.kv_cache_gib=2"]
+    return validate(compose_root("ppo", [*sizes, *choices]))
+
+
+@pytest.mark.parametrize("choices", [SLEEPLESS, AHEAD], ids=["sleepless", "ahead"])
+def test_an_engine_that_never_rests_is_in_every_phase(choices):
+    h100 = device_named("h100")
+    resting, awake = (memory_plan(run_of(*own), h100) for own in ((), choices))
+    assert not resting.estimate.stays_awake
+    assert awake.estimate.stays_awake
+    engine = {"engine weights", "keys and values"}
+    for plan, others in ((resting, False), (awake, True)):
+        phases = {phase.name: engine <= phase.parts.keys() for phase in plan.phases}
+        assert phases["generate"]
+        assert phases["score"] is phases["update actor"] is phases["rest"] is others
+    assert resting.beside_engine < awake.beside_engine  # the most that a phase takes, not what rests
+    assert not memory_plan(run_of(*choices), device_named("cpu")).estimate.stays_awake
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        (SLEEPLESS, "rollout.sleep is false: the engine keeps its GPU memory, so .* Set rollout.sleep=true"),
+        (AHEAD, "trainer.rollout_ahead is 1: the engine draws while .* Set trainer.rollout_ahead=0"),
+    ],
+    ids=["sleepless", "ahead"],
+)
+def test_it_is_refused_before_anything_loads_where_it_does_not_fit(choices, words, monkeypatch, tmp_path):
+    monkeypatch.setattr(run_plan, "free_memory", lambda device, processes: 2 << 30)
+    monkeypatch.setattr(run_plan, "gpu_here", lambda: device_named("h100"))
+    context = BuildContext(device="cuda:0", run_dir=tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        log_plan(run_of(*choices), context, tmp_path)
+    assert log_plan(run_of("rollout.kv_cache_gib=null"), context, tmp_path) is not None
+
+
+@pytest.mark.parametrize(("own", "allowed"), [("float32", 1e-3), ("tf32", 5e-2), ("bfloat16", 3e-1)])
+def test_the_probe_allows_what_the_coarser_type_of_both_sides_rounds_away(own, allowed):
+    assert ALLOWED_NATS[own] == allowed
+
+    def proven(gap):
+        trainer = TrainerSide({}, np.zeros((1, 4)), "float32", compute_type=own)
+        return verify_sync(trainer, VerifyReply({}, np.full((1, 4), gap)))
+
+    assert proven(0.9 * allowed).metrics["sync/probe_gap_nats"] == pytest.approx(0.9 * allowed)
+    with pytest.raises(WeightSyncError):
+        proven(1.1 * allowed)

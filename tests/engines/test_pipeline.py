@@ -1,0 +1,92 @@
+"""Where a model is cut into stages, what a stage holds, and which models are not cut."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_models import save_random_model
+
+from verl.engines.pipeline import StageCut, decoder_stack, refuse_untrue
+from verl.engines.sharding import Parallel
+from verl.engines.stage_balance import largest_stage, stage_bounds
+from verl.errors import ConfigError
+from verl.model_paths.trial import states_of
+from verl.models.model_stats import model_stats
+from verl.models.pretrained import Pretrained
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 4), st.integers(0, 20))
+def test_the_costliest_stage_costs_as_little_as_it_can(costs, stages, head):
+    stages = min(stages, len(costs))
+
+    def worst(bounds):
+        sums = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
+        return max(*sums[:-1], sums[-1] + head, 0)
+
+    bounds = stage_bounds([float(cost) for cost in costs], stages, float(head))
+    assert bounds[0] == 0
+    assert bounds[-1] == len(costs)
+    assert all(a < b for a, b in itertools.pairwise(bounds))
+    cuts = itertools.combinations(range(1, len(costs)), stages - 1)
+    assert worst(bounds) == min(worst([0, *cut, len(costs)]) for cut in cuts)
+
+
+def loaded(tmp_path, family, **options):
+    return Pretrained(path=str(save_random_model(tmp_path / family, family, torch.float32, **options))).load_causal_lm(
+        "cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [("qwen2", True), ("qwen3", False), *(pytest.param(x, False, marks=pytest.mark.exhaustive) for x in ("llama",
+     "mistral", "starcoder2", "gemma", "qwen3_moe", "mixtral", "olmo2"))],
+)  # fmt: skip
+def test_three_stages_after_another_give_what_the_whole_model_gives(family, tied, tmp_path):
+    model = loaded(tmp_path, family, num_hidden_layers=4, tie_word_embeddings=tied)
+    refuse_untrue(model)
+    ids = torch.randint(5, 60, (2, 9))
+    whole = states_of(model, input_ids=ids)
+    stack, line = decoder_stack(model), None
+    names = [name for name, _ in model.named_modules()]
+    for stage in range(3):
+        cut = StageCut(stack, [0, 1, 3, 4], stage)
+        with torch.no_grad(), cut.running():
+            found = cut.run(lambda: states_of(model, input_ids=ids), line)
+        line = found.reshape(-1, found.shape[-1])
+    assert torch.equal(line.view_as(whole), whole)
+    assert [name for name, _ in model.named_modules()] == names  # as it was
+    assert torch.equal(states_of(model, input_ids=ids), whole)
+
+
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [("gpt2", "GPT2LMHeadModel: pipeline stages are made of models with embed_tokens, layers and norm"),
+     pytest.param("opt", "OPTForCausalLM: pipeline stages", marks=pytest.mark.exhaustive)],
+)  # fmt: skip
+def test_a_model_of_another_build_is_refused_by_name(family, told, tmp_path):
+    with pytest.raises(ConfigError, match=told):
+        refuse_untrue(loaded(tmp_path, family))
+
+
+def test_a_model_that_does_more_between_embedding_and_layers_is_refused(tmp_path):
+    """Granite multiplies what the embedding gives, in the decoder's own forward: a later stage would do it again."""
+    with pytest.raises(ConfigError, match="cut into pipeline stages it gives other numbers than whole"):
+        refuse_untrue(loaded(tmp_path, "granite", embedding_multiplier=3.0))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_cost_of_a_stage_is_its_layers_and_its_end(tied, tmp_path):
+    path = save_random_model(tmp_path / "m", "qwen2", torch.float32, num_hidden_layers=12, tie_word_embeddings=tied)
+    sizes = model_stats(Pretrained(path=str(path)).load_config())
+    cost = Parallel(pp=2).cost(2, sizes, tokens=10)
+    assert cost.weights == 4 * largest_stage(sizes, 2)
+    assert cost.weights <= 0.55 * 4 * sizes.parameters
+    assert cost.optimizer == 2 * cost.gradients == 2 * cost.weights
+    assert cost.per_micro_batch == sizes.hidden * 10 * 4  # states one way, or gradients the other
+    assert cost.generating == 4 * sizes.parameters

@@ -1,0 +1,103 @@
+"""`environment=python_sandbox`: the tool `python`, which runs a program of the model in a sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import PositiveInt
+
+from verl.component import BuildContext, component
+from verl.environments.base import EnvironmentDescription, EnvironmentFactory, InfraError, ToolError
+from verl.environments.tools import Tool, ToolEnvironment
+from verl.errors import faults_below
+from verl.sandbox.base import CodeRunner, ExecutionResult, Sandbox
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"code": {"type": "string", "description": "a Python program; what it prints is the answer"}},
+    "required": ["code"],
+}
+SPARE_S = 10.0  # for a place in the sandbox, beside a program's own time
+
+
+class _Factory(EnvironmentFactory):
+    def __init__(self, options: PythonSandbox, context: BuildContext):
+        self.options, self._context = options, context
+        self._runner: CodeRunner | None = None
+        self.tools = {"python": options.tool(self._run)}
+        self.tool_names = {name: tool.parameter_names for name, tool in self.tools.items()}
+
+    async def start(self) -> None:
+        assert self.options.sandbox is not None
+        with faults_below("environment.sandbox"):
+            self._runner = await asyncio.to_thread(self.options.sandbox.build, self._context)
+
+    async def _run(self, code: str) -> str:
+        assert self._runner is not None
+        result = await asyncio.to_thread(self._runner.run, code)
+        if result.outcome == "infra":
+            raise InfraError(f"the sandbox failed: {result.detail}")
+        text = answer_of(result)
+        if result.outcome != "ok":
+            raise ToolError(text)
+        return text
+
+    def make(self) -> ToolEnvironment:
+        made = ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix)
+        made.recovery = "stateless"  # every program has a fresh jail
+        return made
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await asyncio.to_thread(self._runner.close)
+            self._runner = None
+
+
+def answer_of(result: ExecutionResult) -> str:
+    """What the model reads: what the program wrote, and how it ended where that was not well."""
+    text = result.stdout + result.stderr
+    said = {
+        "error": f"exit status {result.exit_status}",
+        "timeout": "the program ran out of time",
+        "memory": "the program ran out of memory",
+        "output": "the program wrote too much",
+    }.get(result.outcome)
+    return "\n".join(part for part in (text.rstrip("\n"), said) if part)
+
+
+@component
+class PythonSandbox(EnvironmentDescription):
+    """The tool `python(code)`: each program runs afresh in the sandbox; a turn without a call is the answer.
+
+    Args:
+        sandbox: where programs run.
+        suffix: what follows an answer of the tool where the prompt is no chat.
+    """
+
+    sandbox: Sandbox | None
+    suffix: str = "\n"
+    max_concurrent: PositiveInt = 16
+
+    def faults(self) -> Iterator[str]:
+        if self.sandbox is None:
+            yield (
+                "sandbox is null: code that the model wrote needs a place to run. Set sandbox=jail (jails on this "
+                "machine), sandbox=remote (a server), or sandbox=none, which protects nothing."
+            )
+        elif self.step_timeout_s < self.sandbox.timeout_s + SPARE_S:
+            yield (
+                f"step_timeout_s is {self.step_timeout_s:g}: a program may run for sandbox.timeout_s "
+                f"{self.sandbox.timeout_s:g} and wait for its place. Set it to {self.sandbox.timeout_s + SPARE_S:g} or "
+                "more."
+            )
+
+    def tool(self, function: Any) -> Tool:
+        return Tool("python", "Run a Python program and read what it prints.", PARAMETERS, function)
+
+    def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
+        return (self.tool(None).schema,)
+
+    def factory(self, context: BuildContext) -> EnvironmentFactory:
+        return _Factory(self, context)
