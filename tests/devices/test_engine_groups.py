@@ -33,7 +33,15 @@ def divided_of(rank, num_siblings=1, device="cuda"):
     where = torch.device(f"{device}:{rank}" if device == "cuda" else device)
     first = rank // num_siblings * num_siblings
     siblings = tuple(range(first, first + num_siblings))
-    return ParallelInfo(where, mesh, rank, siblings, None, lambda x: None, lambda x: x)
+    return ParallelInfo(
+        device=where,
+        mesh=mesh,
+        rank=rank,
+        siblings=siblings,
+        sibling_group=None,
+        layout_of=lambda x: None,
+        local=lambda x: x,
+    )
 
 
 def test_an_engine_of_two_gpus_is_shared_by_two_ranks_and_engines_never_overlap(monkeypatch, groups):

@@ -94,13 +94,13 @@ class PipelineParallelism(ShardedParallelism):
         self._models[id(model)] = (runner, dtype)
         first = self.rank // self.degrees.siblings * self.degrees.siblings
         model.divided = ParallelInfo(  # type: ignore[assignment]
-            self.device,
-            self.mesh,
-            self.rank,
-            tuple(range(first, first + self.degrees.siblings)),
-            self._sibling_group,
-            tensor_layout,
-            local,
+            device=self.device,
+            mesh=self.mesh,
+            rank=self.rank,
+            siblings=tuple(range(first, first + self.degrees.siblings)),
+            sibling_group=self._sibling_group,
+            layout_of=tensor_layout,
+            local=local,
             stage_group=self.stage_group,
             gathered=WholeWeights(model, cut, self.stage_group, self.device).gathered,
         )
