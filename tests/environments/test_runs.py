@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,23 @@ def test_the_document_is_followed_word_for_word(tmp_path, monkeypatch):
     assert result.steps == 2
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert any(line.get("episode/turns", 0) > 1 for line in lines)
+
+
+def test_the_tools_of_the_environment_stand_in_the_prompts_of_the_users_files(tmp_path, caplog):
+    (tmp_path / "tools.py").write_text(
+        'def population(city: str) -> int:\n    """Inhabitants of a city."""\n    return 1\n'
+    )
+    chat = [{"role": "user", "content": "1+1="}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": chat, "answer": "2"}) + "\n")
+    template = "{{ tools[0].function.name if tools else '' }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tools = ["environment=python_tools", f"environment.path={tmp_path / 'tools.py'}"]
+    files = ["data=files", f"data.train_files=[{tmp_path / 'rows.jsonl'}]", "reward=exact_match"]
+    files += ["data.max_prompt_length=60", "environment.max_tokens=90", "rollout.max_new_tokens=30"]
+    for given, prompt, is_told in ((template, "population1+1=", False), ("{{ messages[0].content }}", "1+1=", True)):
+        caplog.clear()
+        run = validate(compose_root("ppo", [*SMALL, *tools, *files, "trainer.prompts_per_step=1"]))
+        run = replace(run, data=replace(run.data, chat_template=given))
+        with PPOTrainer(run, BuildContext(run_dir=tmp_path / "run")) as trainer:
+            found = trainer.train_data.collate([0])
+        assert found["prompt_text"].tolist() == [prompt]
+        assert ("The chat template reads no tools" in caplog.text) == is_told

@@ -24,11 +24,18 @@ class ChatTemplate:
     Attributes:
         template: a Jinja template in place of the tokenizer's own, or None.
         system_prompt: the system message of chats that have none; with it a text prompt is the message of a user.
+        tools: JSON schemas for rows that name none of their own; of no effect where the template reads none.
     """
 
     tokenizer: Any
     template: str | None = None
     system_prompt: str | None = None
+    tools: tuple[Any, ...] = ()
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template writes schemas of tools into a prompt."""
+        return "tools" in (self.source or "")
 
     @property
     def source(self) -> str | None:
@@ -55,7 +62,7 @@ class ChatTemplate:
             raise ConfigError(f"tools is {shortened(tools)} at {place}: no JSON ({error}).") from error
         if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
             raise ConfigError(f"tools is {shortened(tools)} at {place}: expected a list of JSON schemas.")
-        if "tools" not in (self.source or ""):
+        if not self.reads_tools:
             raise ConfigError(
                 f"tools is given at {place}, and the chat template reads none: the policy would not see them. Choose a "
                 "chat_template that does, or rename the column."
@@ -115,7 +122,7 @@ def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors)
             prompt = rows.values[index][key]
             messages = chat.messages_of(prompt)
             is_chat[index] = messages is not None
-            tools = rows.values[index].get("tools")
+            tools = rows.values[index].get("tools") or (chat.tools if chat.reads_tools else None)
             texts[index], fault = (
                 (prompt, None) if messages is None else _rendered(messages, chat, rows.place(index), tools)
             )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from verl.component import BuildContext, component
@@ -41,7 +42,7 @@ class PromptFiles(PromptOptions):
         return {name: columns - {self.prompt_key} for name, columns in found.items() if columns}
 
     def build(self, context: BuildContext) -> DataSplits:
-        return _build(self, context, RLHFDataset, PromptOptions)
+        return _build(self, context, partial(RLHFDataset.from_rows, tools=context.tools), PromptOptions)
 
 
 @component
@@ -64,7 +65,7 @@ class SFTFiles(SFTOptions):
         yield from super().faults()
 
     def build(self, context: BuildContext) -> DataSplits:
-        return _build(self, context, SFTDataset, SFTOptions)
+        return _build(self, context, SFTDataset.from_rows, SFTOptions)
 
 
 def _split_faults(files: PromptFiles | SFTFiles) -> Iterator[str]:
@@ -79,12 +80,14 @@ def _split_faults(files: PromptFiles | SFTFiles) -> Iterator[str]:
         yield f"weights is {list(weights)}: each must be a positive number. Leave a file out to give it no share."
 
 
-def _build(files: PromptFiles | SFTFiles, context: BuildContext, dataset: type, options: type) -> DataSplits:
+def _build(
+    files: PromptFiles | SFTFiles, context: BuildContext, from_rows: Callable[..., Any], options: type
+) -> DataSplits:
     config = options(**{field.name: getattr(files, field.name) for field in fields(options)})
 
     def made(paths: tuple[str, ...], name: str) -> Any:
         bad = RowErrors(files.on_bad_row)
-        return dataset.from_rows(read_rows(paths, bad, name), context.tokenizer, config, bad)
+        return from_rows(read_rows(paths, bad, name), context.tokenizer, config, bad)
 
     train = made(files.train_files, "train_files")
     return DataSplits(

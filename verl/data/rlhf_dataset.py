@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
 
+log = logging.getLogger(__name__)
 RESERVED_COLUMNS = frozenset({"prompt_text", "prompt_messages", "response_text", "score"})
 
 
@@ -54,24 +56,37 @@ class RLHFDataset:
         tokenizer: Any,
         config: Mapping[str, Any] | PromptOptions | None = None,
         bad: RowErrors | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> RLHFDataset:
-        """The same from rows in memory, each a mapping of columns; `bad` knows of those left out when reading."""
+        """The same from rows in memory, each a mapping of columns; `bad` knows of those left out when reading.
+
+        Args:
+            tools: JSON schemas that the chat template writes into the prompts of rows without a column `tools`.
+        """
         options = config if isinstance(config, PromptOptions) else read_options(PromptOptions, config)
         bad = RowErrors(options.on_bad_row) if bad is None else bad
         if not len(rows) and not len(bad):
             raise ConfigError("rows is []: the data set is empty.")
         dataset = cls.__new__(cls)
-        dataset._prepare(rows if isinstance(rows, DataRows) else DataRows(list(rows)), tokenizer, options, bad)
+        found = rows if isinstance(rows, DataRows) else DataRows(list(rows))
+        dataset._prepare(found, tokenizer, options, bad, tuple(tools))
         return dataset
 
-    def _prepare(self, rows: DataRows, tokenizer: Any, options: PromptOptions, bad: RowErrors):
+    def _prepare(
+        self, rows: DataRows, tokenizer: Any, options: PromptOptions, bad: RowErrors, tools: tuple[Any, ...] = ()
+    ):
         self.options = options
         self._pad_id = pad_id_of(tokenizer)
         num_rows = len(rows) + len(bad)
         rows = without_final_assistant(rows, options.prompt_key, options.final_assistant)
         columns = _columns_beside(rows, options.prompt_key)
-        chat = ChatTemplate(tokenizer, options.chat_template, options.system_prompt)
+        chat = ChatTemplate(tokenizer, options.chat_template, options.system_prompt, tools)
         texts, tokens = render_prompts(rows, options.prompt_key, chat, bad)
+        if tools and not chat.reads_tools and chat.source is not None:
+            log.warning(
+                "The chat template reads no tools, so the prompts do not name those of the environment: the policy "
+                "knows them only where the data or data.system_prompt tell of them."
+            )
         bad.settle(num_rows)
         usable = [index for index, ids in enumerate(tokens) if ids]
         limit, lengths = options.max_prompt_length, [len(tokens[index]) for index in usable]
