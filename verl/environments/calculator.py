@@ -53,7 +53,7 @@ CALC = {
 }
 
 
-class _Factory(EnvironmentFactory):
+class _CalculatorFactory(EnvironmentFactory):
     def __init__(self, options: Calculator):
         self.options = options
         self.tools = {"calc": options.tool()}
@@ -87,4 +87,4 @@ class Calculator(EnvironmentDescription):
         return (self.tool().schema,)
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
-        return _Factory(self)
+        return _CalculatorFactory(self)

@@ -31,7 +31,7 @@ class _Game(Environment):
         return StepResult(hint, truncated=self.guesses >= self.options.max_guesses)
 
 
-class _Factory(EnvironmentFactory):
+class _GuessNumberFactory(EnvironmentFactory):
     def __init__(self, options: GuessNumber):
         self.options = options
 
@@ -55,4 +55,4 @@ class GuessNumber(EnvironmentDescription):
         return ("secret",)
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
-        return _Factory(self)
+        return _GuessNumberFactory(self)

@@ -22,7 +22,7 @@ PARAMETERS = {
 SPARE_S = 10.0  # for a place in the sandbox, beside a program's own time
 
 
-class _Factory(EnvironmentFactory):
+class _PythonSandboxFactory(EnvironmentFactory):
     def __init__(self, options: PythonSandbox, context: BuildContext):
         self.options, self._context = options, context
         self._runner: CodeRunner | None = None
@@ -100,4 +100,4 @@ class PythonSandbox(EnvironmentDescription):
         return (self.tool(None).schema,)
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
-        return _Factory(self, context)
+        return _PythonSandboxFactory(self, context)

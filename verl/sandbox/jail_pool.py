@@ -38,7 +38,7 @@ MAKERS = 2  # threads
 
 
 @dataclass
-class _Process:
+class _JailProcess:
     """A jail that is running.
 
     Attributes:
@@ -80,7 +80,7 @@ class JailPool(CodeRunner):
         self._command, self._filter = command, seccomp.program()
         self._slots = threading.BoundedSemaphore(described.max_concurrency)
         self._changed = threading.Condition()
-        self._warm: deque[_Process] = deque()
+        self._warm: deque[_JailProcess] = deque()
         self._failure: str | None = None
         self._is_closed = False
         self._wanted = self._being_made = 0
@@ -121,7 +121,7 @@ class JailPool(CodeRunner):
 
     # Jails that stand ready
 
-    def _take(self) -> _Process:
+    def _take(self) -> _JailProcess:
         deadline = time.monotonic() + START_TIMEOUT_S
         with self._changed:
             self._wanted += 1
@@ -172,7 +172,7 @@ class JailPool(CodeRunner):
             return False  # a machine that cannot make one is asked again with the next program
         return len(self._warm) + self._being_made < self.described.pool_size
 
-    def _made(self) -> _Process:
+    def _made(self) -> _JailProcess:
         """A jail whose first process waits for a program."""
         ours, theirs = socket.socketpair()
         seen, told = os.pipe()
@@ -195,7 +195,7 @@ class JailPool(CodeRunner):
             theirs.close()
             for fd in (told, filter_fd, binary):
                 os.close(fd)
-        jail = _Process(process, ours, process.pid)
+        jail = _JailProcess(process, ours, process.pid)
         try:
             ours.settimeout(START_TIMEOUT_S)
             ready = ours.recv(1)
@@ -216,7 +216,7 @@ class JailPool(CodeRunner):
 class _Execution:
     """One program in one jail, from its hand-over to its outcome."""
 
-    def __init__(self, pool: JailPool, jail: _Process, program: Program):
+    def __init__(self, pool: JailPool, jail: _JailProcess, program: Program):
         self._described, self._jail, self._program = pool.described, jail, program
         self._timeout_s, self._memory_mib = pool.limits(program)
         self._texts: dict[int, bytearray] = {}

@@ -21,7 +21,7 @@ STEP = ("observation", "reward", "terminated", "truncated", "info")
 MAX_REPLY = 8 << 20  # characters
 
 
-class Action:
+class HostedAction:
     """One turn of the model: its `text`, the tool `calls` in it, and the `call_id` that a repetition has too."""
 
     def __init__(self, text, calls=(), call_id=""):
@@ -111,7 +111,7 @@ class World:
                     environment = self.make()
                     reply["value"] = settled(loop, environment.reset(request["row"], request["seed"]))
                 elif op == "step":
-                    action = Action(**request["action"])
+                    action = HostedAction(**request["action"])
                     reply["value"] = as_reply(settled(loop, environment.step(action)))
                 else:
                     if hasattr(environment, "close"):
