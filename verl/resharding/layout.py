@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 Box = tuple[tuple[int, int], ...]
 """A slice of a tensor: for each axis [start, stop)."""
@@ -59,6 +61,8 @@ class Mesh:
 
     def coordinates(self, name: str) -> np.ndarray:
         """`coordinate` of every rank, [size]."""
+        import numpy as np
+
         if name not in self._coordinates:
             self._coordinates[name] = np.array([self.coordinate(rank, name) for rank in range(self.size)])
         return self._coordinates[name]
@@ -104,6 +108,8 @@ class TensorLayout:
 
     def all_boxes(self, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
         """`box` of every rank, [ranks, axes, 2] integers, and which ranks hold something, [ranks] bool."""
+        import numpy as np
+
         found = np.zeros((mesh.size, len(self.shape), 2), dtype=np.int64)
         if self.boxes is not None:
             holds = np.array([box is not None for box in self.boxes])
