@@ -10,14 +10,19 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from trainer.runs import Prompts
+from trainer.saved_runs import course, fit
 
+from verl.component import component
 from verl.errors import RewardError
-from verl.rewards.base import Reward
+from verl.rewards.base import Reward, RewardDescription, in_time
 from verl.rewards.deadline import call_within
 from verl.rewards.function import CallableReward
+from verl.rewards.rules import ExactMatch
+from verl.rewards.weighted_sum import WeightedSum
 from verl.trainer.api.trainer import DataPipeline, RLTrainer, Trainer
 
 
@@ -154,3 +159,28 @@ def test_a_call_that_never_comes_back_from_a_library_ends_the_process_in_words()
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "has not returned for 0.2 s (reward.timeout_s is 0.1) and cannot be interrupted" in done.stderr
+
+
+@component
+class HangingComponent(RewardDescription, Reward):
+    """A reward of the user, chosen by `_target_`."""
+
+    call_timeout_s = 0.3
+
+    def rate(self, prompts, responses, **columns):
+        time.sleep(600)
+
+
+class SaysNothing(HangingComponent):
+    call_timeout_s = Reward.call_timeout_s
+
+
+def test_a_reward_component_of_the_user_has_the_deadline_of_its_class_or_that_of_a_batch(tmp_path, model32):
+    assert in_time(Hangs()).call_timeout_s == 60
+    assert in_time(SaysNothing()).call_timeout_s is None
+    assert in_time(ExactMatch()).call_timeout_s is None
+    run = course(model32, tmp_path, total_steps=1)
+    described = WeightedSum(parts={"own": HangingComponent()}, weights={"own": 1.0})
+    for reward in (HangingComponent(), described):
+        with pytest.raises(RewardError, match=r"rate\(\) failed(.|\n)*no answer within 0.3 s"):
+            fit(replace(run, reward=reward), tmp_path / type(reward).__name__)

@@ -16,7 +16,7 @@ from verl.errors import RewardError
 from verl.ops.masking import last_true
 from verl.protocol import DataProto
 from verl.protocol.provenance import source_of
-from verl.rewards.deadline import CallFailed, call_within
+from verl.rewards.deadline import BATCH_TIMEOUT_S, CallFailed, call_within
 from verl.rewards.validation import checked_scores, reward_error
 
 TEXT_COLUMNS = ("prompt_text", "response_text")
@@ -60,8 +60,8 @@ class Reward:
     One that needs more than texts, such as lengths in tokens, overrides `rate_batch` in place of `rate`.
 
     Attributes:
-        call_timeout_s: seconds for one batch, after which the call is interrupted where it stands; None for a reward
-            that has deadlines of its own.
+        call_timeout_s: seconds for one batch, after which the call is interrupted where it stands; None for no
+            deadline. A class that says nothing gets 60 when a run builds it.
     """
 
     call_timeout_s: float | None = None
@@ -145,6 +145,18 @@ class Reward:
             non_tensors={"score": rating.scores.astype(object), **parts, **columns},
             producer=self.producer,
         )
+
+
+def in_time(reward: Reward, timeout_s: float | None = None) -> Reward:
+    """A reward of the user with a deadline: the one that is given, that of its class, or 60 seconds for a batch.
+
+    Rewards of the package have deadlines of their own.
+    """
+    own = [kind for kind in type(reward).__mro__ if not kind.__module__.startswith("verl.")]
+    is_said = "call_timeout_s" in getattr(reward, "__dict__", ()) or any("call_timeout_s" in vars(x) for x in own)
+    if type(reward) in own and isinstance(reward, Reward) and (timeout_s is not None or not is_said):
+        object.__setattr__(reward, "call_timeout_s", BATCH_TIMEOUT_S if timeout_s is None else timeout_s)
+    return reward
 
 
 def token_scores_of(rating: RewardResult, mask: torch.Tensor) -> torch.Tensor:

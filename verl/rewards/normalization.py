@@ -12,7 +12,7 @@ import numpy as np
 from verl.component import BuildContext, Description, component
 from verl.errors import RewardError, faults_below
 from verl.protocol import DataProto
-from verl.rewards.base import Reward, RewardDescription, RewardResult
+from verl.rewards.base import Reward, RewardDescription, RewardResult, in_time
 
 
 class RunningStats:
@@ -130,7 +130,7 @@ class RewardNormalization(RewardDescription):
 
     def build(self, context: BuildContext) -> Reward:
         with faults_below("reward"):
-            return ScaledReward(self.reward.build(context))
+            return ScaledReward(in_time(self.reward.build(context)))
 
 
 class ScaledReward(NormalisedReward):

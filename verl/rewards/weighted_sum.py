@@ -12,7 +12,7 @@ import torch
 from verl.component import BuildContext, Description, component
 from verl.errors import faults_below
 from verl.protocol import DataProto
-from verl.rewards.base import Reward, RewardDescription, RewardResult, token_scores_of
+from verl.rewards.base import Reward, RewardDescription, RewardResult, in_time, token_scores_of
 
 TAKEN = ("mean", "std", "failed")  # metrics `reward/NAME` of every reward
 
@@ -53,7 +53,7 @@ class WeightedSum(RewardDescription):
             parts = {}
             for name, described in self.parts.items():
                 with faults_below(f"parts.{name}"):
-                    parts[name] = described.build(context)
+                    parts[name] = in_time(described.build(context))
                 built.callback(parts[name].close)
             built.pop_all()
         return SumOfRewards(parts, self.weights)

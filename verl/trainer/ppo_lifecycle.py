@@ -13,7 +13,7 @@ from verl.data.sampler import EpochSampler, Mixture
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
 from verl.monitoring.nonfinite import NonFiniteGuard
-from verl.rewards.base import RewardDescription, missing_columns
+from verl.rewards.base import RewardDescription, in_time, missing_columns
 from verl.rollout.base import Rollout
 from verl.trainer.one_step_off import LengthPredictor, OneStepOffRollout
 from verl.trainer.plan.run_plan import log_plan
@@ -90,7 +90,7 @@ class PPOLifecycle:
             self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
             if run.reward_as_role is None:
                 with faults_below("reward"):
-                    self.reward = run.reward.build(context)
+                    self.reward = in_time(run.reward.build(context))
             self.tracker = run.tracker.build(context)
             self.stages = StageTimers(self.tracker)
             self.saving = prepare_saving(
@@ -225,7 +225,7 @@ class PPOLifecycle:
         """Rate by another reward from here on; policy, optimizer and place in the data stay."""
         self._refuse_missing_columns(described)
         with faults_below("reward"):
-            reward = described.build(self.context)
+            reward = in_time(described.build(self.context))
         self.reward.close()
         self.reward, self.reward_stats = reward, RewardStats(described, reward)
         self.description = replace(self.description, reward=described)

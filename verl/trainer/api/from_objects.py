@@ -27,7 +27,7 @@ from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import as_reward_model, check_interface
 from verl.models.pretrained import ModelSource, Pretrained, without_dropout
-from verl.rewards.base import Reward, RewardDescription
+from verl.rewards.base import Reward, RewardDescription, in_time
 from verl.rewards.deadline import BATCH_TIMEOUT_S
 from verl.rewards.function import CallableReward, RewardFunction
 from verl.rewards.import_path import batch_argument, named_parameters
@@ -85,9 +85,7 @@ class RewardObject(RewardDescription):
         reward, tokenizer = carried_by(self)
         timeout_s = BATCH_TIMEOUT_S if self.timeout_s is None else self.timeout_s
         if isinstance(reward, Reward):
-            if not type(reward).__module__.startswith("verl."):  # those have deadlines of their own
-                reward.call_timeout_s = timeout_s
-            return reward
+            return in_time(reward, self.timeout_s)
         if not _is_module(reward):
             return CallableReward(reward, timeout_s=timeout_s)
         model = as_reward_model(reward.to(context.device), self.name, None, context.tokenizer.pad_token_id or 0)
