@@ -36,6 +36,8 @@ class AutoRollout(Rollout):
 
     takes_stages: ClassVar[bool] = True
 
+    can_rest: ClassVar[bool] = True
+
     max_model_len: int | None = None
 
     def with_room_for(self, prompt: int) -> AutoRollout:

@@ -39,6 +39,7 @@ class Rollout(Description):
         stop_token_ids: end a response beside the model's own end-of-text tokens; they belong to the response.
     Attributes:
         runs_ahead: the engine holds weights of its own, so that it can draw while the trainer changes its.
+        can_rest: the engine can give back GPU memory between the last response of a step and the next sync.
         generates_here: on the machines of the trainer, rather than on a server's.
         may_change: the engine reads `options` with every call, so that others may be put in their place.
         takes_stages: the engine takes weights from an actor whose layers are pipeline stages.
@@ -47,6 +48,7 @@ class Rollout(Description):
     """
 
     runs_ahead: ClassVar[bool] = False
+    can_rest: ClassVar[bool] = False
     generates_here: ClassVar[bool] = True
     may_change: ClassVar[bool] = False
     takes_stages: ClassVar[bool] = False

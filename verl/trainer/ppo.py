@@ -212,7 +212,7 @@ class PPOTrainer(PPOLifecycle):
 
     def _rest(self) -> None:
         """Let the engine give back its GPU memory: it has drawn the last responses before the next sync."""
-        if self.ahead is None:
+        if self.ahead is None and self.description.rollout.can_rest:
             self.actor.rest().result()
 
     def _draw_ahead(self, step: int) -> None:

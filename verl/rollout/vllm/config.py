@@ -44,6 +44,7 @@ class VLLMRollout(Rollout):
     """
 
     runs_ahead: ClassVar[bool] = True
+    can_rest: ClassVar[bool] = True
     may_change: ClassVar[bool] = True
 
     kv_cache_gib: PositiveFloat | None = None
