@@ -230,6 +230,8 @@ class TrainingEngine:
 
     def _token_budget(self, batch: DataProto) -> int:
         """Tokens of a micro-batch: so few that a pipeline has micro-batches enough to fill it."""
+        if self.parallel.least_micro_batches == 1:
+            return self.micro_batch_tokens
         tokens = int(batch.batch["attention_mask"].sum())
         return max(1, min(self.micro_batch_tokens, -(-tokens // self.parallel.least_micro_batches)))
 
