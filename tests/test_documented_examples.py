@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shlex
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,11 +200,29 @@ def finished(model32, tmp_path_factory) -> Path:
     return directory
 
 
+def ended_when_it_listens() -> None:
+    """Send this process a SIGTERM once somebody handles it: a server goes on until then."""
+    before, deadline = signal.getsignal(signal.SIGTERM), time.monotonic() + 60
+
+    def end() -> None:
+        while signal.getsignal(signal.SIGTERM) == before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
 @pytest.mark.parametrize("command", of_kind("looking"))
 def test_a_command_that_looks_at_a_run_is_done_with_it(command, finished, model32, monkeypatch):
     monkeypatch.chdir(finished)
     words = [filled(word) for word in shlex.split(command.text)[1:]]
-    own = {"eval": ["reward.path=rate.py:variety"], "plan": [f"actor.model.path={model32.path}"]}.get(words[0], [])
+    own = {
+        "eval": ["reward.path=rate.py:variety"],
+        "plan": [f"actor.model.path={model32.path}"],
+        "serve-policy": ["--port", "0"],
+    }.get(words[0], [])
+    if words[0] == "serve-policy":
+        ended_when_it_listens()
     result = CliRunner().invoke(app, [*words, *own])
     assert result.exit_code == 0, result.output
 
