@@ -20,14 +20,15 @@ from uuid import uuid4
 import pytest
 from cli.small_runs import small_run
 from cluster.processes_of import engines_of, is_running, wait_until_gone
-from faults.test_killed_training import ROOT
 from rollout.engines import save_family
 from trainer.saved_runs import numbers
 
+from verl.compose.schema import conf_dir
 from verl.utils.progress import Progress
 
 pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.exhaustive]
 
+ROOT = conf_dir().parent
 KILLS = int(os.environ.get("VERL_ENGINE_KILLS", "20"))
 STOPS = int(os.environ.get("VERL_ENGINE_STOPS", "15"))
 SEED = int(os.environ.get("VERL_ENGINE_SEED", "0"))

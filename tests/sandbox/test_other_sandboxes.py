@@ -1,11 +1,10 @@
 """Sandboxes that are not jails: a server over HTTP, and none."""
 
-import contextlib
-import io
 import json
 import logging
+import subprocess
+import sys
 import threading
-import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -17,13 +16,26 @@ from verl.sandbox.base import Program
 from verl.sandbox.remote import RemoteSandbox
 from verl.sandbox.unprotected import Unprotected
 
+KERNEL = """
+import contextlib, io, json, sys, traceback
+code, events = sys.stdin.read(), []
+with contextlib.redirect_stdout(io.StringIO()) as out:
+    try:
+        exec(code, {})
+    except BaseException as error:
+        told = {"name": type(error).__name__, "value": str(error), "traceback": traceback.format_exc()}
+        events.append({"type": "error", **told})
+text = out.getvalue()
+events[:0] = [{"type": "stdout", "text": text[:7]}, {"type": "stdout", "text": text[7:]}]
+print(json.dumps(events))
+"""
+
 
 class E2BServer(BaseHTTPRequestHandler):
-    """The execute request of E2B's code interpreter: runs code in this process, and streams its output as lines."""
+    """The execute request of E2B's code interpreter: runs code in a process, and streams its output as lines."""
 
     seen: list = []  # noqa: RUF012
     refusals: list = []  # noqa: RUF012
-    lock = threading.Lock()
 
     def do_GET(self):
         self.send_response(200)
@@ -36,15 +48,9 @@ class E2BServer(BaseHTTPRequestHandler):
             self.send_response(self.refusals.pop())
             self.end_headers()
             return
-        events = []
-        with self.lock, contextlib.redirect_stdout(io.StringIO()) as out:
-            try:
-                exec(body["code"], {})
-            except BaseException as error:  # noqa: BLE001
-                told = {"name": type(error).__name__, "value": str(error), "traceback": traceback.format_exc()}
-                events.append({"type": "error", **told})
-        text = out.getvalue()
-        events[:0] = [{"type": "stdout", "text": text[:7]}, {"type": "stdout", "text": text[7:]}]
+        words = [sys.executable, "-c", KERNEL]
+        done = subprocess.run(words, input=body["code"], capture_output=True, text=True, check=True)
+        events = json.loads(done.stdout)
         self.send_response(200)
         self.end_headers()
         for event in [*events, {"type": "end_of_execution"}]:
