@@ -102,7 +102,7 @@ def test_a_run_that_is_refused_while_it_is_built_leaves_no_directory(tmp_path, r
     script = tmp_path / "script.py"
     script.write_text(
         "from verl.compose.launch import entry_point\nfrom verl.errors import ConfigError\n@entry_point('sft')\n"
-        "def main(job):\n    job.record()\n    (job.run_dir / 'budget.txt').touch()\n"
+        "def main(job):\n    job.record()\n    (job.run_dir / 'plan.txt').touch()\n"
         "    raise ConfigError('data.x is 1: no.')\nmain()\n"
     )
     done = run_script(str(script))

@@ -164,7 +164,6 @@ def test_a_run_of_supervised_fine_tuning_has_a_budget_too():
     assert two.roles[0].weights == one.roles[0].weights // 2
     assert two.roles[0].optimizer == one.roles[0].optimizer // 2
     assert (one.processes, two.processes, one.saving) == (1, 2, two.saving)
-    assert one.flops > 0
 
 
 def planned(*choices: str, device: str = "cpu", limit: int | None = None) -> RunPlan:

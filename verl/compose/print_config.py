@@ -105,7 +105,6 @@ _BEFORE_THE_FIRST_STEP = {
     "overrides.yaml",
     "run.log",
     "plan.txt",
-    "budget.txt",
     "metrics.jsonl",
     "tensorboard",
 }

@@ -1,4 +1,4 @@
-"""Size of a model from its configuration alone: parameters, activations, keys and values, operations."""
+"""Size of a model from its configuration alone: parameters, activations, keys and values."""
 
 from __future__ import annotations
 
@@ -58,10 +58,6 @@ class ModelStats:
         if recomputed:
             return tokens * (self.layers * self.hidden + self.layer_elements)
         return tokens * self.layers * self.layer_elements
-
-    def forward_flops(self, tokens: int) -> int:
-        """Operations of a forward pass, a multiplication and an addition counted as two; attention scores left out."""
-        return 2 * self.parameters * tokens
 
 
 def model_stats(config: Any, lora: LoRA | None = None, kind: str = "causal_lm") -> ModelStats:

@@ -105,7 +105,6 @@ class MemoryEstimate:
         machines: that have as many each.
         saving: bytes of one checkpoint.
         kept: checkpoints on disk at a time.
-        flops: of one step, at most.
         copied: bytes of main memory on this machine from which a checkpoint is written while training goes on.
         on_host: what roles have is in main memory, for there is no GPU.
         stays_awake: an engine beside the trainer keeps its GPU memory while the trainer works.
@@ -116,7 +115,6 @@ class MemoryEstimate:
     processes: int
     saving: int
     kept: int
-    flops: int
     copied: int = 0
     on_host: bool = True
     machines: int = 1
@@ -143,24 +141,19 @@ def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
     width = getattr(run.data, "max_prompt_length", 0) + run.response_tokens
     actor = model_stats(run.actor.model.load_config(), run.actor.lora)
     roles = [_trained("actor", run.actor, actor, layouts["actor"])]
-    passes = 2 * rows * width * (3 * run.algorithm.epochs + 1)  # forward, and a backward of twice that
-    flops = actor.parameters * passes
     if "critic" in layouts:
         critic = model_stats(run.critic.model.load_config(), run.critic.lora, "backbone")
         roles.append(replace(_trained("critic", run.critic, critic, layouts["critic"]), generating=0))
-        flops += critic.parameters * passes
     if "reference" in layouts and (run.reference.model or run.actor.lora is None):
         source = run.reference.model or run.actor.model
         sizes = model_stats(source.load_config())
         computed = run.actor.autocast or source.dtype  # it computes as the actor does
         roles.append(_scoring("reference", sizes, layouts["reference"], source.dtype, computed))
-        flops += sizes.forward_flops(rows * width)
     if run.reward.is_model:
         source = run.reward.model
         sizes = model_stats(source.load_config(), kind="classifier")
         processes = layouts["rm"].processes if run.reward_as_role is not None else 1  # each has a copy of its own
         roles.append(_scoring("reward", sizes, RoleLayout(NoSharding(), processes), source.dtype, source.dtype))
-        flops += sizes.forward_flops(rows * width)
     own = -(-rows // layouts["actor"].shares)
     drawn = min(own, getattr(rollout, "max_rows", own))
     cache = actor.cache_elements // layouts["actor"].siblings * drawn * width * _computed_in(run.actor)
@@ -183,7 +176,6 @@ def estimate_ppo(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
         machines=settings.nnodes,
         saving=saved,
         kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
-        flops=flops,
         copied=saved // settings.nnodes if saves is not None and saves.save_async else 0,
         on_host=is_here,
         stays_awake=stays_awake,
@@ -198,7 +190,6 @@ def estimate_sft(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
         on_host: whether its role lives in main memory; None for what this machine has.
     """
     settings, saves, layout = run.trainer, run.checkpoint, role_layouts(run)["actor"]
-    length = getattr(run.data, "max_length", None) or run.actor.micro_batch_tokens
     sizes = model_stats(run.actor.model.load_config(), run.actor.lora)
     role = replace(_trained("actor", run.actor, sizes, layout), generating=0)
     return MemoryEstimate(
@@ -208,7 +199,6 @@ def estimate_sft(run: Any, *, on_host: bool | None = None) -> MemoryEstimate:
         machines=settings.nnodes,
         saving=role.saved if saves is not None else 0,
         kept=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
-        flops=6 * sizes.parameters * settings.batch_size * length,
         copied=role.saved // settings.nnodes if saves is not None and saves.save_async else 0,
         on_host=_is_on_host(settings) if on_host is None else on_host,
     )
