@@ -102,6 +102,21 @@ class Bench:
             ppo_lifecycle.start_cluster = before
 
     @on_each
+    def drawn(self, run: PPORun, prompts: Sequence[int], directory: Path) -> list[int]:
+        """How many prompts this process has drawn responses to, call by call, in a step of a run."""
+        before, ppo_lifecycle.start_cluster = ppo_lifecycle.start_cluster, self._start
+        try:
+            (own := directory / str(self.context.rank)).mkdir(parents=True)
+            with run.build(BuildContext(run_dir=own)) as trainer:
+                sampler = trainer._cluster.host.workers["actor"].sampler
+                counts, generate = [], sampler._generate
+                sampler._generate = lambda rows, request: counts.append(len(rows)) or generate(rows, request)
+                trainer.step(trainer.train_data.collate(prompts), 1)
+                return counts
+        finally:
+            ppo_lifecycle.start_cluster = before
+
+    @on_each
     def updated(self, source: Any, sharding: Sharding, rows: DataProto, options: dict[str, Any]) -> dict[str, Tensor]:
         """See `one_update`."""
         parallel = sharding.build(self.context)

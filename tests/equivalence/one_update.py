@@ -18,6 +18,7 @@ from verl.models.parallel_info import full_tensor
 from verl.models.pretrained import ModelSource
 from verl.ops.loss_aggregation import aggregate
 from verl.protocol import DataProto
+from verl.workers.base import load_unsharded
 
 
 def rows_with_holes(prompts: list[int], group: int, responses: list[int], vocabulary: int = 40) -> DataProto:
@@ -54,7 +55,7 @@ def one_update(
         share, shares: which rows are this process's.
         options: `lora`, `checkpointing`, `tokens` of a micro-batch.
     """
-    model = source.load_causal_lm("cpu")
+    model = load_unsharded(source, "causal_lm", "cpu", parallel, sliced=False)
     if (lora := options.get("lora")) is not None:
         torch.manual_seed(0)
         model = lora.apply(model, causal_lm=True)

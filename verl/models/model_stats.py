@@ -67,6 +67,8 @@ def model_stats(config: Any, lora: LoRA | None = None, kind: str = "causal_lm") 
         lora: the adapter that is trained in place of the weights.
         kind: `causal_lm`, `backbone` without an output head, or `classifier`.
     """
+    if not type(config).model_type:
+        raise ValueError("the sizes of a module of one's own are not known without making it")
     key = (type(config), config.to_json_string(), lora, kind)
     if key not in _counted:
         _counted[key] = _count(config, lora, kind)
