@@ -158,7 +158,9 @@ def test_a_failed_run_says_the_sentence_that_matters_and_then_one_traceback_at_m
     assert log.read_text().count("The run has ended.") == 1
 
 
-@pytest.mark.parametrize("argument", ["trainer.experiment_name=${nowhere}", "trainer.seed=[", "hydra.foo=1"])
+@pytest.mark.parametrize(
+    "argument", ["trainer.experiment_name=${nowhere}", "trainer.project_name=../x", "trainer.seed=[", "hydra.foo=1"]
+)
 def test_what_cannot_be_composed_is_told_in_words_too(argument, tmp_path, run_script):
     done = run_script(str(ROOT / "main_sft.py"), argument)
     assert done.returncode == 2
