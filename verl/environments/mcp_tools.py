@@ -14,7 +14,7 @@ from verl.errors import ConfigError
 
 
 class _Server(EnvironmentFactory):
-    """A session with the server. It lives in one task, as the package wants it; calls go through it."""
+    """A session with the server, owned by one asyncio task as the package requires."""
 
     def __init__(self, options: MCPTools):
         self.options = options
@@ -107,7 +107,7 @@ class MCPTools(EnvironmentDescription):
     Args:
         command: program and arguments of a server over stdio.
         url: of a server over HTTP; one of the two.
-        suffix: what follows an answer of a tool where the prompt is no chat.
+        suffix: appended to a tool result if the prompt is not a chat.
     """
 
     command: tuple[str, ...] | None = None

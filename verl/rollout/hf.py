@@ -30,14 +30,13 @@ NOISE_TOKENS = 64  # positions whose noise is made at a time
 
 @component
 class HFRollout(Rollout):
-    """Generate with the training model itself, through transformers; nothing is copied and nothing to sync.
+    """Generate with the training model itself, through transformers. No weights are copied, so there is no sync.
 
     Args:
         max_rows: responses decoded at a time, or those of one prompt if they are more.
-        share_prefix: compute each prompt once for all of its samples, where the model allows it. Changes nothing but
-            speed.
-        drop_finished: rows that have ended leave the batch, once an eighth of it has, where the model allows it.
-            Changes nothing but speed.
+        share_prefix: compute each prompt once for all of its samples, if the model supports it. Affects speed only.
+        drop_finished: remove finished rows from the batch once they are an eighth of it, if the model supports it.
+            Affects speed only.
     """
 
     may_change: ClassVar[bool] = True
@@ -127,7 +126,8 @@ class HFSampler(RolloutEngine):
         )
 
     def chooser(self, prompts: DataProto, request: GenerationRequest) -> Choose:
-        """What draws the next tokens of the samples of some prompts; a subclass may change the logits before."""
+        """The function that samples the next tokens of these prompts' responses; a subclass can modify the logits
+        first."""
         n = request.num_samples
         prompt_ids = prompts.batch["prompt_ids"].repeat_interleave(n)
         sample_ids = torch.arange(n, device=self.device).repeat(len(prompts))
