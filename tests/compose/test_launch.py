@@ -232,7 +232,8 @@ def test_under_torchrun_one_process_drives_as_many_workers_as_it_has_started(tmp
 @pytest.mark.parametrize(
     ("of_all", "here", "argument", "said"),
     [
-        ("4", "2", "sharding=fsdp", "torchrun has started 4 processes on 2 machines"),
+        ("3", "2", "sharding=fsdp", "torchrun has started 3 processes on 2 hosts, 2 of them on this one: every host"),
+        ("4", "2", "trainer.nnodes=3", "trainer.nnodes is 3: torchrun has started 4 processes on 2 hosts. Leave it"),
         ("2", "2", "trainer.n_gpus_per_node=4", "trainer.n_gpus_per_node is 4: torchrun has started 2 processes"),
     ],
 )
@@ -240,6 +241,7 @@ def test_what_torchrun_has_started_and_a_run_cannot_use_is_refused(
     of_all, here, argument, said, tmp_path, run_script, monkeypatch
 ):
     places = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": of_all, "LOCAL_WORLD_SIZE": here}
+    places |= {"GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in places.items():
         monkeypatch.setenv(name, value)
     done = run_script(str(ROOT / "main_ppo.py"), "sharding=fsdp", argument)

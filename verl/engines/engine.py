@@ -232,7 +232,8 @@ class TrainingEngine:
         """Tokens of a micro-batch: so few that a pipeline has micro-batches enough to fill it."""
         if self.parallel.least_micro_batches == 1:
             return self.micro_batch_tokens
-        tokens = int(batch.batch["attention_mask"].sum())
+        shared = 1 if self.parallel.context is None else self.parallel.context.size
+        tokens = -(-int(batch.batch["attention_mask"].sum()) // shared)  # of each process
         return max(1, min(self.micro_batch_tokens, -(-tokens // self.parallel.least_micro_batches)))
 
     def paths(self, batch: DataProto) -> ModelPaths:
