@@ -82,8 +82,12 @@ class Rollout(Description):
             ConfigError: it is not installed on this machine.
         """
 
-    def with_room_for(self, prompt: int) -> Rollout:
-        """The same, where no prompt has more than so many tokens: for engines that set memory aside by length."""
+    def with_room_for(self, prompt: int, response: int | None = None) -> Rollout:
+        """The same, where no prompt has more than so many tokens: for engines that set memory aside by length.
+
+        Args:
+            response: tokens after the prompt, those of a whole episode; None for `max_new_tokens`.
+        """
         return self
 
     def attach(
