@@ -83,8 +83,12 @@ class Rollout(Description):
             ConfigError: it is not installed on this machine.
         """
 
-    def with_room_for(self, prompt: int) -> Rollout:
-        """A copy for prompts of at most this many tokens, for engines that allocate memory by sequence length."""
+    def with_room_for(self, prompt: int, response: int | None = None) -> Rollout:
+        """A copy for prompts of at most this many tokens, for engines that allocate memory by sequence length.
+
+        Args:
+            response: tokens after the prompt, those of a whole episode; None for `max_new_tokens`.
+        """
         return self
 
     def attach(

@@ -140,7 +140,7 @@ class PPOLifecycle:
             actor=run.actor,
             critic=run.critic if run.algorithm.needs_values else None,
             reference=run.reference if run.algorithm.needs_reference else None,
-            rollout=self._with_room_for_prompts(run.rollout),
+            rollout=self._with_room_for_rows(run),
             environment=run.environment,
             algorithm=run.algorithm,
             sharding=run.sharding,
@@ -181,10 +181,11 @@ class PPOLifecycle:
         longest = self._longest_prompt() or getattr(run.data, "max_prompt_length", None)
         return None if longest is None else longest + run.response_tokens
 
-    def _with_room_for_prompts(self, rollout: Rollout) -> Rollout:
-        """With room for every prompt of the data, as far as the data tell how long those are."""
+    def _with_room_for_rows(self, run: PPORun) -> Rollout:
+        """With room for every prompt of the data and its response or episode, as far as the data tell how long those
+        are."""
         longest = self._longest_prompt()
-        return rollout if longest is None else rollout.with_room_for(longest)
+        return run.rollout if longest is None else run.rollout.with_room_for(longest, run.response_tokens)
 
     @property
     def parts(self) -> dict[str, Stateful]:

@@ -258,7 +258,7 @@ def _engine_parts(
     found = {"sampling": 3 * 4 * min(rows or 1, run.trainer.prompts_per_step * run.trainer.group_size) * vocabulary}
     if not hasattr(rollout, "kv_cache_gib"):
         return {"keys and values": estimate.cache, **found}
-    room = rollout.with_room_for(getattr(run.data, "max_prompt_length", 0))
+    room = rollout.with_room_for(getattr(run.data, "max_prompt_length", 0), run.response_tokens)
     shape = engine_shape(room, actor.config, actor.dtype, device.is_gpu)
     memory = None
     if device.is_gpu:

@@ -30,6 +30,7 @@ PROGRESS_PATH_VARIABLE = "VERL_ENGINE_PROGRESS_PATH"  # for workers that are spa
 WORK = {"import", "compile", "exec", "open", "subprocess.Popen"}  # audit events of a process that starts or compiles
 STAGES = {
     "draw": "generating",
+    "advance_turns": "generating",
     "load": "loading weights",
     "adopt": "loading an adapter",
     "prove": "proving the weights",
