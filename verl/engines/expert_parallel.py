@@ -2,8 +2,8 @@
 
 router ──> (token, expert) pairs, by expert ── all-to-all ──> own experts, grouped ── all-to-all ──> weighted sum
 
-The exchange and the division are those of transformers (`ep_dispatch_experts`, `grouped_gemm`); the experts of a process
-are divided further, by FSDP, over the processes that have the same ones. For generation they are put together.
+Exchange and division are those of transformers (`ep_dispatch_experts`, `grouped_gemm`). The experts of a process are
+divided further, by FSDP, over the processes that have the same ones; for generation they are put together.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from verl.models.experts import expert_layers
 EXPERT_SHARD, EXPERT = "expert_shard", "expert"  # dimensions of the mesh that experts are laid out over
 DISPATCH, DIVIDED = "ep_dispatch_experts", "grouped_gemm"  # transformers' styles
 # `model_type` of the families whose gradients were compared with those of one process (tests/equivalence)
-PROVEN = frozenset({"deepseek_v2", "deepseek_v3", "mixtral", "qwen2_moe", "qwen3_moe"})
+PROVEN = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
 
 
 def experts_fault(model_type: str, experts: int | None, size: int) -> str | None:
-    """Why the experts of a model cannot be divided over `size` processes, as the rest of a sentence; None if they can."""
+    """Why experts cannot be divided over `size` processes, as the rest of a sentence; None if they can."""
     if experts is None:
         return f"is {size}: a {model_type} has no experts."
     if model_type not in PROVEN:
@@ -59,7 +59,8 @@ def divide_experts(model: Any, mesh: Any) -> list[nn.Module]:
     if any("base_layer" in name for name in found):
         raise ConfigError(
             f"lora.target_modules reaches the experts, and sharding.ep is {mesh.size()}: adapters of experts are not "
-            "divided over processes. Name layers of attention, such as [q_proj,k_proj,v_proj,o_proj], or set sharding.ep=1."
+            "divided over processes. Name layers of attention, such as [q_proj,k_proj,v_proj,o_proj], or set "
+            "sharding.ep=1."
         )
     apply_expert_parallelism(base, mesh, None, plan)  # type: ignore[arg-type]
     return list(found.values())

@@ -50,6 +50,7 @@ class Parallelism:
         in_step: whether every forward pass needs all siblings, so that they must run equally many.
         divides_weights: whether `shard_model` leaves a process a part of the model alone.
         least_micro_batches: into which the rows of a step are cut, if they have tokens enough.
+        routers_are_whole: each process sees what the routers of all layers choose for its tokens.
     """
 
     rank = 0
@@ -60,6 +61,7 @@ class Parallelism:
     in_step = False
     divides_weights = False
     least_micro_batches = 1
+    routers_are_whole = True
 
     @property
     def shares_tokens(self) -> bool:
@@ -75,6 +77,10 @@ class Parallelism:
     def sums(self, values: Mapping[str, float]) -> dict[str, float]:
         """Named numbers, each added up over the processes with other rows; one may lack names that another has."""
         return dict(values)
+
+    def sum_of_tokens(self, x: Tensor) -> Tensor:
+        """A tensor added up over the processes with other tokens."""
+        return x
 
     def of_each(self, values: Mapping[str, float]) -> list[dict[str, float]]:
         """Named numbers of each of the processes with other rows."""
@@ -168,6 +174,11 @@ class DataParallelism(Parallelism):
         self.dist.all_gather_object(everyone, dict(values), group=self.data_group)
         return everyone
 
+    def sum_of_tokens(self, x: Tensor) -> Tensor:
+        total = x.clone()
+        self.dist.all_reduce(total, group=self.gradient_group)
+        return total
+
     def most(self, count: int) -> int:
         found = torch.tensor([count], device=self.device)
         self.dist.all_reduce(found, op=self.dist.ReduceOp.MAX)
@@ -255,10 +266,11 @@ class ShardedParallelism(DataParallelism):
             by_expert = ((EXPERT_SHARD, degrees.expert_shards), (EXPERT, degrees.ep))
             dims = (*self.mesh.dims[:2], *by_expert, *self.mesh.dims[3:])
             self.mesh = Mesh(dims, joined=((SHARD, (EXPERT_SHARD, EXPERT)),))
-            of_dims = dict(mesh_dim_names=tuple(name for name, _ in dims))
-            self._expert_mesh = init_device_mesh(self.device.type, tuple(size for _, size in dims), **of_dims)
+            extents, own = tuple(size for _, size in dims), tuple(name for name, _ in dims)
+            self._expert_mesh = init_device_mesh(self.device.type, extents, mesh_dim_names=own)
         self.fully, self.reshard, self.offload = fully, reshard, offload
         self.in_step = fully
+        self.routers_are_whole = degrees.tp == 1 and degrees.pp == 1
         self._device_mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         self._sibling_group = self._device_mesh[TENSOR].get_group()
         stage = self.world_size // degrees.pp  # its ranks are next to each other

@@ -9,6 +9,7 @@ What of this a model allows is in its `ModelPaths`; at the least each token is c
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from verl.model_paths import packed_attention
+from verl.model_paths.expert_routing import ExpertRouting
 from verl.model_paths.paths import ModelPaths
 from verl.models.call import call_model, unwrapped
 from verl.ops.logprobs import log_probs_of
@@ -37,11 +39,14 @@ class Decoded:
         responses: [b * n, T] token ids, the pad token off the mask.
         mask: [b * n, T] which of them are part of a response.
         log_probs: [b * n, T] nats, of the distribution at the temperature asked for.
+        routed: [b * n, T layers k] int16, experts that routers chose for each token; -1 off the mask. None if they were
+            not asked for.
     """
 
     responses: Tensor
     mask: Tensor
     log_probs: Tensor
+    routed: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +63,7 @@ class Decoder:
         is_exact: sharing a prefix rounds as separate rows do; false in types that are narrower than float32.
         shares: compute each prompt once for all of its samples, where that can be.
         drops: let finished rows leave the batch, where that can be.
+        routing: whose choices are recorded.
     """
 
     model: Any
@@ -69,6 +75,7 @@ class Decoder:
     is_exact: bool = True
     shares: bool = True
     drops: bool = True
+    routing: ExpertRouting | None = None
 
     def batches(self, lengths: Tensor, most_prompts: int) -> list[Tensor]:
         """Cut prompts of these lengths [b] into batches that may be decoded together, longest first."""
@@ -80,7 +87,6 @@ class Decoder:
             cuts = list(order.split(torch.unique_consecutive(lengths[order], return_counts=True)[1].tolist()))
         return [part for cut in cuts for part in cut.split(max(1, most_prompts))]
 
-    @torch.no_grad()
     def decode(self, tokens: Tensor, mask: Tensor, n: int, choose: Choose) -> Decoded:
         """Draw n responses to each prompt.
 
@@ -88,6 +94,11 @@ class Decoder:
             tokens, mask: [b P] prompts, padded on the left.
             choose: gives the next tokens [r] for logits [r V], rows [r] of the result and a position in the response.
         """
+        with contextlib.nullcontext() if self.routing is None else self.routing.recording():
+            return self._decode(tokens, mask, n, choose)
+
+    @torch.no_grad()
+    def _decode(self, tokens: Tensor, mask: Tensor, n: int, choose: Choose) -> Decoded:
         state = _Prompts(self, tokens, mask.long()).prefill(n)
         total, device = len(tokens) * n, tokens.device
         live = torch.arange(total, device=device)  # which row of the result each row of the batch is
@@ -95,12 +106,17 @@ class Decoder:
         responses = torch.full((total, self.max_new_tokens), self.pad_id, device=device)
         made = torch.zeros_like(responses, dtype=torch.bool)
         log_probs = torch.zeros(responses.shape, device=device, dtype=state.logits.dtype)
+        routed = (
+            None if state.routed is None else state.routed.new_full((*responses.shape, *state.routed.shape[1:]), -1)
+        )
         for t in range(self.max_new_tokens):
             report()
             token = choose(state.logits, live, t)
             responses[live, t] = torch.where(running, token, self.pad_id)
             made[live, t] = running
             log_probs[live, t] = log_probs_of(state.logits[:, None], token[:, None], self.temperature)[:, 0]
+            if routed is not None and state.routed is not None:
+                routed[live, t] = torch.where(running[:, None, None], state.routed, routed[live, t])
             running = running & ~torch.isin(token, self.stop_ids)
             alive = int(running.sum())
             if alive == 0 or t + 1 == self.max_new_tokens:
@@ -110,7 +126,7 @@ class Decoder:
                 live, running, token = live[keep], running[keep], token[keep]
                 state.keep(keep)
             state.advance(token)
-        return Decoded(responses, made, log_probs)
+        return Decoded(responses, made, log_probs, routed)
 
 
 class _Prompts:
@@ -118,6 +134,7 @@ class _Prompts:
 
     Attributes:
         logits: [r V] of the next token, float32 at least.
+        routed: [r layers k] experts in the pass that gave them; None if they are not recorded.
     """
 
     def __init__(self, decoder: Decoder, tokens: Tensor, attention: Tensor):
@@ -126,6 +143,7 @@ class _Prompts:
         self.cache: Any = None
         self.cache_name = CACHES[0]
         self.logits = tokens.new_zeros(0)
+        self.routed: Tensor | None = None
 
     def prefill(self, n: int) -> _Prompts:
         """Read the prompts, once for all of their n samples where that can be."""
@@ -167,6 +185,7 @@ class _Prompts:
         self.tokens, self.attention = (x.repeat_interleave(n, dim=0) for x in (self.tokens, self.attention))
         if logits:
             self.logits = self.logits.repeat_interleave(n, dim=0)
+            self.routed = None if self.routed is None else self.routed.repeat_interleave(n, dim=0)
 
     def _share(self, n: int) -> bool:
         """Let the samples of a prompt read its keys and values together, if that is right and worth it."""
@@ -205,3 +224,5 @@ class _Prompts:
             self.cache = getattr(out, self.cache_name)
         logits = out.logits[:, -1]
         self.logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if decoder.routing is not None:
+            self.routed = decoder.routing.last_chosen(len(tokens))

@@ -20,3 +20,20 @@ def expert_count(config: dict[str, Any]) -> int | None:
         if count := config.get(name):
             return int(count)
     return None
+
+
+def routers(model: Any) -> list[Any]:
+    """What sends tokens to experts and answers (logits, weights, numbers of experts), in the order of the layers."""
+    found = []
+    for name, experts in expert_layers(model).items():
+        parent = model.get_submodule(name.partition(".experts")[0])
+        own = [
+            child
+            for child in parent.children()
+            if child is not experts
+            and hasattr(child, "top_k")
+            and hasattr(child, "weight")
+            and hasattr(child, "num_experts")
+        ]
+        found += own[:1]
+    return found

@@ -11,6 +11,7 @@ from torch import Tensor
 from verl.component import BuildContext, component
 from verl.model_paths.check import paths_for
 from verl.model_paths.decode import Choose, Decoder
+from verl.model_paths.expert_routing import routing_of
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
 from verl.protocol import DataProto
 from verl.rollout.base import (
@@ -42,6 +43,7 @@ class HFRollout(Rollout):
     may_change: ClassVar[bool] = True
     takes_stages: ClassVar[bool] = True
     draws_turns: ClassVar[bool] = True
+    tells_experts: ClassVar[bool] = True
 
     max_rows: PositiveInt = 512
     share_prefix: bool = True
@@ -60,6 +62,7 @@ class HFSampler(RolloutEngine):
         self.options, self.model, self.seed, self.autocast = options, model, seed, autocast
         self.pad_id = tokenizer.pad_token_id
         self.device = compute_device(model)
+        self.routing = routing_of(model) if options.router_replay else None
         self.stop_ids = stop_tokens(model, tokenizer, options.stop_token_ids).to(self.device)
         self._stops = tuple(self.stop_ids.tolist())
         self._keeps_slots: bool | None = None  # whether turns may keep keys and values; found with the first episode
@@ -86,7 +89,9 @@ class HFSampler(RolloutEngine):
         responses = torch.full(shape, self.pad_id, dtype=torch.int64)
         mask = torch.zeros(shape, dtype=torch.bool)
         log_probs = torch.zeros(shape, dtype=torch.promote_types(self.model.dtype, torch.float32))
-        lengths = prompts.batch["prompt_mask"].sum(dim=1)
+        lengths, routed = prompts.batch["prompt_mask"].sum(dim=1), None
+        if self.routing is not None:
+            routed = torch.full((*shape, self.routing.layers, self.routing.top_k), -1, dtype=torch.int16)
         decoder = self._decoder(int(lengths.max()) if len(prompts) else 0)
         for rows in decoder.batches(lengths, options.max_rows // n):
             part = prompts[rows].to(self.device)
@@ -95,9 +100,11 @@ class HFSampler(RolloutEngine):
             with computing_in(self.autocast, self.model):
                 out = decoder.decode(tokens, attention, n, self.chooser(part, request))
             target = (rows[:, None] * n + torch.arange(n)).flatten()
-            for whole, made in ((responses, out.responses), (mask, out.mask), (log_probs, out.log_probs)):
-                whole[target] = made.to(whole.device)
-        return assemble(prompts, n, responses, mask, log_probs, self.pad_id)
+            pairs = [(responses, out.responses), (mask, out.mask), (log_probs, out.log_probs), (routed, out.routed)]
+            for whole, made in pairs:
+                if whole is not None:
+                    whole[target] = made.to(whole.device)
+        return assemble(prompts, n, responses, mask, log_probs, self.pad_id, routed=routed)
 
     def turns(self, request: GenerationRequest, limits: TurnLimits) -> TurnEngine:
         """See `RolloutEngine.turns`; the draws depend on (seed, stream, step, prompt, sample, turn, position) alone."""
@@ -123,6 +130,7 @@ class HFSampler(RolloutEngine):
             is_exact=self.autocast is None and self.model.dtype in (torch.float32, torch.float64),
             shares=options.share_prefix,
             drops=options.drop_finished,
+            routing=self.routing,
         )
 
     def chooser(self, prompts: DataProto, request: GenerationRequest) -> Choose:
