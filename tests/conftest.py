@@ -30,6 +30,13 @@ sys.dont_write_bytecode = False
 gc.disable()  # nothing of all that is imported and collected is garbage; to look through it takes seconds
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:  # the fork server is started once
+        if "fork_server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("fork server"))
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
