@@ -17,7 +17,6 @@ from faults.scenarios import fast_directory
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
 
-pytestmark = pytest.mark.xdist_group("fork server")
 STEPS = 4
 JOURNAL = "verl.environments.journal:EpisodeJournal"
 TURNS = "verl.environments.episode_loop:_Play"
