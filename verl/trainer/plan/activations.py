@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from verl.engines.chunked_logprobs import logits_at_a_time
+from verl.engines.chunked_logprobs import logits_at_a_time, score_in_parts
 from verl.models.model_stats import model_stats
 
 CAUSAL = "verl_causal"  # attention without a mask, as packed rows have it
@@ -246,20 +246,18 @@ def _with_layers(config: Any, layers: int, siblings: int) -> Any:
 
 
 def _logits(config: Any, tokens: int, dtype: torch.dtype, siblings: int, device_type: str) -> int:
-    """Of one part of the tokens: logits, their log-softmax in float32, and gradients of both."""
+    """Of one part of the tokens: logits, their log-softmax in float32, and gradients of both; where there are several
+    parts, with the sum of their gradients of the head, as far as it takes more than the gradient itself."""
     text = config.get_text_config()
     count = max(1, min(tokens, logits_at_a_time(device_type) // text.vocab_size))
+    num_parts = 1 + (count < tokens)
     from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from verl.ops.logprobs import log_probs_of
 
     with FakeTensorMode():
         head = nn.Linear(text.hidden_size, text.vocab_size, bias=False, dtype=dtype)
-        hidden = torch.empty(count, text.hidden_size, dtype=dtype, requires_grad=True)
-        chosen = torch.zeros(count, 1, dtype=torch.long)
+        hidden = torch.empty(num_parts * count, text.hidden_size, dtype=dtype, requires_grad=True)
+        chosen = torch.zeros(num_parts * count, dtype=torch.long)
         with LiveBytes() as counted:
             counted.watch(head)
-            logits = head(hidden)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            log_probs_of(logits[:, None], chosen, 1.0).sum().backward()
+            score_in_parts(head, hidden, chosen, count)[0].sum().backward()
         return counted.peak // siblings
