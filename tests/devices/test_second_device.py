@@ -1,4 +1,4 @@
-"""An actor over two processes on a pretended device that is not the CPU: nothing mixes devices, at the second sync either."""
+"""An actor over two processes on a pretended device: nothing mixes it with the CPU, at the second sync either."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ def test_packing_log_probs_two_syncs_and_the_probe_run_on_a_device_of_their_own(
 
 def test_planted_faults_are_seen(found):
     kept = found["planted: the probe keeps what it gathers"]
-    assert [name for name, wrong in kept.items() if wrong] == [
-        f"nothing stays gathered, {n}" for n in ("first", "second")
-    ]
+    wrong = {name for name, said in kept.items() if said}
+    assert wrong == {"nothing stays gathered, first", "nothing stays gathered, second"}
     mixed = found["planted: it computes where weights rest"]
     assert mixed["the model computes on the device"]
     assert mixed["rows are packed"]
