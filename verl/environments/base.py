@@ -185,6 +185,10 @@ class EnvironmentDescription(Description):
         """JSON schemas of its tools, which the chat template writes into the prompt."""
         return ()
 
+    def prompts(self, count: int) -> Sequence[Sequence[Mapping[str, Any]]]:
+        """Chat messages with which its first tasks begin, at most so many; empty where it has no prompts of its own."""
+        return ()
+
     def factory(self, context: BuildContext) -> EnvironmentFactory:
         """The factory of its environments in this process."""
         raise NotImplementedError

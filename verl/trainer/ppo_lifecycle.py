@@ -80,6 +80,7 @@ class PPOLifecycle:
                 context,
                 chat_template=getattr(run.data, "chat_template", None),
                 tools=() if run.environment is None else run.environment.tool_schemas(),
+                prompts=None if run.environment is None else run.environment.prompts,
             )
             with faults_below("data"):
                 splits = run.data.build(context)
