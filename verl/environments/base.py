@@ -14,6 +14,7 @@ from verl.environments.tool_calls import ParseFault, ToolCall, ToolFormat
 Outcome = Literal["ok", "tool_error", "timeout", "infra"]
 Observation = str | Sequence[Mapping[str, Any]] | None
 Recovery = Literal["stateless", "deterministic", "restart"]
+History = Literal["append", "rerender"]
 OnInfra = Literal["refill", "drop_member", "drop_group", "stop"]
 
 
@@ -151,6 +152,9 @@ class EnvironmentDescription(Description):
             same prompt, with other noise, and drops the member if that fails too; `drop_member` leaves the episode out
             (of a group of which fewer than two are left, all); `drop_group` leaves out all episodes of the prompt;
             `stop` ends the run. Dropping favours episodes that make few calls.
+        history: what the model reads before a turn: `append`, the very tokens of before and new ones behind them, so
+            that an episode is one sample; `rerender`, the conversation as the chat template renders it anew, each turn
+            a sample of its own, for templates that rewrite earlier turns (Qwen3 leaves out their thinking).
         tool_format: how calls are written: `hermes` (Qwen), `llama`, `plain` for `name(arguments)`; `auto` reads it
             from the chat template, and takes `plain` without one.
         journal: whether episodes are written down as they are played, beside the checkpoints, so that a run that is
@@ -171,6 +175,7 @@ class EnvironmentDescription(Description):
     max_concurrent: PositiveInt = 64
     retries: NonNegativeInt = 2
     on_infra: OnInfra = "drop_member"
+    history: History = "append"
     tool_format: ToolFormat = "auto"
     kv_cache_gib: NonNegativeFloat = 2.0
     journal: bool = True

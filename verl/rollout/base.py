@@ -282,6 +282,7 @@ def assemble(
     log_probs: Tensor,
     pad_id: int,
     attended: Tensor | None = None,
+    sample_ids: Tensor | None = None,
 ) -> DataProto:
     """Join prompts and their responses into the rows that training reads.
 
@@ -291,6 +292,7 @@ def assemble(
         pad_id: fills the places without a token.
         attended: [b * num_samples, T], True on tokens of the response, those included that the policy did not choose;
             None where it chose all of them.
+        sample_ids: [b * num_samples] where they are not simply counted.
     Returns:
         B = b * num_samples rows with the fields of prompts, and `sample_ids`, `input_ids`, `attention_mask`,
         `position_ids`, `responses`, `response_mask`, `rollout_log_probs`; T is the longest response.
@@ -305,7 +307,7 @@ def assemble(
     attention = torch.cat([rows.batch["prompt_mask"], attended], dim=1).long()
     made = DataProto.from_dict(
         {
-            "sample_ids": torch.arange(num_samples).repeat(len(prompts)),
+            "sample_ids": torch.arange(num_samples).repeat(len(prompts)) if sample_ids is None else sample_ids,
             "input_ids": torch.cat([rows.batch["prompts"], responses], dim=1),
             "attention_mask": attention,
             "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0),

@@ -36,6 +36,7 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "algorithm.replay_max_staleness": 16,
     "data.final_assistant": "error",
     "environment": None,
+    "environment.history": "append",
     "algorithm.advantage.discount": "token",
 }
 # Of a reward, settings that decide how it is asked, and nothing about what it gives.
