@@ -281,6 +281,6 @@ class TrainingEngine:
         self._limit = scoring
 
     def _totals(self, batch: DataProto) -> LossTotals:
-        own = LossTotals.of(batch.batch["response_mask"])
+        own = LossTotals.of(batch.batch["response_mask"], batch.batch.get("episode_tokens"))
         summed = self.parallel.sums({"tokens": own.tokens, "sequences": own.sequences})
         return LossTotals(tokens=summed["tokens"], sequences=summed["sequences"])

@@ -294,6 +294,7 @@ def assemble(
     pad_id: int,
     attended: Tensor | None = None,
     routed: Tensor | None = None,
+    sample_ids: Tensor | None = None,
 ) -> DataProto:
     """Join prompts and their responses into the rows that training reads.
 
@@ -304,6 +305,7 @@ def assemble(
         attended: [b * num_samples, T], True on all tokens of the response, including those that the policy did not
             sample; None if it sampled all of them.
         routed: [b * num_samples, T layers k], experts of each token, -1 off the mask; None if not recorded.
+        sample_ids: [b * num_samples]; None to count them.
     Returns:
         B = b * num_samples rows with the fields of prompts, and `sample_ids`, `input_ids`, `attention_mask`,
         `position_ids`, `responses`, `response_mask`, `rollout_log_probs`; T is the longest response.
@@ -318,7 +320,7 @@ def assemble(
     attention = torch.cat([rows.batch["prompt_mask"], attended], dim=1).long()
     made = DataProto.from_dict(
         {
-            "sample_ids": torch.arange(num_samples).repeat(len(prompts)),
+            "sample_ids": torch.arange(num_samples).repeat(len(prompts)) if sample_ids is None else sample_ids,
             "input_ids": torch.cat([rows.batch["prompts"], responses], dim=1),
             "attention_mask": attention,
             "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0),
